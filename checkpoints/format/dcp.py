@@ -89,6 +89,8 @@ class DistributedCheckpoint:
             raise CheckpointError(what + remedy(self.folder))
         found = _tensors(read_metadata(data, path), path)
         self.tensors: Mapping[str, Stored] = {name.removeprefix(prefix): each for name, each in found.items() if name.startswith(prefix)}
+        if prefix and found and not self.tensors:
+            raise CheckpointError(f"{self.folder} has no tensors whose names begin with {prefix!r}; {suggestion(prefix, found)}")
         self._files: dict[str, Readable] = {}
         self._boxes: dict[Chunk, Box] = {}
 

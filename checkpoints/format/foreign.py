@@ -14,8 +14,18 @@ from meshpar.checkpoints.storage.transfer import fetched
 from meshpar.errors import CheckpointError, brief
 from meshpar.patterns import suggestion
 
+ACCELERATE = "pytorch_model_fsdp_0"
+"""The folder, in a checkpoint of accelerate's FSDP, with ``{"model": ...}`` as a distributed checkpoint."""
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _FORMATS = {  # the files by which a format is known -> the remedy
+    (f"{ACCELERATE}/.metadata",): (
+        f"it is a checkpoint of accelerate's FSDP: read it by DistributedCheckpoint(folder / '{ACCELERATE}', prefix='model.'), or convert "
+        "it by meshpar import with --config FOLDER, which has the model's config.json"
+    ),
+    ("pytorch_model_fsdp*_rank*.bin",): (
+        "it has a file for each rank of accelerate's FSDP, which only these ranks can read: save it with the state_dict_type "
+        "SHARDED_STATE_DICT"
+    ),
     ("zero_to_fp32.py", "*_model_states.pt", "global_step*/*_model_states.pt"): (
         "it is a DeepSpeed checkpoint: convert it by its zero_to_fp32.py with --safe_serialization"
     ),
@@ -41,6 +51,12 @@ def _remedy(path: Path) -> str:
         if any(path.is_dir() or each == path for each in found):
             return f"; {text}"
     return ""
+
+
+def sharded_by_accelerate(path: Place) -> Place | None:
+    """Return the distributed checkpoint in a checkpoint of accelerate's FSDP, or in its folder of weights; None if there is none."""
+    folder = path if path.name == ACCELERATE else path / ACCELERATE
+    return folder if (folder / ".metadata").is_file() else None
 
 
 def is_pickled(path: Place) -> bool:

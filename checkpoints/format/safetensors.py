@@ -14,8 +14,8 @@ from typing import Any, final
 import torch
 
 from meshpar.checkpoints.format.copying import Piece
-from meshpar.checkpoints.format.dcp import Chunk, check_cover, overlap
-from meshpar.checkpoints.format.foreign import TorchWeights, is_pickled, remedy
+from meshpar.checkpoints.format.dcp import Chunk, DistributedCheckpoint, check_cover, overlap
+from meshpar.checkpoints.format.foreign import TorchWeights, is_pickled, remedy, sharded_by_accelerate
 from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, inside
 from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
 from meshpar.errors import CheckpointError, StoreError, brief
@@ -100,8 +100,10 @@ class Safetensors:
                 piece.box.read(tuple((a - o, b - o) for (a, b), o in zip(here, piece.offsets)), target)
 
 
-def weights_in(path: PlaceLike) -> Safetensors | TorchWeights:
-    """Return the weights in a file or folder, of safetensors or of ``torch.save``, as a source; errors as for its class."""
+def weights_in(path: PlaceLike) -> Safetensors | TorchWeights | DistributedCheckpoint:
+    """Return the weights of safetensors, ``torch.save`` or accelerate's FSDP, in a file or folder; errors as for their class."""
+    if (folder := sharded_by_accelerate(place(path))) is not None:
+        return DistributedCheckpoint(folder, prefix="model.")
     return TorchWeights(path) if is_pickled(place(path)) else Safetensors(path)
 
 

@@ -37,7 +37,8 @@ def import_safetensors(
     An import runs without a process group and without building the model.
 
     Args:
-        src: a safetensors file, an index, or a folder of these; or files of ``torch.save``, as for :class:`TorchWeights`.
+        src: a safetensors file, an index, or a folder of these; files of ``torch.save``, as for :class:`TorchWeights`; or a checkpoint of
+            accelerate's FSDP.
         root: the folder of steps in which to write the step.
         weights: rules from our names to those in ``src``; None: they are the same.
         dtype: dtype of the floating-point tensors; None: unchanged.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -81,15 +82,17 @@ def rm(step: Step, debug: Debug = False) -> None:
 
 
 def import_model(
-    src: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors, as transformers saves it.")],
+    src: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors, or checkpoint-N of Trainer's FSDP.")],
     dst: Annotated[Path, typer.Argument(help="The folder of checkpoints in which to write the step.")],
     model: Annotated[str, typer.Option(help="The model that will restore it: ours (Transformer, GPT2) or transformers.")] = "ours",
     dtype: Annotated[str | None, typer.Option(help="Dtype of the weights: float32, bfloat16, float16; default: unchanged.")] = None,
     step: Annotated[int, typer.Option(help="The step's number.", min=0)] = 0,
+    config: Annotated[Path | None, typer.Option(help="The folder with the model's config.json, if SRC has none.")] = None,
     debug: Debug = False,
 ) -> None:
     """Convert a published model to a checkpoint that any mesh restores."""
     from meshpar.checkpoints import import_safetensors
+    from meshpar.checkpoints.steps.importing import config_beside
     from meshpar.errors import CheckpointError
     from meshpar.launchers.recipes.schema import parse_dtype
 
@@ -97,7 +100,11 @@ def import_model(
         kind = None if dtype is None else parse_dtype(dtype)
     except ValueError as error:
         raise CheckpointError(f"--dtype: {error}") from error
-    print(f"imported to {import_safetensors(src, dst, weights=_rules(src, model), dtype=kind, step=step)}")
+    published = config_beside(config or src)
+    if config is not None and not published:
+        raise CheckpointError(f"{config} has no config.json; expected the model's, as transformers saves it: correct --config")
+    rules = _rules(config or src, published, model)
+    print(f"imported to {import_safetensors(src, dst, weights=rules, dtype=kind, step=step, config=published)}")
 
 
 def _steps_in(path: Path) -> Place:
@@ -106,9 +113,8 @@ def _steps_in(path: Path) -> Place:
     return checkpoints_in(path)
 
 
-def _rules(src: Path, model: str) -> WeightMap:
-    """Return the rules from the names of the model that will restore the step to the names in ``src``."""
-    from meshpar.checkpoints.steps.importing import config_beside
+def _rules(src: Path, config: Mapping[str, Any], model: str) -> WeightMap:
+    """Return the rules from the names of the model that will restore the step to those of the config in ``src``."""
     from meshpar.checkpoints.storage.place import place
     from meshpar.errors import CheckpointError
     from meshpar.launchers.export.run import names_of_ours
@@ -118,9 +124,11 @@ def _rules(src: Path, model: str) -> WeightMap:
         return WeightMap()
     if model != "ours":
         raise CheckpointError(f"--model must be ours or transformers, got {model!r}")
-    kind = config_beside(src).get("model_type")
+    kind = config.get("model_type")
     if kind is None:
-        raise CheckpointError(f"{place(src)} has no config.json that names a model_type; expected a folder as transformers saves it")
+        raise CheckpointError(
+            f"{place(src)} has no config.json that names a model_type; expected a folder as transformers saves it, or pass --config FOLDER"
+        )
     found = names_of_ours(kind)
     if found is None:
         raise CheckpointError(

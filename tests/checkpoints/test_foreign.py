@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import meshpar
 from meshpar import CheckpointError, MeshparError, Plan
-from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, TorchWeights, import_safetensors
+from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, TorchWeights, import_safetensors, read_manifest
 from meshpar.testing import on_ranks
 from meshpar.weights import WeightSource
 
@@ -78,12 +80,47 @@ def test_safetensors_in_a_distributed_checkpoint_are_named(tmp_path: Path) -> No
         source.read("0.weight", (), torch.empty(2, 3))
 
 
+def test_a_checkpoint_of_trainers_fsdp_is_read_and_imported_as_the_error_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin, save_fsdp_model
+    from typer.testing import CliRunner
+
+    from meshpar.launchers.cli import app
+
+    folder, base, root = tmp_path / "checkpoint-20", tmp_path / "base", tmp_path / "steps"
+    module = nn.Sequential(nn.Linear(3, 2))
+    module.load_state_dict(VALUES)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    monkeypatch.setattr("accelerate.utils.fsdp_utils.logger", logging.getLogger("accelerate"))
+    save_fsdp_model(plugin, SimpleNamespace(process_index=0, num_processes=1), module, str(folder))
+    torch.save({"last_epoch": 20}, folder / "scheduler.pt")
+    torch.save({"seed": torch.ones(1)}, folder / "training_args.bin")
+    for read in (Safetensors, TorchWeights, DistributedCheckpoint):
+        with pytest.raises(
+            CheckpointError, match=r"DistributedCheckpoint\(folder / 'pytorch_model_fsdp_0', prefix='model\.'\), or .*--config"
+        ):
+            read(folder)
+    assert equal(linear(DistributedCheckpoint(folder / "pytorch_model_fsdp_0", prefix="model.")))
+    with pytest.raises(CheckpointError, match=r"has no tensors whose names begin with 'net\.'"):
+        DistributedCheckpoint(folder / "pytorch_model_fsdp_0", prefix="net.")
+    base.mkdir()
+    (base / "config.json").write_text('{"model_type": "own"}')
+    command = ["import", str(folder), str(root)]
+    for more, told in ([], "pass --config FOLDER"), (["--model", "transformers", "--config", str(tmp_path)], "correct --config"):
+        done = CliRunner().invoke(app, [*command, *more])
+        assert done.exit_code == 1 and told in done.stderr and not root.exists()
+    assert CliRunner().invoke(app, [*command, "--model", "transformers", "--config", str(base)]).exit_code == 0
+    par = linear()
+    CheckpointManager(root).restore(par)
+    assert equal(par) and read_manifest(root / "step-00000000").config == {"model_type": "own"}
+
+
 @pytest.mark.parametrize(
     ("file", "told"),
     [("zero_to_fp32.py", r"DeepSpeed checkpoint: convert it by its zero_to_fp32\.py"),
      ("global_step5/mp_rank_00_model_states.pt", "DeepSpeed"),
      ("latest_checkpointed_iteration.txt", "Megatron checkpoint: convert it to Hugging Face's format"),
-     ("mp_rank_00/model_optim_rng.pt", "Megatron")],
+     ("mp_rank_00/model_optim_rng.pt", "Megatron"),
+     ("pytorch_model_fsdp_0_rank0.bin", "save it with the state_dict_type SHARDED_STATE_DICT")],
 )  # fmt: skip
 def test_formats_that_are_not_read_are_named_with_their_converter(tmp_path: Path, file: str, told: str) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)

@@ -16,6 +16,8 @@ from meshpar import passes
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+TRIED = [path for path in PAGES if ">>> " in path.read_text(encoding="utf-8")]
+API = sorted((ROOT / "docs" / "api").glob("*.md"))
 PUBLIC = [
     "meshpar",
     *(f"meshpar.{name}" for name in ("passes", "models", "checkpoints", "training", "forecasting", "testing", "launchers")),
@@ -96,6 +98,25 @@ def test_the_examples_of_public_names_run(package):
         each for name, value in kinds.items() for each in doctest.DocTestFinder(recurse=False).find(value, name, globs=dict(values))
     ]
     assert [example.name for example in examples if doctest.DocTestRunner(verbose=False).run(example).failed] == []
+
+
+@pytest.mark.parametrize("path", TRIED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_examples_of_a_page_run(path):
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
+    page = "\n".join(re.findall(r"(?ms)^```python\n(>>> .+?)^```", path.read_text(encoding="utf-8")))
+    assert runner.run(parser.get_doctest(page, {}, path.name, str(path), 0)).attempted
+    assert runner.failures == 0
+
+
+def test_every_name_of_the_reference_has_a_line_for_readers_of_the_file():
+    assert set(API) <= set(TRIED)
+    absent = {}
+    for path in API:
+        words, *listed = re.split(r"(?m)^::: meshpar\.(?:[\w.]+\.)?(?=\w+$)", path.read_text(encoding="utf-8"))
+        absent[path.stem] = [
+            name for name in map(str.strip, listed) if not re.search(rf"^\| .*`(?:\w+\.)?{name}`.*\| ", words, re.MULTILINE)
+        ]
+    assert not any(absent.values()), absent
 
 
 def documented(module, name, value):
