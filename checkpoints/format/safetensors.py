@@ -16,6 +16,7 @@ import torch
 from meshpar.checkpoints.format.copying import Piece
 from meshpar.checkpoints.format.dcp import Chunk, DistributedCheckpoint, check_cover, overlap
 from meshpar.checkpoints.format.foreign import TorchWeights, is_pickled, remedy, sharded_by_accelerate
+from meshpar.checkpoints.format.manifest import MODEL
 from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, inside
 from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
 from meshpar.errors import CheckpointError, StoreError, brief
@@ -103,7 +104,7 @@ class Safetensors:
 def weights_in(path: PlaceLike) -> Safetensors | TorchWeights | DistributedCheckpoint:
     """Return the weights of safetensors, ``torch.save`` or accelerate's FSDP, in a file or folder; errors as for their class."""
     if (folder := sharded_by_accelerate(place(path))) is not None:
-        return DistributedCheckpoint(folder, prefix="model.")
+        return DistributedCheckpoint(folder, prefix=MODEL)
     return TorchWeights(path) if is_pickled(place(path)) else Safetensors(path)
 
 
