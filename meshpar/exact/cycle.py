@@ -509,6 +509,7 @@ class Cycle:
             return
         self._forget_cleared()
         if self._kept:  # since an evaluation, whose weights may have been swapped back
+            self._kept = False
             self._units.reshard()
         if self._units.modules:
             self._entrances.look(roots)
