@@ -1,6 +1,8 @@
 """Planning a save on many ranks: seconds on rank 0 and bytes that it exchanges, for the first save and for a later one.
 
-    python benchmarks/save_planning.py [--ranks 1024] [--layers 80] [--replicas 1]
+    python benchmarks/save_planning.py [--ranks 1024] [--layers 80] [--replicas 1] [--commit]
+
+With ``--commit`` also the commit: all that rank 0 does after the files are written, up to the manifest's bytes in a file.
 
 One process is rank 0, with the parameters of Llama 3 (70B has 80 layers) as DTensors on a mesh of all ranks and AdamW's state of them,
 all without memory. Its save is planned by meshpar's own code. The other ranks' messages are made here, pickled, and unpickled by rank 0.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import pickle
 import tempfile
 import time
@@ -28,9 +31,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshpar import ModelLayout
-from meshpar.checkpoints import CheckpointManager
-from meshpar.checkpoints.steps.planning import Alike, Described, Planning, pack
+from meshpar.checkpoints import CheckpointManager, Manifest
+from meshpar.checkpoints.format.writing import WrittenFile, WrittenPart
+from meshpar.checkpoints.steps.planning import Alike, Described, Planning
+from meshpar.checkpoints.steps.recording import Layout, Report, layout_of, pack, report_of
 from meshpar.checkpoints.steps.saving import Noted, Saving
+from meshpar.checkpoints.storage.place import Place
 from meshpar.placements import local_index
 
 
@@ -155,12 +161,37 @@ def load(share: Sequence[Sequence[int]], parts: Sequence[Alike]) -> int:
     return sum(len(each) * math.prod(part.sizes) * part.dtype.itemsize for each, part in zip(share, parts))
 
 
-def plan_saves(layers: int, ranks: int, replicas: int) -> list[dict[str, float]]:
-    """Return seconds and bytes on rank 0 of the first save's planning and of a later one's; needs a fake process group of ``ranks``."""
+def files_of(rank: int, parts: Sequence[tuple[Alike, Sequence[int]]], folder: str) -> list[WrittenFile]:
+    """Return two files with a rank's parts; on the disk they are holes."""
+    written: list[list[WrittenPart]] = [[], []]
+    for alike, positions in parts:
+        names, length = alike.names, math.prod(alike.sizes) * alike.dtype.itemsize // 64 * 64 + 1024
+        for each in positions:
+            mine = written[each % 2]
+            mine.append(WrittenPart(names[each], alike.offsets, alike.sizes, len(mine) and mine[-1].position + mine[-1].length, length, 0))
+    files = []
+    for number, each in enumerate(written):
+        name, size = f"__{rank}_{number}.distcp", sum(part.length for part in each)
+        with open(Path(folder) / name, "wb") as hole:
+            hole.truncate(size)
+        files.append(WrittenFile(name, size, 0, None, tuple(each)))
+    return files
+
+
+def plan_saves(layers: int, ranks: int, replicas: int, *, commit: bool = False) -> list[dict[str, float]]:
+    """Return seconds and bytes on rank 0 of the first save and of a later one; needs a fake process group of ``ranks``."""
     par, optimizer = job(layers, ranks, replicas)
     plans, others, figures = [Planning() for _ in range(ranks)], dict[int, Described](), []
 
     def answer(rank: int, mine: Any) -> Any:
+        if isinstance(mine, Layout):
+            return reported[rank][0]
+        if isinstance(mine, Report):
+            if rank not in reported:
+                files = files_of(rank, list(zip(others[rank].alike, plans[rank]._share)), folder)
+                reported[rank] = layout_of(files), report_of(files, layout_of(files))
+            report = reported[rank][1]
+            return report._replace(sums=os.urandom(len(report.sums)))
         if isinstance(mine, tuple):  # the parts of each rank, for a new plan
             return others[rank].alike, others[rank].tied, None
         if rank not in others:
@@ -168,6 +199,15 @@ def plan_saves(layers: int, ranks: int, replicas: int) -> list[dict[str, float]]
         return plans[rank]._greet(others[rank], Peer(rank, ranks))
 
     noticed: list[Described] = []
+    reported: dict[int, tuple[Layout, Report]] = {}
+
+    def write(self: Saving) -> list[WrittenFile]:
+        return files_of(0, list(zip(noticed[-1].alike, plans[0]._share)), folder)
+
+    def put(manifest: Manifest) -> Place:
+        (place / "meshpar.json").write_durably(manifest.to_json().encode())
+        return place
+
     describe = Saving._describe
 
     def notice(self: Saving, *given: Any) -> Described:
@@ -177,13 +217,13 @@ def plan_saves(layers: int, ranks: int, replicas: int) -> list[dict[str, float]]
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(Saving, "_describe", notice),
+        mock.patch.object(Saving, "_write", write),
         mock.patch("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 60)),
     ):
+        place = CheckpointManager(folder).root
         for step in (1, 2):
             simulated = SimulatedRanks(ranks, answer)
-            saving = Saving(
-                simulated, CheckpointManager(folder).root, Noted(step=step, extra={}, metrics={}, rank_extra={"position": 0}), plans[0]
-            )
+            saving = Saving(simulated, place, Noted(step=step, extra={}, metrics={}, rank_extra={"position": 0}), plans[0])
             began = time.thread_time()
             saving.plan(par, optimizer)
             seconds = time.thread_time() - began - simulated.aside
@@ -195,6 +235,11 @@ def plan_saves(layers: int, ranks: int, replicas: int) -> list[dict[str, float]]
             figures.append(
                 {"seconds": seconds, "bytes": simulated.bytes, "held": held, "written": sum(loads), "most": max(loads, default=0)}
             )
+            if commit:
+                simulated.bytes, simulated.aside, began = 0, 0.0, time.thread_time()
+                saving.finish(put)
+                seconds = time.thread_time() - began - simulated.aside
+                figures[-1] |= {"commit_seconds": seconds, "commit_bytes": simulated.bytes}
     return figures
 
 
@@ -203,14 +248,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--commit", action="store_true", help="measure the commit, too")
     options = parser.parse_args()
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.ranks)
-    first, later = plan_saves(options.layers, options.ranks, options.replicas)
+    first, later = plan_saves(options.layers, options.ranks, options.replicas, commit=options.commit)
     print(f"{options.ranks} ranks, {options.replicas} replicas, {options.layers} layers    first save   later saves")
     print(f"rank 0 plans, s                        {first['seconds']:10.2f} {later['seconds']:13.2f}")
     print(f"rank 0 exchanges, MiB                  {first['bytes'] / 2**20:10.2f} {later['bytes'] / 2**20:13.2f}")
+    if options.commit:
+        print(f"rank 0 commits, s                      {first['commit_seconds']:10.2f} {later['commit_seconds']:13.2f}")
+        print(f"rank 0 exchanges, MiB                  {first['commit_bytes'] / 2**20:10.2f} {later['commit_bytes'] / 2**20:13.2f}")
     dist.destroy_process_group()
 
 

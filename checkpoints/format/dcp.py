@@ -6,6 +6,7 @@ into the destination.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -20,13 +21,14 @@ from meshpar.checkpoints.format.manifest import MANIFEST_NAME, read_manifest
 from meshpar.checkpoints.format.pickles import PickledObject, read_metadata
 from meshpar.checkpoints.storage.checksums import crc32, joined
 from meshpar.checkpoints.storage.files import Box, Readable, inside
-from meshpar.checkpoints.storage.place import Place, PlaceLike, place
+from meshpar.checkpoints.storage.place import PlaceLike, place
 from meshpar.errors import CheckpointError, StoreError, brief
 from meshpar.patterns import suggestion
 from meshpar.weights.rules import Spans, spans_of
 
 T = TypeVar("T")
 METADATA_NAME = ".metadata"
+_inside = functools.lru_cache(1 << 12)(inside)  # a file has many parts
 _HEAD_BYTES, _TAIL_BYTES, _SMALL_BYTES = 1024, 4096, 64 << 10
 
 
@@ -87,7 +89,7 @@ class DistributedCheckpoint:
             if self.folder.is_dir():
                 what = f"{self.folder} is not a distributed checkpoint: it has no {METADATA_NAME}"
             raise CheckpointError(what + remedy(self.folder))
-        found = _tensors(read_metadata(data, path), path)
+        found = tensors_in(data, path)
         self.tensors: Mapping[str, Stored] = {name.removeprefix(prefix): each for name, each in found.items() if name.startswith(prefix)}
         if prefix and found and not self.tensors:
             raise CheckpointError(f"{self.folder} has no tensors whose names begin with {prefix!r}; {suggestion(prefix, found)}")
@@ -198,7 +200,9 @@ def overlap(spans: Spans, chunk: Chunk) -> Spans | None:
     return both if all(a < b for a, b in both) else None
 
 
-def _tensors(metadata: PickledObject, path: Place) -> dict[str, Stored]:
+def tensors_in(data: bytes, path: object) -> dict[str, Stored]:
+    """Return the tensors of a ``.metadata``; raises CheckpointError, that names ``path``, if parts are missing."""
+    metadata = read_metadata(data, path)
     try:
         places = {
             (index.fqn, tuple(index.offset) if index.__dict__.get("offset") is not None else None): place
@@ -223,7 +227,7 @@ def _stored(name: str, entry: PickledObject, places: Mapping[tuple[str, tuple[in
         if place.__dict__.get("transform_descriptors"):
             raise CheckpointError(f"{name!r} was saved through a stream transform, which this version does not read")
         try:
-            file = inside(place.relative_path)  # type: ignore[attr-defined]
+            file = _inside(place.relative_path)  # type: ignore[attr-defined]
         except CheckpointError as error:
             raise CheckpointError(f"the file of {name!r} is outside of the checkpoint's folder, which is not allowed: {error}") from error
         chunks.append(Chunk(offsets, sizes, file, place.offset, place.length))  # type: ignore[attr-defined]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -79,9 +80,9 @@ class Manifest:
     def to_json(self) -> str:
         """Return the file's text, one entry per line; the last entry is the CRC-32 of all lines before it."""
         entries = {"format": FORMAT, "version": VERSION} | {
-            each.name: _encoded(getattr(self, each.name)) for each in dataclasses.fields(self) if each.name != "parts" or self.parts
+            each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "parts" or self.parts
         }
-        text = "{\n" + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in entries.items())
+        text = "{\n" + "".join(f"{json.dumps(key)}: {_text(value)},\n" for key, value in entries.items())
         return f'{text}"crc32": "{crc32(text.encode()):08x}"\n}}\n'
 
 
@@ -158,6 +159,31 @@ def _is(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, or types in
         entries = dict(enumerate(value)) if isinstance(value, list) and 0 in kind else value
         return isinstance(entries, dict) and all(key in entries and _is(entries[key], each) for key, each in kind.items())
     return value is None if kind is None else isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
+
+
+@final
+class Encoded(Mapping[str, Any]):
+    """A mapping that is JSON already; it is parsed when an entry is read."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    @functools.cached_property
+    def _entries(self) -> dict[str, Any]:
+        return json.loads(self.text)
+
+    def __getitem__(self, key: str) -> Any:  # noqa: ANN401 - plain data
+        return self._entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _text(value: object) -> str:
+    return value.text if isinstance(value, Encoded) else json.dumps(_encoded(value))
 
 
 def _encoded(value: object) -> Any:  # noqa: ANN401 - plain data

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from meshpar import runtime
 from meshpar._torch import stored_at
 from meshpar.checkpoints.format.archive import write_tensor
-from meshpar.checkpoints.format.dcp import METADATA_NAME
-from meshpar.checkpoints.storage.checksums import crc32, joined
+from meshpar.checkpoints.storage.checksums import joined
 from meshpar.checkpoints.storage.files import TILE_BYTES, lies_in_memory, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place
 from meshpar.errors import CheckpointError
@@ -60,6 +59,17 @@ class WrittenPart:
     position: int
     length: int
     crc32: int
+
+
+class PlacedPart(NamedTuple):
+    """Position and length in bytes of a part in a file."""
+
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    position: int
+    length: int
 
 
 @final
@@ -107,23 +117,20 @@ def write_parts(
     return [job.result() for job in jobs]
 
 
-def write_metadata(folder: Place, metadata: Metadata, files: Sequence[WrittenFile], tied: Mapping[str, str]) -> WrittenFile:
-    """Write and fsync ``.metadata``, from which torch reads the checkpoint, under each name of a tied tensor (``tied``: other -> saved)."""
+def metadata_bytes(groups: Iterable[Group], parts: Iterable[PlacedPart], tied: Mapping[str, str]) -> bytes:
+    """Return ``.metadata``, from which torch reads the checkpoint, under each name of a tied tensor (``tied``: other -> saved)."""
+    metadata = _metadata_of(groups)
     others: dict[str, list[str]] = {}
     for other, saved in tied.items():
         others.setdefault(saved, []).append(other)
         metadata.state_dict_metadata[other] = metadata.state_dict_metadata[saved]
     metadata.storage_data = {
-        MetadataIndex(name, torch.Size(part.offsets)): stored_at(file.name, part.position, part.length)
-        for file in files
-        for part in file.parts
+        MetadataIndex(name, torch.Size(part.offsets)): stored_at(part.file, part.position, part.length)
+        for part in parts
         for name in (part.name, *others.get(part.name, ()))
     }
     metadata.version = CURRENT_DCP_VERSION
-    data = _pickled(metadata)
-    with (folder / METADATA_NAME).writing() as write:
-        write(data)
-    return WrittenFile(METADATA_NAME, len(data), crc32(data), None, ())
+    return _pickled(metadata)
 
 
 def _pickled(metadata: Metadata) -> bytes:
@@ -144,7 +151,7 @@ def whole(shapes: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> list[Gr
     return [Group((name,), shape, dtype, (((0,) * len(shape), shape),)) for name, shape, dtype in shapes]
 
 
-def metadata_of(groups: Iterable[Group]) -> Metadata:
+def _metadata_of(groups: Iterable[Group]) -> Metadata:
     """Return torch's description of the tensors and their parts. Tensors that are divided alike share one list of parts."""
     described: dict[str, Any] = {}
     for group in groups:
@@ -154,9 +161,8 @@ def metadata_of(groups: Iterable[Group]) -> Metadata:
     return Metadata(described)
 
 
-def check_written(groups: Iterable[Group], files: Sequence[WrittenFile]) -> None:
+def check_written(groups: Iterable[Group], parts: Sequence[PlacedPart]) -> None:
     """Raise CheckpointError unless every planned part was written once, with its shape and all its bytes."""
-    parts = [part for file in files for part in file.parts]
     written = {(part.name, part.offsets): part for part in parts}
     problems = [f"{part.name} at {part.offsets} was written twice" for part in parts if written[part.name, part.offsets] is not part]
     for group in groups:

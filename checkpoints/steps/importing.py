@@ -12,8 +12,8 @@ import torch
 from meshpar.checkpoints.format.copying import ByteCount, Piece, Progress, StoredSource
 from meshpar.checkpoints.format.manifest import MODEL
 from meshpar.checkpoints.format.safetensors import weights_in
-from meshpar.checkpoints.format.writing import Checksum, Item, metadata_of, whole, write_file
-from meshpar.checkpoints.steps.saving import make_manifest
+from meshpar.checkpoints.format.writing import Checksum, Item, whole, write_file
+from meshpar.checkpoints.steps.recording import make_manifest
 from meshpar.checkpoints.steps.steps import Steps
 from meshpar.checkpoints.storage.files import BLOCK_BYTES, TILE_BYTES, failing_as, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
@@ -69,9 +69,9 @@ def import_safetensors(
             file = write_file(
                 folder / "__0_0.distcp", _items(source, stored, dtypes, ByteCount(total, progress).add), checksum, expected_bytes=total
             )
-            metadata = metadata_of(whole((MODEL + name, shape, dtypes[name]) for name, shape in source.shapes().items()))
+            groups = whole((MODEL + name, shape, dtypes[name]) for name, shape in source.shapes().items())
             told = {"step": step, "mesh": {}, "world_size": 1, "device": "cpu", "plan": f"imported from {src}"}
-            return steps.commit(folder, make_manifest(folder, metadata, [file], {**told, "weights": rules.to_json(), "config": published}))
+            return steps.commit(folder, make_manifest(folder, groups, [file], {**told, "weights": rules.to_json(), "config": published}))
         finally:
             steps.abandon(folder)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import secrets
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshpar.checkpoints.format.dcp import Chunk, check_cover
 from meshpar.checkpoints.format.writing import Group, Part
 from meshpar.checkpoints.steps.ranks import Ranks
+from meshpar.checkpoints.steps.recording import Record, Report, pack, unpack
 from meshpar.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
 
@@ -44,7 +43,7 @@ class Alike(NamedTuple):
     @property
     def names(self) -> list[str]:
         """The tensors' names."""
-        return json.loads(zlib.decompress(self.packed))
+        return unpack(self.packed)
 
 
 @final
@@ -104,6 +103,7 @@ class Planning:
         self._digest, self._token = "", ""
         self._share: Share = ()
         self._agreed: Agreed | None = None  # on rank 0
+        self.record: Record | None = None  # on rank 0: of a save of this plan
 
     def agree(
         self,
@@ -146,6 +146,7 @@ class Planning:
                 if question.anew:
                     groups, shares = divide([alike for alike, _, _ in answers])
                     tied = sorted({tuple(group) for _, each, _ in answers for group in each})
+                    self.record = None
                     self._agreed = Agreed(token=secrets.token_hex(8), groups=groups, tied=tied)
                 assert self._agreed is not None
                 tables = {rank: table for rank, (_, _, table) in enumerate(answers)} | {0: mine[0].optimizer}
@@ -159,6 +160,10 @@ class Planning:
     def keep(self, given: tuple[str, Share], mine: Described, ranks: Ranks) -> None:
         """Keep the token of a plan and this rank's share, for as long as ``mine`` and the ranks stay as they are."""
         (self._token, self._share), self._digest = given, _digest(mine, ranks)
+
+    def recorded(self, reports: Sequence[Report]) -> bool:
+        """Return, on rank 0, whether the record is of files with these layouts."""
+        return self.record is not None and self.record.fits(reports)
 
     def _greet(self, mine: Described, ranks: Ranks) -> _Greeting:
         kept = self._digest == _digest(mine, ranks)
@@ -195,11 +200,6 @@ def _table_digest(table: Mapping[str, Any] | None) -> str | None:
 
 def _hash(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
-
-
-def pack(names: Sequence[str]) -> bytes:
-    """Return names as :class:`Alike` has them."""
-    return zlib.compress(json.dumps(list(names)).encode())
 
 
 def alike(tensors: Mapping[str, Tensor]) -> list[Alike]:

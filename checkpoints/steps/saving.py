@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,24 +10,15 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
 
-from meshpar import __version__
-from meshpar.checkpoints.format.dcp import DistributedCheckpoint
 from meshpar.checkpoints.format.manifest import MODEL, Manifest, step_name, step_of
 from meshpar.checkpoints.format.verify import verify_files
-from meshpar.checkpoints.format.writing import (
-    Checksum,
-    WrittenFile,
-    check_written,
-    metadata_of,
-    write_metadata,
-    write_parts,
-)
+from meshpar.checkpoints.format.writing import Checksum, WrittenFile, write_parts
 from meshpar.checkpoints.steps.checkpointable import Checkpointable, mesh_axes
 from meshpar.checkpoints.steps.leftovers import remove
 from meshpar.checkpoints.steps.planning import Agreed, Described, Planning, alike, parts_of
 from meshpar.checkpoints.steps.ranks import Ranks
+from meshpar.checkpoints.steps.recording import Layout, Record, Report, layout_of, report_of
 from meshpar.checkpoints.steps.staging import Samples, Stager, beside, ready_event
 from meshpar.checkpoints.steps.state import Optimizers, merged_tables, model_state, optimizer_state, plain, random_state
 from meshpar.checkpoints.storage.disk import DiskPath
@@ -149,13 +139,21 @@ class Saving:
 
     def finish(self, commit: Callable[[Manifest], Place]) -> Place:
         """Write, check and commit; return the step's folder. Collective. Raises CheckpointError on every rank if any rank fails."""
-        step = self._noted.step
+        step, layout = self._noted.step, list[Layout]()
+
+        def write() -> Report:
+            files = self._write()
+            layout.append(layout_of(files))
+            return report_of(files, layout[0])
+
         try:
-            written = self._ranks.collect(f"writing step {step}", self._write)
+            reports = self._ranks.collect(f"writing step {step}", write)
         finally:
             if self._staging is not None:
                 remove(self._staging)
-        return self._ranks.share(f"committing step {step}", lambda: self._commit(commit, [file for each in written for file in each]))
+        known = self._ranks.share(f"recording step {step}", lambda: self._planning.recorded(reports))
+        layouts = [] if known else self._ranks.collect(f"recording step {step}", lambda: layout[0])
+        return self._ranks.share(f"committing step {step}", lambda: self._commit(commit, reports, layouts))
 
     def _describe(self, par: Checkpointable, optimizer: Optimizers | None, later: bool) -> Described:
         model = model_state(par.module, {group[0] for group in par.layout.tied})
@@ -182,7 +180,7 @@ class Saving:
 
     def _settle(self, agreed: Agreed, tables: Sequence[Mapping[str, Any]], rank_extra: Sequence[Any], par: Checkpointable) -> None:
         """Check the space on the disk, and note the plain data of the step; on rank 0."""
-        self._groups = agreed.groups
+        self._agreed = agreed
         needed, free = sum(each.nbytes for each in agreed.groups) + _SPARE_BYTES, self._folder.free_bytes()
         if free < needed:
             raise CheckpointError(
@@ -220,43 +218,16 @@ class Saving:
             self._ready.synchronize()
         return write_parts(folder, self._ranks.rank, self._parts, threads=self._threads, checksum=self._checksum, on_write=self._on_write)
 
-    def _commit(self, commit: Callable[[Manifest], Place], files: list[WrittenFile]) -> Place:
+    def _commit(self, commit: Callable[[Manifest], Place], reports: Sequence[Report], layouts: Sequence[Layout]) -> Place:
+        kept, agreed = self._planning, self._agreed
         with failing_as(f"writing to {self._folder.parent}"):
-            return commit(self._check(files))
-
-    def _check(self, files: list[WrittenFile]) -> Manifest:
-        check_written(self._groups, files)
-        manifest = make_manifest(self._folder, metadata_of(self._groups), files, self._entries)
-        verify_files(self._folder, manifest, "size")
-        return manifest
+            if layouts or kept.record is None:
+                kept.record = Record(agreed.groups, layouts, agreed.tied)
+            manifest = kept.record.write(self._folder, reports, self._entries)
+            verify_files(self._folder, manifest, "size")
+            return commit(manifest)
 
 
 def _version(tensor: Tensor) -> int:
     """Return the number of in-place changes; a DTensor counts its own, and its shard those that are made to the shard."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def make_manifest(folder: Place, metadata: Metadata, files: Sequence[WrittenFile], told: Mapping[str, Any]) -> Manifest:
-    """Write torch's metadata into the folder and return the manifest; raises CheckpointError if parts are missing."""
-    tied = {MODEL + other: MODEL + group[0] for group in told.get("tied", ()) for other in group[1:]}
-    tied = {other: saved for other, saved in tied.items() if other not in metadata.state_dict_metadata}
-    described = [*files, write_metadata(folder, metadata, files, tied)]
-    read = DistributedCheckpoint(folder).tensors  # as a reader will see them
-    tensors = {name: each for name, each in read.items() if name not in tied}
-    chunks: dict[str, list[Any]] = {name: [] for name in tensors}
-    for file in files:
-        for part in file.parts:
-            chunks[part.name].append([part.offsets, part.shape, file.name, part.position, part.length, part.crc32])
-    return Manifest(
-        saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        files={
-            file.name: {"size": file.size, "crc32": file.crc32} | ({"sha256": file.sha256} if file.sha256 else {})
-            for file in sorted(described, key=lambda each: each.name)
-        },
-        tensors={
-            name: {"dtype": str(each.dtype).removeprefix("torch."), "shape": list(each.shape), "chunks": chunks[name]}
-            for name, each in tensors.items()
-        },
-        versions={"torch": torch.__version__, "meshpar": __version__},
-        **told,
-    )

@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 from meshpar.checkpoints import export_safetensors, read_manifest, verify_step
 from meshpar.checkpoints.format.archive import find_tensor
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint
-from meshpar.checkpoints.format.writing import Item, metadata_of, whole, write_file
-from meshpar.checkpoints.steps.saving import make_manifest
+from meshpar.checkpoints.format.writing import Item, whole, write_file
+from meshpar.checkpoints.steps.recording import make_manifest
 from meshpar.checkpoints.steps.steps import Steps
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.files import ReadFile, memory_of
@@ -45,9 +45,9 @@ def step(tmp_path_factory):
         patch.setattr("meshpar.checkpoints.storage.writeback.write_all", write)
         file = write_file(folder / "__0_0.distcp", items, "crc32")
     parts = {"model.huge": ((HUGE,), torch.uint8), "model.small": ((3, 4), torch.float32)}
-    metadata = metadata_of(whole((name, shape, dtype) for name, (shape, dtype) in parts.items()))
+    groups = whole((name, shape, dtype) for name, (shape, dtype) in parts.items())
     told = {"step": 1, "mesh": {}, "world_size": 1, "device": "cpu", "plan": ""}
-    return steps.commit(folder, make_manifest(folder, metadata, [file], told))
+    return steps.commit(folder, make_manifest(folder, groups, [file], told))
 
 
 def test_a_large_tensor_and_what_lies_behind_it_are_found_and_read(step):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,14 @@ from torch import nn
 
 import meshpar
 from benchmarks.save_planning import plan_saves
-from meshpar.checkpoints import CheckpointManager
-from meshpar.checkpoints.steps.planning import Alike, Described, alike, divide, pack
+from meshpar.checkpoints import CheckpointManager, Manifest, read_manifest
+from meshpar.checkpoints.format.verify import Verify, verify_files
+from meshpar.checkpoints.format.writing import Part, write_parts
+from meshpar.checkpoints.format.writing import whole as plain_groups
+from meshpar.checkpoints.steps import saving
+from meshpar.checkpoints.steps.planning import Alike, Described, alike, divide
+from meshpar.checkpoints.steps.recording import Record, layout_of, pack, report_of
+from meshpar.checkpoints.storage.place import place
 from meshpar.errors import CheckpointError
 from meshpar.testing import on_ranks, whole
 from tests.support.patience import patient
@@ -60,16 +68,21 @@ def test_parts_that_do_not_make_a_tensor_are_refused(change, message):
 
 
 class Plans:
-    """Counts the plans of this process; use as a context."""
+    """Counts the plans of this process, and the records of files; use as a context."""
 
     def __enter__(self) -> Plans:
-        self.made, self.patch = 0, pytest.MonkeyPatch()
+        self.made, self.records, self.patch = 0, 0, pytest.MonkeyPatch()
 
         def counted(said: Any) -> Any:
             self.made += 1
             return divide(said)
 
+        def recorded(*given: Any) -> Record:
+            self.records += 1
+            return Record(*given)
+
         self.patch.setattr("meshpar.checkpoints.steps.planning.divide", counted)
+        self.patch.setattr("meshpar.checkpoints.steps.saving.Record", recorded)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,6 +124,7 @@ def plan_again(root: str) -> None:
         saved[number] = values(par, optimizer)
         with Plans() as plans:
             manager.save(number, par, optimizer, rank_extra={"rank": dist.get_rank()})
+        assert plans.records == plans.made, "files are laid out anew with a new plan, and only then"
         made = torch.tensor(plans.made)
         dist.broadcast(made, 0)
         return int(made)
@@ -207,3 +221,71 @@ def values_of_another_rank(root: str) -> None:
 
 def test_the_optimizers_settings_on_ranks_with_other_parameters_are_those_of_this_save(tmp_path):
     values_of_another_rank(str(tmp_path))
+
+
+def test_a_later_save_is_checked_as_the_first_and_files_may_be_laid_out_in_another_way(tmp_path, monkeypatch):
+    saved: dict[int, dict[str, torch.Tensor]] = {}
+    from tests.checkpoints.test_commit import Job
+
+    par = Job(net())
+    optimizer = torch.optim.AdamW(par.module.parameters(), lr=0.1)
+    manager = CheckpointManager(tmp_path, keep=None)
+
+    def records_of_a_save(number: int) -> int:
+        step(par, optimizer)
+        saved[number] = values(par, optimizer)
+        with Plans() as plans:
+            manager.save(number, par, optimizer)
+        return plans.records
+
+    step(par, optimizer)
+    assert [records_of_a_save(number) for number in (1, 2)] == [1, 0]
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "write_parts", lambda folder, rank, parts, **given: write_parts(folder, rank, parts[1:], **given))
+        with pytest.raises(CheckpointError, match=r"differ from the plan; save again:\n +model.0.weight at \(0, 0\) was not written"):
+            records_of_a_save(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "verify_files", flipped)
+        with pytest.raises(CheckpointError, match=r".metadata: expected the CRC-32 \w{8}, found"):
+            records_of_a_save(3)
+    assert records_of_a_save(3) == 0, "a save that failed leaves the record"
+    manager._threads = 3
+    assert [records_of_a_save(number) for number in (4, 5)] == [1, 0], "three files instead of two"
+    manager._checksum = "sha256"
+    assert records_of_a_save(6) == 0, "other checksums are no other files"
+    assert manager.steps() == list(saved) == [1, 2, 3, 4, 5, 6]
+    for number, want in saved.items():
+        other = Job(net())
+        trained = torch.optim.AdamW(other.module.parameters(), lr=0.1)
+        manager.restore(other, trained, step=number, verify="full")
+        got = values(other, trained)
+        assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want), number
+
+
+def flipped(folder: Path, manifest: Manifest, level: Verify) -> None:
+    """Verify files after a bit of torch's metadata changed on the disk."""
+    data = bytearray((folder / ".metadata").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / ".metadata").write_bytes(data)
+    verify_files(folder, manifest, level)
+
+
+def test_a_record_is_of_these_files_alone_and_names_in_json_are_those_of_the_tensors(tmp_path):
+    tensors = {name: torch.full((3,), float(at)) for at, name in enumerate(['a%d"b', "100%", "c\\d", "é%%"])}
+    files = write_parts(place(tmp_path), 0, [Part(name, (0,), each) for name, each in tensors.items()], threads=2, checksum="crc32")
+    layout = layout_of(files)
+    groups = plain_groups((name, (3,), torch.float32) for name in tensors)
+    record = Record(groups, [layout], ())
+    assert record.fits([report_of(files, layout)])
+    other = [replace(file, parts=tuple(replace(part, length=part.length + 64) for part in file.parts)) for file in files]
+    assert not record.fits([report_of(files, layout_of(other))]), "another length"
+    assert not record.fits([report_of(files, layout)] * 2), "another rank"
+    manifest = record.write(
+        place(tmp_path), [report_of(files, layout)], {"step": 1, "mesh": {}, "world_size": 1, "device": "cpu", "plan": ""}
+    )
+    (tmp_path / "meshpar.json").write_text(manifest.to_json())
+    read = read_manifest(tmp_path)
+    assert read.tensors == dict(manifest.tensors) and list(read.tensors) == list(tensors)
+    written = {part.name: [[[0], [3], file.name, part.position, part.length, part.crc32]] for file in files for part in file.parts}
+    assert {name: each["chunks"] for name, each in read.tensors.items()} == written
+    verify_files(tmp_path, read, "full")

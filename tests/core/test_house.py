@@ -59,7 +59,14 @@ MEASURED = {
     },
     "jobs.py": {"meshpar.launchers.jobs"},
     "peer_ranks.py": {"meshpar.models.huggingface"},
-    "save_planning.py": {"meshpar.checkpoints.steps.planning", "meshpar.checkpoints.steps.saving", "meshpar.placements"},
+    "save_planning.py": {
+        "meshpar.checkpoints.format.writing",
+        "meshpar.checkpoints.steps.planning",
+        "meshpar.checkpoints.steps.recording",
+        "meshpar.checkpoints.steps.saving",
+        "meshpar.checkpoints.storage.place",
+        "meshpar.placements",
+    },
     "scale.py": {"meshpar._torch", "meshpar.forecasting.simulate", "meshpar.runtime"},
     "tokenizing.py": {"meshpar.training.text", "meshpar.training.tokenizer", "meshpar.training.tokens"},
 }

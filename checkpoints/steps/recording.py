@@ -1,0 +1,173 @@
+"""The record of a save: ranks report what they wrote, rank 0 writes ``.metadata`` and makes the manifest.
+
+The places of parts in files follow from the plan, and are equal in all saves of one plan. Rank 0 keeps them, so that a rank reports
+checksums alone.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import itertools
+import json
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+
+from meshpar import __version__
+from meshpar.checkpoints.format.dcp import METADATA_NAME, tensors_in
+from meshpar.checkpoints.format.manifest import MODEL, Encoded, Manifest
+from meshpar.checkpoints.format.writing import Group, PlacedPart, WrittenFile, check_written, metadata_bytes
+from meshpar.checkpoints.storage.checksums import crc32
+from meshpar.checkpoints.storage.place import Place
+
+
+class Layout(NamedTuple):
+    """The files of one rank and their parts, which lie one after another; short to send.
+
+    Attributes:
+        files: name of each file, and number of its parts.
+        names: the tensor of each part, packed.
+        kinds: (offsets, shape, length in bytes) of parts.
+        kind: position in ``kinds`` of each part, an array of "I".
+    """
+
+    files: tuple[tuple[str, int], ...]
+    names: bytes
+    kinds: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    kind: bytes
+
+    @property
+    def digest(self) -> str:
+        """A hash of all of it."""
+        return hashlib.sha256(repr(tuple(self)).encode()).hexdigest()
+
+    def parts(self) -> Iterator[PlacedPart]:
+        """Yield the parts in the order of the files."""
+        parts = zip(unpack(self.names), array("I", self.kind), strict=True)
+        for file, count in self.files:
+            position = 0
+            for name, kind in itertools.islice(parts, count):
+                offsets, shape, length = self.kinds[kind]
+                yield PlacedPart(name, offsets, shape, file, position, length)
+                position += length
+
+
+class Report(NamedTuple):
+    """Data that each rank sends in every save.
+
+    Attributes:
+        layout: digest of the rank's layout.
+        sums: CRC-32 of each part, an array of "I", in the order of the layout.
+        files: size, CRC-32 and SHA-256 of each file.
+    """
+
+    layout: str
+    sums: bytes
+    files: tuple[tuple[int, int, str | None], ...]
+
+
+def layout_of(files: Sequence[WrittenFile]) -> Layout:
+    """Return the layout of one rank's files."""
+    parts = [part for file in files for part in file.parts]
+    kinds: dict[tuple[tuple[int, ...], tuple[int, ...], int], int] = {}
+    kind = array("I", (kinds.setdefault((part.offsets, part.shape, part.length), len(kinds)) for part in parts))
+    return Layout(tuple((file.name, len(file.parts)) for file in files), pack([part.name for part in parts]), tuple(kinds), kind.tobytes())
+
+
+def report_of(files: Sequence[WrittenFile], layout: Layout) -> Report:
+    """Return the report of one rank."""
+    sums = array("I", (part.crc32 for file in files for part in file.parts))
+    return Report(layout.digest, sums.tobytes(), tuple((file.size, file.crc32, file.sha256) for file in files))
+
+
+@final
+class Record:
+    """All that ``.metadata`` and the manifest have of the parts in every save of one plan; only checksums are new in each.
+
+    ``.metadata`` is made once, and read as a reader will. A later save writes the same bytes.
+
+    Args:
+        groups: the plan.
+        layouts: each rank's.
+        tied: groups of names in the model that are one tensor.
+
+    Raises:
+        CheckpointError: the written parts differ from the plan.
+    """
+
+    def __init__(self, groups: Sequence[Group], layouts: Sequence[Layout], tied: Sequence[Sequence[str]]) -> None:
+        self._layouts = [each.digest for each in layouts]
+        self._files = [name for each in layouts for name, _ in each.files]
+        parts = [part for each in layouts for part in each.parts()]
+        check_written(groups, parts)
+        saved = {name for group in groups for name in group.names}
+        names = {MODEL + other: MODEL + group[0] for group in tied for other in group[1:] if MODEL + other not in saved}
+        metadata = metadata_bytes(groups, parts, names)
+        read = tensors_in(metadata, METADATA_NAME)
+        chunks: dict[str, list[str]] = {name: [] for name in read if name not in names}
+        order: dict[str, list[int]] = {name: [] for name in chunks}
+        for at, part in enumerate(parts):
+            chunks[part.name].append(f"{_box(part.offsets, part.shape)}, {_quoted(part.file)}, {part.position}, {part.length}, %d]")
+            order[part.name].append(at)
+        entries = (
+            f'{_quoted(name)}: {{"dtype": {_quoted(str(read[name].dtype).removeprefix("torch."))}, '
+            f'"shape": {json.dumps(read[name].shape)}, "chunks": [{", ".join(each)}]}}'
+            for name, each in chunks.items()
+        )
+        self._order = array("I", itertools.chain.from_iterable(order.values()))
+        self._metadata, self._tensors = (zlib.compress(each, 1) for each in (metadata, f"{{{', '.join(entries)}}}".encode()))
+
+    def fits(self, reports: Sequence[Report]) -> bool:
+        """Return whether the ranks' layouts are those of this record."""
+        return self._layouts == [each.layout for each in reports]
+
+    def write(self, folder: Place, reports: Sequence[Report], entries: Mapping[str, Any]) -> Manifest:
+        """Write torch's metadata into the folder and return the manifest of a save; ``entries`` are its plain data."""
+        metadata = zlib.decompress(self._metadata)
+        with (folder / METADATA_NAME).writing() as put:
+            put(metadata)
+        files = dict(zip(self._files, (file for report in reports for file in report.files), strict=True))
+        files[METADATA_NAME] = (len(metadata), crc32(metadata), None)
+        sums = array("I", b"".join(report.sums for report in reports))
+        return Manifest(
+            saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            files={
+                name: {"size": size, "crc32": checksum} | ({"sha256": sha256} if sha256 else {})
+                for name, (size, checksum, sha256) in sorted(files.items())
+            },
+            tensors=Encoded(zlib.decompress(self._tensors).decode() % tuple(map(sums.__getitem__, self._order))),
+            versions={"torch": torch.__version__, "meshpar": __version__},
+            **entries,
+        )
+
+
+def pack(names: Sequence[str]) -> bytes:
+    """Return names, compressed."""
+    return zlib.compress(json.dumps(list(names)).encode())
+
+
+def unpack(packed: bytes) -> list[str]:
+    """Return the names of which :func:`pack` made bytes."""
+    return json.loads(zlib.decompress(packed))
+
+
+def make_manifest(folder: Place, groups: Sequence[Group], files: Sequence[WrittenFile], entries: Mapping[str, Any]) -> Manifest:
+    """Write torch's metadata into the folder and return the manifest of files that this process wrote alone."""
+    layout = layout_of(files)
+    return Record(groups, [layout], entries.get("tied", ())).write(folder, [report_of(files, layout)], entries)
+
+
+@functools.lru_cache(1 << 16)
+def _box(offsets: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    return json.dumps([offsets, shape])[:-1]
+
+
+@functools.lru_cache(1 << 16)
+def _quoted(text: str) -> str:
+    """Return text as JSON in a format string."""
+    return json.dumps(text).replace("%", "%%")
