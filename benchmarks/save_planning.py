@@ -172,7 +172,7 @@ def files_of(rank: int, parts: Sequence[tuple[Alike, Sequence[int]]], folder: st
     files = []
     for number, each in enumerate(written):
         name, size = f"__{rank}_{number}.distcp", sum(part.length for part in each)
-        with open(Path(folder) / name, "wb") as hole:
+        with open(f"{folder}/{name}", "wb") as hole:
             hole.truncate(size)
         files.append(WrittenFile(name, size, 0, None, tuple(each)))
     return files

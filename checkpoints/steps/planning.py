@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshpar.checkpoints.format.dcp import Chunk, check_cover
 from meshpar.checkpoints.format.writing import Group, Part
 from meshpar.checkpoints.steps.ranks import Ranks
-from meshpar.checkpoints.steps.recording import Record, Report, pack, unpack
+from meshpar.checkpoints.steps.recording import Ledger, Report, pack, unpack
 from meshpar.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
 
@@ -103,7 +103,7 @@ class Planning:
         self._digest, self._token = "", ""
         self._share: Share = ()
         self._agreed: Agreed | None = None  # on rank 0
-        self.record: Record | None = None  # on rank 0: of a save of this plan
+        self.ledger: Ledger | None = None  # on rank 0, after a save of this plan
 
     def agree(
         self,
@@ -146,7 +146,7 @@ class Planning:
                 if question.anew:
                     groups, shares = divide([alike for alike, _, _ in answers])
                     tied = sorted({tuple(group) for _, each, _ in answers for group in each})
-                    self.record = None
+                    self.ledger = None
                     self._agreed = Agreed(token=secrets.token_hex(8), groups=groups, tied=tied)
                 assert self._agreed is not None
                 tables = {rank: table for rank, (_, _, table) in enumerate(answers)} | {0: mine[0].optimizer}
@@ -162,8 +162,8 @@ class Planning:
         (self._token, self._share), self._digest = given, _digest(mine, ranks)
 
     def recorded(self, reports: Sequence[Report]) -> bool:
-        """Return, on rank 0, whether the record is of files with these layouts."""
-        return self.record is not None and self.record.fits(reports)
+        """Return, on rank 0, whether the ledger is of files with these layouts."""
+        return self.ledger is not None and self.ledger.fits(reports)
 
     def _greet(self, mine: Described, ranks: Ranks) -> _Greeting:
         kept = self._digest == _digest(mine, ranks)

@@ -86,7 +86,7 @@ def report_of(files: Sequence[WrittenFile], layout: Layout) -> Report:
 
 
 @final
-class Record:
+class Ledger:
     """All that ``.metadata`` and the manifest have of the parts in every save of one plan; only checksums are new in each.
 
     ``.metadata`` is made once, and read as a reader will. A later save writes the same bytes.
@@ -123,7 +123,7 @@ class Record:
         self._metadata, self._tensors = (zlib.compress(each, 1) for each in (metadata, f"{{{', '.join(entries)}}}".encode()))
 
     def fits(self, reports: Sequence[Report]) -> bool:
-        """Return whether the ranks' layouts are those of this record."""
+        """Return whether the ranks' layouts are those of this ledger."""
         return self._layouts == [each.layout for each in reports]
 
     def write(self, folder: Place, reports: Sequence[Report], entries: Mapping[str, Any]) -> Manifest:
@@ -159,7 +159,7 @@ def unpack(packed: bytes) -> list[str]:
 def make_manifest(folder: Place, groups: Sequence[Group], files: Sequence[WrittenFile], entries: Mapping[str, Any]) -> Manifest:
     """Write torch's metadata into the folder and return the manifest of files that this process wrote alone."""
     layout = layout_of(files)
-    return Record(groups, [layout], entries.get("tied", ())).write(folder, [report_of(files, layout)], entries)
+    return Ledger(groups, [layout], entries.get("tied", ())).write(folder, [report_of(files, layout)], entries)
 
 
 @functools.lru_cache(1 << 16)

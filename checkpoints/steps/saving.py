@@ -18,7 +18,7 @@ from meshpar.checkpoints.steps.checkpointable import Checkpointable, mesh_axes
 from meshpar.checkpoints.steps.leftovers import remove
 from meshpar.checkpoints.steps.planning import Agreed, Described, Planning, alike, parts_of
 from meshpar.checkpoints.steps.ranks import Ranks
-from meshpar.checkpoints.steps.recording import Layout, Record, Report, layout_of, report_of
+from meshpar.checkpoints.steps.recording import Layout, Ledger, Report, layout_of, report_of
 from meshpar.checkpoints.steps.staging import Samples, Stager, beside, ready_event
 from meshpar.checkpoints.steps.state import Optimizers, merged_tables, model_state, optimizer_state, plain, random_state
 from meshpar.checkpoints.storage.disk import DiskPath
@@ -221,9 +221,9 @@ class Saving:
     def _commit(self, commit: Callable[[Manifest], Place], reports: Sequence[Report], layouts: Sequence[Layout]) -> Place:
         kept, agreed = self._planning, self._agreed
         with failing_as(f"writing to {self._folder.parent}"):
-            if layouts or kept.record is None:
-                kept.record = Record(agreed.groups, layouts, agreed.tied)
-            manifest = kept.record.write(self._folder, reports, self._entries)
+            if layouts or kept.ledger is None:
+                kept.ledger = Ledger(agreed.groups, layouts, agreed.tied)
+            manifest = kept.ledger.write(self._folder, reports, self._entries)
             verify_files(self._folder, manifest, "size")
             return commit(manifest)
 

@@ -19,7 +19,7 @@ from meshpar.checkpoints.format.writing import Part, write_parts
 from meshpar.checkpoints.format.writing import whole as plain_groups
 from meshpar.checkpoints.steps import saving
 from meshpar.checkpoints.steps.planning import Alike, Described, alike, divide
-from meshpar.checkpoints.steps.recording import Record, layout_of, pack, report_of
+from meshpar.checkpoints.steps.recording import Ledger, layout_of, pack, report_of
 from meshpar.checkpoints.storage.place import place
 from meshpar.errors import CheckpointError
 from meshpar.testing import on_ranks, whole
@@ -77,12 +77,12 @@ class Plans:
             self.made += 1
             return divide(said)
 
-        def recorded(*given: Any) -> Record:
+        def recorded(*given: Any) -> Ledger:
             self.records += 1
-            return Record(*given)
+            return Ledger(*given)
 
         self.patch.setattr("meshpar.checkpoints.steps.planning.divide", counted)
-        self.patch.setattr("meshpar.checkpoints.steps.saving.Record", recorded)
+        self.patch.setattr("meshpar.checkpoints.steps.saving.Ledger", recorded)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -270,17 +270,17 @@ def flipped(folder: Path, manifest: Manifest, level: Verify) -> None:
     verify_files(folder, manifest, level)
 
 
-def test_a_record_is_of_these_files_alone_and_names_in_json_are_those_of_the_tensors(tmp_path):
+def test_a_ledger_is_of_these_files_alone_and_names_in_json_are_those_of_the_tensors(tmp_path):
     tensors = {name: torch.full((3,), float(at)) for at, name in enumerate(['a%d"b', "100%", "c\\d", "é%%"])}
     files = write_parts(place(tmp_path), 0, [Part(name, (0,), each) for name, each in tensors.items()], threads=2, checksum="crc32")
     layout = layout_of(files)
     groups = plain_groups((name, (3,), torch.float32) for name in tensors)
-    record = Record(groups, [layout], ())
-    assert record.fits([report_of(files, layout)])
+    ledger = Ledger(groups, [layout], ())
+    assert ledger.fits([report_of(files, layout)])
     other = [replace(file, parts=tuple(replace(part, length=part.length + 64) for part in file.parts)) for file in files]
-    assert not record.fits([report_of(files, layout_of(other))]), "another length"
-    assert not record.fits([report_of(files, layout)] * 2), "another rank"
-    manifest = record.write(
+    assert not ledger.fits([report_of(files, layout_of(other))]), "another length"
+    assert not ledger.fits([report_of(files, layout)] * 2), "another rank"
+    manifest = ledger.write(
         place(tmp_path), [report_of(files, layout)], {"step": 1, "mesh": {}, "world_size": 1, "device": "cpu", "plan": ""}
     )
     (tmp_path / "meshpar.json").write_text(manifest.to_json())
