@@ -326,7 +326,7 @@ class Cycle:
                 else:
                     if self._shards is not None:
                         self._shards.changed()  # an evaluation's weights may be swapped back before the backward of an earlier forward
-                    if self._keeps and not self.module.training:
+                    if self._keeps and not self.module.training and self._trains:
                         self._units.keep()
                         self._kept = True
                     else:
@@ -382,6 +382,11 @@ class Cycle:
             self._refuse_left()
         if self.agreement is not None and torch.is_grad_enabled():
             self.agreement.batch((args, kwargs))
+
+    @property
+    def _trains(self) -> bool:
+        """The module is trained. Backwards of other models, such as a student, would free what a frozen teacher keeps."""
+        return any(each.requires_grad for each in self.module.parameters())
 
     def _serves(self) -> bool:
         """Tell whether what the last forward left gathered serves this one: both only evaluate, and no rank wrote a shard meanwhile.
@@ -508,8 +513,7 @@ class Cycle:
         if _torch.in_backward():
             return
         self._forget_cleared()
-        if self._kept:  # since an evaluation, whose weights may have been swapped back
-            self._kept = False
+        if self._kept:  # since an evaluation, whose weights may have been swapped back; of this rank alone: the ranks still ask
             self._units.reshard()
         if self._units.modules:
             self._entrances.look(roots)
