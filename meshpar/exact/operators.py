@@ -1,4 +1,4 @@
-"""What torch's operators do with DTensors in a loop where one process would do something else, without an error.
+"""Give operators on DTensors the results of one process where torch would give others without an error, or refuse them.
 
 A parameter of a parallel module is a DTensor, of which each rank holds a part. Torch ignores ``tensor.data = value``, draws random numbers
 for each part as if it were the whole, and loses writes into rows that it has gathered. Here the first two are one process's, and the

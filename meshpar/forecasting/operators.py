@@ -154,7 +154,7 @@ class Fusion:
 
     @property
     def open(self) -> bool:
-        """Whether operators wait to be joined."""
+        """Operators wait to be joined."""
         return bool(self._made or self._read)
 
     def add(self, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What a search found: settings and what they are estimated to do, in groups that the forecast cannot tell apart."""
+"""Rank the settings that a search found by their estimates, in groups that the forecast cannot tell apart."""
 
 from __future__ import annotations
 

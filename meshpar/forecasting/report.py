@@ -61,12 +61,12 @@ class Forecast:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the device memory has room for what an allocator reserves: ``fits``, ``may fit`` or ``does not fit``."""
+        """``fits``, ``may fit`` or ``does not fit``: the device memory compared with what an allocator reserves."""
         return self.hardware.verdict(self.memory.peak)
 
     @property
     def fits(self) -> bool:
-        """Whether the device memory has room for the most that an allocator reserves."""
+        """The device memory has room for the most that an allocator reserves."""
         return self.verdict == "fits"
 
     @property

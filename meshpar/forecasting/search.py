@@ -278,7 +278,7 @@ class _Asked:
 
     @property
     def replicates(self) -> bool:
-        """Whether the pass that shards parameters also takes ``dp_replicate``."""
+        """The pass that shards parameters also takes ``dp_replicate``."""
         claimed = axes_of(self.beside)
         return "dp_shard" not in claimed or "dp_replicate" in claimed
 
