@@ -1,7 +1,9 @@
-"""What a user's loop does with a module after ``plan.apply``, each habit a few lines at named points of a model and a loop.
+"""What a user's loop does with a module after ``plan.apply``, each habit a few lines at named points of a model and a
+loop.
 
-The same lines run in one process and on the ranks of a plan. In them ``@k`` is a step, ``@p`` a parameter's name and ``@m`` that of a
-linear layer; ``full(t)`` is ``t.full_tensor()`` of a DTensor, and ``mean(t)`` the mean over data ranks of what each has of its rows.
+The same lines run in one process and on the ranks of a plan. In them ``@k`` is a step, ``@p`` a parameter's name and
+``@m`` that of a linear layer; ``full(t)`` is ``t.full_tensor()`` of a DTensor, and ``mean(t)`` the mean over data ranks
+of what each has of its rows.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ class Habit:
 
     Attributes:
         group: its kind; kinds are drawn alike, then the habits in one.
-        at: point -> lines there, in the class of blocks (``block_init``, ``inner`` between the split layers, ``block``), in that of the
-            model (``init``, ``enter``, ``forward``, ``out``), and in the loop: ``built`` (before apply), ``applied``, ``start`` (with an
-            optimizer), ``step``, ``loss`` (before the backward), ``between`` (backward and step), ``stepped``, ``end``. ``call``,
+        at: point -> lines there, in the class of blocks (``block_init``, ``inner`` between the split layers,
+            ``block``), in that of the model (``init``, ``enter``, ``forward``, ``out``), and in the loop: ``built``
+            (before apply), ``applied``, ``start`` (with an optimizer), ``step``, ``loss`` (before the backward),
+            ``between`` (backward and step), ``stepped``, ``end``. ``call``,
             ``backward`` and ``update`` replace the forward, the backward and the optimizer's step.
         when: the conditions under which lines inside of the loop may run; one is drawn.
     """
@@ -39,7 +42,9 @@ class Habit:
 
 def _written(*lines: str, at: str = "stepped") -> Habit:
     """A write into a parameter, under ``no_grad``."""
-    return Habit("writes", {at: ('p = module.get_parameter("@p")', "with torch.no_grad():", *(f"    {line}" for line in lines))})
+    return Habit(
+        "writes", {at: ('p = module.get_parameter("@p")', "with torch.no_grad():", *(f"    {line}" for line in lines))}
+    )
 
 
 def _changed(group: str, *lines: str, optimizer: bool = True) -> Habit:
@@ -95,9 +100,15 @@ HABITS: dict[str, Habit] = {
     ),
     "weight_norm": _changed("adds", LAYER, "nn.utils.parametrizations.weight_norm(layer)"),
     "spectral_norm": _changed("adds", LAYER, "torch.manual_seed(5)", "nn.utils.spectral_norm(layer)"),
-    "pruned": _changed("adds", LAYER, 'importlib.import_module("torch.nn.utils.prune").l1_unstructured(layer, "weight", 0.3)'),
+    "pruned": _changed(
+        "adds", LAYER, 'importlib.import_module("torch.nn.utils.prune").l1_unstructured(layer, "weight", 0.3)'
+    ),
     "probe_outside": Habit(
-        "adds", {"start": ("torch.manual_seed(5)", "probe = nn.Linear(3, 1)"), "loss": ("loss = loss + 0.1 * probe(out).pow(2).mean()",)}
+        "adds",
+        {
+            "start": ("torch.manual_seed(5)", "probe = nn.Linear(3, 1)"),
+            "loss": ("loss = loss + 0.1 * probe(out).pow(2).mean()",),
+        },
     ),
     # Replaces
     "new_forward_of_a_block": _changed(
@@ -106,8 +117,12 @@ HABITS: dict[str, Habit] = {
     "new_forward_of_a_layer": _changed(
         "replaces", LAYER, "layer.forward = lambda x, layer=layer: 0.5 * F.linear(x, layer.weight, layer.bias)"
     ),
-    "new_forward_around_a_layer": _changed("replaces", LAYER, "inner = layer.forward", "layer.forward = lambda x: 0.5 * inner(x)"),
-    "new_forward_of_the_module": _changed("replaces", "before = module.forward", "module.forward = lambda x: 0.5 * before(x)"),
+    "new_forward_around_a_layer": _changed(
+        "replaces", LAYER, "inner = layer.forward", "layer.forward = lambda x: 0.5 * inner(x)"
+    ),
+    "new_forward_of_the_module": _changed(
+        "replaces", "before = module.forward", "module.forward = lambda x: 0.5 * before(x)"
+    ),
     "new_values": _changed("replaces", *OWNER, "setattr(owner, leaf, nn.Parameter(0.5 * full(p.detach())))"),
     "new_parameter_from_it": _changed("replaces", *OWNER, "setattr(owner, leaf, nn.Parameter(0.5 * p.detach()))"),
     "wrapped_layer": _changed("replaces", "module.head = nn.Sequential(module.head, nn.Dropout(0.0))"),
@@ -152,7 +167,10 @@ HABITS: dict[str, Habit] = {
     "layer_reset": _looped("writes", stepped=("torch.manual_seed(3)", LAYER, "layer.reset_parameters()")),
     "all_reset": _looped(
         "writes",
-        stepped=("torch.manual_seed(3)", "module.apply(lambda each: each.reset_parameters() if isinstance(each, nn.Linear) else None)"),
+        stepped=(
+            "torch.manual_seed(3)",
+            "module.apply(lambda each: each.reset_parameters() if isinstance(each, nn.Linear) else None)",
+        ),
     ),
     "normed_rows": _written("p.div_(p.norm(dim=-1, keepdim=True) + 0.1)"),
     "normalised": _written("p.copy_(F.normalize(p, dim=0))"),
@@ -169,7 +187,9 @@ HABITS: dict[str, Habit] = {
     "flat_element": _written("p.view(-1)[0] = 0.3"),
     "numpy": _written("p.detach().numpy()[:] *= 0.9"),
     "local_part": _written("(p.to_local() if hasattr(p, 'to_local') else p).mul_(0.9)"),
-    "foreach": _looped("writes", stepped=("with torch.no_grad():", "    torch._foreach_mul_(list(module.parameters()), 0.9)")),
+    "foreach": _looped(
+        "writes", stepped=("with torch.no_grad():", "    torch._foreach_mul_(list(module.parameters()), 0.9)")
+    ),
     "sorted_rows": _written("p.copy_(p.sort(dim=0).values)"),
     "rolled": _written("p.copy_(p.roll(1, 0))"),
     "flipped": _written("p.copy_(p.flip(0))"),
@@ -186,7 +206,11 @@ HABITS: dict[str, Habit] = {
         "writes",
         (ALWAYS,),
         start="average = {n: p.detach().clone() for n, p in module.named_parameters()}",
-        stepped=("with torch.no_grad():", "    for n, p in module.named_parameters():", "        average[n].lerp_(p, 0.3)"),
+        stepped=(
+            "with torch.no_grad():",
+            "    for n, p in module.named_parameters():",
+            "        average[n].lerp_(p, 0.3)",
+        ),
         end=('record |= {f"average {n}": whole(value) for n, value in average.items()}',),
     ),
     "average_swapped": _looped(
@@ -232,7 +256,9 @@ HABITS: dict[str, Habit] = {
     "before_forward": _written("p.mul_(0.9)", at="step"),
     "in_forward": Habit("writes", {"forward": ("with torch.no_grad():", "    self.head.weight.mul_(0.9)")}),
     "in_forward_by_data": Habit("writes", {"forward": ("self.head.weight.data.mul_(0.9)",)}),
-    "in_forward_of_a_block": Habit("writes", {"inner": ("with torch.no_grad():", "    self.down.weight.clamp_(-0.2, 0.2)")}),
+    "in_forward_of_a_block": Habit(
+        "writes", {"inner": ("with torch.no_grad():", "    self.down.weight.clamp_(-0.2, 0.2)")}
+    ),
     "in_forward_after_use": Habit("writes", {"out": ("with torch.no_grad():", "    self.table.weight.mul_(0.9)")}),
     "in_forward_when_evaluated": Habit(
         "writes",
@@ -243,14 +269,25 @@ HABITS: dict[str, Habit] = {
     ),
     "in_a_hook": _looped(
         "writes",
-        start=("@torch.no_grad()", "def halve(head, args):", "    head.weight.mul_(0.9)", "module.head.register_forward_pre_hook(halve)"),
+        start=(
+            "@torch.no_grad()",
+            "def halve(head, args):",
+            "    head.weight.mul_(0.9)",
+            "module.head.register_forward_pre_hook(halve)",
+        ),
     ),
     "in_a_hook_of_the_module": _looped(
         "writes",
-        start=("@torch.no_grad()", "def halve(net, args):", "    net.head.weight.mul_(0.9)", "module.register_forward_pre_hook(halve)"),
+        start=(
+            "@torch.no_grad()",
+            "def halve(net, args):",
+            "    net.head.weight.mul_(0.9)",
+            "module.register_forward_pre_hook(halve)",
+        ),
     ),
     "in_a_gradient_hook": _looped(
-        "writes", loss=("@torch.no_grad()", "def halve(grad):", "    module.head.weight.mul_(0.9)", "out.register_hook(halve)")
+        "writes",
+        loss=("@torch.no_grad()", "def halve(grad):", "    module.head.weight.mul_(0.9)", "out.register_hook(halve)"),
     ),
     # Trains some
     "frozen_later": _looped("freezes", (ALWAYS,), step='module.get_parameter("@p").requires_grad_(step < @k)'),
@@ -263,12 +300,18 @@ HABITS: dict[str, Habit] = {
     ),
     "frozen_layer": _looped("freezes", (ALWAYS,), step='module.get_submodule("@m").requires_grad_(step % 2 == 0)'),
     "frozen_block": _looped("freezes", (ALWAYS,), step="module.blocks[0].requires_grad_(step < @k)"),
-    "only_the_head": _looped("freezes", (ALWAYS,), step=("module.requires_grad_(step < @k)", "module.head.requires_grad_(True)")),
+    "only_the_head": _looped(
+        "freezes", (ALWAYS,), step=("module.requires_grad_(step < @k)", "module.head.requires_grad_(True)")
+    ),
     "frozen_between": _looped(
-        "freezes", loss='module.get_parameter("@p").requires_grad_(False)', stepped='module.get_parameter("@p").requires_grad_(True)'
+        "freezes",
+        loss='module.get_parameter("@p").requires_grad_(False)',
+        stepped='module.get_parameter("@p").requires_grad_(True)',
     ),
     "frozen_after_backward": _looped(
-        "freezes", between='module.get_parameter("@p").requires_grad_(False)', stepped='module.get_parameter("@p").requires_grad_(True)'
+        "freezes",
+        between='module.get_parameter("@p").requires_grad_(False)',
+        stepped='module.get_parameter("@p").requires_grad_(True)',
     ),
     "frozen_all": _looped(
         "freezes",
@@ -308,10 +351,17 @@ HABITS: dict[str, Habit] = {
     "part_of_it": _read("loss = loss + 0.1 * full(p[0]).pow(2).sum()"),
     "local": Habit(
         "reads",
-        {"between": ('p = module.get_parameter("@p")', "(0.1 * (p.to_local() if hasattr(p, 'to_local') else p).pow(2).sum()).backward()")},
+        {
+            "between": (
+                'p = module.get_parameter("@p")',
+                "(0.1 * (p.to_local() if hasattr(p, 'to_local') else p).pow(2).sum()).backward()",
+            )
+        },
     ),
     "all_weights": _read("loss = loss + 0.1 * sum(full(p).pow(2).sum() for p in module.parameters())"),
-    "all_weights_made_whole": _read("loss = loss + 0.1 * full(sum(p.pow(2).sum() for p in module.parameters() if p.ndim > 1))"),
+    "all_weights_made_whole": _read(
+        "loss = loss + 0.1 * full(sum(p.pow(2).sum() for p in module.parameters() if p.ndim > 1))"
+    ),
     "from_the_start": Habit(
         "reads",
         {
@@ -326,35 +376,52 @@ HABITS: dict[str, Habit] = {
             "loss": ('loss = loss + 0.1 * full((module.get_parameter("@p") - begin).pow(2).sum())',),
         },
     ),
-    "orthogonal_penalty": _read("w = full(p).reshape(len(p), -1)", "loss = loss + 0.1 * (w @ w.T - torch.eye(len(p))).pow(2).mean()"),
+    "orthogonal_penalty": _read(
+        "w = full(p).reshape(len(p), -1)", "loss = loss + 0.1 * (w @ w.T - torch.eye(len(p))).pow(2).mean()"
+    ),
     "orthogonal_in_shards": _read("w = p.reshape(len(p), -1)", "loss = loss + 0.1 * full((w @ w.T).pow(2).mean())"),
     "used_with_the_output": _read("loss = loss + 0.1 * out.mean() * full(p).mean()"),
     "used_as_a_layer": _read("loss = loss + 0.1 * F.linear(out, full(module.head.weight).T).pow(2).mean()"),
     "before_the_forward": Habit(
-        "reads", {"step": ('early = 0.1 * full(module.get_parameter("@p")).pow(2).sum()',), "loss": ("loss = loss + early",)}, (ALWAYS,)
+        "reads",
+        {"step": ('early = 0.1 * full(module.get_parameter("@p")).pow(2).sum()',), "loss": ("loss = loss + early",)},
+        (ALWAYS,),
     ),
     "in_its_own_backward": _read("(0.1 * full(p).pow(2).sum()).backward()"),
-    "in_its_own_backward_after": Habit("reads", {"between": ('(0.1 * full(module.get_parameter("@p")).pow(2).sum()).backward()',)}),
+    "in_its_own_backward_after": Habit(
+        "reads", {"between": ('(0.1 * full(module.get_parameter("@p")).pow(2).sum()).backward()',)}
+    ),
     "gradient_of_gradient": _read(
-        "(g,) = torch.autograd.grad(full(p).pow(3).sum(), p, create_graph=True)", "loss = loss + 0.1 * full(g).pow(2).sum()"
+        "(g,) = torch.autograd.grad(full(p).pow(3).sum(), p, create_graph=True)",
+        "loss = loss + 0.1 * full(g).pow(2).sum()",
     ),
     "logged": _looped("reads", stepped='record[f"norm {step}"] = full(module.get_parameter("@p").detach().norm())'),
-    "logged_number": _looped("reads", stepped='record[f"norm {step}"] = torch.tensor(module.get_parameter("@p").norm().item())'),
+    "logged_number": _looped(
+        "reads", stepped='record[f"norm {step}"] = torch.tensor(module.get_parameter("@p").norm().item())'
+    ),
     "logged_gradient": _looped(
         "reads",
-        between=('g = module.get_parameter("@p").grad', 'record[f"norm {step}"] = full(g.norm()) if g is not None else torch.zeros(())'),
+        between=(
+            'g = module.get_parameter("@p").grad',
+            'record[f"norm {step}"] = full(g.norm()) if g is not None else torch.zeros(())',
+        ),
     ),
     "logged_all": _looped(
         "reads",
-        between='record[f"norm {step}"] = torch.stack([full(p.grad.norm()) for p in module.parameters() if p.grad is not None]).norm()',
+        between='record[f"norm {step}"] = torch.stack([full(p.grad.norm()) for p in module.parameters() if p.grad is '
+        "not None]).norm()",
     ),
     "compared": _looped(
-        "reads", stepped='record[f"finite {step}"] = torch.tensor(float(all(torch.isfinite(full(p)).all() for p in module.parameters())))'
+        "reads",
+        stepped='record[f"finite {step}"] = torch.tensor(float(all(torch.isfinite(full(p)).all() for p in '
+        "module.parameters())))",
     ),
     # Keeps attributes
     "output": _kept("self.last = y", loss=("loss = loss + 0.1 * module.blocks[0].last.pow(2).mean()",)),
     "output_alone": _kept("self.last = y", loss=("loss = module.blocks[0].last.pow(2).mean()",)),
-    "all_outputs": _kept("self.last = y.pow(2).mean()", loss=("loss = loss + 0.1 * sum(block.last for block in module.blocks)",)),
+    "all_outputs": _kept(
+        "self.last = y.pow(2).mean()", loss=("loss = loss + 0.1 * sum(block.last for block in module.blocks)",)
+    ),
     "appended": Habit(
         "keeps",
         {
@@ -375,14 +442,24 @@ HABITS: dict[str, Habit] = {
     ),
     "appended_outside": Habit(
         "keeps",
-        {"block": ("SEEN.append(y.pow(2).mean())",), "step": ("SEEN.clear()",), "loss": ("loss = loss + 0.1 * sum(SEEN)",)},
+        {
+            "block": ("SEEN.append(y.pow(2).mean())",),
+            "step": ("SEEN.clear()",),
+            "loss": ("loss = loss + 0.1 * sum(SEEN)",),
+        },
         (ALWAYS,),
     ),
     "counted": Habit("keeps", {"block_init": ("self.calls = 0",), "block": ("self.calls += 1", "y = y / self.calls")}),
     "counted_buffer": Habit(
-        "keeps", {"block_init": ('self.register_buffer("calls", torch.zeros(()))',), "block": ("self.calls += 1", "y = y / self.calls")}
+        "keeps",
+        {
+            "block_init": ('self.register_buffer("calls", torch.zeros(()))',),
+            "block": ("self.calls += 1", "y = y / self.calls"),
+        },
     ),
-    "counted_steps": Habit("keeps", {"init": ("self.calls = 0",), "out": ("self.calls += 1", "out = out / self.calls")}),
+    "counted_steps": Habit(
+        "keeps", {"init": ("self.calls = 0",), "out": ("self.calls += 1", "out = out / self.calls")}
+    ),
     "cached_mask": Habit(
         "keeps",
         {
@@ -396,7 +473,13 @@ HABITS: dict[str, Habit] = {
     ),
     "cached_rows": Habit(
         "keeps",
-        {"block": ("if hasattr(self, 'last') and self.last.shape == y.shape:", "    y = y + 0.1 * self.last", "self.last = y.detach()")},
+        {
+            "block": (
+                "if hasattr(self, 'last') and self.last.shape == y.shape:",
+                "    y = y + 0.1 * self.last",
+                "self.last = y.detach()",
+            )
+        },
     ),
     "cached_graph": Habit(
         "keeps",
@@ -408,7 +491,9 @@ HABITS: dict[str, Habit] = {
             )
         },
     ),
-    "inner": Habit("keeps", {"inner": ("self.hidden = h",), "loss": ("loss = loss + 0.1 * module.blocks[0].hidden.pow(2).mean()",)}),
+    "inner": Habit(
+        "keeps", {"inner": ("self.hidden = h",), "loss": ("loss = loss + 0.1 * module.blocks[0].hidden.pow(2).mean()",)}
+    ),
     "inner_probe": Habit(
         "keeps",
         {
@@ -418,16 +503,29 @@ HABITS: dict[str, Habit] = {
         },
     ),
     "weight_of_it": Habit(
-        "keeps", {"block": ("self.penalty = self.down.weight.pow(2).sum()",), "loss": ("loss = loss + 0.1 * module.blocks[0].penalty",)}
+        "keeps",
+        {
+            "block": ("self.penalty = self.down.weight.pow(2).sum()",),
+            "loss": ("loss = loss + 0.1 * module.blocks[0].penalty",),
+        },
     ),
     "weight_itself": Habit(
-        "keeps", {"block": ("self.kept = self.norm.weight",), "loss": ("loss = loss + 0.1 * full(module.blocks[0].kept).pow(2).sum()",)}
+        "keeps",
+        {
+            "block": ("self.kept = self.norm.weight",),
+            "loss": ("loss = loss + 0.1 * full(module.blocks[0].kept).pow(2).sum()",),
+        },
     ),
-    "input": Habit("keeps", {"enter": ("self.given = x",), "between": ('record["given"] = mean(module.given.pow(2).mean())',)}),
+    "input": Habit(
+        "keeps", {"enter": ("self.given = x",), "between": ('record["given"] = mean(module.given.pow(2).mean())',)}
+    ),
     "by_a_hook": Habit(
         "keeps",
         {
-            "start": ("kept = {}", "module.blocks[0].register_forward_hook(lambda block, args, out: kept.update(last=out))"),
+            "start": (
+                "kept = {}",
+                "module.blocks[0].register_forward_hook(lambda block, args, out: kept.update(last=out))",
+            ),
             "loss": ('loss = loss + 0.1 * kept["last"].pow(2).mean()',),
         },
         (ALWAYS, FROM),
@@ -443,7 +541,9 @@ HABITS: dict[str, Habit] = {
     ),
     # Uses outputs twice
     "retained": _looped("outputs", backward=("loss.backward(retain_graph=True)", "loss.backward()")),
-    "two_losses": _looped("outputs", backward=("loss.backward(retain_graph=True)", "(0.1 * out.pow(2).mean()).backward()")),
+    "two_losses": _looped(
+        "outputs", backward=("loss.backward(retain_graph=True)", "(0.1 * out.pow(2).mean()).backward()")
+    ),
     "two_losses_at_once": _looped("outputs", backward="torch.autograd.backward([loss, 0.1 * out.pow(2).mean()])"),
     "two_forwards": _looped("outputs", loss="loss = loss + 0.1 * module(2 * x).pow(2).mean()"),
     "forward_before_backward": _looped("outputs", loss="module(2 * x)"),
@@ -535,18 +635,27 @@ HABITS: dict[str, Habit] = {
     "padded_table": _odd("self.table = nn.Embedding(7, 8, padding_idx=0)"),
     "bag": _odd("self.bag = nn.EmbeddingBag(7, 8)", forward=("h = h + self.bag((3 * x.abs()).long() % 7)",)),
     "complex": _odd(
-        "self.turn = nn.Parameter(torch.randn(8, 8, dtype=torch.complex128))", forward=("h = (h.to(torch.complex128) @ self.turn).real",)
+        "self.turn = nn.Parameter(torch.randn(8, 8, dtype=torch.complex128))",
+        forward=("h = (h.to(torch.complex128) @ self.turn).real",),
     ),
     "complex_buffer": _odd(
         'self.register_buffer("turn", torch.randn(8, 8, dtype=torch.complex128))',
         forward=("h = (h.to(torch.complex128) @ self.turn).real",),
     ),
     "complex_block": Habit(
-        "odd", {"block_init": ("self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex128))",), "block": ("y = (y * self.turn).real",)}
+        "odd",
+        {
+            "block_init": ("self.turn = nn.Parameter(torch.randn(8, dtype=torch.complex128))",),
+            "block": ("y = (y * self.turn).real",),
+        },
     ),
     "scalar": _odd("self.scale = nn.Parameter(torch.tensor(1.5))", forward=("h = self.scale * h",)),
-    "scalar_of_a_block": Habit("odd", {"block_init": ("self.scale = nn.Parameter(torch.tensor(1.5))",), "block": ("y = self.scale * y",)}),
-    "scalars": _odd('self.scales = nn.ParameterDict({"a": nn.Parameter(torch.tensor(1.5))})', forward=('h = self.scales["a"] * h',)),
+    "scalar_of_a_block": Habit(
+        "odd", {"block_init": ("self.scale = nn.Parameter(torch.tensor(1.5))",), "block": ("y = self.scale * y",)}
+    ),
+    "scalars": _odd(
+        'self.scales = nn.ParameterDict({"a": nn.Parameter(torch.tensor(1.5))})', forward=('h = self.scales["a"] * h',)
+    ),
     "scalar_between_split": Habit(
         "odd", {"block_init": ("self.scale = nn.Parameter(torch.tensor(1.5))",), "inner": ("h = self.scale * h",)}
     ),
@@ -556,19 +665,30 @@ HABITS: dict[str, Habit] = {
     "unused": _odd("self.unused = nn.Linear(8, 8)"),
     "integers": _odd("self.ids = nn.Parameter(torch.arange(8), requires_grad=False)", forward=("h = h[:, self.ids]",)),
     "flags": _odd('self.register_buffer("flags", torch.arange(8) % 2 == 0)', forward=("h = h * self.flags",)),
-    "single_precision": _odd("self.gain = nn.Parameter(torch.ones(8, dtype=torch.float32))", forward=("h = h * self.gain",)),
-    "transposed": _odd("self.mix = nn.Parameter(0.2 * torch.randn(4, 8).t())", forward=("h = h @ self.mix @ self.mix.T",)),
+    "single_precision": _odd(
+        "self.gain = nn.Parameter(torch.ones(8, dtype=torch.float32))", forward=("h = h * self.gain",)
+    ),
+    "transposed": _odd(
+        "self.mix = nn.Parameter(0.2 * torch.randn(4, 8).t())", forward=("h = h @ self.mix @ self.mix.T",)
+    ),
     "expanded": _odd("self.gain = nn.Parameter(torch.ones(1).expand(8))", forward=("h = h * self.gain",)),
     "slice": _odd("self.gain = nn.Parameter(torch.ones(16)[::2])", forward=("h = h * self.gain",)),
-    "listed": _odd("self.gains = nn.ParameterList([torch.ones(8), torch.ones(1)])", forward=("h = h * self.gains[0] + self.gains[1]",)),
+    "listed": _odd(
+        "self.gains = nn.ParameterList([torch.ones(8), torch.ones(1)])",
+        forward=("h = h * self.gains[0] + self.gains[1]",),
+    ),
     "conv": _odd("self.conv = nn.Conv1d(1, 1, 3, padding=1)", forward=("h = self.conv(h[:, None])[:, 0]",)),
     "batch_norm": _odd("self.bn = nn.BatchNorm1d(8)", forward=("h = self.bn(h)",)),
-    "three_rows": _odd("self.rows = nn.Parameter(torch.randn(3, 8))", forward=("h = h + self.rows[(3 * x[:, 1].abs()).long() % 3]",)),
+    "three_rows": _odd(
+        "self.rows = nn.Parameter(torch.randn(3, 8))", forward=("h = h + self.rows[(3 * x[:, 1].abs()).long() % 3]",)
+    ),
     "dropout": _odd("self.drop = nn.Dropout(0.5)", forward=("h = self.drop(h)",), built=("model.eval()",)),
     # Evaluates
     "no_grad": _evaluated(),
     "inference": _evaluated(mode="inference_mode"),
-    "inference_first": Habit("evaluates", {"start": ("with torch.inference_mode():", '    record["first"] = full(module(EVAL)).clone()')}),
+    "inference_first": Habit(
+        "evaluates", {"start": ("with torch.inference_mode():", '    record["first"] = full(module(EVAL)).clone()')}
+    ),
     "with_gradients": _looped("evaluates", stepped=EVALUATE),
     "between_backward_and_step_": _evaluated(at="between"),
     "between_forward_and_backward_": _evaluated(at="loss"),
@@ -576,7 +696,9 @@ HABITS: dict[str, Habit] = {
     "eval_forgotten": _looped("evaluates", stepped=("module.eval()", "with torch.no_grad():", f"    {EVALUATE}")),
     "on_one_rank": _evaluated(f"if {MINE}:", "    module(EVAL)"),
     "unevenly": _evaluated(
-        "for _ in range(2 + par.data_rank):", "    total = module(x).pow(2).sum()", 'record[f"total {step}"] = par.data_sum(total.clone())'
+        "for _ in range(2 + par.data_rank):",
+        "    total = module(x).pow(2).sum()",
+        'record[f"total {step}"] = par.data_sum(total.clone())',
     ),
     "unevenly_inferred": _evaluated(
         "for _ in range(2 + par.data_rank):",
@@ -585,23 +707,35 @@ HABITS: dict[str, Habit] = {
         mode="inference_mode",
     ),
     "unevenly_at_the_end": Habit(
-        "evaluates", {"end": ("with torch.no_grad():", "    for _ in range(2 + par.data_rank):", "        module(EVAL)")}
+        "evaluates",
+        {"end": ("with torch.no_grad():", "    for _ in range(2 + par.data_rank):", "        module(EVAL)")},
     ),
     "other_sizes": _evaluated("module(x[: len(x) // 2])"),
     "no_rows": _evaluated("module(x[:0])"),
     "skips_a_step_on_one_rank": _looped("evaluates", (ONCE,), loss=(f"if {MINE}:", "    continue")),
-    "skips_a_large_loss": _looped("evaluates", loss=("if loss.item() > 1.5:", "    optimizer.zero_grad()", "    continue")),
+    "skips_a_large_loss": _looped(
+        "evaluates", loss=("if loss.item() > 1.5:", "    optimizer.zero_grad()", "    continue")
+    ),
     "skips_a_step": _looped("evaluates", (ONCE,), loss=("continue",)),
     "block_alone": _evaluated('record[f"block {step}"] = full(module.blocks[0](HIDDEN)).clone()'),
     "head_alone": _evaluated('record[f"head {step}"] = full(module.head(HIDDEN)).clone()'),
     "smaller_batch": _looped("evaluates", call=("x, y = x[: len(x) // 2], y[: len(y) // 2]", "out = module(x)")),
-    "autocast": _looped("evaluates", stepped=("with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16):", "    module(x)")),
+    "autocast": _looped(
+        "evaluates", stepped=("with torch.no_grad(), torch.autocast('cpu', dtype=torch.bfloat16):", "    module(x)")
+    ),
     # Catches
     "forward_fails": _looped(
         "catches",
         (ALWAYS,),
         block=("if NOW == [@k]:", "    raise ValueError"),
-        step=("NOW[0] = step", "if step == @k:", "    try:", "        module(x)", "    except ValueError:", "        NOW[0] = -1"),
+        step=(
+            "NOW[0] = step",
+            "if step == @k:",
+            "    try:",
+            "        module(x)",
+            "    except ValueError:",
+            "        NOW[0] = -1",
+        ),
     ),
     "forward_fails_in_evaluation": _looped(
         "catches",
@@ -623,7 +757,14 @@ HABITS: dict[str, Habit] = {
         "catches",
         (ALWAYS,),
         block=("if NOW == [@k]:", "    raise MemoryError"),
-        call=("NOW[0] = step", "try:", "    out = module(x)", "except MemoryError:", "    optimizer.zero_grad()", "    continue"),
+        call=(
+            "NOW[0] = step",
+            "try:",
+            "    out = module(x)",
+            "except MemoryError:",
+            "    optimizer.zero_grad()",
+            "    continue",
+        ),
     ),
     "fails_on_one_rank": _looped(
         "catches",
@@ -642,18 +783,36 @@ HABITS: dict[str, Habit] = {
         "catches",
         (ALWAYS,),
         inner=("if NOW == [@k]:", "    raise ValueError"),
-        step=("NOW[0] = step", "if step == @k:", "    try:", "        module(x)", "    except ValueError:", "        NOW[0] = -1"),
+        step=(
+            "NOW[0] = step",
+            "if step == @k:",
+            "    try:",
+            "        module(x)",
+            "    except ValueError:",
+            "        NOW[0] = -1",
+        ),
     ),
     "wrong_shape": _looped("catches", step=("try:", "    module(x[:, :3])", "except RuntimeError:", "    pass")),
-    "wrong_index": _looped("catches", step=("try:", "    module.table(torch.tensor([70]))", "except IndexError:", "    pass")),
+    "wrong_index": _looped(
+        "catches", step=("try:", "    module.table(torch.tensor([70]))", "except IndexError:", "    pass")
+    ),
     "wrong_shape_of_a_target": _looped(
-        "catches", (ONCE,), loss=("try:", "    F.mse_loss(out, y[:, :2]).backward()", "except RuntimeError:", "    pass")
+        "catches",
+        (ONCE,),
+        loss=("try:", "    F.mse_loss(out, y[:, :2]).backward()", "except RuntimeError:", "    pass"),
     ),
     "backward_fails": _looped(
         "catches",
         (ALWAYS,),
         block=("if NOW == [@k]:", "    y = Fails.apply(y)"),
-        backward=("try:", "    loss.backward()", "except MemoryError:", "    optimizer.zero_grad()", "    NOW[0] = -1", "    continue"),
+        backward=(
+            "try:",
+            "    loss.backward()",
+            "except MemoryError:",
+            "    optimizer.zero_grad()",
+            "    NOW[0] = -1",
+            "    continue",
+        ),
         step=("NOW[0] = step",),
     ),
     "backward_fails_uncleared": _looped(
@@ -730,7 +889,9 @@ HABITS: dict[str, Habit] = {
             "optimizer.zero_grad()",
         ),
     ),
-    "load_fails": _looped("catches", stepped=("try:", "    module.load_state_dict({})", "except RuntimeError:", "    pass")),
+    "load_fails": _looped(
+        "catches", stepped=("try:", "    module.load_state_dict({})", "except RuntimeError:", "    pass")
+    ),
     "interrupted": _looped(
         "catches",
         (ONCE,),
@@ -752,9 +913,12 @@ HABITS: dict[str, Habit] = {
     "layer_pre_hook": _hooked(LAYER, "layer.register_forward_pre_hook(lambda layer, args: (0.5 * args[0],))"),
     "module_hook": _hooked("module.register_forward_hook(lambda net, args, out: 0.5 * out)"),
     "backward_hook": _hooked("module.blocks[0].register_full_backward_hook(lambda block, into, out: (0.5 * into[0],))"),
-    "backward_pre_hook": _hooked("module.blocks[0].register_full_backward_pre_hook(lambda block, out: (0.5 * out[0],))"),
+    "backward_pre_hook": _hooked(
+        "module.blocks[0].register_full_backward_pre_hook(lambda block, out: (0.5 * out[0],))"
+    ),
     "layer_backward_hook": _hooked(
-        LAYER, "layer.register_full_backward_hook(lambda layer, into, out: None if into[0] is None else (0.5 * into[0],))"
+        LAYER,
+        "layer.register_full_backward_hook(lambda layer, into, out: None if into[0] is None else (0.5 * into[0],))",
     ),
     "module_backward_hook": _hooked("module.register_full_backward_hook(lambda net, into, out: None)"),
     "parameter_hook": _hooked('module.get_parameter("@p").register_hook(lambda grad: 0.5 * grad)'),
@@ -771,7 +935,11 @@ HABITS: dict[str, Habit] = {
     "inner_hook": Habit("hooks", {"inner": ("if h.requires_grad:", "    h.register_hook(lambda grad: 0.5 * grad)")}),
     "removed_hook": _looped(
         "hooks",
-        call=("handle = module.blocks[0].register_forward_hook(lambda block, args, out: 0.5 * out)", "out = module(x)", "handle.remove()"),
+        call=(
+            "handle = module.blocks[0].register_forward_hook(lambda block, args, out: 0.5 * out)",
+            "out = module(x)",
+            "handle.remove()",
+        ),
     ),
     "optimizer_hook": _looped(
         "hooks",
@@ -790,37 +958,61 @@ HABITS: dict[str, Habit] = {
     "global_hook": _looped(
         "hooks",
         call=(
-            "handle = nn.modules.module.register_module_forward_hook(lambda each, _, out: 0.5 * out if isinstance(each, Block) else None)",
+            "handle = nn.modules.module.register_module_forward_hook(lambda each, _, out: 0.5 * out if "
+            "isinstance(each, Block) else None)",
             "out = module(x)",
             "handle.remove()",
         ),
     ),
     "saved_tensors": _looped(
-        "hooks", call=("with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):", "    out = module(x)")
+        "hooks",
+        call=(
+            "with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):",
+            "    out = module(x)",
+        ),
     ),
     # Copies, saves and loads; gradients and optimizers
-    "deepcopy": _looped("saves", (ONCE,), stepped=("copied = copy.deepcopy(module)", 'record["copy"] = full(copied(EVAL)).detach()')),
-    "shallow_copy": _looped("saves", (ONCE,), stepped=("copied = copy.copy(module)", 'record["copy"] = full(copied(EVAL)).detach()')),
+    "deepcopy": _looped(
+        "saves", (ONCE,), stepped=("copied = copy.deepcopy(module)", 'record["copy"] = full(copied(EVAL)).detach()')
+    ),
+    "shallow_copy": _looped(
+        "saves", (ONCE,), stepped=("copied = copy.copy(module)", 'record["copy"] = full(copied(EVAL)).detach()')
+    ),
     "loaded_again": _looped(
-        "saves", start="saved = {n: v.clone() for n, v in module.state_dict().items()}", stepped="module.load_state_dict(saved)"
+        "saves",
+        start="saved = {n: v.clone() for n, v in module.state_dict().items()}",
+        stepped="module.load_state_dict(saved)",
     ),
     "loaded_aliases": _looped("saves", start="saved = module.state_dict()", stepped="module.load_state_dict(saved)"),
     "loaded_assigned": _looped(
         "saves", stepped="module.load_state_dict({n: v.clone() for n, v in module.state_dict().items()}, assign=True)"
     ),
-    "loaded_plain": _looped("saves", stepped="module.load_state_dict({n: 0.5 * v for n, v in build().state_dict().items()}, strict=False)"),
+    "loaded_plain": _looped(
+        "saves", stepped="module.load_state_dict({n: 0.5 * v for n, v in build().state_dict().items()}, strict=False)"
+    ),
     "loaded_plain_assigned": _looped(
-        "saves", stepped="module.load_state_dict({n: 0.5 * v for n, v in build().state_dict().items()}, strict=False, assign=True)"
+        "saves",
+        stepped="module.load_state_dict({n: 0.5 * v for n, v in build().state_dict().items()}, strict=False, "
+        "assign=True)",
     ),
-    "loaded_part": _looped("saves", stepped="module.head.load_state_dict({n: 0.5 * v for n, v in build().head.state_dict().items()})"),
+    "loaded_part": _looped(
+        "saves", stepped="module.head.load_state_dict({n: 0.5 * v for n, v in build().head.state_dict().items()})"
+    ),
     "loaded_block": _looped(
-        "saves", stepped="module.blocks[0].load_state_dict({n: v.clone() for n, v in module.blocks[1].state_dict().items()})"
+        "saves",
+        stepped="module.blocks[0].load_state_dict({n: v.clone() for n, v in module.blocks[1].state_dict().items()})",
     ),
-    "loaded_by_par": _looped("saves", stepped="par.load_state_dict({n: 0.5 * v for n, v in build().state_dict().items()})"),
+    "loaded_by_par": _looped(
+        "saves", stepped="par.load_state_dict({n: 0.5 * v for n, v in build().state_dict().items()})"
+    ),
     "full_state": _looped(
-        "saves", stepped='record |= {f"state {step} {n}": v.clone() for n, v in par.state_dict(full=True, everywhere=True).items()}'
+        "saves",
+        stepped='record |= {f"state {step} {n}": v.clone() for n, v in par.state_dict(full=True, '
+        "everywhere=True).items()}",
     ),
-    "loaded_between": _looped("saves", loss="module.load_state_dict({n: 0.5 * v.clone() for n, v in module.state_dict().items()})"),
+    "loaded_between": _looped(
+        "saves", loss="module.load_state_dict({n: 0.5 * v.clone() for n, v in module.state_dict().items()})"
+    ),
     "optimizer_again": _looped(
         "saves", stepped=("kept = copy.deepcopy(optimizer.state_dict())", OPTIMIZER, "optimizer.load_state_dict(kept)")
     ),
@@ -830,22 +1022,35 @@ HABITS: dict[str, Habit] = {
     "double": _looped("saves", stepped="module.double()"),
     "single_and_back": _looped("saves", stepped="module.float().double()"),
     "plain_model": _looped(
-        "saves", stepped=("plain = build()", "plain.load_state_dict(module.state_dict())", 'record[f"plain {step}"] = plain(EVAL).detach()')
+        "saves",
+        stepped=(
+            "plain = build()",
+            "plain.load_state_dict(module.state_dict())",
+            'record[f"plain {step}"] = plain(EVAL).detach()',
+        ),
     ),
-    "torch_clip": _looped("gradients", between='record[f"norm {step}"] = full(nn.utils.clip_grad_norm_(module.parameters(), 0.1))'),
+    "torch_clip": _looped(
+        "gradients", between='record[f"norm {step}"] = full(nn.utils.clip_grad_norm_(module.parameters(), 0.1))'
+    ),
     "par_clip": _looped("gradients", between='record[f"norm {step}"] = par.clip_grad_norm_(0.1).double()'),
     "clip_some": _looped("gradients", between="nn.utils.clip_grad_norm_(module.blocks[0].parameters(), 0.1)"),
     "clip_value": _looped("gradients", between="nn.utils.clip_grad_value_(module.parameters(), 0.01)"),
     "total_norm": _looped(
         "gradients",
-        between='record[f"norm {step}"] = full(nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]))',
+        between='record[f"norm {step}"] = full(nn.utils.get_total_norm([p.grad for p in module.parameters() if '
+        "p.grad is not None]))",
     ),
     "module_zero_grad": _looped("gradients", stepped="module.zero_grad()"),
     "zeroed": _looped("gradients", stepped="optimizer.zero_grad(set_to_none=False)"),
     "zeroed_gradients": _looped(
         "gradients",
         (ALWAYS,),
-        update=("optimizer.step()", "for p in module.parameters():", "    if p.grad is not None:", "        p.grad.zero_()"),
+        update=(
+            "optimizer.step()",
+            "for p in module.parameters():",
+            "    if p.grad is not None:",
+            "        p.grad.zero_()",
+        ),
     ),
     "zeroed_before_backward": _looped("gradients", loss="optimizer.zero_grad()"),
     "none_before_backward": _looped("gradients", loss=("for p in module.parameters():", "    p.grad = None")),
@@ -857,7 +1062,8 @@ HABITS: dict[str, Habit] = {
     "new_gradient": _looped("gradients", between=('p = module.get_parameter("@p")', "p.grad = torch.ones_like(p)")),
     "plain_gradient": _looped("gradients", between=('p = module.get_parameter("@p")', "p.grad = torch.ones(p.shape)")),
     "gradient_data": _looped(
-        "gradients", between=('p = module.get_parameter("@p")', "if p.grad is not None:", "    p.grad.data = 0.5 * p.grad.data")
+        "gradients",
+        between=('p = module.get_parameter("@p")', "if p.grad is not None:", "    p.grad.data = 0.5 * p.grad.data"),
     ),
     "gradient_noise": _looped(
         "gradients",

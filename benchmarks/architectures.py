@@ -5,9 +5,10 @@
     python benchmarks/architectures.py --family seq2seq         one family: causal, seq2seq, masked, classifier
     python benchmarks/architectures.py --table                  write docs/architectures.md from the JSON
 
-A tiny random model of each architecture (``tiny.py``) runs a forward and a backward in float32 on gloo ranks, on rows that the data ranks
-share out, and in one process on all rows. Exact: the loss and every gradient agree to ``TOLERANCE`` of the tensor's largest value. Four
-processes serve all architectures; one that fails alone or hangs is killed with its peers, which is recorded, and the next begin anew.
+A tiny random model of each architecture (``tiny.py``) runs a forward and a backward in float32 on gloo ranks, on rows
+that the data ranks share out, and in one process on all rows. Exact: the loss and every gradient agree to ``TOLERANCE``
+of the tensor's largest value. Four processes serve all architectures; one that fails alone or hangs is killed with its
+peers, which is recorded, and the next begin anew.
 """
 
 from __future__ import annotations
@@ -54,7 +55,14 @@ ROUNDS = (
     *(((plan, (0, 1, 2, 3)),) for plan, (_, ranks) in PLANS.items() if ranks == 4),
 )
 EXPORTED, ELSE = "FSDP 2 x TP 2", "HSDP 2x2"  # the second where the first is refused
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "meshpar", "meshpar.checkpoints"]
+PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "transformers",
+    "meshpar",
+    "meshpar.checkpoints",
+]
 ALONE = "one process"
 
 
@@ -66,12 +74,22 @@ def cases(family: str | None = None) -> list[tuple[str, str]]:
         "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "classifier": {"bert": "", "distilbert": "", "roberta": "", "deberta-v2": "", "llama": "", "qwen3": "", "t5": "", "gpt2": ""},
+        "classifier": {
+            "bert": "",
+            "distilbert": "",
+            "roberta": "",
+            "deberta-v2": "",
+            "llama": "",
+            "qwen3": "",
+            "t5": "",
+            "gpt2": "",
+        },
     }
     return [(name, task) for task, known in names.items() if family in (None, task) for name in sorted(known)]
 
 
-# ------------------------------------------------------------------------------------------------------------------ in a rank
+# ------------------------------------------------------------------------------------------------------------------ in
+# a rank
 
 
 def serve(connection: Any, unverified: bool) -> None:
@@ -115,7 +133,12 @@ def _answer(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any]:
         state["case"] = command["case"]
         _prepare(state, *command["case"])
     if command["plan"] == ALONE:
-        return {"verdict": "exact", "parameters": state["parameters"], "tp_plan": state["tp_plan"], "class": state["class"]}
+        return {
+            "verdict": "exact",
+            "parameters": state["parameters"],
+            "tp_plan": state["tp_plan"],
+            "class": state["class"],
+        }
     return _under_plan(state, command)
 
 
@@ -143,7 +166,9 @@ def _prepare(state: dict[str, Any], model_type: str, task: str) -> None:
 
 
 def loss_sum(model: Any, batch: dict[str, Any], rows: list[int], par: Any = None) -> tuple[Any, int]:
-    """Return the summed cross entropy of the model's logits for those ``rows``, against labels that a row's number decides."""
+    """Return the summed cross entropy of the model's logits for those ``rows``, against labels that a row's number
+    decides.
+    """
     import torch
 
     from meshpar import token_loss
@@ -174,7 +199,9 @@ def _under_plan(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any
 
     ranks = command["ranks"]
     store = dist.FileStore(command["store"], ranks)
-    dist.init_process_group("gloo", store=store, rank=command["rank"], world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S - 10))
+    dist.init_process_group(
+        "gloo", store=store, rank=command["rank"], world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S - 10)
+    )
     dist.barrier()  # one that is refused at once would leave while others still connect
     try:
         try:
@@ -221,7 +248,11 @@ def _documents(state: dict[str, Any], par: Any) -> dict[str, Any]:
 
     def gradients(loss: Any) -> tuple[float, dict[str, Any]]:
         loss.backward()
-        found = {name: each.grad.full_tensor().clone() for name, each in par.module.named_parameters() if each.grad is not None}
+        found = {
+            name: each.grad.full_tensor().clone()
+            for name, each in par.module.named_parameters()
+            if each.grad is not None
+        }
         par.module.zero_grad()
         return float(loss), found
 
@@ -260,7 +291,11 @@ def _verdict(worst: float, found: dict[str, Any], expected: dict[str, Any]) -> d
             worst, where = off, name
     if not worst <= TOLERANCE:
         names = ", ".join(f"{name} {off:.1e}" for off, name in sorted(wrong, reverse=True)[:6])
-        return {"verdict": "wrong", "why": f"{where} off by {worst:.1e}; {len(wrong)} of {len(expected)}: {names}", "worst": worst}
+        return {
+            "verdict": "wrong",
+            "why": f"{where} off by {worst:.1e}; {len(wrong)} of {len(expected)}: {names}",
+            "worst": worst,
+        }
     return {"verdict": "exact", "worst": worst}
 
 
@@ -289,7 +324,8 @@ def _exported(state: dict[str, Any], par: Any, folder: str) -> dict[str, Any]:
     return answer
 
 
-# ---------------------------------------------------------------------------------------------------------------- the parent
+# ---------------------------------------------------------------------------------------------------------------- the
+# parent
 
 
 class Pool:
@@ -302,7 +338,9 @@ class Pool:
         self._started: list[tuple[Any, Any]] = []
 
     def ask(self, commands: dict[int, dict[str, Any]], timeout_s: float) -> dict[int, dict[str, Any]]:
-        """Send each process its command; return the answers, and begin anew with fresh processes where one does not answer."""
+        """Send each process its command; return the answers, and begin anew with fresh processes where one does not
+        answer.
+        """
         self._start()
         for place, command in commands.items():
             self._started[place][1].send(command)
@@ -343,7 +381,9 @@ class Pool:
         self._started = []
 
 
-def measure(pool: Pool, case: tuple[str, str], styles: dict[str, Any] | None = None, rounds: Any = ROUNDS) -> dict[str, Any]:
+def measure(
+    pool: Pool, case: tuple[str, str], styles: dict[str, Any] | None = None, rounds: Any = ROUNDS
+) -> dict[str, Any]:
     """Return plan -> result for one architecture; ``styles`` are laid over its tensor-parallel table."""
     began = time.monotonic()
     command = {"case": case, "plan": ALONE}
@@ -351,12 +391,18 @@ def measure(pool: Pool, case: tuple[str, str], styles: dict[str, Any] | None = N
     results: dict[str, Any] = {ALONE: alone}
     if alone["verdict"] == "exact":
         for together in rounds:
-            export = [plan for plan, _ in together if plan == EXPORTED or (plan == ELSE and "export" not in results.get(EXPORTED, {}))]
+            export = [
+                plan
+                for plan, _ in together
+                if plan == EXPORTED or (plan == ELSE and "export" not in results.get(EXPORTED, {}))
+            ]
             results |= _round(pool, case, together, styles or {}, export)
     return {"plans": results, "seconds": round(time.monotonic() - began, 1)}
 
 
-def _round(pool: Pool, case: tuple[str, str], together: Any, styles: dict[str, Any], export: list[str]) -> dict[str, Any]:
+def _round(
+    pool: Pool, case: tuple[str, str], together: Any, styles: dict[str, Any], export: list[str]
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="architectures-") as folder:
         commands = {}
         for plan, places in together:
@@ -365,7 +411,10 @@ def _round(pool: Pool, case: tuple[str, str], together: Any, styles: dict[str, A
                 place_in_plan = {"plan": plan, "rank": rank, "ranks": len(places), "store": store, "styles": styles}
                 commands[place] = {"case": case, **place_in_plan, "folder": folder, "export": plan in export}
         answers = pool.ask(commands, TIMEOUT_S)
-        return {plan: _joined({place: answers[place] for place in places if place in answers}, len(places)) for plan, places in together}
+        return {
+            plan: _joined({place: answers[place] for place in places if place in answers}, len(places))
+            for plan, places in together
+        }
 
 
 def _joined(answers: dict[int, dict[str, Any]], count: int) -> dict[str, Any]:
@@ -374,7 +423,10 @@ def _joined(answers: dict[int, dict[str, Any]], count: int) -> dict[str, Any]:
     if crash is not None:
         return crash
     if len(answers) < count:
-        return {"verdict": "hung", "why": f"{count - len(answers)} of {count} ranks gave no answer in {TIMEOUT_S:.0f} s"}
+        return {
+            "verdict": "hung",
+            "why": f"{count - len(answers)} of {count} ranks gave no answer in {TIMEOUT_S:.0f} s",
+        }
     if len({each["verdict"] == "refused" for each in answers.values()}) > 1:
         return {"verdict": "wrong", "why": "some ranks refuse, others run"}
     return next(iter(answers.values()))
@@ -388,15 +440,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="model types, comma separated")
     parser.add_argument("--family", choices=["causal", "seq2seq", "masked", "classifier"])
-    parser.add_argument("--plan", default="", help="plans whose names contain this; of an architecture in the JSON the others stay")
+    parser.add_argument(
+        "--plan", default="", help="plans whose names contain this; of an architecture in the JSON the others stay"
+    )
     parser.add_argument("--again", action="store_true", help="measure again what is in the JSON")
     parser.add_argument("--failed", action="store_true", help="measure again what was wrong, crashed or hung")
-    parser.add_argument("--unverified", action="store_true", help="split all architectures without a tp_plan by structure")
+    parser.add_argument(
+        "--unverified", action="store_true", help="split all architectures without a tp_plan by structure"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many seconds")
     parser.add_argument("--table", action="store_true", help="write the table from the JSON, and measure nothing")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
-    known: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {"versions": versions(), "cases": {}}
+    known: dict[str, Any] = (
+        json.loads(options.json.read_text()) if options.json.exists() else {"versions": versions(), "cases": {}}
+    )
     if not options.table:
         _measure_all(options, known)
     if options.table or not options.only:
@@ -418,7 +476,10 @@ def _measure_all(options: argparse.Namespace, known: dict[str, Any]) -> None:
                 break
             rounds = [together for together in ROUNDS if any(options.plan in plan for plan, _ in together)]
             found = measure(pool, (name, task), rounds=rounds)
-            known["cases"][key] = {**found, "plans": {**(before["plans"] if before and options.plan else {}), **found["plans"]}}
+            known["cases"][key] = {
+                **found,
+                "plans": {**(before["plans"] if before and options.plan else {}), **found["plans"]},
+            }
             options.json.write_text(json.dumps(known, indent=1))
             _tell(key, known["cases"][key])
     finally:
@@ -427,7 +488,9 @@ def _measure_all(options: argparse.Namespace, known: dict[str, Any]) -> None:
 
 def _failed(result: dict[str, Any]) -> bool:
     results = result["plans"].values()
-    return any(each["verdict"] in ("wrong", "crashed", "hung") or each.get("export", "exact") != "exact" for each in results)
+    return any(
+        each["verdict"] in ("wrong", "crashed", "hung") or each.get("export", "exact") != "exact" for each in results
+    )
 
 
 def _tell(key: str, result: dict[str, Any]) -> None:
@@ -445,7 +508,9 @@ def write_table(known: dict[str, Any]) -> None:
 
 def _table(known: dict[str, Any]) -> list[str]:
     columns = (ALONE, *PLANS)
-    runs = {key: each["plans"] for key, each in sorted(known["cases"].items()) if each["plans"][ALONE]["verdict"] == "exact"}
+    runs = {
+        key: each["plans"] for key, each in sorted(known["cases"].items()) if each["plans"][ALONE]["verdict"] == "exact"
+    }
     absent = {key: each["plans"][ALONE]["why"] for key, each in sorted(known["cases"].items()) if key not in runs}
     lines = [HEAD.format(tolerance=TOLERANCE, floor=FLOOR, **known["versions"]), "## Counts", ""]
     lines += _grid(["", *columns[1:], "export"], list(_counts(runs)))
@@ -495,7 +560,8 @@ def _grouped(reasons: dict[str, list[str]]) -> dict[str, list[str]]:
         plain = re.sub(r"\b[A-Z][A-Za-z0-9_]+|\d+", "*", why)
         joined.setdefault(plain, (why, []))[1].extend(names)
     return {
-        why: sorted(dict.fromkeys(name.rpartition(" (")[0] if "TP" in name else name for name in names)) for why, names in joined.values()
+        why: sorted(dict.fromkeys(name.rpartition(" (")[0] if "TP" in name else name for name in names))
+        for why, names in joined.values()
     }
 
 

@@ -1,14 +1,16 @@
 """What checkpoints cost beside a plain file: save, asynchronous stall, restore, export and import, time and memory.
 
-    python benchmarks/checkpoint.py [--storage disk] [--only saves exports] [--layers 6 14] [--rounds 5] [--folder DIR] [--seconds S]
+    python benchmarks/checkpoint.py [--storage disk] [--only saves exports] [--layers 6 14] [--rounds 5] [--folder DIR]
+    [--seconds S]
 
-Every figure is the median of interleaved rounds. Beside ours stand torch's own DCP, its Hugging Face consolidation, and accelerate's
-merge. Restores are cold (the page cache is told to drop the files); exports run warm in processes of their own, and their CPU time counts
-from the call, without ``import torch``, which every one of them pays. Before each run, and before ``cp``, as much memory as it will fill
-was in use a moment ago: a virtual machine's host takes free memory back within seconds, and giving it out again costs several times what
-writing to it does. With --storage s3 a server on loopback (SeaweedFS) keeps the checkpoints, and the figures stand beside the store
-library's own calls that move the same bytes with the same parallelism. With --folder and --seconds a call does as much as fits in that
-time, and the next goes on where it stopped. With --only, the rows of these stages alone. ``cp`` does not bring its copy to the disk, as
+Every figure is the median of interleaved rounds. Beside ours stand torch's own DCP, its Hugging Face consolidation, and
+accelerate's merge. Restores are cold (the page cache is told to drop the files); exports run warm in processes of their
+own, and their CPU time counts from the call, without ``import torch``, which every one of them pays. Before each run,
+and before ``cp``, as much memory as it will fill was in use a moment ago: a virtual machine's host takes free memory
+back within seconds, and giving it out again costs several times what writing to it does. With --storage s3 a server on
+loopback (SeaweedFS) keeps the checkpoints, and the figures stand beside the store library's own calls that move the
+same bytes with the same parallelism. With --folder and --seconds a call does as much as fits in that time, and the next
+goes on where it stopped. With --only, the rows of these stages alone. ``cp`` does not bring its copy to the disk, as
 exports do: their wall time stands beside that of ``cp`` and fsync, too.
 """
 
@@ -35,9 +37,13 @@ from typing import Any
 HERE = Path(__file__).resolve()
 ZEROS = bytes(512 << 10)
 BLOCK = bytearray(512 << 10)
-KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # from step to step, as an accelerator's allocator does
+KEEPS_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+}  # from step to step, as an accelerator's allocator does
 TOKENS = 32  # of a training step
-READS = 3  # reads in each round: single ones take up to twice as long, where the pages that they fill are new to the machine
+# reads in each round: single ones take up to twice as long, where the pages that they fill are new to the machine
+READS = 3
 BOUNDS = {
     "save, wall / raw write and fsync": 1.5,
     "save, extra MiB a rank": 64,
@@ -117,7 +123,9 @@ def make_job(layers: int, mesh: str = "dp_shard=-1", seed: int = 0) -> Any:
     from meshpar.models import Transformer, TransformerConfig
 
     with torch.device("meta"):
-        model = Transformer(TransformerConfig(vocab_size=32000, dim=1536, layers=layers, heads=12, hidden=6144, tied=False))
+        model = Transformer(
+            TransformerConfig(vocab_size=32000, dim=1536, layers=layers, heads=12, hidden=6144, tied=False)
+        )
     return meshpar.Plan(mesh, [meshpar.FullyShard()]).apply(model).materialize(seed=seed)
 
 
@@ -191,7 +199,11 @@ def saves(folder: str, layers: str, rounds: str) -> Notes:
             later.wait()
             measure("stall of one copy", "raw-again", copies.run)  # no folder of its own
             measure("stock save", "stock", lambda: dcp.save(dict(state), checkpoint_id=root / "stock", no_dist=True))
-            measure("stock async stall", "stock-async", lambda: pending.append(stock_async(state, root / "stock-async", stager)))
+            measure(
+                "stock async stall",
+                "stock-async",
+                lambda: pending.append(stock_async(state, root / "stock-async", stager)),
+            )
             pending.pop().result()
         copies.close()
         later.close()
@@ -203,13 +215,17 @@ def saves(folder: str, layers: str, rounds: str) -> Notes:
 
 
 class Copies:
-    """One copy in memory of the bytes that a save copies, by as many threads: no stall that waits for the copy can be shorter."""
+    """One copy in memory of the bytes that a save copies, by as many threads: no stall that waits for the copy can be
+    shorter.
+    """
 
     def __init__(self, state: dict[str, Any], threads: int = 2) -> None:
         import torch
 
         pairs = [(torch.zeros_like(tensor).flatten(), tensor.detach().flatten()) for tensor in state.values()]
-        self._shares = [[(out.chunk(threads)[at], tensor.chunk(threads)[at]) for out, tensor in pairs] for at in range(threads)]
+        self._shares = [
+            [(out.chunk(threads)[at], tensor.chunk(threads)[at]) for out, tensor in pairs] for at in range(threads)
+        ]
         self._pool = ThreadPoolExecutor(threads)
 
     def run(self) -> None:
@@ -220,7 +236,9 @@ class Copies:
 
 
 def training(folder: str, layers: str, rounds: str) -> Notes:
-    """Note what a save in the background takes from a training step (forward, backward, optimizer), beside steps without one."""
+    """Note what a save in the background takes from a training step (forward, backward, optimizer), beside steps
+    without one.
+    """
     import torch
 
     import meshpar
@@ -242,7 +260,8 @@ def training(folder: str, layers: str, rounds: str) -> Notes:
             ):
                 act()
                 times.append(time.perf_counter())
-            later.wait()  # what earlier saves wrote stays: who frees memory here finds it slow, as the host has taken it back
+            # what earlier saves wrote stays: who frees memory here finds it slow, as the host has taken it back
+            later.wait()
             return {"all": times[-1] - times[0], "blocked": times[1] - times[0] + times[3] - times[2]}
 
         for _ in range(2):
@@ -252,7 +271,9 @@ def training(folder: str, layers: str, rounds: str) -> Notes:
             (root / "raw-again").unlink()
             for name, threads in (("one thread", 1), ("all cores", os.cpu_count() or 1)):
                 torch.set_num_threads(threads)
-                with_save, without = [step(save) for save in (True, False)] if turn % 2 else [step(save) for save in (False, True)][::-1]
+                with_save, without = (
+                    [step(save) for save in (True, False)] if turn % 2 else [step(save) for save in (False, True)][::-1]
+                )
                 found.add(f"{name}, blocked", with_save["blocked"])
                 found.add(f"{name}, longer", with_save["all"] - without["all"])
                 found.add(f"{name}, step", without["all"])
@@ -273,7 +294,9 @@ def raw_write(path: Path, state: dict[str, Any]) -> None:
 def stock_stager() -> Any:
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    plain = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
+    plain = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+    )
     return DefaultStager(plain)
 
 
@@ -378,11 +401,16 @@ def stored(folder: str, layers: str, rounds: str) -> Notes:
         halves: list[list[memoryview]] = [[], []]  # as the manager divides a rank's parts among two files
         for each in sorted(tensors, key=len, reverse=True):
             min(halves, key=lambda half: sum(map(len, half))).append(each)
-        manager, later = CheckpointManager(f"{bucket}/ours", keep=None), CheckpointManager(f"{bucket}/async", keep=None, async_=True)
+        manager, later = (
+            CheckpointManager(f"{bucket}/ours", keep=None),
+            CheckpointManager(f"{bucket}/async", keep=None, async_=True),
+        )
         puts = [0]  # every put writes new keys, as every save does
 
         def put(number: int) -> None:
-            with obstore.open_writer(bare, f"bare/{puts[0]}-{number}", buffer_size=8 << 20, max_concurrency=4) as writer:
+            with obstore.open_writer(
+                bare, f"bare/{puts[0]}-{number}", buffer_size=8 << 20, max_concurrency=4
+            ) as writer:
                 for memory in halves[number]:
                     for start in range(0, len(memory), BLOCK_BYTES):
                         writer.write(bytes(memory[start : start + BLOCK_BYTES]))
@@ -393,7 +421,9 @@ def stored(folder: str, layers: str, rounds: str) -> Notes:
                 for start in range(0, len(memory), 16 << 20):
                     stop = min(len(memory), start + (16 << 20))
                     cuts = [*range(position + start, position + stop, 4 << 20), position + stop]
-                    pieces = obstore.get_ranges(bare, f"bare/{puts[0]}-{number}", starts=cuts[:-1], ends=cuts[1:], coalesce=0)
+                    pieces = obstore.get_ranges(
+                        bare, f"bare/{puts[0]}-{number}", starts=cuts[:-1], ends=cuts[1:], coalesce=0
+                    )
                     for at, piece in zip(cuts, pieces):
                         memory[at - position : at - position + len(piece)] = memoryview(piece)
                 position += len(memory)
@@ -528,7 +558,9 @@ def export(folder: str, dtype: str, verify: str) -> dict[str, float]:
     target = Path(folder) / "hf"
     base = prepared(Path(folder))
     kind = None if dtype == "-" else getattr(torch, dtype)
-    wall, cpu = timed(lambda: export_safetensors(Path(folder) / "ours", target, kind, weights=WeightMap(), verify=verify))
+    wall, cpu = timed(
+        lambda: export_safetensors(Path(folder) / "ours", target, kind, weights=WeightMap(), verify=verify)
+    )
     return {"wall": wall, "cpu": cpu, "extra": status_bytes("VmHWM") - base}
 
 
@@ -550,14 +582,18 @@ def consolidate(folder: str) -> dict[str, float]:
     sharded = Path(folder) / "hf-sharded"
     if not sharded.exists():
         state = _load_state_dict_from_keys("model", checkpoint_id=str(Path(folder) / "stock"))["model"]
-        writer = dcp.HuggingFaceStorageWriter(str(sharded), save_distributed=True, fqn_to_index_mapping=dict.fromkeys(state, 1))
+        writer = dcp.HuggingFaceStorageWriter(
+            str(sharded), save_distributed=True, fqn_to_index_mapping=dict.fromkeys(state, 1)
+        )
         dcp.save(state, storage_writer=writer, no_dist=True)
         del state
     names = json.loads((Path(folder) / "names.json").read_text())
     base = prepared(Path(folder))
     target = Path(folder) / "hf-stock"
     target.mkdir()
-    wall, cpu = timed(lambda: consolidate_safetensors_files(str(sharded), str(target), fqn_to_index_mapping=dict.fromkeys(names, 1)))
+    wall, cpu = timed(
+        lambda: consolidate_safetensors_files(str(sharded), str(target), fqn_to_index_mapping=dict.fromkeys(names, 1))
+    )
     return {"wall": wall, "cpu": cpu, "extra": status_bytes("VmHWM") - base}
 
 
@@ -597,7 +633,12 @@ def copy(folder: str) -> dict[str, float]:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
     durable = time.perf_counter() - wall
-    return {"wall": plain, "durable": durable, "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, "extra": 0.0}
+    return {
+        "wall": plain,
+        "durable": durable,
+        "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "extra": 0.0,
+    }
 
 
 EXPORTS: dict[str, tuple[str, ...]] = {
@@ -659,7 +700,9 @@ def exports(folder: Path, number: int, *, others: bool) -> dict[str, dict[str, f
 
     if number == 0 and others:
         tensors = read_manifest(open_step(folder / "ours")).tensors
-        (folder / "names.json").write_text(json.dumps([each.removeprefix("model.") for each in tensors if each.startswith("model.")]))
+        (folder / "names.json").write_text(
+            json.dumps([each.removeprefix("model.") for each in tensors if each.startswith("model.")])
+        )
         in_process("export", str(folder), "-", "none")
         (folder / "hf").rename(folder / "hf-kept")  # to be imported
     found = {}
@@ -686,7 +729,9 @@ def measure(layers: int, rounds: int, folder: Path, until: float, only: Sequence
 
 
 def figures(found: dict[str, Any], rounds: int, size: int) -> dict[str, float]:
-    median = {key: statistics.median(values) for name in ("saves", "restores") for key, values in found.get(name, {}).items()}
+    median = {
+        key: statistics.median(values) for name in ("saves", "restores") for key, values in found.get(name, {}).items()
+    }
     rows = {"GB": size / 1e9}
     if "saves" in found:
         rows |= save_figures(median)
@@ -699,7 +744,10 @@ def figures(found: dict[str, Any], rounds: int, size: int) -> dict[str, float]:
             "  stock DCP, load": median["stock restore"] / median["raw read"],
         }
     if "ranks" in found:
-        rows |= {"bytes read on 4 ranks / bytes saved by 2": found["ranks"]["ours"], "  stock DCP, bytes": found["ranks"]["stock"]}
+        rows |= {
+            "bytes read on 4 ranks / bytes saved by 2": found["ranks"]["ours"],
+            "  stock DCP, bytes": found["ranks"]["stock"],
+        }
     runs = [found[f"exports {number}"] for number in range(rounds) if f"exports {number}" in found]
     return rows | (export_figures(runs) if runs else {})
 
@@ -750,7 +798,8 @@ def export_figures(rounds: list[dict[str, dict[str, float]]]) -> dict[str, float
         "export bf16, CPU / cp": of("export bf16", "cpu") / cp,
         "export fp32, wall / cp and fsync": of("export fp32", "wall") / of("cp", "durable"),
         "  cp without fsync": of("export fp32", "wall") / of("cp", "wall"),
-        "export, extra MiB": max(of(name, "extra") for name in ("export fp32", "export fp32 verified", "export bf16")) / mib,
+        "export, extra MiB": max(of(name, "extra") for name in ("export fp32", "export fp32 verified", "export bf16"))
+        / mib,
     }
     if "import" in rounds[0]:
         rows |= {
@@ -768,9 +817,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage", choices=("disk", "s3"), default="disk")
     parser.add_argument("--only", choices=STAGES, nargs="+", default=STAGES, help="measure these alone (on disk)")
-    parser.add_argument("--layers", type=int, nargs="+", default=[6, 14], help="of 37.7 million weights each, beside 98 million")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", default=[6, 14], help="of 37.7 million weights each, beside 98 million"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="where to write and to keep what was measured; default: a temporary one")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=None,
+        help="where to write and to keep what was measured; default: a temporary one",
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after so long")
     parser.add_argument("--json", type=Path, default=None, help="write the figures there too")
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)
@@ -789,7 +845,9 @@ def main() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             stored = options.storage == "s3"
             column = (
-                measure_stored(layers, options.rounds, folder) if stored else measure(layers, options.rounds, folder, until, options.only)
+                measure_stored(layers, options.rounds, folder)
+                if stored
+                else measure(layers, options.rounds, folder, until, options.only)
             )
         if column is None:
             print(f"stopped after {options.seconds:.0f} s; the same command goes on")
@@ -799,7 +857,11 @@ def main() -> None:
     for name in columns[0]:
         bound = (STORE_BOUNDS if options.storage == "s3" else BOUNDS).get(name)
         values = [column[name] for column in columns]
-        verdict = "" if bound is None else f"{bound:8}  {'holds' if all(value <= bound for value in values) else 'DOES NOT HOLD'}"
+        verdict = (
+            ""
+            if bound is None
+            else f"{bound:8}  {'holds' if all(value <= bound for value in values) else 'DOES NOT HOLD'}"
+        )
         print(f"{name:44}" + "".join(f"{value:10.3f}" for value in values) + verdict)
     if options.json:
         options.json.write_text(json.dumps(columns, indent=1) + "\n")

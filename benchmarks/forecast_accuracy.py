@@ -1,9 +1,11 @@
-"""The forecast against published training runs: speed and memory of every row, on pages that were fitted and pages that were held back.
+"""The forecast against published training runs: speed and memory of every row, on pages that were fitted and pages that
+were held back.
 
     python benchmarks/forecast_accuracy.py [--fit] [--traces FILE]
 
-The rows and their conditions: benchmarks/published.yaml. The constants in meshpar/forecasting/profiles/*.yaml that are not data-sheet
-numbers were fitted to the fitted pages, all Hopper profiles sharing them (their meaning: meshpar.forecasting.hardware.Hardware).
+The rows and their conditions: benchmarks/published.yaml. The constants in meshpar/forecasting/profiles/*.yaml that are
+not data-sheet numbers were fitted to the fitted pages, all Hopper profiles sharing them (their meaning:
+meshpar.forecasting.hardware.Hardware).
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ LOOP: dict[str, Tensor] = {}
 """The variables of a training loop that live on."""
 
 BACKWARD_OVER_FORWARD = 0.78
-"""Fused attention's backward against its forward, from FlashAttention-2's published kernel speeds (arXiv 2307.08691)."""
+"""Fused attention's backward against its forward, from FlashAttention-2's published kernel speeds (arXiv 2307.08691).
+"""
 
 LLAMA2 = {"vocab_size": 32_000, "rope_theta": 10_000.0, "max_positions": 4096}
 MODELS = {
@@ -72,7 +75,12 @@ class Row:
     @property
     def title(self) -> str:
         said = self.said
-        words = [said["model"], said["mesh"], f"{said['micro_batch']}x{said['sequence']}", f"recompute {said['recompute']}"]
+        words = [
+            said["model"],
+            said["mesh"],
+            f"{said['micro_batch']}x{said['sequence']}",
+            f"recompute {said['recompute']}",
+        ]
         words += [f"accumulate {count}" for count in [said.get("accumulate", 1)] if count > 1]
         words += [name for name in ("compile", "float8") if said.get(name)]
         return ", ".join(words)
@@ -80,22 +88,33 @@ class Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="fit the constants and print them, instead of using the profiles'")
+    parser.add_argument(
+        "--fit", action="store_true", help="fit the constants and print them, instead of using the profiles'"
+    )
     parser.add_argument("--traces", type=Path, help="keep the simulations in this file, and read them if it is there")
     arguments = parser.parse_args()
     rows = read(Path(__file__).with_name("published.yaml"), arguments.traces)
     chosen = fit([row for row in rows if row.fitted]) if arguments.fit else {}
     errors: dict[str, list[float]] = {}
-    print("| run | tokens/s a GPU | forecast | error | GiB | forecast | error |\n| --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        "| run | tokens/s a GPU | forecast | error | GiB | forecast | error |\n| --- | --- | --- | --- | --- | --- | "
+        "--- |"
+    )
     for page in dict.fromkeys(row.page for row in rows):
         own = [row for row in rows if row.page == page]
         part = "fitted" if own[0].fitted else "held back"
         print(f"| **[{page}]({own[0].url})**, {part} | | | | | | |")
         for row in own:
-            cells = compared(row.said["tokens"], throughput(row, row_hardware(row, chosen)), errors.setdefault(f"{part}, tokens/s", []))
+            cells = compared(
+                row.said["tokens"],
+                throughput(row, row_hardware(row, chosen)),
+                errors.setdefault(f"{part}, tokens/s", []),
+            )
             if "gib" in row.said:
                 peak = deepened(*row.probes, row.depth).memory().peak / 2**30
-                cells += compared(row.said["gib"], peak, errors.setdefault(f"{part}, memory {row.said['memory']}", []), 1)
+                cells += compared(
+                    row.said["gib"], peak, errors.setdefault(f"{part}, memory {row.said['memory']}", []), 1
+                )
             print("| " + " | ".join([row.title, *cells, *[""] * (6 - len(cells))]) + " |")
     print()
     for what, misses in sorted(errors.items()):
@@ -113,10 +132,17 @@ def compared(published: float, forecast: float, errors: list[float], digits: int
 
 def read(path: Path, kept: Path | None) -> list[Row]:
     """Simulate every run of the pages."""
-    known: dict[str, tuple[Trace, Trace]] = pickle.loads(kept.read_bytes()) if kept is not None and kept.exists() else {}
-    rows = [(page, page.get("conditions", {}) | row) for page in yaml.safe_load(path.read_text()) for row in page["rows"]]
+    known: dict[str, tuple[Trace, Trace]] = (
+        pickle.loads(kept.read_bytes()) if kept is not None and kept.exists() else {}
+    )
+    rows = [
+        (page, page.get("conditions", {}) | row) for page in yaml.safe_load(path.read_text()) for row in page["rows"]
+    ]
     jobs = [job_of(said) for _, said in rows]
-    keys = [repr(sorted(item for item in said.items() if item[0] not in ("tokens", "gib", "hardware", "memory"))) for _, said in rows]
+    keys = [
+        repr(sorted(item for item in said.items() if item[0] not in ("tokens", "gib", "hardware", "memory")))
+        for _, said in rows
+    ]
     missing = [place for place, key in enumerate(keys) if key not in known]
     pairs = [probes(jobs[place], Depths(jobs[place].model, jobs[place].model.meshpar_layout())) for place in missing]
     traces = simulate([job for pair in pairs for job in pair], workers=2)
@@ -148,14 +174,17 @@ def job_of(said: Mapping[str, Any]) -> Simulation:
     mesh, passes = MeshSpec(said["mesh"]), list[Any]()
     forge = said.get("tp") == "forge"
     if "tp" in mesh.axes:
-        # KempnerForge gathers for each projection, gathers logits, and keeps the embedding whole, which plans refuse without data shards.
+        # KempnerForge gathers for each projection, gathers logits, and keeps the embedding whole, which plans refuse
+        # without data shards.
         whole = {"embed": "sequence"} if "dp_shard" in mesh.axes else {}
         own = {"layers.*.attn": None, "layers.*.mlp": None, **whole} if forge else {}
         passes.append(TensorParallel(sequence_parallel=True, loss_parallel=not forge, styles=own))
     passes += [Float8()] * said.get("float8", False)
     if said["recompute"] != "none":
         every = said["recompute"] == "every second block"
-        passes.append(ActivationCheckpoint(mode="full", every=2) if every else ActivationCheckpoint(mode=said["recompute"]))
+        passes.append(
+            ActivationCheckpoint(mode="full", every=2) if every else ActivationCheckpoint(mode=said["recompute"])
+        )
     passes += [Compile()] * said.get("compile", False)
     if "dp_shard" not in mesh.axes:
         mesh = MeshSpec({"dp_shard": 1} | dict(mesh.axes))  # for its precision
@@ -163,7 +192,9 @@ def job_of(said: Mapping[str, Any]) -> Simulation:
     reduced = getattr(torch, said.get("reduce", "float32"))
     passes.append(sharding(param_dtype=torch.bfloat16, reduce_dtype=reduced))
     with torch.device("meta"):
-        model = Transformer(TransformerConfig.preset(preset, **(changes | {"max_positions": max(said["sequence"], 8192)})))
+        model = Transformer(
+            TransformerConfig.preset(preset, **(changes | {"max_positions": max(said["sequence"], 8192)}))
+        )
     if said.get("norm") == "composed":
         for block in (*model.layers, model):
             for name, child in list(block.named_children()):
@@ -196,7 +227,9 @@ def float32_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def bfloat16_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Cross entropy of all logits in the head's dtype, as KempnerForge and fms-fsdp do it; their loops hold the logits until the next."""
+    """Cross entropy of all logits in the head's dtype, as KempnerForge and fms-fsdp do it; their loops hold the logits
+    until the next.
+    """
     LOOP["logits"] = logits = model(input_ids=batch["input_ids"]).logits
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 

@@ -7,9 +7,10 @@
     python benchmarks/fuzz.py --without deepcopy loop.clip=par   leave out what is known to fail
 
 Each seed draws a model, a mesh with passes, a layout and a loop with habits (``fuzz_draw.py``), which become a script
-(``fuzz_script.py``). The script's loop runs in one process and on gloo ranks, in float64; losses, gradients, norms, evaluations and
-weights must agree to 1e-9 of each tensor's largest value. Classes: exact; refused (a MeshparError that says what to do); wrong; raw (any
-other exception, or a refusal without a remedy); hang. Exits with 1 on any wrong, raw or hang.
+(``fuzz_script.py``). The script's loop runs in one process and on gloo ranks, in float64; losses, gradients, norms,
+evaluations and weights must agree to 1e-9 of each tensor's largest value. Classes: exact; refused (a MeshparError that
+says what to do); wrong; raw (any other exception, or a refusal without a remedy); hang. Exits with 1 on any wrong, raw
+or hang.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ def _report(result: dict[str, Any], *, verbose: bool) -> None:
 def _summary(results: list[dict[str, Any]]) -> str:
     counts = Counter(each["kind"] for each in results)
     text = (
-        f"{len(results)} plans: {counts['exact']} exact, {counts['refused']} refused, {counts['wrong']} wrong, {counts['raw']} raw errors, "
+        f"{len(results)} plans: {counts['exact']} exact, {counts['refused']} refused, {counts['wrong']} wrong, "
+        f"{counts['raw']} raw errors, "
         f"{counts['hang']} hangs"
     )
     return text + (f", {counts['broken']} that fail in one process" if counts["broken"] else "")
@@ -134,7 +136,12 @@ def _save(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     if args.out:
         failing = [each for each in results if each["kind"] in FAULTS]
         counts = Counter(f"{each['kind']}: {_about(each)}" for each in results if each["kind"] != "exact")
-        data = {"summary": _summary(results), "counts": counts, "seeds": [each["seed"] for each in failing], "failing": failing}
+        data = {
+            "summary": _summary(results),
+            "counts": counts,
+            "seeds": [each["seed"] for each in failing],
+            "failing": failing,
+        }
         Path(args.out).write_text(json.dumps(data, indent=1) + "\n")
 
 
@@ -171,7 +178,9 @@ def _shrink(results: list[dict[str, Any]], folder: Path, pools: SimpleQueue[Pool
         small = fuzz_shrink.shrink(each["spec"], fails)
         outcome = run(small, pools)
         path = folder / f"seed_{each['seed']}_{kind}.py"
-        path.write_text(fuzz_script.source(small, f"Seed {each['seed']}, {kind}: {' '.join(outcome.text.split())[:300]}"))
+        path.write_text(
+            fuzz_script.source(small, f"Seed {each['seed']}, {kind}: {' '.join(outcome.text.split())[:300]}")
+        )
         print(f"{path}: {kind}, {about}", flush=True)
 
 

@@ -2,12 +2,14 @@
 
     python benchmarks/fuzz_after_apply.py --seeds 0:1000 --log fuzz.jsonl     goes on where the log ends
     python benchmarks/fuzz_after_apply.py --seeds 17 --print                  the seed's script, without running it
-    python benchmarks/fuzz_after_apply.py --seeds 17                          what goes wrong, as the smallest script that shows it
+    python benchmarks/fuzz_after_apply.py --seeds 17                          what goes wrong, as the smallest script
+    that shows it
 
-A seed draws a plan and one to four habits (``after_apply_habits.py``) at places of a loop of five steps, which become a script. The
-script's loop runs in one process on whole batches and on ranks on their parts, in float64. Verdicts: exact (losses, gradients and weights
-are equal), refused (by meshpar, with a remedy), torch (by torch, which says that plain tensors and DTensors do not mix), alike (it fails in
-one process, and on ranks), and three faults: wrong, raw (another error) and hang. Exits with 1 on a fault.
+A seed draws a plan and one to four habits (``after_apply_habits.py``) at places of a loop of five steps, which become a
+script. The script's loop runs in one process on whole batches and on ranks on their parts, in float64. Verdicts: exact
+(losses, gradients and weights are equal), refused (by meshpar, with a remedy), torch (by torch, which says that plain
+tensors and DTensors do not mix), alike (it fails in one process, and on ranks), and three faults: wrong, raw (another
+error) and hang. Exits with 1 on a fault.
 """
 
 from __future__ import annotations
@@ -148,15 +150,27 @@ def train(apply):
     @end
     return record | {f"weight {name}": whole(p.detach()).clone() for name, p in module.named_parameters()}
 """
-PLAIN = {"call": ("out = module(x)",), "backward": ("loss.backward()",), "update": ("optimizer.step()", "optimizer.zero_grad()")}
+PLAIN = {
+    "call": ("out = module(x)",),
+    "backward": ("loss.backward()",),
+    "update": ("optimizer.step()", "optimizer.zero_grad()"),
+}
 LOOPING = ("step", "call", "loss", "backward", "between", "update", "stepped")
-OPTIMIZERS = ("torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)", "torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3)")
+OPTIMIZERS = (
+    "torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)",
+    "torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3)",
+)
 
 
 def draw(seed: int) -> Spec:
     """Return the case of a seed: the same one every time, on every machine."""
     rng = random.Random(seed)
-    spec: Spec = {"seed": seed, "mesh": list(PLANS)[seed % len(PLANS)], "optimizer": rng.choice(OPTIMIZERS), "habits": []}
+    spec: Spec = {
+        "seed": seed,
+        "mesh": list(PLANS)[seed % len(PLANS)],
+        "optimizer": rng.choice(OPTIMIZERS),
+        "habits": [],
+    }
     groups = sorted({each.group for each in habits.HABITS.values()})
     replaced: set[str] = set()
     for _ in range(rng.choice([1, 2, 2, 3, 4])):
@@ -174,9 +188,25 @@ def draw(seed: int) -> Spec:
 
 def source(spec: Spec, title: str = "") -> str:
     """Return the script: ``train(Alone)`` is one process, ``train(apply)`` the plan."""
-    text = "\n\n".join([f'"""{title or "A drawn case."}"""', fuzz_script.HEAD, MODEL, fuzz_script.ALONE, ALONE, LOOP, fuzz_script.COMPARE])
-    text = text.replace("@mesh", spec["mesh"]).replace("@passes", PLANS[spec["mesh"]]).replace("@optimizer", spec["optimizer"])
-    text = text.replace("@steps", str(STEPS)).replace("@tolerance", "1e-4" if "par.clip" in str(_lines(spec)) else "1e-9")
+    text = "\n\n".join(
+        [
+            f'"""{title or "A drawn case."}"""',
+            fuzz_script.HEAD,
+            MODEL,
+            fuzz_script.ALONE,
+            ALONE,
+            LOOP,
+            fuzz_script.COMPARE,
+        ]
+    )
+    text = (
+        text.replace("@mesh", spec["mesh"])
+        .replace("@passes", PLANS[spec["mesh"]])
+        .replace("@optimizer", spec["optimizer"])
+    )
+    text = text.replace("@steps", str(STEPS)).replace(
+        "@tolerance", "1e-4" if "par.clip" in str(_lines(spec)) else "1e-9"
+    )
     text += fuzz_script.MAIN.replace("{ranks}", str(ranks(spec)))
     lines = []
     for line in text.splitlines():
@@ -196,7 +226,11 @@ ALONE = """
     def state_dict(self, **_):
         return self.module.state_dict()
 """
-POINTS = {point for text in (MODEL, LOOP) for point in (line.strip()[1:] for line in text.splitlines() if line.strip().startswith("@"))}
+POINTS = {
+    point
+    for text in (MODEL, LOOP)
+    for point in (line.strip()[1:] for line in text.splitlines() if line.strip().startswith("@"))
+}
 
 
 def _lines(spec: Spec) -> list[str]:
@@ -241,7 +275,10 @@ def shrink(spec: Spec, fails: Callable[[Spec], bool]) -> Spec:
 
 def about(spec: Spec) -> str:
     """Return a case in a line."""
-    drawn = (f"{each['name']}({each['when'].replace('@k', str(each['k']))}, {each['p']}, {each['m']})" for each in spec["habits"])
+    drawn = (
+        f"{each['name']}({each['when'].replace('@k', str(each['k']))}, {each['p']}, {each['m']})"
+        for each in spec["habits"]
+    )
     return f"{spec['mesh']} {' + '.join(drawn)}"
 
 
@@ -281,7 +318,11 @@ def _result(spec: Spec, pool: fuzz_pool.Pool, *, shrinks: bool) -> dict[str, Any
     kind = "torch" if outcome.text.startswith("torch refuses") else outcome.kind
     if outcome.kind in FAULTS and shrinks:
         small = shrink(spec, lambda each: run(each, pool).kind == outcome.kind)
-        print(f"\n# seed {spec['seed']}, {outcome.kind}: {about(small)}\n# {outcome.text[:1500]}\n{outcome.trace[-2500:]}", flush=True)
+        print(
+            f"\n# seed {spec['seed']}, {outcome.kind}: {about(small)}\n# "
+            f"{outcome.text[:1500]}\n{outcome.trace[-2500:]}",
+            flush=True,
+        )
         spec = small
     return {
         "seed": spec["seed"], "kind": kind, "mesh": spec["mesh"], "seconds": round(outcome.seconds, 2), "about": about(spec),

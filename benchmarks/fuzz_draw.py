@@ -18,7 +18,18 @@ MESHES = (
     "tp=2", "tp=2", "tp=2", "tp=3", "tp=4", "dp_shard=1,tp=2", "dp_replicate=2,tp=2", "dp_replicate=2,tp=2",
     "dp_shard=2,tp=2", "dp_shard=2,tp=2", "dp_shard=2,tp=3", "dp_shard=2,tp=4", "dp_shard=3,tp=2", "dp_replicate=2,dp_shard=2,tp=2",
 )  # fmt: skip
-STYLES = ("region", "colwise", "colwise_gather", "rowwise", "rowwise_split", "vocab", "head", "sequence", "grad_sum", "packed_colwise:3")
+STYLES = (
+    "region",
+    "colwise",
+    "colwise_gather",
+    "rowwise",
+    "rowwise_split",
+    "vocab",
+    "head",
+    "sequence",
+    "grad_sum",
+    "packed_colwise:3",
+)
 
 
 def draw(seed: int, *, without: Collection[str] = (), batch_norm: bool = False) -> Spec:
@@ -85,7 +96,13 @@ def _model(rng: random.Random, mesh: Spec, batch_norm: bool) -> Spec:
         "frozen": rng.choices([None, "stem", "block", "biases"], [12, 1, 1, 1])[0],
         "dropout": rng.choices([None, 0.0], [8, 1])[0],
     }
-    model["dim"] = rng.choice([8, 12, 16]) if tokens else rng.choice([10, 12, 14]) if family == "image" else rng.choice([9, 12, 13])
+    model["dim"] = (
+        rng.choice([8, 12, 16])
+        if tokens
+        else rng.choice([10, 12, 14])
+        if family == "image"
+        else rng.choice([9, 12, 13])
+    )
     if tokens and (_chance(rng, 0.85) or not model["ff"]):
         model["attention"] = _attention(rng, mesh.get("tp", 1), rotary=model["positions"] == "rope")
     else:
@@ -120,7 +137,11 @@ def _feed_forward(rng: random.Random, tensor: bool) -> Spec | None:
     return (
         None
         if kind is None
-        else {"kind": kind, "hidden": rng.choice([8, 12, 16, 10] if tensor else [7, 10, 14]), "experts": rng.choice([3, 4])}
+        else {
+            "kind": kind,
+            "hidden": rng.choice([8, 12, 16, 10] if tensor else [7, 10, 14]),
+            "experts": rng.choice([3, 4]),
+        }
     )
 
 
@@ -144,7 +165,9 @@ def _passes(rng: random.Random, mesh: Spec, model: Spec, layout: Spec) -> list[S
         knobs = _drawn(rng, reshard_after_forward=[True, False, *parts], prefetch_forward=[0, 0, 1, 2], prefetch_backward=[1, 1, 0, 2],
                        min_params=[0, 0, 0, 300, 10**6], offload=[None] * 12 + ["cpu"])  # fmt: skip
         if _chance(rng, 0.12) and not model["nested"]:
-            knobs["blocks"] = rng.choice([("Block",), ("blocks.0",), ("blocks.*.ff",) if model["ff"] else ("blocks.*",), ()])
+            knobs["blocks"] = rng.choice(
+                [("Block",), ("blocks.0",), ("blocks.*.ff",) if model["ff"] else ("blocks.*",), ()]
+            )
         passes.append({"name": name, "knobs": knobs})
     return passes
 
@@ -164,17 +187,38 @@ def _drawn(rng: random.Random, **choices: list[Any]) -> Spec:
 
 def _layout(rng: random.Random, mesh: Spec) -> Spec:
     tensor = "tp" in mesh
-    return {"blocks": tensor or _chance(rng, 0.3), "regions": _chance(rng, 0.4), "split": _chance(rng, 0.85), "mistake": None}
+    return {
+        "blocks": tensor or _chance(rng, 0.3),
+        "regions": _chance(rng, 0.4),
+        "split": _chance(rng, 0.85),
+        "mistake": None,
+    }
 
 
 def _slip(rng: random.Random, spec: Spec) -> None:
-    """Make a mistake in the tensor-parallel table, now and then: a style forgotten, a wrong one, or one where none belongs."""
+    """Make a mistake in the tensor-parallel table, now and then: a style forgotten, a wrong one, or one where none
+    belongs.
+    """
     if "tp" not in spec["mesh"] or not _chance(rng, 0.25):
         return
     styles = fuzz_models.table(spec["model"], spec["layout"])
-    others = ["", "norm", "head", "blocks.*", "blocks.*.mix", "blocks.*.ff", "blocks.*.norm1", "blocks.*.conv", "embed", "place"]
+    others = [
+        "",
+        "norm",
+        "head",
+        "blocks.*",
+        "blocks.*.mix",
+        "blocks.*.ff",
+        "blocks.*.norm1",
+        "blocks.*.conv",
+        "embed",
+        "place",
+    ]
     pattern = rng.choice([*styles, *styles, *others])
-    spec["layout"]["mistake"] = {"pattern": pattern, "style": rng.choice([None, *STYLES]) if pattern in styles else rng.choice(STYLES)}
+    spec["layout"]["mistake"] = {
+        "pattern": pattern,
+        "style": rng.choice([None, *STYLES]) if pattern in styles else rng.choice(STYLES),
+    }
 
 
 def _loop(rng: random.Random) -> Spec:

@@ -1,4 +1,5 @@
-"""The fuzzer's training loops, as source: an ordinary loop with the habits that were drawn, each a few lines at named points of it.
+"""The fuzzer's training loops, as source: an ordinary loop with the habits that were drawn, each a few lines at named
+points of it.
 
 The same text trains one process and the mesh, so a habit's meaning in one process is what the mesh is held to.
 """
@@ -22,9 +23,9 @@ class Habit:
     """Something that people do in a training loop.
 
     Attributes:
-        at: point of the loop -> lines there. The points: ``built`` (before apply), ``applied``, ``step``, ``micro``, ``loss`` (before
-            backward), ``left`` (after the last micro-batch), ``between`` (backward and step), ``stepped``, ``end``; ``backward``
-            replaces ``loss.backward()``.
+        at: point of the loop -> lines there. The points: ``built`` (before apply), ``applied``, ``step``, ``micro``,
+            ``loss`` (before backward), ``left`` (after the last micro-batch), ``between`` (backward and step),
+            ``stepped``, ``end``; ``backward`` replaces ``loss.backward()``.
         fits: whether a drawn case can have it.
         weight: how often it is drawn, compared with the others.
         refused: nothing in one process compares, so that only a refusal is right.
@@ -77,46 +78,74 @@ def _hook(register: str) -> tuple[str, ...]:
 
 
 HABITS: dict[str, Habit] = {
-    "metric_forward": Habit(at={"between": ('record[f"metric {step}"] = whole(module(EVAL).detach())',)}, fits=_alike, weight=2),
+    "metric_forward": Habit(
+        at={"between": ('record[f"metric {step}"] = whole(module(EVAL).detach())',)}, fits=_alike, weight=2
+    ),
     "no_grad_eval": Habit(
-        at={"stepped": ("module.eval()", "with torch.no_grad():", '    record[f"eval {step}"] = whole(module(EVAL))', "module.train()")},
+        at={
+            "stepped": (
+                "module.eval()",
+                "with torch.no_grad():",
+                '    record[f"eval {step}"] = whole(module(EVAL))',
+                "module.train()",
+            )
+        },
         weight=2,
     ),
-    "eval_first": Habit(at={"applied": ("with torch.no_grad():", '    record["first eval"] = whole(module(EVAL))')}, fits=_alike),
+    "eval_first": Habit(
+        at={"applied": ("with torch.no_grad():", '    record["first eval"] = whole(module(EVAL))')}, fits=_alike
+    ),
     "inference_eval": Habit(
-        at={"stepped": ("with torch.inference_mode():", '    record[f"eval {step}"] = whole(module(EVAL))')}, fits=_alike
+        at={"stepped": ("with torch.inference_mode():", '    record[f"eval {step}"] = whole(module(EVAL))')},
+        fits=_alike,
     ),
     "inference_first": Habit(
         at={"applied": ("with torch.inference_mode():", '    record["first eval"] = whole(module(EVAL))')}, fits=_alike
     ),
     "grad_eval": Habit(at={"stepped": ('record[f"eval {step}"] = whole(module(EVAL).detach())',)}, fits=_alike),
-    "two_forwards": Habit(at={"loss": ("loss = loss + loss_sum(module(x.roll(1, -1)), y) * par.data_size / tokens",)}, weight=2),
+    "two_forwards": Habit(
+        at={"loss": ("loss = loss + loss_sum(module(x.roll(1, -1)), y) * par.data_size / tokens",)}, weight=2
+    ),
     "freeze_between": Habit(at={"step": _freeze("step != 1")}),
     "freeze_first": Habit(at={"step": _freeze("step > 0")}),
-    "l2_parameters": Habit(at={"loss": ("loss = loss + 1e-2 * sum(p.pow(2).sum() for p in module.parameters()) / len(parts)",)}),
+    "l2_parameters": Habit(
+        at={"loss": ("loss = loss + 1e-2 * sum(p.pow(2).sum() for p in module.parameters()) / len(parts)",)}
+    ),
     "optimizer_before_apply": Habit(weight=0.5),
     "parameter_hook": Habit(at={"applied": _hook("register_hook(lambda grad: 0.5 * grad)")}),
     "accumulate_hook": Habit(
-        at={"applied": ("def halve(parameter):", "    parameter.grad.mul_(0.5)", *_hook("register_post_accumulate_grad_hook(halve)"))},
+        at={
+            "applied": (
+                "def halve(parameter):",
+                "    parameter.grad.mul_(0.5)",
+                *_hook("register_post_accumulate_grad_hook(halve)"),
+            )
+        },
         fits=lambda spec: spec["loop"]["micro"] == 1,
     ),
     "forward_hook": Habit(
-        at={"applied": ("module.blocks[0].register_forward_hook(lambda block, args, out: 0.5 * out)",)}, fits=_plain_blocks
+        at={"applied": ("module.blocks[0].register_forward_hook(lambda block, args, out: 0.5 * out)",)},
+        fits=_plain_blocks,
     ),
     "pre_hook": Habit(
-        at={"built": ("model.blocks[0].register_forward_pre_hook(lambda block, args: (0.5 * args[0],))",)}, fits=_plain_blocks
+        at={"built": ("model.blocks[0].register_forward_pre_hook(lambda block, args: (0.5 * args[0],))",)},
+        fits=_plain_blocks,
     ),
     "backward_hook": Habit(
         at={
             "applied": (
-                "module.blocks[0].register_full_backward_hook(lambda block, into, out: (into[0] if into[0] is None else 0.5 * into[0],))",
+                "module.blocks[0].register_full_backward_hook(lambda block, into, out: (into[0] if into[0] is None "
+                "else 0.5 * into[0],))",
             )
         },
         fits=lambda spec: _plain_blocks(spec) and spec["model"]["counter"] != "block",
     ),
     "functional_call": Habit(
         at={
-            "built": ("plain = {name: 0.5 * value.detach() for name, value in [*model.named_parameters(), *model.named_buffers()]}",),
+            "built": (
+                "plain = {name: 0.5 * value.detach() for name, value in [*model.named_parameters(), "
+                "*model.named_buffers()]}",
+            ),
             "stepped": (
                 "with torch.no_grad():",
                 '    record[f"average {step}"] = whole(torch.func.functional_call(module, plain, (EVAL,)))',
@@ -126,16 +155,31 @@ HABITS: dict[str, Habit] = {
     ),
     "state_dict_round_trip": Habit(
         at={
-            "stepped": ("if step < 2:", "    saved = {name: value.clone() for name, value in module.state_dict().items()}"),
+            "stepped": (
+                "if step < 2:",
+                "    saved = {name: value.clone() for name, value in module.state_dict().items()}",
+            ),
             "end": ("module.load_state_dict(saved)",),
         }
     ),
-    "load_plain": Habit(at={"applied": ("module.load_state_dict({name: 0.5 * value for name, value in build().state_dict().items()})",)}),
+    "load_plain": Habit(
+        at={"applied": ("module.load_state_dict({name: 0.5 * value for name, value in build().state_dict().items()})",)}
+    ),
     "plain_copy": Habit(
-        at={"end": ("copied = build()", "copied.load_state_dict(module.state_dict())", 'record["copy"] = whole(copied(EVAL).detach())')}
+        at={
+            "end": (
+                "copied = build()",
+                "copied.load_state_dict(module.state_dict())",
+                'record["copy"] = whole(copied(EVAL).detach())',
+            )
+        }
     ),
     "deepcopy": Habit(
-        at={"applied": ("average = copy.deepcopy(module)",), "end": ('record["average"] = whole(average(EVAL).detach())',)}, weight=0.5
+        at={
+            "applied": ("average = copy.deepcopy(module)",),
+            "end": ('record["average"] = whole(average(EVAL).detach())',),
+        },
+        weight=0.5,
     ),
     "gradient_penalty": Habit(
         at={
@@ -171,7 +215,9 @@ HABITS: dict[str, Habit] = {
         weight=0.5,
         alone=True,
     ),
-    "other_method": Habit(at={"loss": ("loss = loss + 0.1 * module.features(x).pow(2).sum() * par.data_size / tokens",)}),
+    "other_method": Habit(
+        at={"loss": ("loss = loss + 0.1 * module.features(x).pow(2).sum() * par.data_size / tokens",)}
+    ),
     "block_alone": Habit(
         at={"applied": ("with torch.no_grad():", '    record["block"] = whole(module.blocks[0](HIDDEN))')},
         fits=lambda spec: _plain_blocks(spec) and spec["model"]["family"] == "tokens",
@@ -206,12 +252,26 @@ HABITS: dict[str, Habit] = {
     ),
     "module_zero_grad": Habit(at={"stepped": ("module.zero_grad()",)}),
     "grad_of_weights": Habit(
-        at={"between": ("for parameter in module.parameters():", "    if parameter.grad is not None:", "        parameter.grad.mul_(0.5)")}
+        at={
+            "between": (
+                "for parameter in module.parameters():",
+                "    if parameter.grad is not None:",
+                "        parameter.grad.mul_(0.5)",
+            )
+        }
     ),
     "decay_in_place": Habit(
-        at={"stepped": ("with torch.no_grad():", "    for parameter in module.parameters():", "        parameter.mul_(0.9)")}
+        at={
+            "stepped": (
+                "with torch.no_grad():",
+                "    for parameter in module.parameters():",
+                "        parameter.mul_(0.9)",
+            )
+        }
     ),
-    "norm_logged": Habit(at={"between": ('record[f"size {step}"] = whole(sum(p.detach().pow(2).sum() for p in module.parameters()))',)}),
+    "norm_logged": Habit(
+        at={"between": ('record[f"size {step}"] = whole(sum(p.detach().pow(2).sum() for p in module.parameters()))',)}
+    ),
     "tp_batches": Habit(
         at={"micro": ("x = x.roll(dist.get_rank() if dist.is_initialized() else 0, -1)",)},
         fits=_ranks("tp"),
@@ -221,13 +281,22 @@ HABITS: dict[str, Habit] = {
     ),
     "tp_seeds": Habit(
         at={"applied": ("torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)",)},
-        fits=lambda spec: _ranks("tp")(spec) and bool(spec["model"]["ff"]) and not spec["model"]["nested"] and not _splits_positions(spec),
+        fits=lambda spec: (
+            _ranks("tp")(spec)
+            and bool(spec["model"]["ff"])
+            and not spec["model"]["nested"]
+            and not _splits_positions(spec)
+        ),
         weight=0.7,
         refused=True,
         alone=True,
     ),
     "uneven_micro": Habit(
-        at={"step": ("parts = parts + parts[:1] * (par.data_rank == 0)",)}, fits=_data, weight=0.3, refused=True, alone=True
+        at={"step": ("parts = parts + parts[:1] * (par.data_rank == 0)",)},
+        fits=_data,
+        weight=0.3,
+        refused=True,
+        alone=True,
     ),
 }
 
@@ -256,19 +325,25 @@ def source(spec: Spec) -> str:
         f"        micros = [batch({loop['micro']} * step + micro) for micro in range({loop['micro']})]",
         "        tokens = sum(int((y != -100).sum()) for _, y in micros)",
         "        parts = [(x[par.data_rank::par.data_size], y[par.data_rank::par.data_size]) for x, y in micros]",
-        *(["        scale = par.token_scale(sum(int((y != -100).sum()) for _, y in parts))"] if loop["scale"] == "token_scale" else []),
+        *(
+            ["        scale = par.token_scale(sum(int((y != -100).sum()) for _, y in parts))"]
+            if loop["scale"] == "token_scale"
+            else []
+        ),
         *before,
         *at("step", 8),
         "        total = torch.zeros(())",
         f"        for x, y in {_micro_batches(loop)}:",
         *at("micro", 12),
-        f"            loss = loss_sum(module(x), y) * {'scale' if loop['scale'] == 'token_scale' else 'par.data_size / tokens'}",
+        "            loss = loss_sum(module(x), y) * "
+        f"{'scale' if loop['scale'] == 'token_scale' else 'par.data_size / tokens'}",
         *at("loss", 12),
         *at("backward", 12, "loss.backward()"),
         "            total += whole(loss)",
         *at("left", 8),
         '        record[f"loss {step}"] = par.data_sum(total) / par.data_size',
-        '        record |= {f"gradient {step} of {name}": whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}',
+        '        record |= {f"gradient {step} of {name}": whole(p.grad) for name, p in module.named_parameters() if '
+        "p.grad is not None}",
         *at("between", 8),
         *[f"        {line}" for line in _clip(loop)],
         *[f"        {each}.step()" for each in _names(loop)],
@@ -297,10 +372,16 @@ def _optimizer(spec: Spec) -> list[str]:
     make = f"torch.optim.{loop['optimizer']}"
     if loop["groups"] == "one":
         return [f"optimizer = {make}(module.parameters(), {knobs})"]
-    sides = ["large = [p for p in module.parameters() if p.ndim > 1]", "small = [p for p in module.parameters() if p.ndim <= 1]"]
+    sides = [
+        "large = [p for p in module.parameters() if p.ndim > 1]",
+        "small = [p for p in module.parameters() if p.ndim <= 1]",
+    ]
     if loop["groups"] == "optimizers":
         return [*sides, f"optimizer, other = {make}(large, {knobs}), {make}(small, {knobs})"]
-    return [*sides, f'optimizer = {make}([{{"params": large}}, {{"params": small, "lr": 3e-2, "weight_decay": 0.0}}], {knobs})']
+    return [
+        *sides,
+        f'optimizer = {make}([{{"params": large}}, {{"params": small, "lr": 3e-2, "weight_decay": 0.0}}], {knobs})',
+    ]
 
 
 def _zero(loop: Spec) -> tuple[list[str], list[str]]:

@@ -1,7 +1,7 @@
 """The fuzzer's models, as source: a drawn model is written the way a user writes one, with only what was drawn in it.
 
-The text is what runs and what a shrunk script shows, so nothing stands between a failure and its report. ``table`` gives the
-tensor-parallel layout that a user who followed docs/layout.md would write for the model.
+The text is what runs and what a shrunk script shows, so nothing stands between a failure and its report. ``table``
+gives the tensor-parallel layout that a user who followed docs/layout.md would write for the model.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ def source(model: Model, *, method: bool = False) -> str:
 
 
 def _class(name: str, init: list[str], methods: dict[str, list[str]]) -> str:
-    lines = [f"class {name}(nn.Module):", "    def __init__(self):", "        super().__init__()", *(f"        {line}" for line in init)]
+    lines = [
+        f"class {name}(nn.Module):",
+        "    def __init__(self):",
+        "        super().__init__()",
+        *(f"        {line}" for line in init),
+    ]
     for signature, body in methods.items():
         lines += ["", f"    def {signature}:", *(f"        {line}" for line in body)]
     return "\n".join(lines)
@@ -94,7 +99,11 @@ def _attention(model: Model, a: Model) -> str:
 
 
 def _to_heads(a: Model) -> str:
-    return f"view(*x.shape[:2], {a['heads']}, {a['width']})" if a["counts"] == "view" else f"unflatten(-1, (-1, {a['width']}))"
+    return (
+        f"view(*x.shape[:2], {a['heads']}, {a['width']})"
+        if a["counts"] == "view"
+        else f"unflatten(-1, (-1, {a['width']}))"
+    )
 
 
 def _feed_forward(model: Model, ff: Model) -> str:
@@ -102,18 +111,31 @@ def _feed_forward(model: Model, ff: Model) -> str:
     up, down = _linear(model, dim, hidden), _linear(model, hidden, dim)
     if ff["kind"] == "plain":
         return _class(
-            "FeedForward", [f"self.up = {up}", f"self.down = {down}"], {"forward(self, x)": ["return self.down(F.gelu(self.up(x)))"]}
+            "FeedForward",
+            [f"self.up = {up}", f"self.down = {down}"],
+            {"forward(self, x)": ["return self.down(F.gelu(self.up(x)))"]},
         )
     if ff["kind"] == "gated":
         init = [f"self.gate = {up}", f"self.up = {up}", f"self.down = {down}"]
-        return _class("FeedForward", init, {"forward(self, x)": ["return self.down(F.silu(self.gate(x)) * self.up(x))"]})
+        return _class(
+            "FeedForward", init, {"forward(self, x)": ["return self.down(F.silu(self.gate(x)) * self.up(x))"]}
+        )
     init = [f"self.router = nn.Linear({dim}, {count})"]
     routes = ["weights = self.router(x).softmax(-1)"]
     if ff["kind"] != "soft":
-        routes += ["best = weights.topk(2, -1).indices", "weights = weights * torch.zeros_like(weights).scatter(-1, best, 1.0)"]
+        routes += [
+            "best = weights.topk(2, -1).indices",
+            "weights = weights * torch.zeros_like(weights).scatter(-1, best, 1.0)",
+        ]
     if ff["kind"] == "listed":  # an expert that no token chose is not called, and has no gradient on this rank
-        init += [f"self.up = nn.ModuleList({up} for _ in range({count}))", f"self.down = nn.ModuleList({down} for _ in range({count}))"]
-        called = f"sum(weights[..., e, None] * self.down[e](F.gelu(self.up[e](x))) for e in range({count}) if bool(weights[..., e].any()))"
+        init += [
+            f"self.up = nn.ModuleList({up} for _ in range({count}))",
+            f"self.down = nn.ModuleList({down} for _ in range({count}))",
+        ]
+        called = (
+            f"sum(weights[..., e, None] * self.down[e](F.gelu(self.up[e](x))) for e in range({count}) if "
+            "bool(weights[..., e].any()))"
+        )
         return _class("FeedForward", init, {"forward(self, x)": [*routes, f"return {called}"]})
     init += [
         f"self.up = nn.Parameter(torch.randn({count}, {dim}, {hidden}) / 4)",
@@ -129,7 +151,9 @@ def _feed_forward(model: Model, ff: Model) -> str:
 
 def _norm(model: Model) -> str:
     if model["family"] == "image":
-        return {"batch": f"nn.BatchNorm2d({model['dim']})", "none": "nn.Identity()"}.get(model["norm"], f"nn.GroupNorm(2, {model['dim']})")
+        return {"batch": f"nn.BatchNorm2d({model['dim']})", "none": "nn.Identity()"}.get(
+            model["norm"], f"nn.GroupNorm(2, {model['dim']})"
+        )
     return NORMS.get(model["norm"], "nn.BatchNorm1d({d})").format(d=model["dim"])
 
 
@@ -140,7 +164,10 @@ def _block(model: Model) -> str:
         body.append("x = x + self.mix(self.norm1(x))")
     if model["conv"]:
         kind = "2d" if model["family"] == "image" else "1d"
-        init += [f"self.norm3 = {_norm(model)}", f"self.conv = nn.Conv{kind}({dim}, {dim}, 3{', padding=1' if kind == '2d' else ''})"]
+        init += [
+            f"self.norm3 = {_norm(model)}",
+            f"self.conv = nn.Conv{kind}({dim}, {dim}, 3{', padding=1' if kind == '2d' else ''})",
+        ]
         causal = "self.conv(F.pad(self.norm3(x).transpose(1, 2), (2, 0))).transpose(1, 2)"
         body.append(f"x = x + {'self.conv(self.norm3(x)).relu()' if kind == '2d' else causal}")
     if model["ff"]:
@@ -175,7 +202,10 @@ def _model(model: Model, method: bool) -> str:
     if model["tied"] == "functional":
         logits = f"{scale}(x @ self.embed.weight.T)"
     else:
-        init.append(f"self.head = nn.Linear({dim}, {classes}{', bias=False' if model['tied'] == 'shared' or not model['bias'] else ''})")
+        init.append(
+            f"self.head = nn.Linear({dim}, "
+            f"{classes}{', bias=False' if model['tied'] == 'shared' or not model['bias'] else ''})"
+        )
         init += ["self.head.weight = self.embed.weight"] * (model["tied"] == "shared")
         logits = f"{scale}self.head(x)"
     init += ["self.unused = nn.Parameter(torch.ones(5))"] * model["unused"]
@@ -184,7 +214,12 @@ def _model(model: Model, method: bool) -> str:
         body.insert(0, "self.calls += 1.0")
     if method:
         return _class(
-            "Model", init, {"features(self, x)": [*body, "return x"], "forward(self, x)": ["x = self.features(x)", f"return {logits}"]}
+            "Model",
+            init,
+            {
+                "features(self, x)": [*body, "return x"],
+                "forward(self, x)": ["x = self.features(x)", f"return {logits}"],
+            },
         )
     return _class("Model", init, {"forward(self, x)": [*body, f"return {logits}"]})
 
@@ -205,7 +240,10 @@ def _inputs(model: Model) -> tuple[list[str], list[str]]:
 def _blocks(model: Model) -> str:
     layers = model["layers"]
     if model["nested"]:
-        norm, parts = _norm(model), [*(["Attention()"] * bool(model["attention"])), *(["FeedForward()"] * bool(model["ff"]))]
+        norm, parts = (
+            _norm(model),
+            [*(["Attention()"] * bool(model["attention"])), *(["FeedForward()"] * bool(model["ff"]))],
+        )
         inner = ", ".join(f"{norm}, {part}" for part in parts)
         return f"self.blocks = nn.ModuleList(nn.ModuleList([{inner}]) for _ in range({layers}))"
     if model["repeat"] == "listed":
@@ -215,7 +253,11 @@ def _blocks(model: Model) -> str:
 
 def _run_blocks(model: Model) -> list[str]:
     if model["nested"]:
-        return ["for parts in self.blocks:", "    for norm, part in zip(parts[::2], parts[1::2]):", "        x = x + part(norm(x))"]
+        return [
+            "for parts in self.blocks:",
+            "    for norm, part in zip(parts[::2], parts[1::2]):",
+            "        x = x + part(norm(x))",
+        ]
     over = "(*self.blocks, self.blocks[0])" if model["repeat"] == "twice" else "self.blocks"
     own = {
         None: "block(x)",
@@ -236,7 +278,8 @@ def table(model: Model, knobs: dict[str, Any]) -> dict[str, str]:
 
     Args:
         model: what was drawn.
-        knobs: ``regions`` to wrap attention and feed-forward in a region each; ``split`` to also split the first and the last layer.
+        knobs: ``regions`` to wrap attention and feed-forward in a region each; ``split`` to also split the first and
+            the last layer.
     """
     found: dict[str, str] = {}
     if model["family"] == "tokens" and knobs["split"]:
@@ -251,7 +294,9 @@ def table(model: Model, knobs: dict[str, Any]) -> dict[str, str]:
     elif model["gain"] != "none":
         found["blocks.*"] = "sequence"
     if model["family"] == "tokens":
-        names = [name for name, there in zip(prefix["norms"], (model["attention"], model["ff"])) if there or model["nested"]]
+        names = [
+            name for name, there in zip(prefix["norms"], (model["attention"], model["ff"])) if there or model["nested"]
+        ]
         found |= dict.fromkeys(names, "sequence") | {"norm": "sequence"}
     found |= _attention_table(model, prefix["mix"], knobs["regions"]) if model["attention"] else {}
     found |= _feed_forward_table(model, str(prefix.get("ff")), knobs["regions"]) if model["ff"] else {}
@@ -269,7 +314,10 @@ def _attention_table(model: Model, name: Any, regions: bool) -> dict[str, str]:
 
 def _feed_forward_table(model: Model, name: str, regions: bool) -> dict[str, str]:
     kind = model["ff"]["kind"]
-    if kind not in ("plain", "gated"):  # the experts stay whole, and see this rank's positions under sequence parallelism
+    if kind not in (
+        "plain",
+        "gated",
+    ):  # the experts stay whole, and see this rank's positions under sequence parallelism
         own = (
             {"": "sequence", ".router": "sequence"}
             if kind != "listed"

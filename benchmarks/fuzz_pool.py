@@ -1,7 +1,8 @@
 """A pool of rank processes that serve one case after another, and what became of a case.
 
-The processes are forked once from a server that has torch loaded. For each case the first of them form a gloo group over a file of its
-own. A process that hangs, dies or raises something unforeseen is ended, and a new one takes its place.
+The processes are forked once from a server that has torch loaded. For each case the first of them form a gloo group
+over a file of its own. A process that hangs, dies or raises something unforeseen is ended, and a new one takes its
+place.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from typing import Any, final
 from meshpar.testing import PRELOAD
 
 CLASSES = ("exact", "refused", "alike", "wrong", "raw", "hang", "broken")
-"""What a case can come to. ``alike``: it fails in one process, as it may, and on ranks; ``broken``: it may not, a fault of the fuzzer."""
+"""What a case can come to. ``alike``: it fails in one process, as it may, and on ranks; ``broken``: it may not, a fault
+of the fuzzer.
+"""
 VERBS = (
     "use|check|change|run|look|hand|cut|draw|move|replace|give|build|call|pass|drop|leave|add|take|make|write|load|keep|turn|let|set|list|cast|"
     "name|pad|tie|remove|would|wrap"
@@ -37,10 +40,16 @@ REMEDY = re.compile(rf"[;\n:.,][^;\n]*\b(?:{VERBS})\b", re.IGNORECASE)
 """What a message contains that says what to do, after what happened."""
 LEFT = re.compile(r"timed? ?out|Connection closed by peer|Connection reset by peer", re.IGNORECASE)
 """What a rank says whose peers did not come, or gave up first."""
-MIXED = re.compile(r"mixed torch\.Tensor and DTensor|must have the same mesh|with different meshes|in loading state_dict")
-"""How torch refuses sharded tensors beside whole ones, in code that calls torch alone and that no module on the mesh can hear of."""
+MIXED = re.compile(
+    r"mixed torch\.Tensor and DTensor|must have the same mesh|with different meshes|in loading state_dict"
+)
+"""How torch refuses sharded tensors beside whole ones, in code that calls torch alone and that no module on the mesh
+can hear of.
+"""
 CASES = 25
-"""After so many cases the processes are replaced: gloo's threads of groups that were destroyed stay, and slow the others down."""
+"""After so many cases the processes are replaced: gloo's threads of groups that were destroyed stay, and slow the
+others down.
+"""
 GRACE_S = 1.0
 """How long the other ranks may take to say what became of them after a first failure."""
 
@@ -48,7 +57,9 @@ GRACE_S = 1.0
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a case: one of ``CLASSES``, what says so, and where; and whether all ranks came to it within ``GRACE_S``."""
+    """What became of a case: one of ``CLASSES``, what says so, and where; and whether all ranks came to it within
+    ``GRACE_S``.
+    """
 
     kind: str
     together: bool = True
@@ -103,8 +114,16 @@ class Pool:
         for rank, (_, connection) in enumerate(self._ranks[:ranks]):
             connection.send((str(folder), rank, ranks, self._timeout_s))
         reports = self._collect(ranks, began + self._timeout_s)
-        outcome = judge(reports, {rank: self._stack(rank) for rank in range(ranks) if rank not in reports} if len(reports) < ranks else {})
-        clean = len(reports) == ranks and {report["kind"] for report in reports.values()} in ({"exact"}, {"refused"}, {"alike"}, {"wrong"})
+        outcome = judge(
+            reports,
+            {rank: self._stack(rank) for rank in range(ranks) if rank not in reports} if len(reports) < ranks else {},
+        )
+        clean = len(reports) == ranks and {report["kind"] for report in reports.values()} in (
+            {"exact"},
+            {"refused"},
+            {"alike"},
+            {"wrong"},
+        )
         if self._cases % CASES == 0:
             self._replace(len(self._ranks))
         elif not clean:
@@ -170,7 +189,8 @@ def judge(reports: dict[int, dict[str, Any]], missing: dict[int, str]) -> Outcom
     return Outcome(kind="wrong", text=off[0]) if off else Outcome(kind="exact")
 
 
-# ------------------------------------------------------------------------------------------------------------------ in a rank
+# ------------------------------------------------------------------------------------------------------------------ in
+# a rank
 
 
 def serve(connection: Any, folder: str) -> None:
@@ -205,14 +225,22 @@ def _case(folder: str, rank: int, ranks: int, timeout_s: float) -> dict[str, Any
         if rank == 0:
             torch.save(expected, f"{folder}/expected")
         store = dist.FileStore(f"{folder}/store", ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s / 2))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s / 2)
+        )
         dist.barrier()
         expected, stage = torch.load(f"{folder}/expected"), "raw"
         if isinstance(expected, str):
             stage = "alike"
         got = case.train(case.apply)
         dist.barrier()
-        found = ["was not refused"] if case.REFUSED else [f"one process fails: {expected}"] if isinstance(expected, str) else []
+        found = (
+            ["was not refused"]
+            if case.REFUSED
+            else [f"one process fails: {expected}"]
+            if isinstance(expected, str)
+            else []
+        )
         found = found or list(case.differences(expected, got, case.TOLERANCE, case.FLOOR))
         report = {"kind": "wrong" if found else "exact", "text": "\n".join(found[:12])}
     except Exception as error:  # noqa: BLE001  what goes wrong is the result
@@ -261,4 +289,6 @@ def _in_a_module(error: Exception) -> bool:
 
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     doors = any(frame.f_globals.get("__name__") == "meshpar.exact.cycle" for frame in frames)
-    return doors or any("REFUSED" in frame.f_globals and isinstance(frame.f_locals.get("self"), torch.nn.Module) for frame in frames)
+    return doors or any(
+        "REFUSED" in frame.f_globals and isinstance(frame.f_locals.get("self"), torch.nn.Module) for frame in frames
+    )

@@ -1,4 +1,6 @@
-"""One case of the fuzzer as a script of its own: the model, the plan and the loop that were drawn, and what is compared."""
+"""One case of the fuzzer as a script of its own: the model, the plan and the loop that were drawn, and what is
+compared.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,10 @@ def _build(model: Spec) -> str:
         None: [],
         "stem": [f"    model.{'embed' if model['family'] == 'tokens' else 'stem'}.requires_grad_(False)"],
         "block": ["    model.blocks[0].requires_grad_(False)"],
-        "biases": ["    for name, parameter in model.named_parameters():", '        parameter.requires_grad_(not name.endswith("bias"))'],
+        "biases": [
+            "    for name, parameter in model.named_parameters():",
+            '        parameter.requires_grad_(not name.endswith("bias"))',
+        ],
     }[model["frozen"]]
     return "\n".join([*lines, *frozen, "    return model"])
 
@@ -133,10 +138,22 @@ def _build(model: Spec) -> str:
 def _data(spec: Spec) -> str:
     model, rows = spec["model"], spec["rows"]
     tokens = model["family"] == "tokens"
-    inputs = {"tokens": f"{rows}, {spec['length']}", "features": f"{rows}, {model['inputs']}", "image": f"{rows}, 3, 6, 6"}[model["family"]]
-    draw = f"torch.randint({model['classes']}, ({inputs}), generator=draw)" if tokens else f"torch.randn({inputs}, generator=draw)"
+    inputs = {
+        "tokens": f"{rows}, {spec['length']}",
+        "features": f"{rows}, {model['inputs']}",
+        "image": f"{rows}, 3, 6, 6",
+    }[model["family"]]
+    draw = (
+        f"torch.randint({model['classes']}, ({inputs}), generator=draw)"
+        if tokens
+        else f"torch.randn({inputs}, generator=draw)"
+    )
     labels = f"torch.randint({model['classes']}, ({inputs if tokens else f'{rows},'}), generator=draw)"
-    cut = ["    for row in range(len(y)):", "        y[row, : row % 3] = -100  # rows count different numbers of tokens"] if tokens else []
+    cut = (
+        ["    for row in range(len(y)):", "        y[row, : row % 3] = -100  # rows count different numbers of tokens"]
+        if tokens
+        else []
+    )
     empty = [f"    y[:: {spec['empty']}] = -100  # the first data rank counts nothing"] if spec["empty"] > 1 else []
     split = _loss_parallel(spec)
     loss = (
@@ -166,7 +183,10 @@ def _tolerance(spec: Spec) -> str:
 
 def _plan(spec: Spec) -> str:
     mesh = ",".join(f"{axis}={size}" for axis, size in spec["mesh"].items())
-    passes = [f"{each['name']}({', '.join(f'{name}={value!r}' for name, value in each['knobs'].items())})" for each in spec["passes"]]
+    passes = [
+        f"{each['name']}({', '.join(f'{name}={value!r}' for name, value in each['knobs'].items())})"
+        for each in spec["passes"]
+    ]
     layout = _layout(spec)
     return "\n".join([
         f'PLAN = Plan("{mesh}", [{", ".join(passes)}])', f"LAYOUT = {layout}",

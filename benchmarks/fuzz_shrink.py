@@ -1,4 +1,6 @@
-"""From a failing case to the smallest that still fails the same way: features, habits, passes and ranks are taken out one by one."""
+"""From a failing case to the smallest that still fails the same way: features, habits, passes and ranks are taken out
+one by one.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,11 @@ def _on(spec: Spec, mesh: Spec) -> Spec:
     knobs = (
         {}
         if name == "Replicate"
-        else {key: value for key, value in old["knobs"].items() if key != "reshard_after_forward" or isinstance(value, bool)}
+        else {
+            key: value
+            for key, value in old["knobs"].items()
+            if key != "reshard_after_forward" or isinstance(value, bool)
+        }
     )
     changed["passes"] = kept + ([{"name": name, "knobs": knobs}] if name else [])
     changed["empty"] = fuzz_draw.data_size(mesh) if spec["empty"] else 0

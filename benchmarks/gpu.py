@@ -3,11 +3,12 @@
     python benchmarks/gpu.py [--case NAME ...] [--who NAME ...] [--budget 570] [--out docs/gpu.json]
     python benchmarks/gpu.py --smoke          # tiny shapes on a CPU, to see that it runs
 
-GPT-2 124M, a Llama of 1B and one of 8B, each in a process of its own, with FSDP2's machinery on a mesh of one rank (so with float32
-masters and bfloat16 computation; the 8B keeps weights and AdamW's state in bfloat16 and recomputes, or it would not fit). Measured: seconds
-of a step, MFU, peak memory allocated, the share of a step in which the device had nothing to do (from torch's trace of three further
-steps), and meshpar's forecast of step and peak. MFU counts 6 FLOP per weight of a matrix product and token, and attention's products, of
-which causal ones count half; not what is recomputed. Whoever has no time left in the budget is reported as left out.
+GPT-2 124M, a Llama of 1B and one of 8B, each in a process of its own, with FSDP2's machinery on a mesh of one rank (so
+with float32 masters and bfloat16 computation; the 8B keeps weights and AdamW's state in bfloat16 and recomputes, or it
+would not fit). Measured: seconds of a step, MFU, peak memory allocated, the share of a step in which the device had
+nothing to do (from torch's trace of three further steps), and meshpar's forecast of step and peak. MFU counts 6 FLOP
+per weight of a matrix product and token, and attention's products, of which causal ones count half; not what is
+recomputed. Whoever has no time left in the budget is reported as left out.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ SMOKE = {
 
 @dataclass
 class Watch:
-    """The data of a run, which times the steps made of it and then has three traced; the loop asks for the next when one is done."""
+    """The data of a run, which times the steps made of it and then has three traced; the loop asks for the next when
+    one is done.
+    """
 
     case: Case
     data: Any
@@ -161,7 +164,9 @@ def with_meshpar(case: Case, folder: Path, backend: str) -> tuple[Watch, Any]:
 
 
 def by_hand(case: Case, folder: Path, backend: str, accelerator: Any = None) -> tuple[Watch, Any]:
-    """The same model, blocks compiled and sharded over the one rank, by a careful user of torch; or prepared by accelerate."""
+    """The same model, blocks compiled and sharded over the one rank, by a careful user of torch; or prepared by
+    accelerate.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -224,7 +229,9 @@ def with_accelerate(case: Case, folder: Path, backend: str) -> tuple[Watch, Any]
 
 
 def flops_per_token(case: Case, model: Any) -> float:
-    """Return 6 per weight of a product, and causal attention's 6 x layers x width x length; an embedding alone is looked up."""
+    """Return 6 per weight of a product, and causal attention's 6 x layers x width x length; an embedding alone is
+    looked up.
+    """
     weights = {id(each): each.numel() for each in model.parameters() if each.ndim == 2}
     config = model.config
     looked_up = [] if getattr(config, "tied", case.gpt2) else [model.embed.weight]
@@ -232,7 +239,10 @@ def flops_per_token(case: Case, model: Any) -> float:
     if case.gpt2:
         products -= model.transformer.wpe.weight.numel()
         return 6.0 * products + 6.0 * config.n_layer * config.n_embd * case.length
-    return 6.0 * products + 6.0 * config.layers * config.heads * (config.head_dim or config.dim // config.heads) * case.length
+    return (
+        6.0 * products
+        + 6.0 * config.layers * config.heads * (config.head_dim or config.dim // config.heads) * case.length
+    )
 
 
 def forecast_of(case: Case, backend: str, hardware: str | None) -> dict[str, float]:
@@ -245,7 +255,9 @@ def forecast_of(case: Case, backend: str, hardware: str | None) -> dict[str, flo
     if hardware is None:
         return {}
     batch = Batch(sequence=case.length, micro_batch=case.micro_batch)
-    made = meshpar.forecast(plan_of(case, backend), build(case), batch, hardware=hardware, world_size=1, loss=ObjectiveLoss(CausalLM()))
+    made = meshpar.forecast(
+        plan_of(case, backend), build(case), batch, hardware=hardware, world_size=1, loss=ObjectiveLoss(CausalLM())
+    )
     return {"seconds": made.cost.seconds, "peak": made.memory.peak}
 
 
@@ -264,7 +276,13 @@ def measure(name: str, who: str, smoke: bool) -> dict[str, Any]:
         watch, loss = run(case, Path(folder), backend)
     seconds, tokens = statistics.median(watch.seconds), case.length * case.micro_batch
     peak = peak_flops(watch.device)
-    result = {"seconds": seconds, "tokens_per_second": tokens / seconds, "memory": watch.peak, "idle": watch.idle, "loss": loss}
+    result = {
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "memory": watch.peak,
+        "idle": watch.idle,
+        "loss": loss,
+    }
     result["mfu"] = None if peak is None else flops_per_token(case, build(case)) * tokens / seconds / peak
     if who == "meshpar":
         hardware = profile_of(watch.device) if watch.device.type == "cuda" else ("h100" if smoke else None)
@@ -286,7 +304,8 @@ def table(results: dict[str, Any]) -> Iterator[str]:
         told = one.get("forecast") or {}
         forecast = f"{told['seconds'] * 1e3:,.0f}; {told['peak'] / 2**30:.1f}" if told else ""
         yield (
-            f"| {name} | {who} | {one['seconds'] * 1e3:,.1f} | {one['tokens_per_second']:,.0f} | {mfu} | {one['memory'] / 2**30:.2f} "
+            f"| {name} | {who} | {one['seconds'] * 1e3:,.1f} | {one['tokens_per_second']:,.0f} | {mfu} | "
+            f"{one['memory'] / 2**30:.2f} "
             f"| {one['idle']:.1%} | {forecast} |"
         )
 
@@ -324,7 +343,9 @@ def main() -> None:
         for name in cases:
             left = end - time.monotonic()
             key = f"{name} / {who}"
-            results[key] = in_a_process(name, who, options.smoke, left) if left > 10 else {"error": "left out: the time was over"}
+            results[key] = (
+                in_a_process(name, who, options.smoke, left) if left > 10 else {"error": "left out: the time was over"}
+            )
             print(key, json.dumps(results[key]), flush=True)
             if options.out:
                 versions = {each: importlib.metadata.version(each) for each in ("torch", "meshpar")}

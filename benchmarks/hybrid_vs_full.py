@@ -1,11 +1,12 @@
-"""FSDP over all ranks against hybrid sharding, on two hosts with a slow link between them; and what the doctor says of a misplaced mesh.
+"""FSDP over all ranks against hybrid sharding, on two hosts with a slow link between them; and what the doctor says of
+a misplaced mesh.
 
     sudo python benchmarks/hybrid_vs_full.py [--rate 200mbit] [--steps 4] [--no-doctor]
 
-Two hosts are two network namespaces on this machine (root is needed), two ranks each; what one sends to the other is shaped, what
-stays inside a host is not. Printed: seconds of a step for FSDP over all four ranks, for hybrid sharding as it should be (shards
-inside a host), and for hybrid sharding on ranks that are numbered across the hosts in turn; their ratios; and the doctor's findings
-on that misplaced mesh, at full speed and with the slow link.
+Two hosts are two network namespaces on this machine (root is needed), two ranks each; what one sends to the other is
+shaped, what stays inside a host is not. Printed: seconds of a step for FSDP over all four ranks, for hybrid sharding as
+it should be (shards inside a host), and for hybrid sharding on ranks that are numbered across the hosts in turn; their
+ratios; and the doctor's findings on that misplaced mesh, at full speed and with the slow link.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def train(mesh: str, steps: int) -> float:
         dist.barrier()
         seconds.append(time.perf_counter() - start)
     if dist.get_rank() == 0:
-        print(f"{sum(parameter.numel() for parameter in par.module.parameters()):,} parameters, {mesh}", file=sys.stderr)
+        print(
+            f"{sum(parameter.numel() for parameter in par.module.parameters()):,} parameters, {mesh}", file=sys.stderr
+        )
     return statistics.median(seconds[1:])
 
 
@@ -68,7 +71,9 @@ def rank_main(meshes: Sequence[str], steps: int, out: str) -> None:
             Path(out).write_text(json.dumps(found))
 
 
-def on_hosts(hosts: Hosts, places: Sequence[str], nproc: int, arguments: Sequence[str], port: int) -> tuple[str, list[int]]:
+def on_hosts(
+    hosts: Hosts, places: Sequence[str], nproc: int, arguments: Sequence[str], port: int
+) -> tuple[str, list[int]]:
     """Start a launcher for each place, in the order of node ranks; return what the first said and all exit codes."""
     placement = [f"--nodes={len(places)}", f"--nproc={nproc}", f"--head={places[0]}:{port}"]
     command, *rest = arguments
@@ -83,10 +88,23 @@ def on_hosts(hosts: Hosts, places: Sequence[str], nproc: int, arguments: Sequenc
     return told[0], [process.returncode for process in started]
 
 
-def step_times(hosts: Hosts, places: Sequence[str], nproc: int, meshes: Sequence[str], steps: int, port: int) -> dict[str, float]:
+def step_times(
+    hosts: Hosts, places: Sequence[str], nproc: int, meshes: Sequence[str], steps: int, port: int
+) -> dict[str, float]:
     with TemporaryDirectory() as folder:
         out = Path(folder) / "times.json"
-        job = ["run", f"--logs={folder}/logs", __file__, "--rank", "--meshes", *meshes, "--steps", str(steps), "--out", str(out)]
+        job = [
+            "run",
+            f"--logs={folder}/logs",
+            __file__,
+            "--rank",
+            "--meshes",
+            *meshes,
+            "--steps",
+            str(steps),
+            "--out",
+            str(out),
+        ]
         told, codes = on_hosts(hosts, places, nproc, job, port)
         if any(codes):
             sys.exit(f"the ranks ended with {codes}:\n{told}")

@@ -1,4 +1,5 @@
-"""What starting costs: ``import meshpar`` over ``import torch``, ``meshpar --help``, and ``meshpar run`` beside ``torchrun``.
+"""What starting costs: ``import meshpar`` over ``import torch``, ``meshpar --help``, and ``meshpar run`` beside
+``torchrun``.
 
 python benchmarks/import_time.py [--repeats 15]
 
@@ -19,7 +20,11 @@ CODE = "import time; start = time.perf_counter(); {}; print(time.perf_counter() 
 
 
 def seconds(statement: str) -> float:
-    return float(subprocess.run([sys.executable, "-c", CODE.format(statement)], capture_output=True, text=True, check=True).stdout)
+    return float(
+        subprocess.run(
+            [sys.executable, "-c", CODE.format(statement)], capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 def command(name: str, *arguments: str, folder: str = ".") -> float:
@@ -44,7 +49,10 @@ def main() -> None:
     print(f"import meshpar over import torch: {statistics.median(after) * 1e3:.1f} ms (median of {repeats})")
     print(f"meshpar --help: {statistics.median(help_) * 1e3:.0f} ms (median of {repeats})")
     low, middle, high = statistics.quantiles(ratios, n=4)
-    print(f"meshpar run of `import torch`, 2 ranks: {statistics.median(run):.2f} s, {middle:.2f} ({low:.2f} to {high:.2f}) of torchrun's")
+    print(
+        f"meshpar run of `import torch`, 2 ranks: {statistics.median(run):.2f} s, {middle:.2f} ({low:.2f} to "
+        f"{high:.2f}) of torchrun's"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""The five jobs in their long form, each with its metric against a baseline: ``python benchmarks/jobs.py gpt2|t5|bert|qwen3|hybrid ...``.
+"""The five jobs in their long form, each with its metric against a baseline: ``python benchmarks/jobs.py
+gpt2|t5|bert|qwen3|hybrid ...``.
 
-Runs lie in ``runs/`` and go on where they stopped, so that a second call only evaluates. docs/jobs.md holds what it printed.
+Runs lie in ``runs/`` and go on where they stopped, so that a second call only evaluates. docs/jobs.md holds what it
+printed.
 """
 
 from __future__ import annotations
@@ -94,7 +96,10 @@ def t5() -> None:
     records = [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
     best = min(record["val/loss"] for record in records if "val/loss" in record)
     written, named = summaries(export, split.validation, recipe)
-    print(f"t5: held-out loss {best:.3f}, unigram model {unigram:.3f}; ROUGE-L {written:.3f}, the function's name {named:.3f}")
+    print(
+        f"t5: held-out loss {best:.3f}, unigram model {unigram:.3f}; ROUGE-L {written:.3f}, the function's name "
+        f"{named:.3f}"
+    )
 
 
 def summaries(export: Path, held_out: ExampleFile, recipe: Recipe) -> tuple[float, float]:
@@ -130,7 +135,8 @@ def bert() -> None:
     export = export_run(recipe.folder, recipe.folder / "best", best="+val/accuracy", overwrite=True)
     labels = held_out.column("output")[0].tolist()
     majority, share = Counter(labels).most_common(1)[0]
-    print(f"bert: accuracy {accuracy(export, held_out, recipe, labels):.3f} on {len(labels)} held-out lines by transformers; "
+    print(f"bert: accuracy {accuracy(export, held_out, recipe, labels):.3f} on {len(labels)} held-out lines by "
+    "transformers; "
           f"always {held_out.classes[majority]} {share / len(labels):.3f}")  # fmt: skip
 
 
@@ -173,9 +179,12 @@ def qwen3() -> None:
 def hybrid() -> None:
     """Two nodes of two ranks, and the same on one process."""
     recipe = train("hybrid_two_nodes", nodes=2)
-    alone = train("hybrid_two_nodes", "mesh=''", "passes=auto", "data.micro_batch=16", "output=runs/hybrid_alone", nproc=1)
+    alone = train(
+        "hybrid_two_nodes", "mesh=''", "passes=auto", "data.micro_batch=16", "output=runs/hybrid_alone", nproc=1
+    )
     tokens = datasets.prepare_data(recipe).tokens
-    print(f"hybrid: held-out loss {last(recipe, 'val/loss'):.5f} on two nodes, {last(alone, 'val/loss'):.5f} on one process, "
+    print(f"hybrid: held-out loss {last(recipe, 'val/loss'):.5f} on two nodes, {last(alone, 'val/loss'):.5f} on one "
+    "process, "
           f"unigram model {unigram_loss(tokens.train.ids(), tokens.validation.ids()):.3f}")  # fmt: skip
 
 

@@ -2,11 +2,11 @@
 
     python benchmarks/kills.py [--kills 300] [--seed 0] [--storage disk] [--folder DIR] [--seconds S]
 
-One job trains undisturbed. Then the same job is started again and again, and each time killed at a random moment: a rank, the launcher,
-or all at once. It writes metrics and TensorBoard's events, validates, saves often and keeps two steps and the best; beside it a loop
-exports the newest step over and over, and is killed as well. A job that comes to its end is compared with the undisturbed one, and the
-next begins. Exits with 1 where anything differs. With --folder and --seconds a call kills for that time, and the next goes on with the same
-jobs, as after one more kill.
+One job trains undisturbed. Then the same job is started again and again, and each time killed at a random moment: a
+rank, the launcher, or all at once. It writes metrics and TensorBoard's events, validates, saves often and keeps two
+steps and the best; beside it a loop exports the newest step over and over, and is killed as well. A job that comes to
+its end is compared with the undisturbed one, and the next begins. Exits with 1 where anything differs. With --folder
+and --seconds a call kills for that time, and the next goes on with the same jobs, as after one more kill.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ STORE = [""]  # what stands before an output: nothing, or the URL of a bucket
 
 
 def started(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([*MESHPAR, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen(
+        [*MESHPAR, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
 
 
 def train(*overrides: str) -> subprocess.Popen[str]:
@@ -125,7 +127,9 @@ NOTES = Path("kills.json")
 
 
 class Exporter(threading.Thread):
-    """Exports the newest step over and over; some exports are killed, every other must be one of the undisturbed job's steps."""
+    """Exports the newest step over and over; some exports are killed, every other must be one of the undisturbed job's
+    steps.
+    """
 
     def __init__(self, output: str, right: dict[str, int], seed: int) -> None:
         super().__init__()
@@ -141,7 +145,9 @@ class Exporter(threading.Thread):
             target = Path("exports", f"{self.draw.randrange(2)}")
             process = started("export", f"{STORE[0]}{self.output}", str(target), "--overwrite")
             try:
-                told, _ = process.communicate(timeout=self.draw.uniform(0, 5) if self.draw.random() < 0.3 else LONGEST_S)
+                told, _ = process.communicate(
+                    timeout=self.draw.uniform(0, 5) if self.draw.random() < 0.3 else LONGEST_S
+                )
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
@@ -165,7 +171,9 @@ def numbers(output: str) -> list[tuple[int, str, float]]:
 
 
 def drawn(output: str) -> set[tuple[int, str, float]]:
-    """Every loss that TensorBoard shows; a point that it would show twice is there twice with two values, or it is not there."""
+    """Every loss that TensorBoard shows; a point that it would show twice is there twice with two values, or it is not
+    there.
+    """
     events = EventAccumulator(f"{here(output)}/tensorboard", size_guidance={"scalars": 0}).Reload()
     found = [(point.step, key, point.value) for key in ("train/loss", "val/loss") for point in events.Scalars(key)]
     if len(found) != len({(step, key) for step, key, _ in found}):
@@ -174,15 +182,22 @@ def drawn(output: str) -> set[tuple[int, str, float]]:
 
 
 def compare(output: str, told: list[str]) -> list[str]:
-    """Return what differs from the undisturbed job, what the console said and no file has, and files of the user's that are gone."""
+    """Return what differs from the undisturbed job, what the console said and no file has, and files of the user's that
+    are gone.
+    """
     right, found = numbers("undisturbed"), numbers(output)
-    wrong = [] if found == right else [f"metrics.jsonl: {sorted(set(found) ^ set(right))[:4]}, {len(found)} of {len(right)} numbers"]
+    wrong = (
+        []
+        if found == right
+        else [f"metrics.jsonl: {sorted(set(found) ^ set(right))[:4]}, {len(found)} of {len(right)} numbers"]
+    )
     steps = {(step, f"{value:.4f}") for step, key, value in found if key == "train/loss"}
     said = {(int(step), loss) for step, loss in re.findall(r"^step (\d+)/\d+  loss (\S+)", "".join(told), re.MULTILINE)}
     wrong += [f"the console told of {each}, the file does not" for each in sorted(said - steps)[:4]]
     shown = {(step, key, round(value, 5)) for step, key, value in drawn(output)}
     wrong += [
-        f"TensorBoard: {each}" for each in sorted(shown ^ {(step, key, round(value, 5)) for step, key, value in drawn("undisturbed")})[:4]
+        f"TensorBoard: {each}"
+        for each in sorted(shown ^ {(step, key, round(value, 5)) for step, key, value in drawn("undisturbed")})[:4]
     ]
     wrong += [f"the user's {name} is gone or changed" for name in MINE if not mine(Path(here(output), name))]
     subprocess.run([*MESHPAR, "export", f"{STORE[0]}{output}", f"exports/{output}"], check=True, capture_output=True)
@@ -201,7 +216,9 @@ def prepare() -> dict[str, str]:
     pairs = [(draw.randrange(50), draw.randrange(50)) for _ in range(4000)]
     Path("text.txt").write_text("".join(f"def add_{a}_{b}():\n    return {a} + {b}\n\n" for a, b in pairs))
     Path("job.yaml").write_text(RECIPE)
-    undisturbed = train("output=undisturbed", "checkpoint.keep=null", "checkpoint.every=1")  # a launcher's death saves at any step
+    undisturbed = train(
+        "output=undisturbed", "checkpoint.keep=null", "checkpoint.every=1"
+    )  # a launcher's death saves at any step
     told, _ = undisturbed.communicate()
     if undisturbed.returncode:
         raise RuntimeError(told)
@@ -214,7 +231,9 @@ def prepare() -> dict[str, str]:
 
 
 def killing(notes: dict[str, Any], kills: int, seed: int, until: float) -> None:
-    """Kill jobs until there were ``kills``, or time is over; ``notes`` is where the last call stopped, and where this one does."""
+    """Kill jobs until there were ``kills``, or time is over; ``notes`` is where the last call stopped, and where this
+    one does.
+    """
     began, before = time.monotonic(), notes["seconds"]
     while notes["kills"] < kills or notes["lines"]:  # the last job comes to its end
         output, lines = f"job{notes['jobs']}", notes["lines"]
@@ -229,14 +248,18 @@ def killing(notes: dict[str, Any], kills: int, seed: int, until: float) -> None:
             ended = life(output, draw, lines)
             notes |= {"kinds": dict(KILLS), "kills": KILLS.total(), "seconds": before + time.monotonic() - began}
             NOTES.write_text(json.dumps(notes))
-            print(f"\r{KILLS.total()} kills, {len(notes['wrong'])} wrong, {notes['seconds']:.0f} s ", end="", flush=True)
+            print(
+                f"\r{KILLS.total()} kills, {len(notes['wrong'])} wrong, {notes['seconds']:.0f} s ", end="", flush=True
+            )
         exporter.over.set()
         exporter.join()
         notes["exports"] += exporter.done
         notes["wrong"] += exporter.wrong
         if ended:
             found = compare(output, lines)
-            print(f"\n{output}: {notes['exports']} exports ended so far, {len(exporter.wrong + found)} wrong", flush=True)
+            print(
+                f"\n{output}: {notes['exports']} exports ended so far, {len(exporter.wrong + found)} wrong", flush=True
+            )
             notes |= {"wrong": notes["wrong"] + found, "jobs": notes["jobs"] + 1, "lines": []}
         NOTES.write_text(json.dumps(notes))
         if not ended:
@@ -246,9 +269,13 @@ def killing(notes: dict[str, Any], kills: int, seed: int, until: float) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--storage", choices=("disk", "s3"), default="disk", help="of the jobs; the undisturbed one is on the disk")
+    parser.add_argument(
+        "--storage", choices=("disk", "s3"), default="disk", help="of the jobs; the undisturbed one is on the disk"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=None, help="where to keep what was done; default: a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to keep what was done; default: a temporary one"
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no life of a job after so long")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -260,7 +287,9 @@ def main() -> int:
         stack.enter_context(contextlib.chdir(folder))
         if not NOTES.exists():
             right = prepare()
-            NOTES.write_text(json.dumps(dict(right=right, kinds={}, kills=0, jobs=0, exports=0, wrong=[], lines=[], seconds=0.0)))
+            NOTES.write_text(
+                json.dumps(dict(right=right, kinds={}, kills=0, jobs=0, exports=0, wrong=[], lines=[], seconds=0.0))
+            )
             print(f"undisturbed: {len(right)} steps", flush=True)
         notes = json.loads(NOTES.read_text())
         KILLS.update(notes["kinds"])
@@ -271,7 +300,8 @@ def main() -> int:
     kinds = ", ".join(f"{count} of {whom}" for whom, count in sorted(KILLS.items()))
     print(*notes["wrong"], sep="\n", end="\n" * bool(notes["wrong"]))
     print(
-        f"\n{KILLS.total()} kills ({kinds}) of {notes['jobs']} jobs that ended, {notes['exports']} exports, in {notes['seconds']:.0f} s: "
+        f"\n{KILLS.total()} kills ({kinds}) of {notes['jobs']} jobs that ended, {notes['exports']} exports, in "
+        f"{notes['seconds']:.0f} s: "
         f"{len(notes['wrong'])} wrong"
     )
     return 1 if notes["wrong"] else 0

@@ -1,13 +1,14 @@
-"""Does the suite notice when a collective, a sum of gradients or a reshard is gone? Each is taken out in turn, and tests must fail.
+"""Does the suite notice when a collective, a sum of gradients or a reshard is gone? Each is taken out in turn, and
+tests must fail.
 
     python benchmarks/mutations.py                      every mutation, resumed from its JSON; seconds to minutes each
     python benchmarks/mutations.py --list               what would be taken out
     python benchmarks/mutations.py --only collectives   those in files whose name contains a word
 
-A mutation replaces one call by its first argument (``reduce_from(x, group)`` by ``x``), or leaves out a call that stands alone
-(``context.join()``), in a copy of the checkout. The tests run once with every call marked, which tells the tests that come by each call;
-then each mutation is tried by its own, the quickest first. A mutation that no test notices is printed as SURVIVED: a line that was not
-needed, or a test that is missing. Exits with 1 where one survived.
+A mutation replaces one call by its first argument (``reduce_from(x, group)`` by ``x``), or leaves out a call that
+stands alone (``context.join()``), in a copy of the checkout. The tests run once with every call marked, which tells the
+tests that come by each call; then each mutation is tried by its own, the quickest first. A mutation that no test
+notices is printed as SURVIVED: a line that was not needed, or a test that is missing. Exits with 1 where one survived.
 """
 
 from __future__ import annotations
@@ -97,7 +98,13 @@ def mutations() -> Iterator[Mutation]:
 
 
 def _name(node: ast.Call) -> str:
-    return node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
+    return (
+        node.func.attr
+        if isinstance(node.func, ast.Attribute)
+        else node.func.id
+        if isinstance(node.func, ast.Name)
+        else ""
+    )
 
 
 def _joins_text(node: ast.Call) -> bool:
@@ -111,7 +118,10 @@ class _Without(ast.NodeTransformer):
         self.mutation = mutation
 
     def _is_it(self, node: ast.AST) -> bool:
-        return isinstance(node, ast.Call) and (node.lineno, node.col_offset) == (self.mutation.line, self.mutation.column)
+        return isinstance(node, ast.Call) and (node.lineno, node.col_offset) == (
+            self.mutation.line,
+            self.mutation.column,
+        )
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST:
         return ast.copy_location(ast.Pass(), node) if self._is_it(node.value) else self.generic_visit(node)
@@ -133,7 +143,9 @@ class _Marked(ast.NodeTransformer):
         self.generic_visit(node)
         if (node.lineno, node.col_offset) not in self.mutations or _name(node) not in NAMES:
             return node
-        mark = ast.parse(f"__import__('marks').hit({str(self.mutations[node.lineno, node.col_offset])!r})", mode="eval").body
+        mark = ast.parse(
+            f"__import__('marks').hit({str(self.mutations[node.lineno, node.col_offset])!r})", mode="eval"
+        ).body
         return ast.Subscript(ast.Tuple([mark, node], ast.Load()), ast.Constant(1), ast.Load())
 
 
@@ -141,14 +153,19 @@ def reached(chosen: Sequence[Mutation], copy: Path) -> dict[str, list[str]]:
     """Run the tests once with every call marked; return the tests that come by each call, the quickest first."""
     for path in {each.path for each in chosen}:
         here = {(each.line, each.column): each for each in chosen if each.path == path}
-        (copy / path).write_text(ast.unparse(ast.fix_missing_locations(_Marked(here).visit(ast.parse((ROOT / path).read_text())))))
+        (copy / path).write_text(
+            ast.unparse(ast.fix_missing_locations(_Marked(here).visit(ast.parse((ROOT / path).read_text()))))
+        )
     (copy / "marks.py").write_text(MARKS)
     _pytest(copy, "-n", "2", *TESTS)
     for path in {each.path for each in chosen}:
         (copy / path).write_text((ROOT / path).read_text())
     found: dict[str, set[tuple[float, str]]] = {str(each): set() for each in chosen}
     for log in copy.glob("*.tests"):
-        tests = [(float(began), float(ended), name) for began, ended, name in (line.split(" ", 2) for line in log.read_text().splitlines())]
+        tests = [
+            (float(began), float(ended), name)
+            for began, ended, name in (line.split(" ", 2) for line in log.read_text().splitlines())
+        ]
         calls = log.with_suffix(".calls")
         for line in calls.read_text().splitlines() if calls.exists() else ():
             when, call = line.split(" ", 1)
@@ -157,7 +174,9 @@ def reached(chosen: Sequence[Mutation], copy: Path) -> dict[str, list[str]]:
 
 
 def survives(mutation: Mutation, tests: Sequence[str], copy: Path) -> bool:
-    """Run ``tests`` with one call gone; tell whether all pass. What fails must pass with the call in place: a busy machine fails, too."""
+    """Run ``tests`` with one call gone; tell whether all pass. What fails must pass with the call in place: a busy
+    machine fails, too.
+    """
     source = (ROOT / mutation.path).read_text()
     target = copy / mutation.path
     left = list(tests)
@@ -178,16 +197,24 @@ def _pytest(copy: Path, *tests: str) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "--timeout", "120", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
-    named = [line.split(" ", 1)[1].split(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    named = [
+        line.split(" ", 1)[1].split(" - ")[0]
+        for line in done.stdout.splitlines()
+        if line.startswith(("FAILED ", "ERROR "))
+    ]
     if not named and done.returncode not in (0, 5):  # neither passed, nor all in the long form
-        raise RuntimeError(f"pytest ended with {done.returncode} on {' '.join(tests)}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"pytest ended with {done.returncode} on {' '.join(tests)}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
     return named[0] if named else ""
 
 
 def checkout(folder: Path) -> Path:
     """Return a copy of this checkout in ``folder`` whose tests import the copy."""
     copy = folder / "checkout"
-    shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", "runs"))
+    shutil.copytree(
+        ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", "runs")
+    )
     (copy / "conftest.py").write_text(CONFTEST)
     return copy
 
@@ -211,7 +238,9 @@ def main() -> int:
             told["tests"] |= reached(chosen, copy)
         for mutation in chosen:
             if str(mutation) not in known:
-                known[str(mutation)] = "SURVIVED" if survives(mutation, told["tests"][str(mutation)], copy) else "noticed"
+                known[str(mutation)] = (
+                    "SURVIVED" if survives(mutation, told["tests"][str(mutation)], copy) else "noticed"
+                )
             args.json.write_text(json.dumps(told, indent=1))
             print(f"{known[str(mutation)]:8} {len(told['tests'][str(mutation)]):3} tests  {mutation}", flush=True)
     return int("SURVIVED" in {known[str(each)] for each in chosen})

@@ -1,7 +1,8 @@
-"""One rank of one peer of benchmarks/peers.py: ``python peer_ranks.py PEER PLAN FOLDER``, told over its standard input what to do.
+"""One rank of one peer of benchmarks/peers.py: ``python peer_ranks.py PEER PLAN FOLDER``, told over its standard input
+what to do.
 
-Every peer trains transformers' Llama of ``FOLDER/weights`` on ``FOLDER/tokens.bin`` with the same loss, optimizer and clipping; what
-differs is who shards the model and who runs the loop.
+Every peer trains transformers' Llama of ``FOLDER/weights`` on ``FOLDER/tokens.bin`` with the same loss, optimizer and
+clipping; what differs is who shards the model and who runs the loop.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ BATCHES = 400
 
 
 class Session:
-    """What the controller and this rank say to each other, and the batches, which a peer's loop asks for one after the other.
+    """What the controller and this rank say to each other, and the batches, which a peer's loop asks for one after the
+    other.
 
-    When the loop asks for a batch, everything that belongs to the step before is done; so the time of a turn is what the loop takes,
-    however it is written.
+    When the loop asks for a batch, everything that belongs to the step before is done; so the time of a turn is what
+    the loop takes, however it is written.
     """
 
     def __init__(self, plan: str, folder: Path) -> None:
@@ -49,7 +51,9 @@ class Session:
         os.dup2(2, 1)  # what libraries print is no answer
 
     def turns(self, source: Iterator[Any] | None = None) -> Iterator[Any]:
-        """Yield batches: of the next step, as often as the controller says. ``source``: where they come from, None: :meth:`data`."""
+        """Yield batches: of the next step, as often as the controller says. ``source``: where they come from, None:
+        :meth:`data`.
+        """
         batches = source if source is not None else self.data()
         yield next(batches)
         self.say(**self._held(), losses=[self._mean_loss()])
@@ -142,7 +146,13 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, backward: Any = Tensor.backward, clips: Any = clip) -> None:
+def loop(
+    session: Session,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backward: Any = Tensor.backward,
+    clips: Any = clip,
+) -> None:
     """Train as one does by hand; every so many steps the ranks' loss is joined and read."""
     session.module = model
     model.train()
@@ -187,7 +197,12 @@ def shard(model: Any, plan: dict[str, int], mesh: Any) -> None:
 def tensor_parallel(model: Any, mesh: Any) -> None:
     """Megatron's split, with one preparation of the input for q, k and v, and one for gate and up."""
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     whole = {"hidden_states": Replicate()}
     table: dict[str, Any] = {
@@ -196,10 +211,16 @@ def tensor_parallel(model: Any, mesh: Any) -> None:
     }
     for number in range(len(model.model.layers)):
         at, mlp = f"model.layers.{number}.self_attn", f"model.layers.{number}.mlp"
-        table[at] = PrepareModuleInput(input_kwarg_layouts=whole, desired_input_kwarg_layouts=whole, use_local_output=False)
-        table[mlp] = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=False)
+        table[at] = PrepareModuleInput(
+            input_kwarg_layouts=whole, desired_input_kwarg_layouts=whole, use_local_output=False
+        )
+        table[mlp] = PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=False
+        )
         table |= {f"{at}.{name}_proj": ColwiseParallel() for name in "qkv"} | {f"{at}.o_proj": RowwiseParallel()}
-        table |= {f"{mlp}.{name}_proj": ColwiseParallel() for name in ("gate", "up")} | {f"{mlp}.down_proj": RowwiseParallel()}
+        table |= {f"{mlp}.{name}_proj": ColwiseParallel() for name in ("gate", "up")} | {
+            f"{mlp}.down_proj": RowwiseParallel()
+        }
     parallelize_module(model, mesh, table)
 
 
@@ -225,7 +246,9 @@ def by_hand(session: Session) -> None:
 
     dist.init_process_group("gloo")
     model = meta_model(session)
-    shard(model, session.plan, init_device_mesh("cpu", tuple(session.plan.values()), mesh_dim_names=tuple(session.plan)))
+    shard(
+        model, session.plan, init_device_mesh("cpu", tuple(session.plan.values()), mesh_dim_names=tuple(session.plan))
+    )
     model.to_empty(device="cpu")
     load(model, session.folder)
     loop(session, model, optimizer_of(model))
@@ -236,7 +259,16 @@ def with_meshpar(session: Session) -> None:
     import meshpar
     from meshpar.checkpoints import Safetensors
     from meshpar.models.huggingface import from_config
-    from meshpar.training import AdamWSettings, Batches, PackedTokens, Schedule, TokenFile, Trainer, TrainSettings, build_adamw
+    from meshpar.training import (
+        AdamWSettings,
+        Batches,
+        PackedTokens,
+        Schedule,
+        TokenFile,
+        Trainer,
+        TrainSettings,
+        build_adamw,
+    )
 
     passes: list[Any] = [meshpar.TensorParallel()] if "tp" in session.plan else []
     passes.append(meshpar.HybridShard() if "dp_replicate" in session.plan else meshpar.FullyShard())
@@ -303,8 +335,14 @@ def _accelerate(session: Session) -> None:
     from accelerate.utils import DistributedType
 
     plan = session.plan
-    sizes = {"dp_shard_size": plan["dp_shard"], "dp_replicate_size": plan.get("dp_replicate", 1), "tp_size": plan.get("tp", 1)}
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False)
+    sizes = {
+        "dp_shard_size": plan["dp_shard"],
+        "dp_replicate_size": plan.get("dp_replicate", 1),
+        "tp_size": plan.get("tp", 1),
+    }
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+    )
     options: dict[str, Any] = {"fsdp_plugin": plugin}
     if len(plan) > 1 or PartialState(cpu=True).distributed_type != DistributedType.MULTI_CPU:
         options["parallelism_config"] = ParallelismConfig(**sizes)
@@ -312,7 +350,9 @@ def _accelerate(session: Session) -> None:
     made = {}
     if "tp" in plan:
         made = {"tp_plan": "auto", "tp_size": plan["tp"], "device_mesh": accelerator.torch_device_mesh["tp"]}
-    model = transformers.AutoModelForCausalLM.from_pretrained(session.folder / "weights", dtype=torch.float32, use_cache=False, **made)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        session.folder / "weights", dtype=torch.float32, use_cache=False, **made
+    )
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
     session.note = f"{accelerator.distributed_type.value}, {type(model).__name__}"
     parameters = list(model.parameters())
@@ -325,7 +365,9 @@ def with_transformers(session: Session) -> None:
 
     dist.init_process_group("gloo")
     plan = session.plan
-    config = DistributedConfig(fsdp_size=plan["dp_shard"], dp_replicate_size=plan.get("dp_replicate", 1), tp_size=plan.get("tp", 1))
+    config = DistributedConfig(
+        fsdp_size=plan["dp_shard"], dp_replicate_size=plan.get("dp_replicate", 1), tp_size=plan.get("tp", 1)
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(
         session.folder / "weights", distributed_config=config, dtype=torch.float32, use_cache=False
     )
@@ -349,7 +391,9 @@ def with_lightning(session: Session) -> None:
             shard(model, plan, {**{axis: mesh[names[axis]] for axis in plan}, ("dp_shard",): mesh["data_parallel"]})
         return model
 
-    strategy = ModelParallelStrategy(parallelize, data_parallel_size=session.data_size, tensor_parallel_size=plan.get("tp", 1))
+    strategy = ModelParallelStrategy(
+        parallelize, data_parallel_size=session.data_size, tensor_parallel_size=plan.get("tp", 1)
+    )
     fabric = lightning.Fabric(accelerator="cpu", devices=session.world, strategy=strategy)
     fabric.launch()
     with fabric.init_module(empty_init=True):

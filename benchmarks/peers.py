@@ -1,14 +1,15 @@
 """meshpar beside its peers: the same model, data, mesh, precision and optimizer, step by step in turn, in one run.
 
     pip install 'meshpar[train,transformers,bench]'
-    python benchmarks/peers.py [--plan NAME ...] [--peer NAME ...] [--rounds 5] [--steps 3] [--starts 3] [--out docs/peers.json]
-    python benchmarks/peers.py --report docs/peers.json docs/speed.md docs/peers.svg
+    python benchmarks/peers.py [--plan NAME ...] [--peer NAME ...] [--rounds 5] [--steps 3] [--starts 3] [--out
+    docs/peers.json] python benchmarks/peers.py --report docs/peers.json docs/speed.md docs/peers.svg
 
-Every peer is a group of gloo processes of its own on this machine's CPUs, one thread each, started one after the other; then the peers
-take their turns, while the others sleep. All are started several times, and "torch by hand" runs twice: what lies between the two is
-the noise. Measured: the seconds of a step (the slowest rank's, over a turn), each round's ratio to torch by hand, seconds from the
-start of the processes to the end of the first step, and the largest resident memory of a rank. The losses of all are compared. A peer
-that does not run is reported with what it said. The report puts the table into a page and draws it.
+Every peer is a group of gloo processes of its own on this machine's CPUs, one thread each, started one after the other;
+then the peers take their turns, while the others sleep. All are started several times, and "torch by hand" runs twice:
+what lies between the two is the noise. Measured: the seconds of a step (the slowest rank's, over a turn), each round's
+ratio to torch by hand, seconds from the start of the processes to the end of the first step, and the largest resident
+memory of a rank. The losses of all are compared. A peer that does not run is reported with what it said. The report
+puts the table into a page and draws it.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from typing import Any
 RANKS_OF = {"FSDP, 2 ranks": 2, "FSDP, 4 ranks": 4, "HSDP, 2 x 2": 4, "FSDP x TP, 2 x 2": 4}
 HAND, AGAIN = "torch by hand", "torch by hand, once more"
 PEERS = (
-    HAND, AGAIN, "meshpar", "accelerate", "accelerate, made to shard", "transformers DistributedConfig", "Lightning Fabric", "torchtitan",
+    HAND, AGAIN, "meshpar", "accelerate", "accelerate, made to shard", "transformers "
+    "DistributedConfig", "Lightning Fabric", "torchtitan",
 )  # fmt: skip
 SCRIPT = Path(__file__).with_name("peer_ranks.py")
 PATIENCE_S = 180.0
 MEMORY = {"MALLOC_TRIM_THRESHOLD_": 1 << 30, "MALLOC_MMAP_THRESHOLD_": 1 << 25}
-"""glibc keeps what a step frees for the next. By itself it gives more or less of it back, by what the process did before: 1,300 to 4,800
-page faults a step were seen of the loop by hand, 6,200 to 7,500 of meshpar's, which holds less memory."""
+"""glibc keeps what a step frees for the next. By itself it gives more or less of it back, by what the process did
+before: 1,300 to 4,800 page faults a step were seen of the loop by hand, 6,200 to 7,500 of meshpar's, which holds less
+memory."""
 VERSIONS = ("torch", "transformers", "accelerate", "lightning", "torchtitan")
 
 
@@ -52,7 +55,11 @@ class Peer:
         """Start the ranks and wait for their first step."""
         self.name, self._log = name, folder / f"{name.replace(' ', '-')}.log"
         start = time.perf_counter()
-        self._ranks = [self._start(rank, RANKS_OF[plan], plan, folder, port) for port in [_free_port()] for rank in range(RANKS_OF[plan])]
+        self._ranks = [
+            self._start(rank, RANKS_OF[plan], plan, folder, port)
+            for port in [_free_port()]
+            for rank in range(RANKS_OF[plan])
+        ]
         try:
             self.first = self._answers()
         except PeerFailed:
@@ -75,8 +82,20 @@ class Peer:
             rank.wait()
 
     def _start(self, rank: int, world: int, plan: str, folder: Path, port: int) -> subprocess.Popen[str]:
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "NODE_RANK": 0, "GROUP_RANK": 0}
-        launched = {"TORCHELASTIC_RUN_ID": "peers", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        places = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "NODE_RANK": 0,
+            "GROUP_RANK": 0,
+        }
+        launched = {
+            "TORCHELASTIC_RUN_ID": "peers",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": 1,
+        }
         environment = os.environ | {name: str(value) for name, value in (places | launched | MEMORY).items()}
         return subprocess.Popen(
             [sys.executable, str(SCRIPT), self.name, plan, str(folder)],
@@ -125,7 +144,12 @@ def measure(plan: str, names: Sequence[str], rounds: int, steps: int, starts: in
             finally:
                 for peer in peers.values():
                     peer.end()
-    return {"plan": plan, "ranks": RANKS_OF[plan], "steps": steps, "peers": {name: _summary(found[name], found) for name in names}}
+    return {
+        "plan": plan,
+        "ranks": RANKS_OF[plan],
+        "steps": steps,
+        "peers": {name: _summary(found[name], found) for name in names},
+    }
 
 
 def _start_all(plan: str, names: Sequence[str], found: dict[str, Any], folder: Path) -> dict[str, Peer]:
@@ -140,7 +164,9 @@ def _start_all(plan: str, names: Sequence[str], found: dict[str, Any], folder: P
             print(f"{plan}: {name} does not run: {error}", flush=True)
             continue
         first = peer.first[0]
-        found[name] |= {key: first[key] for key in ("split", "parameters", "note")} | {"share": max(x["share"] for x in peer.first)}
+        found[name] |= {key: first[key] for key in ("split", "parameters", "note")} | {
+            "share": max(x["share"] for x in peer.first)
+        }
         found[name]["startups"].append(peer.startup)
         found[name]["losses"] += first["losses"]
     return peers
@@ -173,8 +199,15 @@ def _summary(one: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 def machine() -> dict[str, str]:
     """Return what was measured on, and when."""
-    model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
-    found = {"cpu": f"{os.cpu_count()} x {model or platform.processor()}", "python": platform.python_version(), "date": time.strftime("%F")}
+    model = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
+    found = {
+        "cpu": f"{os.cpu_count()} x {model or platform.processor()}",
+        "python": platform.python_version(),
+        "date": time.strftime("%F"),
+    }
     for name in VERSIONS:
         try:
             found[name] = importlib.metadata.version(name)

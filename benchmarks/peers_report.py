@@ -21,7 +21,8 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     yield f"**{result['plan']}**"
     yield ""
     yield (
-        "| | step, ms | tokens/s | of torch by hand (middle half of the rounds) | peak MiB a rank | start to first step, s "
+        "| | step, ms | tokens/s | of torch by hand (middle half of the rounds) | peak MiB a rank | start to first "
+        "step, s "
         "| parameters here | loss |"
     )
     yield "|---|---:|---:|---|---:|---:|---:|---|"
@@ -37,7 +38,8 @@ def table(result: dict[str, Any]) -> Iterator[str]:
         note = f" ({_short(one['note'])})" if one["note"] else ""
         loss = "" if "apart" not in one else "equal" if one["apart"] <= AGREE else f"differs by {one['apart']:.1e}"
         yield (
-            f"| {name}{note} | {step * 1e3:.1f} | {TOKENS * data_ranks / step:,.0f} | {ratio} | {one['rss'] / 2**20:.0f} "
+            f"| {name}{note} | {step * 1e3:.1f} | {TOKENS * data_ranks / step:,.0f} | {ratio} | "
+            f"{one['rss'] / 2**20:.0f} "
             f"| {startup:.1f} | {held} | {loss} |"
         )
     yield ""
@@ -62,14 +64,18 @@ def draw(plans: dict[str, Any]) -> str:
     rows: list[tuple[str, str, list[float]]] = []
     for plan, result in plans.items():
         rows.append(("plan", plan, []))
-        rows += [("peer", name, one["ratios"]) for name, one in result["peers"].items() if "ratios" in one and one["split"]]
+        rows += [
+            ("peer", name, one["ratios"]) for name, one in result["peers"].items() if "ratios" in one and one["split"]
+        ]
     most = max((_quarters(ratios)[-1] for _, _, ratios in rows if ratios), default=1.0)
     scale = SPAN / most
     height = ROW * len(rows) + 40
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
+        'font-size="11">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<line x1="{LEFT + scale:.1f}" y1="8" x2="{LEFT + scale:.1f}" y2="{height - 30}" stroke="#888" stroke-dasharray="4"/>',
+        f'<line x1="{LEFT + scale:.1f}" y1="8" x2="{LEFT + scale:.1f}" y2="{height - 30}" stroke="#888" '
+        'stroke-dasharray="4"/>',
     ]
     for place, (kind, name, ratios) in enumerate(rows):
         y = 12 + ROW * place
@@ -80,12 +86,14 @@ def draw(plans: dict[str, Any]) -> str:
         low, high = LEFT + lower * scale, LEFT + upper * scale
         parts += [
             f'<text x="{LEFT - 8}" y="{y + 9}" text-anchor="end">{name}</text>',
-            f'<rect x="{LEFT}" y="{y}" width="{middle * scale:.1f}" height="{ROW - 6}" fill="{COLOURS.get(name, "#9ecae1")}"/>',
+            f'<rect x="{LEFT}" y="{y}" width="{middle * scale:.1f}" height="{ROW - 6}" '
+            f'fill="{COLOURS.get(name, "#9ecae1")}"/>',
             f'<line x1="{low:.1f}" y1="{y + 5}" x2="{high:.1f}" y2="{y + 5}" stroke="#333"/>',
             f'<text x="{max(high, LEFT + middle * scale) + 6:.1f}" y="{y + 9}" fill="#555">{middle:.2f}</text>',
         ]
     parts.append(
-        f'<text x="{WIDTH / 2}" y="{height - 8}" text-anchor="middle" fill="#555">seconds of a step, torch by hand = 1; line: middle half '
+        f'<text x="{WIDTH / 2}" y="{height - 8}" text-anchor="middle" fill="#555">seconds of a step, torch by hand = '
+        "1; line: middle half "
         "of the rounds; peers that shard</text></svg>"
     )
     return "\n".join(parts) + "\n"

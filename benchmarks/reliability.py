@@ -2,12 +2,12 @@
 
     python benchmarks/reliability.py [--runs 100] [--first 0] [--doctor]
 
-Each run is ``meshpar run --nproc 4`` on a small sharded model. Three of five end well; the others fail on purpose: an exception on one
-rank (exit code 1), a rank killed (1), a rank that leaves with a code of its own (1), SIGTERM to the launcher (143). Exits with 1 when
-a status was wrong or a process was left.
+Each run is ``meshpar run --nproc 4`` on a small sharded model. Three of five end well; the others fail on purpose: an
+exception on one rank (exit code 1), a rank killed (1), a rank that leaves with a code of its own (1), SIGTERM to the
+launcher (143). Exits with 1 when a status was wrong or a process was left.
 
-With ``--doctor`` each run is ``meshpar doctor`` on two hosts (network namespaces) of two ranks each, where nothing is wrong: a finding is a
-false alarm.
+With ``--doctor`` each run is ``meshpar doctor`` on two hosts (network namespaces) of two ranks each, where nothing is
+wrong: a finding is a false alarm.
 """
 
 from __future__ import annotations
@@ -59,8 +59,20 @@ def one(folder: Path, number: int) -> str:
     mode = MODES[number % len(MODES)]
     ready = folder / "ready"
     ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "meshpar.launchers", "run", "--nproc", "4", "--logs", str(folder / "logs"), "job.py"]
-    process = subprocess.Popen([*command, mode, str(number % 4)], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "meshpar.launchers",
+        "run",
+        "--nproc",
+        "4",
+        "--logs",
+        str(folder / "logs"),
+        "job.py",
+    ]
+    process = subprocess.Popen(
+        [*command, mode, str(number % 4)], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if mode == "term":
         while not ready.exists() and process.poll() is None:
             time.sleep(0.05)
@@ -80,7 +92,18 @@ def one(folder: Path, number: int) -> str:
 
 def examined(hosts: Hosts, folder: Path, number: int) -> str:
     """Run the doctor once; return what it found, or nothing."""
-    command = [sys.executable, "-m", "meshpar.launchers", "doctor", "--nodes", "2", "--nproc", "2", "--head", f"n1:{29000 + number % 1000}"]
+    command = [
+        sys.executable,
+        "-m",
+        "meshpar.launchers",
+        "doctor",
+        "--nodes",
+        "2",
+        "--nproc",
+        "2",
+        "--head",
+        f"n1:{29000 + number % 1000}",
+    ]
     started = [
         subprocess.Popen(
             hosts.command(name, [*command, "--node-rank", str(node), "--folder", str(folder)]),
@@ -112,7 +135,10 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     wrong, counts, began = [], Counter[str](), time.monotonic()
-    with TemporaryDirectory(prefix="meshpar-reliability-") as name, Hosts(2) if options.doctor else nullcontext() as hosts:
+    with (
+        TemporaryDirectory(prefix="meshpar-reliability-") as name,
+        Hosts(2) if options.doctor else nullcontext() as hosts,
+    ):
         folder = Path(name)
         (folder / "job.py").write_text(JOB)
         for number in range(options.first, options.first + options.runs):

@@ -3,10 +3,10 @@
     python benchmarks/replicas.py [--faults 200] [--seed 0] [--replicas 3] [--ranks 2] [--hosts] [--cost]
                                   [--optimizer world] [--copies 2]
 
-A loop of one's own trains in several replicas of several ranks, and is hurt again and again: SIGKILL, SIGSTOP, and with ``--hosts`` (root)
-a cut link, of one replica or of two shortly after another, in each phase of a step. Lost replicas are started again. In the end every loss
-is compared with one process's on the samples that counted, the replicas with one another, and the samples with the data. Exits with 1
-where anything differs.
+A loop of one's own trains in several replicas of several ranks, and is hurt again and again: SIGKILL, SIGSTOP, and with
+``--hosts`` (root) a cut link, of one replica or of two shortly after another, in each phase of a step. Lost replicas
+are started again. In the end every loss is compared with one process's on the samples that counted, the replicas with
+one another, and the samples with the data. Exits with 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,12 @@ class Rows:
         return self.count
 
     def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        rows = torch.stack([torch.randint(VOCAB, (LENGTH + 1,), generator=torch.Generator().manual_seed(max(0, each))) for each in indices])
+        rows = torch.stack(
+            [
+                torch.randint(VOCAB, (LENGTH + 1,), generator=torch.Generator().manual_seed(max(0, each)))
+                for each in indices
+            ]
+        )
         labels = rows[:, 1:].clone()
         labels[[each < 0 for each in indices]] = -100
         labels[:, : 1 + max(indices) % 3] = -100  # rows, and so replicas, count different numbers of tokens
@@ -71,8 +76,12 @@ class Rows:
 
 
 def model() -> torch.nn.Module:
-    """Return a small model in float64: rounding is that of its norms and loss alone, and stays small over thousands of steps."""
-    return Transformer(TransformerConfig(vocab_size=VOCAB, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, max_positions=64)).double()
+    """Return a small model in float64: rounding is that of its norms and loss alone, and stays small over thousands of
+    steps.
+    """
+    return Transformer(
+        TransformerConfig(vocab_size=VOCAB, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, max_positions=64)
+    ).double()
 
 
 def parallel(ranks: int, optimizer: str = "replica") -> Any:
@@ -80,14 +89,17 @@ def parallel(ranks: int, optimizer: str = "replica") -> Any:
         module = model()
     world = optimizer == "world"
     plan = (
-        Plan(f"dp_replicate=1,dp_shard={ranks}", [HybridShard(optimizer="world")]) if world else Plan(f"dp_shard={ranks}", [FullyShard()])
+        Plan(f"dp_replicate=1,dp_shard={ranks}", [HybridShard(optimizer="world")])
+        if world
+        else Plan(f"dp_shard={ranks}", [FullyShard()])
     )
     return plan.apply(module).materialize(seed=0)
 
 
 def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
-    # At 1e-3 the rows are learnt by heart after a thousand steps, and one process then differs from itself: weights changed by 1e-15 at
-    # the beginning change a loss by 2e-5 after 1,200 steps, and by 0.1 after 2,100. At 1e-4 they change none of 2,000 losses.
+    # At 1e-3 the rows are learnt by heart after a thousand steps, and one process then differs from itself: weights
+    # changed by 1e-15 at the beginning change a loss by 2e-5 after 1,200 steps, and by 0.1 after 2,100. At 1e-4 they
+    # change none of 2,000 losses.
     return torch.optim.AdamW(module.parameters(), lr=1e-4, eps=1e-3)
 
 
@@ -124,7 +136,9 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
     os.dup2(log, 1)
     os.dup2(log, 2)
     store = dist.FileStore(str(folder / f"store-{replica}-{life}"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=job["patience_s"]))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=job["patience_s"])
+    )
     par = parallel(ranks, job["optimizer"])
     optimizer = optimizer_of(par.module)
     samples = Rows(job["rows"])
@@ -146,7 +160,9 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
                 data.load_state_dict(extra["data"])
                 replicas.step = extra["step"]
             if rank == 0:
-                (folder / f"begun-{replica}-{life}.json").write_text(json.dumps({"step": replicas.step, "at": time.time()}))
+                (folder / f"begun-{replica}-{life}.json").write_text(
+                    json.dumps({"step": replicas.step, "at": time.time()})
+                )
         while data.epoch < job["epochs"] and data.epoch < last_epoch(folder):
             at("begin")
             (batch,) = replicas.begin()
@@ -154,7 +170,9 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
             epoch = data.epoch
             at("forward")
             loss_sum, tokens = token_loss_sum(par.module, batch)
-            scaled = loss_sum * par.loss_size / par.data_sum(torch.tensor(float(tokens), dtype=torch.float64)).clamp(min=1)
+            scaled = (
+                loss_sum * par.loss_size / par.data_sum(torch.tensor(float(tokens), dtype=torch.float64)).clamp(min=1)
+            )
             at("backward")
             scaled.backward()
             at("reduce")
@@ -167,7 +185,13 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
             if rank == 0 and done is not None:
                 rows = [row for each, counted in zip(shares, replicas.counted) if counted for row in each]
                 changes = [[each.seconds, len(each.lost), len(each.joined)] for each in replicas.changes]
-                line = {"step": replicas.step, "loss": float(done[1] / done[0]), "rows": rows, "epoch": epoch, "at": time.time()}
+                line = {
+                    "step": replicas.step,
+                    "loss": float(done[1] / done[0]),
+                    "rows": rows,
+                    "epoch": epoch,
+                    "at": time.time(),
+                }
                 with told.open("a") as file:
                     file.write(json.dumps(line | {"sum": replicas.sum, "changes": changes}) + "\n")
             replicas.changes.clear()
@@ -183,7 +207,13 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
                 with replicas.saving() as writes:
                     if writes:
                         at("save")
-                        checkpoints.save(replicas.step, par, optimizer, {"data": data.state_dict(), "step": replicas.step}, replace=True)
+                        checkpoints.save(
+                            replicas.step,
+                            par,
+                            optimizer,
+                            {"data": data.state_dict(), "step": replicas.step},
+                            replace=True,
+                        )
         if world:
             with replicas.saving() as writes:
                 if writes and (found := moments(par, optimizer)) and rank == 0:
@@ -221,12 +251,22 @@ class Lab:
 
     def __init__(self, folder: Path, *, replicas: int, ranks: int, **options: Any) -> None:
         defaults = dict(
-            epochs=1, rows=256, pause_s=0.0, patience_s=4.0, save_every=0, namespaces=[], lighthouse="", optimizer="replica", copies=2
+            epochs=1,
+            rows=256,
+            pause_s=0.0,
+            patience_s=4.0,
+            save_every=0,
+            namespaces=[],
+            lighthouse="",
+            optimizer="replica",
+            copies=2,
         )
         self.job = defaults | options | dict(folder=str(folder), replicas=replicas, ranks=ranks)
         self.folder, self.restarts = folder, True
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*PRELOAD, "meshpar.models", "meshpar.checkpoints", "torchft.coordination"])
+        self._context.set_forkserver_preload(
+            [*PRELOAD, "meshpar.models", "meshpar.checkpoints", "torchft.coordination"]
+        )
         self._phases = [self._context.Value("i", 0, lock=False) for _ in range(replicas)]
         self._ranks: dict[int, list[Any]] = {}
         self._lives = dict.fromkeys(range(replicas), 0)
@@ -358,8 +398,11 @@ def check(folder: Path, rows: int) -> dict[str, Any]:
     overruled = 0
     for name, lines in lives.items():
         # A step before which all have started again from a checkpoint is undone.
-        lines = [line for line in lines if not any(line["at"] < each["at"] and line["step"] > each["step"] for each in begun)]
-        # A step of which the others did not hear in time is overruled: its replica copies their state and makes their next step.
+        lines = [
+            line for line in lines if not any(line["at"] < each["at"] and line["step"] > each["step"] for each in begun)
+        ]
+        # A step of which the others did not hear in time is overruled: its replica copies their state and makes their
+        # next step.
         agrees = [all(line[field] == steps[line["step"]][field] for field in ("loss", "rows", "sum")) for line in lines]
         overruled += agrees.count(False)
         for line, one, then in zip(lines, agrees, agrees[1:]):
@@ -397,7 +440,8 @@ def compared_with_one_process(folder: Path, steps: list[dict[str, Any]]) -> None
         optimizer, samples = optimizer_of(par.module), Rows(1)
         for line in steps:
             parts = [
-                token_loss_sum(par.module, samples.__getitems__(line["rows"][at : at + BATCH])) for at in range(0, len(line["rows"]), BATCH)
+                token_loss_sum(par.module, samples.__getitems__(line["rows"][at : at + BATCH]))
+                for at in range(0, len(line["rows"]), BATCH)
             ]
             loss = sum(each for each, _ in parts) / max(1, sum(tokens for _, tokens in parts))
             assert abs(float(loss.detach()) - line["loss"]) < 2e-6, (
@@ -413,7 +457,9 @@ def compared_with_one_process(folder: Path, steps: list[dict[str, Any]]) -> None
                 )
         for name, value in torch.load(folder / "moments.pt").items() if (folder / "moments.pt").exists() else ():
             other = optimizer.state[par.module.get_parameter(name)]["exp_avg_sq"]
-            assert torch.allclose(value, other, rtol=1e-3, atol=1e-12), f"the moments of {name} differ from one process's in the end"
+            assert torch.allclose(value, other, rtol=1e-3, atol=1e-12), (
+                f"the moments of {name} differ from one process's in the end"
+            )
 
 
 @contextlib.contextmanager
@@ -435,7 +481,10 @@ def hurt(lab: Lab, draw: random.Random, hosts: Any = None) -> tuple[str, float]:
     phases = [each for each in PHASES if each != "save" or lab.job["save_every"]]
     told, struck = [], 0.0
     for turn, victim in enumerate(victims):
-        phase, kind = draw.choice(phases), draw.choice(["kill", "kill a rank", "stop", *(["cut"] if hosts is not None else [])])
+        phase, kind = (
+            draw.choice(phases),
+            draw.choice(["kill", "kill a rank", "stop", *(["cut"] if hosts is not None else [])]),
+        )
         if turn:
             time.sleep(draw.uniform(0, patience_s))  # while the others recover, or the first one joins
         elif phase == "join":
@@ -443,14 +492,18 @@ def hurt(lab: Lab, draw: random.Random, hosts: Any = None) -> tuple[str, float]:
             lab.wait_for(victim, phase)
             time.sleep(draw.uniform(0, 2))  # while the others let it in, or it copies their state
         elif phase in SELDOM:
-            lab.wait(lambda phase=phase: any(lab.phase(each) == phase for each in replicas) or bool(lab.ended), LONGEST_S)
+            lab.wait(
+                lambda phase=phase: any(lab.phase(each) == phase for each in replicas) or bool(lab.ended), LONGEST_S
+            )
             victim = next((each for each in (victim, *replicas) if lab.phase(each) == phase), victim)
         else:
             lab.wait_for(victim, phase)
         struck = struck or time.time()
         told.append(f"{kind} {victim} in {phase if not turn else 'recovery'}")
         if kind.startswith("kill"):
-            lab.signal(victim, signal.SIGKILL, slice(None) if kind == "kill" else slice(draw.randrange(lab.job["ranks"]), None))
+            lab.signal(
+                victim, signal.SIGKILL, slice(None) if kind == "kill" else slice(draw.randrange(lab.job["ranks"]), None)
+            )
             continue
         back_s = draw.choice([0.5, patience_s + 3])
         off, on = (lambda v: lab.signal(v, signal.SIGSTOP), lambda v: lab.signal(v, signal.SIGCONT))
@@ -465,7 +518,9 @@ def hurt(lab: Lab, draw: random.Random, hosts: Any = None) -> tuple[str, float]:
     return ", ".join(told), struck
 
 
-def run(folder: Path, *, faults: int, seed: int, replicas: int, ranks: int, hosts: Any = None, **options: Any) -> dict[str, Any]:
+def run(
+    folder: Path, *, faults: int, seed: int, replicas: int, ranks: int, hosts: Any = None, **options: Any
+) -> dict[str, Any]:
     """Hurt a job so many times, let it come to its end, and check it.
 
     Raises:
@@ -486,8 +541,15 @@ def run(folder: Path, *, faults: int, seed: int, replicas: int, ranks: int, host
         (folder / "last.new").replace(folder / "last")
         lab.finish(2 * LONGEST_S)
     found = check(folder, options["rows"])
-    times = sorted(line["at"] for lines in histories(folder).values() for line in lines if any(lost for _, lost, _ in line["changes"]))
-    found["recovery_s"] = [min(after) for at in struck if (after := [each - at for each in times if 0 < each - at < 2 * LONGEST_S])]
+    times = sorted(
+        line["at"]
+        for lines in histories(folder).values()
+        for line in lines
+        if any(lost for _, lost, _ in line["changes"])
+    )
+    found["recovery_s"] = [
+        min(after) for at in struck if (after := [each - at for each in times if 0 < each - at < 2 * LONGEST_S])
+    ]
     return found
 
 
@@ -515,19 +577,25 @@ def rank_of(logs: Path) -> int:
 
 
 def killed_recipe(folder: Path, words: list[str], logs: str, overrides: Sequence[str] = ()) -> tuple[float, str]:
-    """Run a small recipe and kill a rank after its 20th line of metrics. Each wait is bounded in seconds of a quiet machine.
+    """Run a small recipe and kill a rank after its 20th line of metrics. Each wait is bounded in seconds of a quiet
+    machine.
 
     Returns:
         Seconds from the kill to the next step that was not made before, and the job's output.
     """
-    (folder / "text.txt").write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(3000)))
+    (folder / "text.txt").write_text(
+        "".join(f"{number} times {number} is {number * number}.\n" for number in range(3000))
+    )
     (folder / "job.yaml").write_text(RECIPE)
     told, metrics = folder / "told", folder / "out/metrics.jsonl"
     with told.open("w") as file:
         command = [sys.executable, "-m", "meshpar.launchers", "run", *words, "job.yaml", *overrides]
         process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
     try:
-        until(lambda: (metrics.exists() and metrics.read_text().count("\n") > 20) or process.poll() is not None, told=told.read_text)
+        until(
+            lambda: (metrics.exists() and metrics.read_text().count("\n") > 20) or process.poll() is not None,
+            told=told.read_text,
+        )
         assert process.poll() is None, told.read_text()
         os.kill(rank_of(folder / logs), signal.SIGKILL)
         at = time.time()
@@ -548,16 +616,27 @@ def timed_main(folder: str, name: str, rank: int, lighthouse: str, steps: int, w
     store = dist.FileStore(f"{folder}/{name}-{rank if lighthouse else 0}", world)
     dist.init_process_group("gloo", store=store, rank=0 if lighthouse else rank, world_size=world)
     with torch.device("meta"):
-        module = Transformer(TransformerConfig(vocab_size=1024, dim=256, layers=4, heads=4, kv_heads=4, hidden=1024, max_positions=128))
+        module = Transformer(
+            TransformerConfig(vocab_size=1024, dim=256, layers=4, heads=4, kv_heads=4, hidden=1024, max_positions=128)
+        )
     plan = Plan(f"dp_replicate={world},dp_shard=1", [HybridShard(optimizer=optimizer_state)])
-    par = (Plan(f"dp_replicate={world}", [Replicate()]) if "optimizer" not in way else plan).apply(module).materialize(seed=0)
+    par = (
+        (Plan(f"dp_replicate={world}", [Replicate()]) if "optimizer" not in way else plan)
+        .apply(module)
+        .materialize(seed=0)
+    )
     optimizer, seconds, sent, held = optimizer_of(par.module), [], 0, 0
     batch = {"input_ids": torch.randint(1024, (4, 128)), "labels": torch.randint(1024, (4, 128))}
     with contextlib.ExitStack() as stack:
         replicas = None
         if lighthouse:
             data = Batches(Rows(10**6), micro_batch=4, seed=0)
-            options = {"lighthouse": lighthouse, "name": str(rank), "replicas": count, "optimizer_copies": way.get("copies", 2)}
+            options = {
+                "lighthouse": lighthouse,
+                "name": str(rank),
+                "replicas": count,
+                "optimizer_copies": way.get("copies", 2),
+            }
             replicas = stack.enter_context(Replicas(par, optimizer, data, **options))
         for _ in range(steps):
             began = time.perf_counter()
@@ -573,13 +652,17 @@ def timed_main(folder: str, name: str, rank: int, lighthouse: str, steps: int, w
             seconds.append(time.perf_counter() - began)
             sent = 0 if replicas is None else replicas.optimizer_sent
         time.sleep(1.0)  # the others may still need this one
-        held = sum(local(value).nbytes for state in optimizer.state.values() for key, value in state.items() if key != "step")
+        held = sum(
+            local(value).nbytes for state in optimizer.state.values() for key, value in state.items() if key != "step"
+        )
     Path(folder, f"{name}-{rank}.json").write_text(json.dumps({"seconds": seconds[3:], "sent": sent, "held": held}))
     os._exit(0)
 
 
 def cost(folder: Path, ways: Sequence[dict[str, Any]], *, blocks: int = 3, steps: int = 18) -> list[dict[str, Any]]:
-    """Return what steps take in several ways, in blocks that take turns: median seconds, and bytes of state and sent by the replicas."""
+    """Return what steps take in several ways, in blocks that take turns: median seconds, and bytes of state and sent by
+    the replicas.
+    """
     context, found = multiprocessing.get_context("forkserver"), [list[Any]() for _ in ways]
     context.set_forkserver_preload([*PRELOAD, "meshpar.models", "meshpar.checkpoints", "torchft.coordination"])
     for block in range(len(ways) * blocks):
@@ -587,7 +670,10 @@ def cost(folder: Path, ways: Sequence[dict[str, Any]], *, blocks: int = 3, steps
         served = Lighthouse() if way["lost"] else None
         address = "" if served is None else f"http://127.0.0.1:{served.port}"
         ranks = range(way["replicas"])
-        started = [context.Process(target=timed_main, args=(str(folder), str(block), rank, address, steps, way)) for rank in ranks]
+        started = [
+            context.Process(target=timed_main, args=(str(folder), str(block), rank, address, steps, way))
+            for rank in ranks
+        ]
         for each in started:
             each.start()
         for each in started:
@@ -606,8 +692,14 @@ def tell_cost(arguments: argparse.Namespace) -> None:
     """Measure what a step costs when nothing fails, and print it."""
     with tempfile.TemporaryDirectory(prefix="replicas-") as name:
         if arguments.optimizer == "replica":
-            plain, elastic = (each["seconds"] for each in cost(Path(name), [{"replicas": 2, "lost": False}, {"replicas": 2, "lost": True}]))
-            told = f"{1000 * plain:.1f} ms as one job, {1000 * elastic:.1f} ms where one may be lost: {elastic / plain:.3f}"
+            plain, elastic = (
+                each["seconds"]
+                for each in cost(Path(name), [{"replicas": 2, "lost": False}, {"replicas": 2, "lost": True}])
+            )
+            told = (
+                f"{1000 * plain:.1f} ms as one job, {1000 * elastic:.1f} ms where one may be lost: "
+                f"{elastic / plain:.3f}"
+            )
             print(f"a step of two replicas: {told}")
             return
         alike = {"replicas": arguments.replicas, "lost": True, "copies": arguments.copies}
@@ -615,7 +707,8 @@ def tell_cost(arguments: argparse.Namespace) -> None:
     times, state = [1000 * each["seconds"] for each in (whole, divided)], whole["held"][0]
     held, sent = (", ".join(f"{each / 1e6:.2f}" for each in divided[name]) for name in ("held", "sent"))
     print(
-        f"a step of {arguments.replicas} replicas: {times[0]:.1f} ms with optimizer='replica', {times[1]:.1f} ms with 'world' and "
+        f"a step of {arguments.replicas} replicas: {times[0]:.1f} ms with optimizer='replica', {times[1]:.1f} ms "
+        "with 'world' and "
         f"{arguments.copies} copies: {times[1] / times[0]:.3f}\n"
         f"optimizer state of each replica in MB: {state / 1e6:.2f}, divided {held}\n"
         f"parameters that each replica sends in a step in MB: {sent}; it has {state / 2e6:.2f}"
@@ -628,9 +721,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--optimizer", choices=["replica", "world"], default="replica", help="HybridShard's; world: divided over replicas")
-    parser.add_argument("--copies", type=int, default=2, help="number of replicas that hold each parameter's state, with --optimizer world")
-    parser.add_argument("--hosts", action="store_true", help="each replica on a host of its own, whose link is cut, too; needs root")
+    parser.add_argument(
+        "--optimizer",
+        choices=["replica", "world"],
+        default="replica",
+        help="HybridShard's; world: divided over replicas",
+    )
+    parser.add_argument(
+        "--copies",
+        type=int,
+        default=2,
+        help="number of replicas that hold each parameter's state, with --optimizer world",
+    )
+    parser.add_argument(
+        "--hosts", action="store_true", help="each replica on a host of its own, whose link is cut, too; needs root"
+    )
     parser.add_argument("--cost", action="store_true", help="only measure what a step costs when nothing fails")
     arguments = parser.parse_args()
     if arguments.cost:
@@ -646,20 +751,33 @@ def main() -> int:
             lighthouse = Lighthouse(patience_s=4.0)
             stack.callback(lighthouse.close)
             served["lighthouse"] = f"http://{hosts.address('ctl')}:{lighthouse.port}"
-        sizes = {"replicas": arguments.replicas, "ranks": arguments.ranks, "optimizer": arguments.optimizer, "copies": arguments.copies}
+        sizes = {
+            "replicas": arguments.replicas,
+            "ranks": arguments.ranks,
+            "optimizer": arguments.optimizer,
+            "copies": arguments.copies,
+        }
         try:
             found = run(folder, faults=arguments.faults, seed=arguments.seed, hosts=hosts, **sizes, **served)
         except AssertionError as error:
             print(f"WRONG, seed {arguments.seed}: {error}")
             return 1
-        ways = {"--elastic replicas": (["--elastic", "replicas"], "out/logs/replica-0"), "--restarts 1": (["--restarts", "1"], "out/logs")}
+        ways = {
+            "--elastic replicas": (["--elastic", "replicas"], "out/logs/replica-0"),
+            "--restarts 1": (["--restarts", "1"], "out/logs"),
+        }
         for number, (name, (words, logs)) in enumerate(ways.items() if arguments.optimizer == "replica" else ()):
             (other := folder / f"recipe-{number}").mkdir()
-            print(f"a recipe with {name}, a rank killed: {killed_recipe(other, words, logs)[0]:.1f} s to the next new step")
+            print(
+                f"a recipe with {name}, a rank killed: {killed_recipe(other, words, logs)[0]:.1f} s to the next new "
+                "step"
+            )
     lost = found["recovery_s"] or [float("nan")]  # with one copy, each fault may end in a start from a checkpoint
     print(
-        f"{arguments.faults} faults of {arguments.replicas} replicas x {arguments.ranks} ranks in {time.monotonic() - began:.0f} s, "
-        f"{found['steps']} steps, {found['overruled']} of which a lost replica alone had committed, {found['restored']} "
+        f"{arguments.faults} faults of {arguments.replicas} replicas x {arguments.ranks} ranks in "
+        f"{time.monotonic() - began:.0f} s, "
+        f"{found['steps']} steps, {found['overruled']} of which a lost replica alone had committed, "
+        f"{found['restored']} "
         "starts from a checkpoint: 0 wrong\n"
         f"recovery, fault to the others' next step: median {statistics.median(lost):.1f} s, longest {max(lost):.1f} s"
     )

@@ -2,12 +2,13 @@
 
     python benchmarks/save_planning.py [--ranks 1024] [--layers 80] [--replicas 1] [--commit]
 
-With ``--commit`` also the commit: all that rank 0 does after the files are written, up to the manifest's bytes in a file.
+With ``--commit`` also the commit: all that rank 0 does after the files are written, up to the manifest's bytes in a
+file.
 
-One process is rank 0, with the parameters of Llama 3 (70B has 80 layers) as DTensors on a mesh of all ranks and AdamW's state of them,
-all without memory. Its save is planned by meshpar's own code. The other ranks' messages are made here, pickled, and unpickled by rank 0.
-Seconds are those of rank 0's thread, and do not contain the network. Bytes are counted as torch's gather and scatter send them: each
-rank's message is padded to the longest.
+One process is rank 0, with the parameters of Llama 3 (70B has 80 layers) as DTensors on a mesh of all ranks and AdamW's
+state of them, all without memory. Its save is planned by meshpar's own code. The other ranks' messages are made here,
+pickled, and unpickled by rank 0. Seconds are those of rank 0's thread, and do not contain the network. Bytes are
+counted as torch's gather and scatter send them: each rank's message is padded to the longest.
 """
 
 from __future__ import annotations
@@ -97,11 +98,17 @@ def llama(layers: int) -> dict[str, tuple[int, ...]]:
         "post_attention_layernorm": (8192,),
     }
     shapes = {f"model.layers.{at}.{name}.weight": shape for at in range(layers) for name, shape in layer.items()}
-    return shapes | {"model.embed_tokens.weight": (128256, 8192), "lm_head.weight": (128256, 8192), "model.norm.weight": (8192,)}
+    return shapes | {
+        "model.embed_tokens.weight": (128256, 8192),
+        "lm_head.weight": (128256, 8192),
+        "model.norm.weight": (8192,),
+    }
 
 
 def sharded(shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
-    """Return rank 0's part of a tensor whose first dim is split over the last axis of the mesh; one element stands for all of them."""
+    """Return rank 0's part of a tensor whose first dim is split over the last axis of the mesh; one element stands for
+    all of them.
+    """
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     held = local_index(shape, placements, mesh.shape, [0] * mesh.ndim)
     local = torch.zeros(()).expand([each.stop - each.start for each in held])
@@ -147,7 +154,9 @@ def of_rank(mine: Described, rank: int, shards: int) -> Described:
     def part(each: Alike) -> Alike:
         names = each.names
         if names[0].startswith("random."):
-            each = each._replace(packed=pack([name.replace("random.rank-0.", f"random.rank-{rank}.") for name in names]))
+            each = each._replace(
+                packed=pack([name.replace("random.rank-0.", f"random.rank-{rank}.") for name in names])
+            )
         if each.sizes == each.shape:
             return each
         held = local_index(each.shape, [Shard(0)], [shards], [rank % shards])
@@ -168,7 +177,16 @@ def files_of(rank: int, parts: Sequence[tuple[Alike, Sequence[int]]], folder: st
         names, length = alike.names, math.prod(alike.sizes) * alike.dtype.itemsize // 64 * 64 + 1024
         for each in positions:
             mine = written[each % 2]
-            mine.append(WrittenPart(names[each], alike.offsets, alike.sizes, len(mine) and mine[-1].position + mine[-1].length, length, 0))
+            mine.append(
+                WrittenPart(
+                    names[each],
+                    alike.offsets,
+                    alike.sizes,
+                    len(mine) and mine[-1].position + mine[-1].length,
+                    length,
+                    0,
+                )
+            )
     files = []
     for number, each in enumerate(written):
         name, size = f"__{rank}_{number}.distcp", sum(part.length for part in each)
@@ -223,7 +241,9 @@ def plan_saves(layers: int, ranks: int, replicas: int, *, commit: bool = False) 
         place = CheckpointManager(folder).root
         for step in (1, 2):
             simulated = SimulatedRanks(ranks, answer)
-            saving = Saving(simulated, place, Noted(step=step, extra={}, metrics={}, rank_extra={"position": 0}), plans[0])
+            saving = Saving(
+                simulated, place, Noted(step=step, extra={}, metrics={}, rank_extra={"position": 0}), plans[0]
+            )
             began = time.thread_time()
             saving.plan(par, optimizer)
             seconds = time.thread_time() - began - simulated.aside
@@ -233,7 +253,13 @@ def plan_saves(layers: int, ranks: int, replicas: int, *, commit: bool = False) 
             loads = [load(share, (others | {0: noticed[0]})[rank].alike) for rank, share in enumerate(shares)]
             held = sum(group.nbytes for group in plans[0]._agreed.groups)
             figures.append(
-                {"seconds": seconds, "bytes": simulated.bytes, "held": held, "written": sum(loads), "most": max(loads, default=0)}
+                {
+                    "seconds": seconds,
+                    "bytes": simulated.bytes,
+                    "held": held,
+                    "written": sum(loads),
+                    "most": max(loads, default=0),
+                }
             )
             if commit:
                 simulated.bytes, simulated.aside, began = 0, 0.0, time.thread_time()
@@ -259,7 +285,10 @@ def main() -> None:
     print(f"rank 0 exchanges, MiB                  {first['bytes'] / 2**20:10.2f} {later['bytes'] / 2**20:13.2f}")
     if options.commit:
         print(f"rank 0 commits, s                      {first['commit_seconds']:10.2f} {later['commit_seconds']:13.2f}")
-        print(f"rank 0 exchanges, MiB                  {first['commit_bytes'] / 2**20:10.2f} {later['commit_bytes'] / 2**20:13.2f}")
+        print(
+            f"rank 0 exchanges, MiB                  {first['commit_bytes'] / 2**20:10.2f} "
+            f"{later['commit_bytes'] / 2**20:13.2f}"
+        )
     dist.destroy_process_group()
 
 

@@ -1,9 +1,11 @@
-"""What grows with the number of ranks: groups, peers, sockets of hosts, collectives and bytes of a step, simulated at 8 to 8,192 ranks.
+"""What grows with the number of ranks: groups, peers, sockets of hosts, collectives and bytes of a step, simulated at 8
+to 8,192 ranks.
 
     python benchmarks/scale.py [--ranks 8 1024 8192] [--layers 32]
 
-An 8B Llama in bfloat16 on nodes of 8 devices, one micro-batch of 4,096 tokens a data rank. The real passes make the groups of rank 0 and
-run its step on a device without memory; nothing is sent, and nothing here measures a device or a network.
+An 8B Llama in bfloat16 on nodes of 8 devices, one micro-batch of 4,096 tokens a data rank. The real passes make the
+groups of rank 0 and run its step on a device without memory; nothing is sent, and nothing here measures a device or a
+network.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ PLANS = {
     "FullyShard": ("dp_shard=-1", [FullyShard(**BF16)]),
     "HybridShard": ("dp_replicate=-1,dp_shard=8", [HybridShard(**BF16)]),
     'HybridShard(optimizer="world")': ("dp_replicate=-1,dp_shard=8", [HybridShard(**BF16, optimizer="world")]),
-    "TensorParallel, FullyShard": ("dp_shard=-1,tp=8", [TensorParallel(sequence_parallel=True, loss_parallel=True), FullyShard(**BF16)]),
+    "TensorParallel, FullyShard": (
+        "dp_shard=-1,tp=8",
+        [TensorParallel(sequence_parallel=True, loss_parallel=True), FullyShard(**BF16)],
+    ),
 }
 SENT = {"all_reduce": 2.0, "broadcast": 1.0}
 """Times its size x (ranks - 1) / ranks that a rank sends in a ring; 1 for all others."""
@@ -38,7 +43,14 @@ def model(layers: int) -> Transformer:
     with torch.device("meta"):
         return Transformer(
             TransformerConfig(
-                vocab_size=128256, dim=4096, layers=layers, heads=32, kv_heads=8, hidden=14336, max_positions=LENGTH, rope_theta=5e5
+                vocab_size=128256,
+                dim=4096,
+                layers=layers,
+                heads=32,
+                kv_heads=8,
+                hidden=14336,
+                max_positions=LENGTH,
+                rope_theta=5e5,
             )
         )
 
@@ -54,7 +66,9 @@ def groups_of(plan: Plan, size: int) -> tuple[list[int], float]:
 def traces_of(plans: Sequence[Plan], layers: int) -> list[Trace]:
     """Return a step of rank 0 of each plan, whose meshes are resolved."""
     batch = Batch(sequence=LENGTH)
-    return simulate([Simulation(plan=plan, model=model(layers), batch=batch, world_size=plan.mesh.size) for plan in plans])
+    return simulate(
+        [Simulation(plan=plan, model=model(layers), batch=batch, world_size=plan.mesh.size) for plan in plans]
+    )
 
 
 def sent_in(trace: Trace) -> tuple[Counter[str], Counter[str], int]:
@@ -76,7 +90,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     given = parser.parse_args()
     print(
-        "| plan | ranks | mesh | groups of a rank | peers in them | collectives of a step | GB inside nodes | GB across | hops of a ring |"
+        "| plan | ranks | mesh | groups of a rank | peers in them | collectives of a step | GB inside nodes | GB "
+        "across | hops of a ring |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, (mesh, passes) in PLANS.items():
@@ -86,7 +101,10 @@ def main() -> None:
             calls, sent, largest = sent_in(trace)
             listed = ", ".join(f"{count} {axis}" for axis, count in calls.items())
             gigabytes = " | ".join(f"{sent[place] / 1e9:.1f}" for place in ("inside", "across"))
-            row = f"{name} | {size} | {plan.mesh} | {len(groups)} | {sum(groups) - len(groups)} | {listed} | {gigabytes} | {largest - 1}"
+            row = (
+                f"{name} | {size} | {plan.mesh} | {len(groups)} | {sum(groups) - len(groups)} | {listed} | "
+                f"{gigabytes} | {largest - 1}"
+            )
             print(f"| {row} |", flush=True)
     print()
     print("| ranks | sockets of a rank between hosts: every group connected | now |")

@@ -2,9 +2,9 @@
 
     python benchmarks/self_test.py [--layers 8] [--dim 512] [--rounds 5] [--tp 2]
 
-Gloo processes on this machine. Each round starts fresh processes for a plan with ``verify=False`` and for one with the test, and measures
-the first step (forward, backward, AdamW) and the second. Printed: medians and their ratio, the growth of the process's peak memory beside
-the bytes of one block, and what the test tried.
+Gloo processes on this machine. Each round starts fresh processes for a plan with ``verify=False`` and for one with the
+test, and measures the first step (forward, backward, AdamW) and the second. Printed: medians and their ratio, the
+growth of the process's peak memory beside the bytes of one block, and what the test tried.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from meshpar.testing import launch, random_tokens
 
 def first_steps(layers: int, dim: int, tp: int, verify: bool, folder: str) -> None:
     """Time two steps on this rank and write rank 0's numbers."""
-    config = TransformerConfig(vocab_size=4096, dim=dim, layers=layers, heads=8, kv_heads=4, hidden=3 * dim, max_positions=512)
+    config = TransformerConfig(
+        vocab_size=4096, dim=dim, layers=layers, heads=8, kv_heads=4, hidden=3 * dim, max_positions=512
+    )
     with torch.device("meta"):
         module = Transformer(config)
     par = Plan(f"tp={tp}", [TensorParallel()], verify=verify).apply(module).materialize(seed=0)
@@ -43,7 +45,11 @@ def first_steps(layers: int, dim: int, tp: int, verify: bool, folder: str) -> No
         seconds.append(time.perf_counter() - start)
     if dist.get_rank() == 0:
         block = sum(each.numel() * each.element_size() for each in par.module.layers[0].parameters())  # type: ignore[index, union-attr]
-        told = {"seconds": seconds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "block": block / 2**20}
+        told = {
+            "seconds": seconds,
+            "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "block": block / 2**20,
+        }
         (Path(folder) / "told.json").write_text(json.dumps(told))
 
 
@@ -58,14 +64,17 @@ def main() -> None:
     for _ in range(args.rounds):
         for verify in found:
             with TemporaryDirectory() as folder:
-                launch(__name__, "first_steps", args.tp, (args.layers, args.dim, args.tp, verify, folder), timeout_s=300)
+                launch(
+                    __name__, "first_steps", args.tp, (args.layers, args.dim, args.tp, verify, folder), timeout_s=300
+                )
                 found[verify].append(json.loads((Path(folder) / "told.json").read_text()))
     first = {verify: statistics.median(each["seconds"][0] for each in rows) for verify, rows in found.items()}
     second = statistics.median(each["seconds"][1] for rows in found.values() for each in rows)
     peak = {verify: statistics.median(each["peak"] for each in rows) for verify, rows in found.items()}
     print(f"first step: {first[True]:.2f} s with the test, {first[False]:.2f} s without; a later step {second:.2f} s")
     print(f"the test takes {(first[True] - first[False]) / second:.1f} steps")
-    print(f"peak memory of a rank: {peak[True]:.0f} MiB with, {peak[False]:.0f} MiB without; a rank's part of one block is "
+    print(f"peak memory of a rank: {peak[True]:.0f} MiB with, {peak[False]:.0f} MiB without; a rank's part of one "
+    "block is "
           f"{found[True][0]['block']:.1f} MiB")  # fmt: skip
 
 

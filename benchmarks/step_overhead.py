@@ -1,9 +1,11 @@
-"""What meshpar costs on top of torch: a hand-written loop and meshpar's, same model, mesh and settings, step by step in turn.
+"""What meshpar costs on top of torch: a hand-written loop and meshpar's, same model, mesh and settings, step by step in
+turn.
 
     python benchmarks/step_overhead.py [--plan fsdp|tp] [--steps 40] [--rounds 5]
 
-Two gloo processes on this machine. Every step of meshpar's own training loop (data, objective, clipping, schedule, metrics, stop
-signal, everything) is followed by one of the hand-written loop on the same batch. Printed: the medians and their ratio.
+Two gloo processes on this machine. Every step of meshpar's own training loop (data, objective, clipping, schedule,
+metrics, stop signal, everything) is followed by one of the hand-written loop on the same batch. Printed: the medians
+and their ratio.
 """
 
 from __future__ import annotations
@@ -30,7 +32,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 import meshpar
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import launch
-from meshpar.training import AdamWSettings, Batches, CausalLM, PackedTokens, Schedule, Trainer, TrainSettings, build_adamw, write_tokens
+from meshpar.training import (
+    AdamWSettings,
+    Batches,
+    CausalLM,
+    PackedTokens,
+    Schedule,
+    Trainer,
+    TrainSettings,
+    build_adamw,
+    write_tokens,
+)
 
 CONFIG = TransformerConfig(vocab_size=4096, dim=256, layers=4, heads=8, kv_heads=4, hidden=768, max_positions=256)
 LENGTH, MICRO_BATCH, WARMUP = 256, 4, 5
@@ -48,17 +60,26 @@ def by_hand(plan: str) -> nn.Module:
         fully_shard(module, mesh=mesh)
     else:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        table: dict[str, Any] = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+        table: dict[str, Any] = {
+            "embed": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
         for number in range(CONFIG.layers):
             prefix = f"layers.{number}"
             table[f"{prefix}.attn"] = PrepareModuleInput(
-                input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None), use_local_output=False
+                input_layouts=(Replicate(), None, None),
+                desired_input_layouts=(Replicate(), None, None),
+                use_local_output=False,
             )
             table[f"{prefix}.mlp"] = PrepareModuleInput(
                 input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=False
             )
-            table |= {f"{prefix}.attn.{name}": ColwiseParallel() for name in "qkv"} | {f"{prefix}.attn.o": RowwiseParallel()}
-            table |= {f"{prefix}.mlp.{name}": ColwiseParallel() for name in ("gate", "up")} | {f"{prefix}.mlp.down": RowwiseParallel()}
+            table |= {f"{prefix}.attn.{name}": ColwiseParallel() for name in "qkv"} | {
+                f"{prefix}.attn.o": RowwiseParallel()
+            }
+            table |= {f"{prefix}.mlp.{name}": ColwiseParallel() for name in ("gate", "up")} | {
+                f"{prefix}.mlp.down": RowwiseParallel()
+            }
         parallelize_module(module, mesh, table)
     module.to_empty(device="cpu")
     torch.manual_seed(0)
@@ -101,9 +122,12 @@ class InTurn:
         if self.sharded:
             float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0).full_tensor())
         else:
-            # torch's own refuses plain parameters beside DTensors; by hand one clips them apart, which is not even the right norm.
+            # torch's own refuses plain parameters beside DTensors; by hand one clips them apart, which is not even the
+            # right norm.
             for kind in (True, False):
-                together = [p for p in self.module.parameters() if isinstance(p, torch.distributed.tensor.DTensor) is kind]
+                together = [
+                    p for p in self.module.parameters() if isinstance(p, torch.distributed.tensor.DTensor) is kind
+                ]
                 torch.nn.utils.clip_grad_norm_(together, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -116,9 +140,13 @@ def rank(plan: str, steps: int, folder: str) -> None:
     passes: list[Any] = [meshpar.FullyShard()] if plan == "fsdp" else [meshpar.TensorParallel()]
     par = meshpar.Plan("dp_shard=2" if plan == "fsdp" else "tp=2", passes).apply(module).materialize(seed=0)
     path = Path(folder) / f"tokens-{dist.get_rank()}.bin"
-    documents = np.random.default_rng(0).integers(1, CONFIG.vocab_size, (1, 200 * LENGTH * MICRO_BATCH * 2)).astype(np.uint16)
+    documents = (
+        np.random.default_rng(0).integers(1, CONFIG.vocab_size, (1, 200 * LENGTH * MICRO_BATCH * 2)).astype(np.uint16)
+    )
     tokens = write_tokens(path, documents, vocab_size=CONFIG.vocab_size, eos_id=0)
-    data = Batches(PackedTokens(tokens, LENGTH), micro_batch=MICRO_BATCH, data_rank=par.data_rank, data_size=par.data_size, seed=0)
+    data = Batches(
+        PackedTokens(tokens, LENGTH), micro_batch=MICRO_BATCH, data_rank=par.data_rank, data_size=par.data_size, seed=0
+    )
     turns = InTurn(data, by_hand(plan), plan == "fsdp")
     total = steps + WARMUP
     schedule = Schedule(name="cosine", lr=SETTINGS.lr, steps=total)
@@ -144,7 +172,10 @@ def main() -> None:
             ratios.append(result["ours"] / result["theirs"])
             ours, theirs = result["ours"] * 1e3, result["theirs"] * 1e3
             print(f"{plan} round {number + 1}: meshpar {ours:.1f} ms, by hand {theirs:.1f} ms, ratio {ratios[-1]:.3f}")
-        print(f"{plan}: ratio of medians {statistics.median(ratios):.3f} (lowest {min(ratios):.3f}, highest {max(ratios):.3f})")
+        print(
+            f"{plan}: ratio of medians {statistics.median(ratios):.3f} (lowest {min(ratios):.3f}, highest "
+            f"{max(ratios):.3f})"
+        )
 
 
 if __name__ == "__main__":

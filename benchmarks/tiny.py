@@ -13,36 +13,85 @@ import torch
 
 VOCAB, HIDDEN, HEADS, HEAD_DIM, KV_HEADS, LAYERS, LENGTH = 96, 32, 4, 8, 2, 2, 16
 
-# The first pattern that fits a field's name gives its value; an unset field (None) stays unset, for the config derives it.
+# The first pattern that fits a field's name gives its value; an unset field (None) stays unset, for the config derives
+# it.
 RULES: tuple[tuple[str, Any], ...] = (
-    (r"(vocab_size|decoder_vocab_size|audio_vocab_size|vocab_size_per_layer_input|ngram_vocab_size_base|codebook_size)", VOCAB),
+    (
+        r"(vocab_size|decoder_vocab_size|audio_vocab_size|vocab_size_per_layer_input|ngram_vocab_size_base|codebook_size)",
+        VOCAB,
+    ),
     (r"(encoder_hash_byte_group_vocab|pronunciation_vocab_size|shape_vocab_size)", VOCAB),
     (r"pad_token_id", 0),
     (r"(bos|decoder_start|forced_bos|cls)_token_id", 1),
     (r"(eos|forced_eos|eod|sep)_token_id", 2),
-    (r"(hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim|hidden_size_global|attention_hidden_size)", HIDDEN),
-    (r"(backbone_hidden_size|cross_attention_hidden_size|lru_width|out_hidden_size|input_embedding_size|output_embedding_size)", HIDDEN),
-    (r"(mm_embed_dim|output_proj_dims|projection_dim|vision_output_dim|adapter_out_dim|adapter_in_dim|adapter_input_size)", HIDDEN),
-    (r"(pronunciation_embed_dim|shape_embed_dim|audio_embed_dim|projector_(input|output)_dim|depth_hidden_size)", HIDDEN),
-    (r"(kv_channels|head_dim|swa_head_dim|mamba_head_dim|mamba_d_head|linear_(key|value)_head_dim|linear_head_dim|v_head_dim)", HEAD_DIM),
-    (r"(qk_nope_head_dim|index_head_dim|indexer_head_dim|d_kv|dim_head|attention_head_size|global_head_dim|swa_v_head_dim)", HEAD_DIM),
+    (
+        r"(hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim|hidden_size_global|attention_hidden_size)",
+        HIDDEN,
+    ),
+    (
+        r"(backbone_hidden_size|cross_attention_hidden_size|lru_width|out_hidden_size|input_embedding_size|output_embedding_size)",
+        HIDDEN,
+    ),
+    (
+        r"(mm_embed_dim|output_proj_dims|projection_dim|vision_output_dim|adapter_out_dim|adapter_in_dim|adapter_input_size)",
+        HIDDEN,
+    ),
+    (
+        r"(pronunciation_embed_dim|shape_embed_dim|audio_embed_dim|projector_(input|output)_dim|depth_hidden_size)",
+        HIDDEN,
+    ),
+    (
+        r"(kv_channels|head_dim|swa_head_dim|mamba_head_dim|mamba_d_head|linear_(key|value)_head_dim|linear_head_dim|v_head_dim)",
+        HEAD_DIM,
+    ),
+    (
+        r"(qk_nope_head_dim|index_head_dim|indexer_head_dim|d_kv|dim_head|attention_head_size|global_head_dim|swa_v_head_dim)",
+        HEAD_DIM,
+    ),
     (r"(qk_rope_head_dim|rotary_dim)", 4),
     (r"(qk_head_dim)", 12),
-    (r"(kv_lora_rank|q_lora_rank|o_lora_rank|laurel_rank|hidden_size_per_layer_input|gated_norm_rank|hc_lowrank|low_rank.*|d_rel)", 16),
-    (r"(moe_)?(\w*shared_)?(\w*)intermediate_size(_mlp)?|ffn_dim|\w+_ffn_dim|d_ff|dff|dim_ff|n_inner|feed_forward_size|mlp_dim", 48),
+    (
+        r"(kv_lora_rank|q_lora_rank|o_lora_rank|laurel_rank|hidden_size_per_layer_input|gated_norm_rank|hc_lowrank|low_rank.*|d_rel)",
+        16,
+    ),
+    (
+        r"(moe_)?(\w*shared_)?(\w*)intermediate_size(_mlp)?|ffn_dim|\w+_ffn_dim|d_ff|dff|dim_ff|n_inner|feed_forward_size|mlp_dim",
+        48,
+    ),
     (r"(expert_)?ffn_hidden_size|moe_latent_size|moe_ffn_dim|prompt_mid_dim|mamba_d_ssm", 48),
-    (r"(num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers|num_(encoder|decoder)_layers|depth|num_blocks)", LAYERS),
+    (
+        r"(num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers|num_(encoder|decoder)_layers|depth|num_blocks)",
+        LAYERS,
+    ),
     (r"(num_global_layers|conf_num_hidden_layers|num_decoder_layers|num_layers_per_stack|encoder_num_layers)", LAYERS),
-    (r"(num_key_value_heads|num_kv_heads|swa_num_key_value_heads|global_num_key_value_heads|num_global_key_value_heads)", KV_HEADS),
+    (
+        r"(num_key_value_heads|num_kv_heads|swa_num_key_value_heads|global_num_key_value_heads|num_global_key_value_heads)",
+        KV_HEADS,
+    ),
     (r"(linear_num_key_heads|indexer_kv_heads)", 2),
-    (r"(num_attention_heads|n_heads?|num_heads|attention_heads|\w+_attention_heads|swa_num_attention_heads|index_n_heads)", HEADS),
-    (r"(linear_num_value_heads|linear_num_heads|mamba_n_heads|mamba_num_heads|indexer_n_heads|conf_num_attention_heads)", HEADS),
-    (r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|\w*max_position_embeddings|max_target_positions)", 64),
+    (
+        r"(num_attention_heads|n_heads?|num_heads|attention_heads|\w+_attention_heads|swa_num_attention_heads|index_n_heads)",
+        HEADS,
+    ),
+    (
+        r"(linear_num_value_heads|linear_num_heads|mamba_n_heads|mamba_num_heads|indexer_n_heads|conf_num_attention_heads)",
+        HEADS,
+    ),
+    (
+        r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|\w*max_position_embeddings|max_target_positions)",
+        64,
+    ),
     (r"(max_source_positions|rel_extent|log_scaling_n_floor)", 64),
-    (r"(sliding_window|sliding_window_size|attention_window_size|local_attention|attention_chunk_size|keep_window_size)", 8),
+    (
+        r"(sliding_window|sliding_window_size|attention_window_size|local_attention|attention_chunk_size|keep_window_size)",
+        8,
+    ),
     (r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|n_routed_experts)", 4),
     (r"(num_experts_per_tok|moe_topk|moe_k|moe_top_k|top_k_experts|num_selected_experts|moe_topk)", 2),
-    (r"(n_group|topk_group|n_shared_experts|num_shared_experts|moe_num_shared_experts|first_k_dense_replace|num_dense_layers)", 1),
+    (
+        r"(n_group|topk_group|n_shared_experts|num_shared_experts|moe_num_shared_experts|first_k_dense_replace|num_dense_layers)",
+        1,
+    ),
     (r"(zero_expert_num)", 2),
     (r"(mamba_d_state|state_size|ssm_state_size)", 8),
     (r"(mamba_n_groups|n_groups|mamba_ngroups)", 2),
@@ -88,12 +137,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
-    "dots1": {"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+    "dots1": {
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+    },
     "gemma3n_text": {"num_kv_shared_layers": 1},
     "dots3_note_text": {f"swa_{key}": value for key, value in _SWA.items()},
     "gemma4_text": {"global_head_dim": 16},
     "gemma4_unified_text": {"global_head_dim": 16},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "global_head_dim": 16}},
+    "gemma4_assistant": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "global_head_dim": 16}
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -103,7 +160,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "moshi": {"audio_encoder_config": {"codebook_size": 64}},
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
-    "reformer": {"is_decoder": True, "axial_pos_shape": (4, 4), "axial_pos_embds_dim": (16, 16), "attn_layers": ("local", "lsh")},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_shape": (4, 4),
+        "axial_pos_embds_dim": (16, 16),
+        "attn_layers": ("local", "lsh"),
+    },
     "t5": {"decoder_start_token_id": 0},
     "esm": {"vocab_size": VOCAB, "mask_token_id": 4, "pad_token_id": 0},
     "esmc": {"num_key_value_heads": HEADS},
@@ -136,7 +198,9 @@ def _shrink(kind: type, changes: dict[str, Any]) -> Any:
         if sub is not None and isinstance(nested, dict):
             values[name] = _shrink(sub, nested)
     values |= {name: value for name, value in _layer_kinds(kind).items() if name not in changes}
-    return kind(**values | {name: value for name, value in changes.items() if not isinstance(value, dict) or name not in values})
+    return kind(
+        **values | {name: value for name, value in changes.items() if not isinstance(value, dict) or name not in values}
+    )
 
 
 def _sub_config(kind: Any, name: str) -> type | None:
@@ -164,7 +228,9 @@ def _layer_kinds(kind: Any) -> dict[str, Any]:
     for field in dataclasses.fields(kind):
         value = vars(whole).get(field.name)
         if isinstance(value, list | tuple) and len(value) == count and count:
-            differs = 1 < len(set(map(str, value))) < count  # what some layers have and others not: sparsity, no rotary positions
+            differs = (
+                1 < len(set(map(str, value))) < count
+            )  # what some layers have and others not: sparsity, no rotary positions
             if differs or re.search("layer_type|layers_block_type|block_types", field.name):
                 lists[field.name] = list(value)
     if not lists:
@@ -172,7 +238,14 @@ def _layer_kinds(kind: Any) -> dict[str, Any]:
     kinds = list(dict.fromkeys(zip(*lists.values(), strict=True)))[:4]
     kinds = kinds * 2 if len(kinds) == 1 else kinds
     layers = {name: [each[place] for each in kinds] for place, name in enumerate(lists)}
-    number = next((field.name for field in dataclasses.fields(kind) if field.name in ("num_hidden_layers", "n_layer", "num_layers")), None)
+    number = next(
+        (
+            field.name
+            for field in dataclasses.fields(kind)
+            if field.name in ("num_hidden_layers", "n_layer", "num_layers")
+        ),
+        None,
+    )
     return layers | ({number: len(kinds)} if number else {})
 
 
@@ -210,7 +283,9 @@ def tiny_model(model_type: str, task: str) -> Any:
         "masked": transformers.AutoModelForMaskedLM,
         "classifier": transformers.AutoModelForSequenceClassification,
     }[task]
-    config = tiny_config(model_type, **({"is_decoder": False} if task in ("masked", "classifier") and model_type == "bert" else {}))
+    config = tiny_config(
+        model_type, **({"is_decoder": False} if task in ("masked", "classifier") and model_type == "bert" else {})
+    )
     config.use_cache = False
     if task == "classifier":
         config.pad_token_id = 0  # the last token that is no padding is what some classify

@@ -1,11 +1,12 @@
-"""Measure tokenisation and packing of a large file of JSON lines: memory beside the tokenizer, and speed against `tokenizers` alone.
+"""Measure tokenisation and packing of a large file of JSON lines: memory beside the tokenizer, and speed against
+`tokenizers` alone.
 
     python benchmarks/tokenizing.py --megabytes 1000 --runs 1
 
-The file holds the sources of Python's standard library as documents, repeated in another order each time. Each figure comes from a
-process of its own. Memory is the peak of resident bytes above those of the process that has loaded the tokenizer. Speed compares reading
-the file, preparing the tokens and packing them by best fit with the seconds in ``encode_batch_fast`` alone, on the same documents in
-batches of a MiB, in pieces of 8 KiB.
+The file holds the sources of Python's standard library as documents, repeated in another order each time. Each figure
+comes from a process of its own. Memory is the peak of resident bytes above those of the process that has loaded the
+tokenizer. Speed compares reading the file, preparing the tokens and packing them by best fit with the seconds in
+``encode_batch_fast`` alone, on the same documents in batches of a MiB, in pieces of 8 KiB.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def measured(what: str, folder: Path) -> dict[str, float]:
                 pieces += [document[at : at + (1 << 13)] for at in range(0, len(document), 1 << 13)]
                 if sum(map(len, pieces)) >= 1 << 20 or not line:
                     start = time.perf_counter()
-                    tokens += sum(len(each) for each in tokenizer.fast.encode_batch_fast(pieces, add_special_tokens=False))
+                    tokens += sum(
+                        len(each) for each in tokenizer.fast.encode_batch_fast(pieces, add_special_tokens=False)
+                    )
                     seconds += time.perf_counter() - start
                     pieces = []
     return {"seconds": seconds, "cpu": time.process_time(), "mib": peak() - before, "tokens": tokens}
@@ -65,7 +68,9 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--megabytes", type=int, default=1000)
     options.add_argument("--runs", type=int, default=1)
-    options.add_argument("--folder", default=None, help="where the file is made; the system's folder for temporary files by default")
+    options.add_argument(
+        "--folder", default=None, help="where the file is made; the system's folder for temporary files by default"
+    )
     options.add_argument("--side", nargs=2, default=None, help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.side:
@@ -89,9 +94,15 @@ def main() -> None:
     seconds = {side: statistics.median(each["seconds"] for each in runs) for side, runs in found.items()}
     memory = statistics.median(each["mib"] for each in found["meshpar"])
     print(f"{size:.0f} MB of JSON lines, {os.cpu_count()} cores, median of {given.runs}")
-    print(f"meshpar {size / seconds['meshpar']:.2f} MB/s, tokenizers alone {size / seconds['tokenizers']:.2f} MB/s: ", end="")
+    print(
+        f"meshpar {size / seconds['meshpar']:.2f} MB/s, tokenizers alone {size / seconds['tokenizers']:.2f} MB/s: ",
+        end="",
+    )
     print(f"{seconds['tokenizers'] / seconds['meshpar']:.2f} of its speed; {memory:.0f} MiB beside the tokenizer")
-    print("CPU seconds: " + ", ".join(f"{side} {statistics.median(each['cpu'] for each in runs):.1f}" for side, runs in found.items()))
+    print(
+        "CPU seconds: "
+        + ", ".join(f"{side} {statistics.median(each['cpu'] for each in runs):.1f}" for side, runs in found.items())
+    )
 
 
 if __name__ == "__main__":

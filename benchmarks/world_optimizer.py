@@ -1,9 +1,10 @@
-"""HybridShard(optimizer="world") against plain hybrid sharding, on two hosts of two ranks: bytes of optimizer state, and seconds of a step.
+"""HybridShard(optimizer="world") against plain hybrid sharding, on two hosts of two ranks: bytes of optimizer state,
+and seconds of a step.
 
     sudo python benchmarks/world_optimizer.py [--rate 200mbit] [--steps 8]
 
-Two hosts are two network namespaces on this machine (root is needed). Both ways train in the same processes, step by step in turn, once
-with an unshaped link between the hosts and once with a slow one.
+Two hosts are two network namespaces on this machine (root is needed). Both ways train in the same processes, step by
+step in turn, once with an unshaped link between the hosts and once with a slow one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ def rank_main(steps: int, out: str) -> None:
         for way in WAYS:
             with torch.device("meta"):
                 model = Transformer(shape)
-            par = meshpar.Plan(HYBRID, [meshpar.HybridShard(optimizer=way)]).apply(model, device_type="cpu").materialize(seed=0)
+            par = (
+                meshpar.Plan(HYBRID, [meshpar.HybridShard(optimizer=way)])
+                .apply(model, device_type="cpu")
+                .materialize(seed=0)
+            )
             jobs[way] = par, torch.optim.AdamW(par.module.parameters())
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         for number in range(steps + 1):
@@ -57,7 +62,10 @@ def rank_main(steps: int, out: str) -> None:
         found = {}
         for way, (_, optimizer) in jobs.items():
             held = [value.to_local() for state in optimizer.state.values() for value in state.values() if value.ndim]
-            found[way] = {"seconds": statistics.median(seconds[way][1:]), "bytes": sum(each.untyped_storage().nbytes() for each in held)}
+            found[way] = {
+                "seconds": statistics.median(seconds[way][1:]),
+                "bytes": sum(each.untyped_storage().nbytes() for each in held),
+            }
         if dist.get_rank() == 0:
             Path(out).write_text(json.dumps(found))
 
@@ -93,9 +101,17 @@ def main() -> int:
                 plain, world = (found[way] for way in WAYS)
                 held, slower = world["bytes"] / plain["bytes"], world["seconds"] / plain["seconds"]
                 late |= held > 1.02 / 2 or slower > 1.05
-                print(f"{HYBRID}, link between the hosts: {rate or 'unshaped'}; median of {options.steps} steps in turn")
-                print(f"  optimizer state a rank: {world['bytes']:,} of {plain['bytes']:,} bytes, {held:.3f} (at most 0.510)")
-                print(f"  step: {world['seconds']:.3f} s, plain {plain['seconds']:.3f} s, {slower:.3f} (at most 1.050)", flush=True)
+                print(
+                    f"{HYBRID}, link between the hosts: {rate or 'unshaped'}; median of {options.steps} steps in turn"
+                )
+                print(
+                    f"  optimizer state a rank: {world['bytes']:,} of {plain['bytes']:,} bytes, {held:.3f} (at most "
+                    "0.510)"
+                )
+                print(
+                    f"  step: {world['seconds']:.3f} s, plain {plain['seconds']:.3f} s, {slower:.3f} (at most 1.050)",
+                    flush=True,
+                )
     except Unavailable as reason:
         sys.exit(f"world_optimizer needs network namespaces: {reason}")
     return int(late)

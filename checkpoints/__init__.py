@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from meshpar.checkpoints.format.safetensors import Safetensors
     from meshpar.checkpoints.format.verify import verify_files
     from meshpar.checkpoints.steps.importing import import_safetensors
-    from meshpar.checkpoints.steps.inspecting import diff_steps, list_steps, pin_step, prune_steps, remove_step, show_step, verify_step
+    from meshpar.checkpoints.steps.inspecting import (
+        diff_steps,
+        list_steps,
+        pin_step,
+        prune_steps,
+        remove_step,
+        show_step,
+        verify_step,
+    )
     from meshpar.checkpoints.steps.manager import CheckpointManager
     from meshpar.checkpoints.steps.restoring import RestoredState
     from meshpar.checkpoints.steps.steps import open_step

@@ -8,17 +8,57 @@ SIDE, GAP, TOP = 64, 14, 30
 # A picture is a row of tensors (label, how its elements lie on the two ranks) and of signs between them.
 WHOLE, COLUMNS, ROWS, PACKED, PARTIAL = "whole", "columns", "rows", "packed", "partial"
 Picture = list[tuple[str, str] | str]
-ROWWISE: Picture = [("features", COLUMNS), "×", ("weight", ROWS), "=", ("partial sums", PARTIAL), "all-reduce", ("output", WHOLE)]
+ROWWISE: Picture = [
+    ("features", COLUMNS),
+    "×",
+    ("weight", ROWS),
+    "=",
+    ("partial sums", PARTIAL),
+    "all-reduce",
+    ("output", WHOLE),
+]
 PICTURES: dict[str, Picture] = {
     "colwise": [("input", WHOLE), "×", ("weight", COLUMNS), "=", ("output", COLUMNS)],
     "packed_colwise": [("input", WHOLE), "×", ("q, k, v weights", PACKED), "=", ("q, k, v", PACKED)],
-    "colwise_gather": [("input", WHOLE), "×", ("weight", COLUMNS), "=", ("features", COLUMNS), "all-gather", ("output", WHOLE)],
+    "colwise_gather": [
+        ("input", WHOLE),
+        "×",
+        ("weight", COLUMNS),
+        "=",
+        ("features", COLUMNS),
+        "all-gather",
+        ("output", WHOLE),
+    ],
     "head": [("input", WHOLE), "×", ("weight", COLUMNS), "=", ("logits", COLUMNS), "all-gather", ("output", WHOLE)],
     "rowwise": ROWWISE,
     "rowwise_split": [("input", WHOLE), "take part", *ROWWISE],
-    "vocab": [("token ids", WHOLE), "look up", ("table", ROWS), "=", ("partial sums", PARTIAL), "all-reduce", ("output", WHOLE)],
-    "features": [("token ids", WHOLE), "look up", ("table", COLUMNS), "=", ("features", COLUMNS), "all-gather", ("output", WHOLE)],
-    "region": [("input", WHOLE), "colwise", ("heads", COLUMNS), "rowwise", ("partial sums", PARTIAL), "all-reduce", ("output", WHOLE)],
+    "vocab": [
+        ("token ids", WHOLE),
+        "look up",
+        ("table", ROWS),
+        "=",
+        ("partial sums", PARTIAL),
+        "all-reduce",
+        ("output", WHOLE),
+    ],
+    "features": [
+        ("token ids", WHOLE),
+        "look up",
+        ("table", COLUMNS),
+        "=",
+        ("features", COLUMNS),
+        "all-gather",
+        ("output", WHOLE),
+    ],
+    "region": [
+        ("input", WHOLE),
+        "colwise",
+        ("heads", COLUMNS),
+        "rowwise",
+        ("partial sums", PARTIAL),
+        "all-reduce",
+        ("output", WHOLE),
+    ],
     "sequence": [
         ("positions", ROWS),
         "norm",
@@ -45,7 +85,10 @@ def tensor(x: float, label: str, how: str) -> list[str]:
     """A square: grey is whole on every rank, blue is on rank 0, orange on rank 1; partial sums are a square of each."""
 
     def box(dx: float, dy: float, width: float, height: float, colour: str) -> str:
-        return f'<rect x="{x + dx:g}" y="{TOP + dy:g}" width="{width:g}" height="{height:g}" fill="{colour}" stroke="{TEXT}"/>'
+        return (
+            f'<rect x="{x + dx:g}" y="{TOP + dy:g}" width="{width:g}" height="{height:g}" fill="{colour}" '
+            f'stroke="{TEXT}"/>'
+        )
 
     half, sixth = SIDE / 2, SIDE / 6
     parts = {
@@ -69,7 +112,9 @@ def draw(name: str) -> str:
             width = max(10, 7 * len(item))
             parts.append(text(x + width / 2, TOP + SIDE / 2 + 4, item))
             if len(item) > 1 and not item.endswith(":"):
-                parts.append(f'<path d="M{x:g} {TOP + SIDE / 2 + 12} h{width} m-5 -4 l5 4 l-5 4" fill="none" stroke="{TEXT}"/>')
+                parts.append(
+                    f'<path d="M{x:g} {TOP + SIDE / 2 + 12} h{width} m-5 -4 l5 4 l-5 4" fill="none" stroke="{TEXT}"/>'
+                )
         else:
             width = SIDE
             parts += tensor(x, *item)
@@ -80,8 +125,14 @@ def draw(name: str) -> str:
         for n, (colour, words) in enumerate([(BLUE, "on rank 0"), (ORANGE, "on rank 1"), (GREY, "on every rank")])
     ]
     width, height = max(x, 400), TOP + SIDE + 28
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height}" width="{width:g}" font-family="sans-serif" font-size="12">'
-    return "\n".join([head, f'<rect width="{width:g}" height="{height}" fill="white"/>', *legend, *parts[1:], "</svg>"]) + "\n"
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height}" width="{width:g}" '
+        'font-family="sans-serif" font-size="12">'
+    )
+    return (
+        "\n".join([head, f'<rect width="{width:g}" height="{height}" fill="white"/>', *legend, *parts[1:], "</svg>"])
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""mkdocs' hooks: a link to a file outside docs/, which GitHub shows, becomes a link to a page of the site with that file."""
+"""mkdocs' hooks: a link to a file outside docs/, which GitHub shows, becomes a link to a page of the site with that
+file.
+"""
 
 import posixpath
 import re
@@ -23,7 +25,10 @@ def outside(link: str, page: str) -> str | None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for every linked file."""
     found = {
-        path for page in files.documentation_pages() for link in LINK.findall(page.content_string) if (path := outside(link, page.src_uri))
+        path
+        for page in files.documentation_pages()
+        for link in LINK.findall(page.content_string)
+        if (path := outside(link, page.src_uri))
     }
     for path in sorted(found):
         if not (ROOT / path).is_file():

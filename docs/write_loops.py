@@ -1,4 +1,6 @@
-"""Write docs/loops.md from runs of every habit: python docs/write_loops.py, or only some columns: python docs/write_loops.py FSDP TP"""
+"""Write docs/loops.md from runs of every habit: python docs/write_loops.py, or only some columns: python
+docs/write_loops.py FSDP TP
+"""
 
 import sys
 from pathlib import Path

@@ -32,7 +32,9 @@ def main(mesh: str, run: Path) -> None:
     text = torch.tensor(list(Path(sysconfig.get_paths()["stdlib"], "typing.py").read_bytes()))
     with meshpar.distributed("cpu"):  # torchrun's environment, or one process
         with torch.device("meta"):
-            model = Transformer(TransformerConfig(vocab_size=256, dim=128, layers=4, heads=4, hidden=384, max_positions=LENGTH))
+            model = Transformer(
+                TransformerConfig(vocab_size=256, dim=128, layers=4, heads=4, hidden=384, max_positions=LENGTH)
+            )
         par = meshpar.Plan(mesh, PASSES.get(mesh, [])).apply(model).materialize(seed=0)
         optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-3)
         checkpoints = CheckpointManager(run / "checkpoints", keep=2)

@@ -13,16 +13,7 @@ if TYPE_CHECKING:
     from meshpar.launchers.recipes.recipe import Recipe
     from meshpar.launchers.targets.job import Job, Launched, Target
 
-__all__ = [
-    "Job",
-    "Launched",
-    "Recipe",
-    "Target",
-    "export_adapters",
-    "export_run",
-    "load_recipe",
-    "train_recipe",
-]
+__all__ = ["Job", "Launched", "Recipe", "Target", "export_adapters", "export_run", "load_recipe", "train_recipe"]
 
 _HOMES = {
     "Job": "targets.job",

@@ -33,15 +33,24 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _main(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False) -> None:
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Train a model on any mesh of devices, resume it on another mesh, export it."""
 
 
 RecipeArgument = Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe that comes with meshpar.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set: training.steps=50 mesh=dp_shard=2", show_default=False)
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Fields to set: training.steps=50 mesh=dp_shard=2", show_default=False
+    ),
 ]
-WorldSize = Annotated[int | None, typer.Option("--world-size", help="Number of ranks; default: the size of the mesh.", min=1)]
+WorldSize = Annotated[
+    int | None, typer.Option("--world-size", help="Number of ranks; default: the size of the mesh.", min=1)
+]
 Elastic = Annotated[str | None, typer.Option(help="replicas: as `meshpar run --elastic replicas` starts it.")]
 
 
@@ -73,11 +82,19 @@ def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
 def train(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    nproc: Annotated[int | None, typer.Option(help="Ranks on this machine; default: the size of the mesh.", min=1)] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Ranks on this machine; default: the size of the mesh.", min=1)
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not print the recipe.")] = False,
-    nodes: Annotated[int, typer.Option(help="Simulate this number of nodes on this machine, with --nproc ranks each.", min=1)] = 1,
-    find_batch_size: Annotated[bool, typer.Option("--find-batch-size", help="First find the largest micro-batch that fits.")] = False,
-    memory: Annotated[str | None, typer.Option(help="Memory limit of a rank for --find-batch-size: 4GiB. Required on a CPU.")] = None,
+    nodes: Annotated[
+        int, typer.Option(help="Simulate this number of nodes on this machine, with --nproc ranks each.", min=1)
+    ] = 1,
+    find_batch_size: Annotated[
+        bool, typer.Option("--find-batch-size", help="First find the largest micro-batch that fits.")
+    ] = False,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory limit of a rank for --find-batch-size: 4GiB. Required on a CPU.")
+    ] = None,
     debug: Debug = False,
 ) -> int:
     """Train a recipe.
@@ -89,7 +106,9 @@ def train(
         from meshpar.launchers.export.run import bytes_of
 
     limit = None if memory is None else bytes_of(memory)
-    return train_recipe(recipe, overrides or [], nproc=nproc, quiet=quiet, nodes=nodes, find_batch=find_batch_size, memory=limit)
+    return train_recipe(
+        recipe, overrides or [], nproc=nproc, quiet=quiet, nodes=nodes, find_batch=find_batch_size, memory=limit
+    )
 
 
 @app.command()
@@ -97,22 +116,45 @@ def train(
 def export(
     src: Annotated[Path, typer.Argument(help="A run's folder, its checkpoints, or one step.")],
     dst: Annotated[Path, typer.Argument(help="The folder to write.")],
-    dtype: Annotated[str | None, typer.Option(help="Dtype of the weights: float32, bfloat16, float16; default: as saved.")] = None,
-    best: Annotated[str | None, typer.Option(help="Export the step with the lowest val/loss, or other metric; +name: highest.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest size of one file: 500MB, 5GB, 2GiB.")] = "5GB",
-    verify: Annotated[str, typer.Option(help="Checks before the export: none, size (of files), full (of every byte).")] = "size",
-    config: Annotated[Path | None, typer.Option(help="Folder whose config.json, tokenizer, ... replace the run's.")] = None,
-    layout: Annotated[str | None, typer.Option(help="Weights' names: own, llama, qwen3, gpt2, or rules.json; default: as saved.")] = None,
-    quantize: Annotated[str | None, typer.Option(help="Quantise: fp8, fp8-block, int8, int4; as GGUF: f16, q8_0, q4_0.")] = None,
-    keep_high: Annotated[
-        list[str] | None, typer.Option(help="Module to leave unquantised, '*' for one part: model.layers.0.mlp.*; repeatable.")
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the weights: float32, bfloat16, float16; default: as saved.")
     ] = None,
-    adapters: Annotated[bool, typer.Option("--adapters", help="Write trained adapters alone, in peft's format.")] = False,
-    measure: Annotated[Path | None, typer.Option(help="Text on which to compare the quantised export with the step's own weights.")] = None,
-    push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face Hub, with a model card.")] = None,
+    best: Annotated[
+        str | None, typer.Option(help="Export the step with the lowest val/loss, or other metric; +name: highest.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of one file: 500MB, 5GB, 2GiB.")] = "5GB",
+    verify: Annotated[
+        str, typer.Option(help="Checks before the export: none, size (of files), full (of every byte).")
+    ] = "size",
+    config: Annotated[
+        Path | None, typer.Option(help="Folder whose config.json, tokenizer, ... replace the run's.")
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="Weights' names: own, llama, qwen3, gpt2, or rules.json; default: as saved.")
+    ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="Quantise: fp8, fp8-block, int8, int4; as GGUF: f16, q8_0, q4_0.")
+    ] = None,
+    keep_high: Annotated[
+        list[str] | None,
+        typer.Option(help="Module to leave unquantised, '*' for one part: model.layers.0.mlp.*; repeatable."),
+    ] = None,
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Write trained adapters alone, in peft's format.")
+    ] = False,
+    measure: Annotated[
+        Path | None, typer.Option(help="Text on which to compare the quantised export with the step's own weights.")
+    ] = None,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the Hugging Face Hub, with a model card.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what --push would upload.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Export new steps to DST/step-N until the job that writes them ends.")] = False,
-    every: Annotated[int | None, typer.Option(help="With --watch: only steps that are multiples of this number.", min=1)] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Export new steps to DST/step-N until the job that writes them ends.")
+    ] = False,
+    every: Annotated[
+        int | None, typer.Option(help="With --watch: only steps that are multiples of this number.", min=1)
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file or folder.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -134,7 +176,9 @@ def export(
 def describe(
     recipe: RecipeOrShape,
     overrides: Overrides = None,
-    mesh: Annotated[str | None, typer.Option(help="The mesh, instead of the recipe's: dp_replicate=8,dp_shard=8,tp=8")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="The mesh, instead of the recipe's: dp_replicate=8,dp_shard=8,tp=8")
+    ] = None,
     world_size: WorldSize = None,
     elastic: Elastic = None,
     debug: Debug = False,
@@ -164,7 +208,9 @@ def check(
     overrides: Overrides = None,
     world_size: WorldSize = None,
     elastic: Elastic = None,
-    keys: Annotated[bool, typer.Option("--keys", callback=_keys, is_eager=True, help="Print every key of a recipe, and stop.")] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", callback=_keys, is_eager=True, help="Print every key of a recipe, and stop.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Check a recipe and list every problem, without running it."""
@@ -207,7 +253,8 @@ def quickstart(
 ) -> int:
     """Train, resume, export and generate in about three minutes.
 
-    Trains a small model on Python's own source, resumes on another mesh, exports the model and loads the export with transformers.
+    Trains a small model on Python's own source, resumes on another mesh, exports the model and loads the export with
+    transformers.
     """
     with quick_imports():
         from meshpar.launchers.commands.quickstart import quickstart as run
@@ -218,14 +265,24 @@ def quickstart(
 @app.command()
 @_reported
 def generate(
-    model: Annotated[Path, typer.Argument(help="A folder from `meshpar export`, or any folder that transformers loads.")],
+    model: Annotated[
+        Path, typer.Argument(help="A folder from `meshpar export`, or any folder that transformers loads.")
+    ],
     prompt: Annotated[str, typer.Argument(help="The beginning of the text.")],
     tokens: Annotated[int, typer.Option(help="Largest number of new tokens.", min=1)] = 64,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: always the most likely token.", min=0.0)] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the fewest tokens whose probabilities reach this sum.", max=1.0)] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature; 0: always the most likely token.", min=0.0)
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the fewest tokens whose probabilities reach this sum.", max=1.0)
+    ] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text before which the answer ends; repeatable.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling; default: a different answer each time.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template; print only the answer.")] = False,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the sampling; default: a different answer each time.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template; print only the answer.")
+    ] = False,
     engine: Annotated[str, typer.Option(help="Engine: transformers, or vllm if it is installed.")] = "transformers",
     debug: Debug = False,
 ) -> None:

@@ -1,49 +1,58 @@
 """Functions that torch has and has not made public: the one place where its private modules are named.
 
-- ``replicate`` on FSDP2's machinery: private while torch settles whether it replaces DistributedDataParallel's composable form
-  (pytorch/pytorch#166433). It goes when ``torch.distributed.fsdp`` exports it.
-- ``collective_ops``: the collectives as operators that autograd functions and ``torch.compile`` can hold. Their Python wrappers are
-  renamed between releases (torch 2.13 deprecates ``all_gather_tensor``, which 2.11 has alone); the operators keep their names. They go when
-  the wrappers are public. ``all_gather`` and ``reduce_scatter`` of one tensor have other names since torch 2.13.
+- ``replicate`` on FSDP2's machinery: private while torch settles whether it replaces DistributedDataParallel's
+  composable form (pytorch/pytorch#166433). It goes when ``torch.distributed.fsdp`` exports it.
+- ``collective_ops``: the collectives as operators that autograd functions and ``torch.compile`` can hold. Their Python
+  wrappers are renamed between releases (torch 2.13 deprecates ``all_gather_tensor``, which 2.11 has alone); the
+  operators keep their names. They go when the wrappers are public. ``all_gather`` and ``reduce_scatter`` of one tensor
+  have other names since torch 2.13.
 - ``as_one_operator``: an option of the compiler, which older releases lack; torch has no public list of its options.
 - ``ignore_profiler_marks``: torch's own list of operators to ignore lacks them; it goes when the list has them.
-- ``Units``: what FSDP2 keeps of its units: which weights are gathered, under which parameters, and whether gradients are reduced. It
-  reduces what has a gradient on this rank, which may be something else on another rank; torch 2.13 has
+- ``Units``: what FSDP2 keeps of its units: which weights are gathered, under which parameters, and whether gradients
+  are reduced. It reduces what has a gradient on this rank, which may be something else on another rank; torch 2.13 has
   ``set_reduce_scatter_unused_params``, which gives zeros to what no rank used, too.
 - ``ACCUMULATES_APART``: where FSDP2 keeps gradients that it has not reduced yet. It goes with torch 2.14.
 - ``enter_by``: a call of a module, with its hooks inside; ``nn.Module`` has no public place around both.
-- ``refuse_parts_as_numbers``, ``change_operators``: what DTensor does with single operators is its own table, with no public form.
-- ``change_attributes``: torch writes ``tensor.data = value`` into the outside of a DTensor alone, and has no hook for it.
+- ``refuse_parts_as_numbers``, ``change_operators``: what DTensor does with single operators is its own table, with no
+  public form.
+- ``change_attributes``: torch writes ``tensor.data = value`` into the outside of a DTensor alone, and has no hook for
+  it.
 - ``in_checkpoint``: whose hooks on saved tensors are in force.
-- ``check_backwards``, ``check_norms_of``: ``torch.autograd.grad``, ``backward`` and ``torch.nn.utils.clip_grad_norm_`` have no hook for
-  what they are asked.
-- ``next_node``: autograd's number of the node that it makes next, by which units know their own; private without a public form.
+- ``check_backwards``, ``check_norms_of``: ``torch.autograd.grad``, ``backward`` and ``torch.nn.utils.clip_grad_norm_``
+  have no hook for what they are asked.
+- ``next_node``: autograd's number of the node that it makes next, by which units know their own; private without a
+  public form.
 - ``in_backward``, ``at_end_of_backward``: where autograd is; FSDP2 and DDP read the same, with no public form.
-- ``without_modes``: a try inside of a forward must not be recorded by selective recomputation; private without a public form.
-- ``Units.drop_unreduced_gradients``, ``Units.unwind``: torch 2.13 has ``reset_iter_state`` for them, 2.11 nothing; in 2.15 that also
-  drops the gradients that earlier micro-batches have reduced.
+- ``without_modes``: a try inside of a forward must not be recorded by selective recomputation; private without a public
+  form.
+- ``Units.drop_unreduced_gradients``, ``Units.unwind``: torch 2.13 has ``reset_iter_state`` for them, 2.11 nothing; in
+  2.15 that also drops the gradients that earlier micro-batches have reduced.
 - ``output_dtype``: FSDP2 keeps a module's policy to itself.
 - ``parts_only``: FSDP2 holds the parameters of a unit in a list while it makes their shards, with no public form.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
 - ``forget_meshes``: DTensor keeps what it planned for a mesh, whose groups may be closed, in caches by equal meshes.
-- ``flattened``: FSDP2 takes one axis to shard over; flattening several is private (``gathered_inputs`` is what it sends over it).
+- ``flattened``: FSDP2 takes one axis to shard over; flattening several is private (``gathered_inputs`` is what it sends
+  over it).
 - ``StridedShard``: how FSDP2 names its split of a dim that the tensor axis split before (pytorch/pytorch#126697).
-- ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names (pytorch/pytorch#87664). The context
-  of its recomputation, ``_no_hook``, can be entered once, and a second backward through one forward enters it once more: ours takes its
-  place.
-- ``open_groups``, ``collective_counts``, ``last_collectives``: which process groups there are, their numbers of collectives, and the
-  flight recorder (gloo's in memory since torch 2.13); private without a public form.
-- ``gloo_threads``: a trace names the thread that ran a collective, gloo does not say whose thread it is; private without a public form.
-- ``quiet_gathers``: torch advises about a gather over two axes of one dim by a logger of a private module, and has no switch for it.
-- ``share_timeout``, ``shared_timeout``: a mesh's groups do not take the time-out of the group that they are made in; private without a
-  public form.
+- ``checkpoint`` (composable recomputation): private, with no public form that keeps parameter names
+  (pytorch/pytorch#87664). The context of its recomputation, ``_no_hook``, can be entered once, and a second backward
+  through one forward enters it once more: ours takes its place.
+- ``open_groups``, ``collective_counts``, ``last_collectives``: which process groups there are, their numbers of
+  collectives, and the flight recorder (gloo's in memory since torch 2.13); private without a public form.
+- ``gloo_threads``: a trace names the thread that ran a collective, gloo does not say whose thread it is; private
+  without a public form.
+- ``quiet_gathers``: torch advises about a gather over two axes of one dim by a logger of a private module, and has no
+  switch for it.
+- ``share_timeout``, ``shared_timeout``: a mesh's groups do not take the time-out of the group that they are made in;
+  private without a public form.
 - ``bound``: as ``share_timeout``, of a backend; ``set_timeout`` is public since torch 2.14.
 - ``eager``: ``torch.compiler.disable`` loads the compiler where it decorates, torch's own form at the first call.
-- ``before_steps``: torch forgets a hook of all optimizers in a step only with an error; where its own code runs, frames tell.
-- ``adafactor_on``: Adafactor's ``_init_group`` lists the tensors on which its step works; there is no public place between its state and
-  its arithmetic.
-- ``stored_at``: the class in which a distributed checkpoint's ``.metadata`` names each part's place, and stock ``dcp.load`` looks for it;
-  private without a public form.
+- ``before_steps``: torch forgets a hook of all optimizers in a step only with an error; where its own code runs, frames
+  tell.
+- ``adafactor_on``: Adafactor's ``_init_group`` lists the tensors on which its step works; there is no public place
+  between its state and its arithmetic.
+- ``stored_at``: the class in which a distributed checkpoint's ``.metadata`` names each part's place, and stock
+  ``dcp.load`` looks for it; private without a public form.
 """
 
 from __future__ import annotations
@@ -110,7 +119,9 @@ BEFORE_2_13 = tuple(int(each) for each in torch.__version__.split(".")[:2]) < (2
 
 
 class _Part(torch.autograd.Function):
-    """Return the part of a DTensor here; its gradient has a gradient, which torch before 2.13 cuts off without an error."""
+    """Return the part of a DTensor here; its gradient has a gradient, which torch before 2.13 cuts off without an
+    error.
+    """
 
     @staticmethod
     def forward(ctx: Any, whole: DTensor) -> torch.Tensor:
@@ -130,32 +141,50 @@ def part_here(whole: DTensor) -> torch.Tensor:
 
 
 def flattens(tensor: torch.Tensor) -> bool:
-    """Tell whether torch can make a vector of a tensor without other ranks: before 2.13 only if it is not split along a later dimension."""
-    return not (BEFORE_2_13 and isinstance(tensor, DTensor) and any(isinstance(each, Shard) and each.dim > 0 for each in tensor.placements))
+    """Tell whether torch can make a vector of a tensor without other ranks: before 2.13 only if it is not split along a
+    later dimension.
+    """
+    return not (
+        BEFORE_2_13
+        and isinstance(tensor, DTensor)
+        and any(isinstance(each, Shard) and each.dim > 0 for each in tensor.placements)
+    )
 
 
 keep_version: Any = torch.autograd._unsafe_preserve_version_counter
-"""Let tensors keep the number by which autograd knows of writes: what was written is put back before anybody reads it."""
+"""Let tensors keep the number by which autograd knows of writes: what was written is put back before anybody reads it.
+"""
 
 ACCUMULATES_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
-"""Torch up to 2.14 accumulates gradients without reducing them beside ``.grad``, in the dtype of the reduction; 2.15 in ``.grad``."""
+"""Torch up to 2.14 accumulates gradients without reducing them beside ``.grad``, in the dtype of the reduction; 2.15 in
+``.grad``.
+"""
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep ``torch.compile`` out of ``function``: ``torch.compiler.disable`` that loads the compiler, half a second, at the first call."""
+    """Keep ``torch.compile`` out of ``function``: ``torch.compiler.disable`` that loads the compiler, half a second, at
+    the first call.
+    """
     return cast("Callable[P, R]", _disable_dynamo(function))
 
 
 def as_one_operator(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a function into what selective recomputation sees as one operator, where torch can: its kernels alone it does not see."""
+    """Compile a function into what selective recomputation sees as one operator, where torch can: its kernels alone it
+    does not see.
+    """
     options: dict[str, Any] = {"wrap_inductor_compiled_regions": True}
     can = options.keys() <= set(torch._inductor.list_options())
     return cast("Callable[P, R]", torch.compile(function, options=options if can else None))
 
 
 def ignore_profiler_marks() -> Undo:
-    """Let selective recomputation pass over profiler marks, which FSDP2 makes in a recomputation and not in the forward it repeats."""
-    enter, leave = torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction
+    """Let selective recomputation pass over profiler marks, which FSDP2 makes in a recomputation and not in the forward
+    it repeats.
+    """
+    enter, leave = (
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    )
     return _set(torch.utils.checkpoint, "SAC_IGNORED_OPS", torch.utils.checkpoint.SAC_IGNORED_OPS | {enter, leave})
 
 
@@ -177,7 +206,9 @@ class _WithoutHook:
 
 
 def recompute_again() -> Undo:
-    """Let a module to which :func:`checkpoint` was applied be recomputed in each of several backwards through one forward."""
+    """Let a module to which :func:`checkpoint` was applied be recomputed in each of several backwards through one
+    forward.
+    """
     return _set(checkpoint_activation, "_no_hook", _WithoutHook)
 
 
@@ -215,10 +246,11 @@ class Units:
         self._groups = [group for child in self.modules for group in _groups(child)]
 
     def watch(self, run: Callable[[], None]) -> None:
-        """Call ``run`` in every backward that reaches a unit, and let ranks reduce alike: what other ranks may have used counts as zero.
+        """Call ``run`` in every backward that reaches a unit, and let ranks reduce alike: what other ranks may have
+        used counts as zero.
 
-        Selective recomputation, which requires the same operators each time, does not see that weights are gathered. A unit's output
-        may be changed in place behind the unit; its weights are gathered in backward all the same.
+        Selective recomputation, which requires the same operators each time, does not see that weights are gathered. A
+        unit's output may be changed in place behind the unit; its weights are gathered in backward all the same.
         """
         for child in self.modules:
             if child not in self._watched:
@@ -243,17 +275,27 @@ class Units:
         inner(*args)
 
     def _fill(self, group: Any) -> None:
-        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad and hasattr(each, "_unsharded_param")]
+        trained = [
+            each for each in group.fsdp_params if each.sharded_param.requires_grad and hasattr(each, "_unsharded_param")
+        ]
         early = any(each.unsharded_accumulated_grad is not None for each in trained)
-        unused = [each for each in trained if each.unsharded_accumulated_grad is None and each._unsharded_param.grad is None]
-        if len(unused) < len(trained) or (id(group) in self._ran and trained and _accumulates(trained[0]._unsharded_param)):
+        unused = [
+            each for each in trained if each.unsharded_accumulated_grad is None and each._unsharded_param.grad is None
+        ]
+        if len(unused) < len(trained) or (
+            id(group) in self._ran and trained and _accumulates(trained[0]._unsharded_param)
+        ):
             known = set(map(id, unused))
             self._used.update(id(each.sharded_param) for each in trained if id(each) not in known)
             for each in unused:
-                each._unsharded_param.grad = torch.zeros_like(each._unsharded_param, dtype=each._unsharded_param.grad_dtype)
+                each._unsharded_param.grad = torch.zeros_like(
+                    each._unsharded_param, dtype=each._unsharded_param.grad_dtype
+                )
                 if each.sharded_param.grad is None:
                     self._filled.append(each.sharded_param)
-        if early and ACCUMULATES_APART:  # one dtype a unit: an earlier micro-batch has left gradients in the dtype of the reduction
+        if (
+            early and ACCUMULATES_APART
+        ):  # one dtype a unit: an earlier micro-batch has left gradients in the dtype of the reduction
             for each in trained:
                 if each.unsharded_accumulated_grad is None:
                     each.to_accumulated_grad_if_needed()
@@ -272,7 +314,9 @@ class Units:
         return lost
 
     def unwind(self) -> None:
-        """Bring units back from a backward that an error ended; without it FSDP2 never sees the end of a later one, nor reduces in it."""
+        """Bring units back from a backward that an error ended; without it FSDP2 never sees the end of a later one, nor
+        reduces in it.
+        """
         self.take_filled()
         self.take_lost()
         for unit in self.modules:
@@ -306,7 +350,9 @@ class Units:
         """Return the name of a parameter that was frozen, or not, when its unit ran, and is not, or is, now."""
         for group in self._groups:
             if (before := self._ran.get(id(group))) is not None and before != (now := _trained(group)):
-                return next(each._param_fqn for each, was, is_now in zip(group.fsdp_params, before, now) if was != is_now)
+                return next(
+                    each._param_fqn for each, was, is_now in zip(group.fsdp_params, before, now) if was != is_now
+                )
         return None
 
     def enters_backward(self, unit: nn.Module) -> None:
@@ -328,7 +374,9 @@ class Units:
                     each.reset_sharded_param()
 
     def release(self, output: Iterable[Tensor]) -> None:
-        """Let go of gathered weights after a call without gradients, which no backward needs; a call may have returned them."""
+        """Let go of gathered weights after a call without gradients, which no backward needs; a call may have returned
+        them.
+        """
         gathered = [each._unsharded_param for group in self._groups if group.is_unsharded for each in group.fsdp_params]
         if {_memory(each) for each in output if each.layout == torch.strided}.isdisjoint(map(_memory, gathered)):
             self.reshard()
@@ -339,14 +387,21 @@ class Units:
         self._kept = [(each, each.sharded_param, _version(each.sharded_param)) for each in gathered]
 
     def unwritten(self) -> Tensor | None:
-        """Return whether the shards of :meth:`keep` are bit by bit what is gathered; None where one was written, replaced or let go of."""
+        """Return whether the shards of :meth:`keep` are bit by bit what is gathered; None where one was written,
+        replaced or let go of.
+        """
         gathered = {id(each) for group in self._groups if group.is_unsharded for each in group.fsdp_params}
-        if any(id(each) not in gathered or each.sharded_param is not was or _version(was) != then for each, was, then in self._kept):
+        if any(
+            id(each) not in gathered or each.sharded_param is not was or _version(was) != then
+            for each, was, then in self._kept
+        ):
             return None
         return torch.stack([_agrees(each) for each, _, _ in self._kept]).all() if self._kept else None
 
     def hide(self, unit: nn.Module | None = None) -> None:
-        """Register the shards on the modules of one unit, or of all, again, and keep what is gathered, which backward needs."""
+        """Register the shards on the modules of one unit, or of all, again, and keep what is gathered, which backward
+        needs.
+        """
         for group in self._groups if unit is None else _groups(unit):
             if not group.is_sharded:
                 for each in group.fsdp_params:
@@ -384,7 +439,8 @@ class Units:
 
         Args:
             unit: is gathered.
-            look: also compare values with this rank's shard, bit by bit, which finds a write through ``.data`` or NumPy.
+            look: also compare values with this rank's shard, bit by bit, which finds a write through ``.data`` or
+                NumPy.
         """
         for group in _groups(unit):
             for each in group.fsdp_params:
@@ -407,7 +463,12 @@ class Units:
 
     def moved(self) -> list[str]:
         """Return the names of parameters that stand in another unit than the one that shards them."""
-        homes = {id(each.sharded_param): unit for unit in self.modules for group in _groups(unit) for each in group.fsdp_params}
+        homes = {
+            id(each.sharded_param): unit
+            for unit in self.modules
+            for group in _groups(unit)
+            for each in group.fsdp_params
+        }
         names = {child: name for name, child in self._module.named_modules()}
         now = [child for child in self._module.modules() if isinstance(child, FSDPModule)]
         owners = [(unit, child) for unit in now for child in _own_modules(unit)]
@@ -415,7 +476,9 @@ class Units:
         return [f"{names[child]}.{leaf}" for unit, child, leaf, value in held if homes.get(id(value), unit) is not unit]
 
     def hooked(self) -> list[Any]:
-        """Return the sharded parameters on which somebody registered a hook for their gradient before it is accumulated."""
+        """Return the sharded parameters on which somebody registered a hook for their gradient before it is
+        accumulated.
+        """
         return [each for each in self.shards() if each._backward_hooks]
 
     def hooked_after(self) -> list[Any]:
@@ -443,7 +506,9 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _version(gathered: Any) -> tuple[int, int, int]:
-    """Return numbers that change when somebody writes a gathered weight or gives it other memory; gathering changes none."""
+    """Return numbers that change when somebody writes a gathered weight or gives it other memory; gathering changes
+    none.
+    """
     local = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
     return gathered._version, local._version, _memory(gathered)
 
@@ -465,12 +530,16 @@ def _agrees(parameter: Any) -> Tensor:
 
 @contextmanager
 def parts_only() -> Iterator[None]:
-    """Let FSDP2 free each parameter when its part is made; it keeps all of a unit's until the unit is made, and compares names then."""
+    """Let FSDP2 free each parameter when its part is made; it keeps all of a unit's until the unit is made, and
+    compares names then.
+    """
     contract: Any = importlib.import_module("torch.distributed._composable.contract")
     inner, make, ordered = FSDPParamGroup.__init__, FSDPParam, contract.OrderedDict
 
     def init(self: Any, params: list[nn.Parameter], *args: Any, **kwargs: Any) -> None:
-        importlib.import_module("torch._dynamo")  # whose first import keeps the frames around it until the collector runs
+        importlib.import_module(
+            "torch._dynamo"
+        )  # whose first import keeps the frames around it until the collector runs
         places = itertools.count()
 
         def part(*args: Any, **kwargs: Any) -> FSDPParam:
@@ -513,13 +582,16 @@ class _Apart(torch.autograd.Function):
 
 @eager  # FSDP2's hooks stand beside the compiled block, where this one would be a graph of its own
 def _returned(module: nn.Module, args: object, kwargs: object, output: Any) -> Any:
-    """Return a unit's output without views of what it computed: a change in place of a view drops the hook that FSDP2 puts on it.
+    """Return a unit's output without views of what it computed: a change in place of a view drops the hook that FSDP2
+    puts on it.
 
     A view of its input stays one: whoever holds the input sees a change of it.
     """
     if not torch.is_grad_enabled():
         return output
-    given = {id(base) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) for base in (each, each._base)}
+    given = {
+        id(base) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) for base in (each, each._base)
+    }
 
     def apart(value: Any) -> Any:
         view = isinstance(value, Tensor) and value._is_view() and value.requires_grad and id(value._base) not in given
@@ -544,7 +616,9 @@ def unseen(inner: Callable[P, R]) -> Callable[P, R]:
 def _groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     # torch 2.13 allows a state several groups, where 2.11 has one.
-    return [each for each in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if each is not None]
+    return [
+        each for each in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if each is not None
+    ]
 
 
 @final
@@ -560,7 +634,8 @@ class _Came(nn.Module):
 
 
 def make_unit(unit: nn.Module, make: Callable[..., FSDPModule], ignored: Collection[nn.Parameter]) -> FSDPModule:
-    """Make a unit; one that was made lets go of the parameters that left its modules since, and takes in those that came.
+    """Make a unit; one that was made lets go of the parameters that left its modules since, and takes in those that
+    came.
 
     Args:
         unit: a module. The units in it come first.
@@ -588,7 +663,9 @@ def make_unit(unit: nn.Module, make: Callable[..., FSDPModule], ignored: Collect
         group.fsdp_params = [each for each in group.fsdp_params if id(each.sharded_param) in places]
         for each in group.fsdp_params:
             (owner, name), *others = places[id(each.sharded_param)]
-            each._module_info = type(each._module_info)(owner, name, [one for one, _ in others], [name for _, name in others])
+            each._module_info = type(each._module_info)(
+                owner, name, [one for one, _ in others], [name for _, name in others]
+            )
     state: Any = unit._get_fsdp_state()
     groups = [group for group in groups if group.fsdp_params]
     if hasattr(state, "_fsdp_param_groups"):
@@ -607,7 +684,9 @@ def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
 
 
 def begin_anew(module: nn.Module) -> None:
-    """Let FSDP2 look at the units of a module, and their parameters, before the next forward as it does before the first."""
+    """Let FSDP2 look at the units of a module, and their parameters, before the next forward as it does before the
+    first.
+    """
     for unit in module.modules():
         if not isinstance(unit, FSDPModule):
             continue
@@ -616,7 +695,10 @@ def begin_anew(module: nn.Module) -> None:
         state._state_ctx.all_states.clear()
         for group in _groups(unit):
             group._module_fqn, group._reset_sharded_params = None, False
-            for handles in (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle):
+            for handles in (
+                group._module_to_pre_save_state_dict_hook_handle,
+                group._module_to_pre_load_state_dict_hook_handle,
+            ):
                 for each in handles.values():
                     each.remove()
                 handles.clear()
@@ -641,7 +723,11 @@ def is_gathered(unit: FSDPModule) -> bool:
 
 def gathered_bytes(unit: FSDPModule) -> int:
     """Return the bytes of :func:`gathered_inputs`, also on the meta device."""
-    held = ((each, each.mp_policy.param_dtype or each.sharded_param.dtype) for group in _groups(unit) for each in group.fsdp_params)
+    held = (
+        (each, each.mp_policy.param_dtype or each.sharded_param.dtype)
+        for group in _groups(unit)
+        for each in group.fsdp_params
+    )
     return sum(each.padded_sharded_param_size.numel() * dtype.itemsize for each, dtype in held)
 
 
@@ -664,7 +750,9 @@ def gather_before_backward(unit: nn.Module, output: object, tensors: Iterable[An
 
 
 def enter_by(module: Any, call: Callable[..., Any]) -> None:
-    """Let every call of ``module``, with its hooks, go through ``call``, which is not compiled where somebody compiles the module."""
+    """Let every call of ``module``, with its hooks, go through ``call``, which is not compiled where somebody compiles
+    the module.
+    """
 
     @torch.compiler.disable(recursive=False)
     def entered(self: object, *args: Any, **kwargs: Any) -> Any:
@@ -701,7 +789,8 @@ def change_attributes(assign: Callable[[DTensor, object], bool], refuse_numpy: C
     """Change what two attributes of DTensors do.
 
     Args:
-        assign: answers ``tensor.data = value``, which torch ignores without an error; torch goes on where it returns False.
+        assign: answers ``tensor.data = value``, which torch ignores without an error; torch goes on where it returns
+            False.
         refuse_numpy: is called in the place of ``tensor.numpy()``.
     """
     plain: Any = torch.Tensor.data
@@ -725,7 +814,17 @@ def change_attributes(assign: Callable[[DTensor, object], bool], refuse_numpy: C
 
 
 _RANDOM = (
-    *("normal_", "uniform_", "bernoulli_", "bernoulli", "rand_like", "randn_like", "randint_like", "native_dropout", "exponential_"),
+    *(
+        "normal_",
+        "uniform_",
+        "bernoulli_",
+        "bernoulli",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "native_dropout",
+        "exponential_",
+    ),
     *("geometric_", "log_normal_", "cauchy_", "random_", "poisson", "multinomial"),
 )
 
@@ -738,15 +837,23 @@ def change_operators(
     """Change what DTensors do with operators of three kinds.
 
     Args:
-        draw: runs an operator that draws random numbers, which torch draws on a CPU for each part as if it were the whole.
-        refuse_unknown: is called with an operator that torch cannot run on shards, and its error, which is raised afterwards.
-        refuse_lost: is called where somebody writes into a view that is a copy, gathered from shards, so that the write would be lost.
+        draw: runs an operator that draws random numbers, which torch draws on a CPU for each part as if it were the
+            whole.
+        refuse_unknown: is called with an operator that torch cannot run on shards, and its error, which is raised
+            afterwards.
+        refuse_lost: is called where somebody writes into a view that is a copy, gathered from shards, so that the write
+            would be lost.
     """
     dispatcher: Any = DTensor._op_dispatcher
     handlers: dict[Any, Any] = dispatcher._custom_op_handlers
-    infer, compute = dispatcher._propagate_op_sharding_dispatch_slow_path, dispatcher._dispatch_get_local_results_slow_path
+    infer, compute = (
+        dispatcher._propagate_op_sharding_dispatch_slow_path,
+        dispatcher._dispatch_get_local_results_slow_path,
+    )
     packets = [getattr(torch.ops.aten, name) for name in _RANDOM]
-    random = {getattr(each, overload): draw for each in packets for overload in each.overloads() if "out" not in overload}
+    random = {
+        getattr(each, overload): draw for each in packets for overload in each.overloads() if "out" not in overload
+    }
     handlers.update({op: each for op, each in random.items() if op not in handlers})
     guards: dict[Any, Any] = {}
 
@@ -760,7 +867,13 @@ def change_operators(
     def computed(op: Any, args: tuple[Any, ...], info: Any) -> Any:
         results = compute(op, args, info)
         base = args[0] if args else None
-        if info.output_sharding.needs_redistribute and _is_view(op) and isinstance(base, DTensor) and base.is_leaf and not in_backward():
+        if (
+            info.output_sharding.needs_redistribute
+            and _is_view(op)
+            and isinstance(base, DTensor)
+            and base.is_leaf
+            and not in_backward()
+        ):
             for each in results if isinstance(results, list | tuple) else [results]:
                 each.untyped_storage().meshpar_copy = True
             if not guards:
@@ -778,13 +891,19 @@ def change_operators(
         finally:
             handlers[op] = guard
 
-    dispatcher._propagate_op_sharding_dispatch_slow_path, dispatcher._dispatch_get_local_results_slow_path = inferred, computed
+    dispatcher._propagate_op_sharding_dispatch_slow_path, dispatcher._dispatch_get_local_results_slow_path = (
+        inferred,
+        computed,
+    )
 
     def undo() -> bool:
         for op, handler in (random | guards).items():
             if handlers.get(op) is handler:
                 del handlers[op]
-        for name, changed in (("_propagate_op_sharding_dispatch_slow_path", inferred), ("_dispatch_get_local_results_slow_path", computed)):
+        for name, changed in (
+            ("_propagate_op_sharding_dispatch_slow_path", inferred),
+            ("_dispatch_get_local_results_slow_path", computed),
+        ):
             if vars(dispatcher).get(name) is changed:
                 delattr(dispatcher, name)
         return True
@@ -806,7 +925,9 @@ def _writes() -> Iterator[Any]:
 
 
 def _accumulates(parameter: torch.Tensor) -> bool:
-    """Tell whether the backward that runs now would leave a gradient in ``parameter``; ``torch.autograd.grad`` does not."""
+    """Tell whether the backward that runs now would leave a gradient in ``parameter``; ``torch.autograd.grad`` does
+    not.
+    """
     return in_backward() and torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
 
 
@@ -823,17 +944,21 @@ def set_recomputed(module: nn.Module, recomputed: bool) -> None:
 
 
 def in_checkpoint() -> bool:
-    """Tell whether the code that runs is inside of ``torch.utils.checkpoint(use_reentrant=False)``, and not yet recomputed."""
+    """Tell whether the code that runs is inside of ``torch.utils.checkpoint(use_reentrant=False)``, and not yet
+    recomputed.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue] - torch has no types for it
     return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
 
 
-def check_backwards(wanted: Callable[[list[Any]], None], roots: Callable[[list[Any]], None], failed: Callable[[], None]) -> Undo:
+def check_backwards(
+    wanted: Callable[[list[Any]], None], roots: Callable[[list[Any]], None], failed: Callable[[], None]
+) -> Undo:
     """Let functions look at each backward before it runs, by ``backward`` or ``torch.autograd.grad``.
 
     Args:
-        wanted: looks at what the gradients are asked of, by ``torch.autograd.grad`` or ``backward(inputs=...)``. Autograd knows nothing of
-            FSDP2's shards: it calls them unused, or with ``allow_unused`` answers None.
+        wanted: looks at what the gradients are asked of, by ``torch.autograd.grad`` or ``backward(inputs=...)``.
+            Autograd knows nothing of FSDP2's shards: it calls them unused, or with ``allow_unused`` answers None.
         roots: looks at the tensors and nodes from which the backward starts.
         failed: is called where the backward ended with an error.
     """
@@ -850,7 +975,9 @@ def check_norms_of(check: Callable[[list[Any]], None]) -> Undo:
 
 
 def before_steps(run: Callable[..., Any]) -> Undo:
-    """Call ``run`` before every optimizer's step. Undoing waits while a thread is in a step, which iterates over the hooks."""
+    """Call ``run`` before every optimizer's step. Undoing waits while a thread is in a step, which iterates over the
+    hooks.
+    """
     hook, torchs = register_optimizer_step_pre_hook(run), vars(sys.modules[Optimizer.__module__])
 
     def undo() -> bool:
@@ -864,14 +991,18 @@ def before_steps(run: Callable[..., Any]) -> Undo:
 
 
 def next_node() -> int:
-    """Return the number of the node that autograd makes next in this thread; a graph's nodes are numbered in the order of their making."""
+    """Return the number of the node that autograd makes next in this thread; a graph's nodes are numbered in the order
+    of their making.
+    """
     return torch.autograd._get_sequence_nr()
 
 
 def _check_tensors(
     owner: Any, name: str, checks: Mapping[str, Callable[[list[Any]], None]], failed: Callable[[], None] = lambda: None
 ) -> Undo:
-    """Let ``checks``, by the name of an argument, look at the tensors and nodes that a function of ``owner`` is called with."""
+    """Let ``checks``, by the name of an argument, look at the tensors and nodes that a function of ``owner`` is called
+    with.
+    """
     inner = getattr(owner, name)
     if hasattr(inner, "_meshpar_checked"):  # somebody wrapped it, so that undoing left it
         return lambda: True
@@ -931,15 +1062,19 @@ def collective_counts() -> dict[str, int]:
 
 
 def gloo_threads() -> dict[int, str]:
-    """Return the threads of this process that run gloo's collectives, by number, and the title of each one's group; empty where not known.
+    """Return the threads of this process that run gloo's collectives, by number, and the title of each one's group;
+    empty where not known.
 
-    Each of a process's groups starts threads of its own, as many as every other and before the next group's. Linux tells their names.
+    Each of a process's groups starts threads of its own, as many as every other and before the next group's. Linux
+    tells their names.
     """
     threads = []
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # a thread that has just ended
             if (task / "comm").read_text().strip() == "pt_gloo_runloop":
-                threads.append((int((task / "stat").read_text().rsplit(")", 1)[1].split()[19]), int(task.name)))  # when it was started
+                threads.append(
+                    (int((task / "stat").read_text().rsplit(")", 1)[1].split()[19]), int(task.name))
+                )  # when it was started
     groups = [group for group, (backend, _) in dist.distributed_c10d._world.pg_map.items() if "gloo" in str(backend)]
     each, rest = divmod(len(threads), len(groups)) if groups else (0, 1)
     if rest or not each:
@@ -948,11 +1083,12 @@ def gloo_threads() -> dict[int, str]:
 
 
 class AdafactorOn:
-    """Let an Adafactor's step work on other objects than its tensors, one at a time; the bases after this one are its class.
+    """Let an Adafactor's step work on other objects than its tensors, one at a time; the bases after this one are its
+    class.
 
     Attributes:
-        replace: is called with a parameter, its gradient and its state, and returns what takes the place of the parameter, of the gradient
-            and, by key, of the tensors of the state.
+        replace: is called with a parameter, its gradient and its state, and returns what takes the place of the
+            parameter, of the gradient and, by key, of the tensors of the state.
     """
 
     replace: Callable[[Tensor, Tensor, dict[str, Any]], tuple[Any, Any, dict[str, Any]]]
@@ -967,7 +1103,9 @@ class AdafactorOn:
         parameters, grads, rows, columns, variances, _ = lists
         for place, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
             parameters[place], grads[place], state = self.replace(parameter, grad, self.state[parameter])  # type: ignore[attr-defined]
-            rows[place], columns[place], variances[place] = (state.get(key) for key in ("row_var", "col_var", "variance"))
+            rows[place], columns[place], variances[place] = (
+                state.get(key) for key in ("row_var", "col_var", "variance")
+            )
         return has_complex
 
 
@@ -977,7 +1115,9 @@ def _adafactor_on(kind: type, replace: Callable[..., Any]) -> type:
 
 
 def adafactor_on(optimizer: torch.optim.Adafactor, replace: Callable[..., Any]) -> Any:
-    """Return an optimizer that shares everything with ``optimizer`` and steps on what ``replace`` returns (see :class:`AdafactorOn`)."""
+    """Return an optimizer that shares everything with ``optimizer`` and steps on what ``replace`` returns (see
+    :class:`AdafactorOn`).
+    """
     kind: Any = type(optimizer)
     stands_in: Any = object.__new__(_adafactor_on(kind, replace))
     stands_in.__dict__ = optimizer.__dict__
@@ -985,7 +1125,9 @@ def adafactor_on(optimizer: torch.optim.Adafactor, replace: Callable[..., Any]) 
 
 
 def forget_meshes() -> None:
-    """Let DTensor plan anew: what it remembers by a mesh also serves an equal one, and may name groups that were closed since."""
+    """Let DTensor plan anew: what it remembers by a mesh also serves an equal one, and may name groups that were closed
+    since.
+    """
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     forget = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
@@ -995,7 +1137,9 @@ def forget_meshes() -> None:
 
 @contextmanager
 def quiet_gathers() -> Iterator[None]:
-    """Keep DTensor's advice on slow gathers out of the log: what FSDP2 shards over tensor parallelism cannot be gathered in another way."""
+    """Keep DTensor's advice on slow gathers out of the log: what FSDP2 shards over tensor parallelism cannot be
+    gathered in another way.
+    """
     log = logging.getLogger("torch.distributed.tensor._redistribute")
     was, log.disabled = log.disabled, True
     try:
@@ -1013,7 +1157,9 @@ def shared_timeout() -> timedelta | None:
 
 
 def share_timeout(groups: Iterable[Any]) -> None:
-    """Give groups the default group's bound on collectives; torch gives a mesh's groups 30 minutes with gloo and 10 with NCCL."""
+    """Give groups the default group's bound on collectives; torch gives a mesh's groups 30 minutes with gloo and 10
+    with NCCL.
+    """
     timeout = shared_timeout()
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public since torch 2.14
     if timeout is not None:
@@ -1027,7 +1173,9 @@ def open_groups() -> list[Any]:
 
 
 def bound(group: Any, seconds: float) -> None:
-    """Bound every collective of a backend that was made without a process group; public (``set_timeout``) in newer torch alone."""
+    """Bound every collective of a backend that was made without a process group; public (``set_timeout``) in newer
+    torch alone.
+    """
     group._set_default_timeout(timedelta(seconds=seconds))
 
 
@@ -1055,5 +1203,9 @@ def last_collectives() -> dict[str, tuple[int, str]]:
 def group_title(group: Any) -> str:
     """Return what a process group is called: its axis and its ranks."""
     ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
-    said = group.group_desc.removeprefix("mesh_") if group.group_desc not in ("", "undefined") else f"group {group.group_name}"
+    said = (
+        group.group_desc.removeprefix("mesh_")
+        if group.group_desc not in ("", "undefined")
+        else f"group {group.group_name}"
+    )
     return f"{said} (ranks {ranks})"

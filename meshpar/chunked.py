@@ -23,7 +23,8 @@ from meshpar.registry import layout_for
 CHUNK = 1024
 """Positions whose logits are held at once, unless told: enough for a matrix product to run at its full speed."""
 LEAST = 256
-"""Positions of a chunk at least; otherwise it is an eighth of a batch, up to CHUNK, so that the memory is a fraction."""
+"""Positions of a chunk at least; otherwise it is an eighth of a batch, up to CHUNK, so that the memory is a fraction.
+"""
 LARGE_LOGITS = 1 << 28
 """Bytes of logits in float32 from which chunks are worth it: 256 MiB."""
 
@@ -40,15 +41,16 @@ def chunked_token_loss(
 ) -> Tensor:
     """Run ``model`` and return the loss of :func:`meshpar.token_loss`, without ever holding all logits.
 
-    While the model runs, its head computes the loss and the gradients of ``chunk`` positions at a time, instead of all logits. Under
-    tensor parallelism the head's style decides whether the logits of a chunk are gathered or split over the vocabulary. (The idea is from
-    Liger's fused linear cross entropy, arXiv 2410.10989.)
+    While the model runs, its head computes the loss and the gradients of ``chunk`` positions at a time, instead of all
+    logits. Under tensor parallelism the head's style decides whether the logits of a chunk are gathered or split over
+    the vocabulary. (The idea is from Liger's fused linear cross entropy, arXiv 2410.10989.)
 
     Args:
         model: returns an output whose ``.logits`` are the unchanged output of ``head``.
         inputs: the keyword arguments of the model.
         labels_BL: as for :func:`meshpar.token_loss`.
-        head: the module in ``model`` that makes logits (B, L, V) of hidden states (B, L, D); None: the one that :func:`head_of` finds.
+        head: the module in ``model`` that makes logits (B, L, V) of hidden states (B, L, D); None: the one that
+            :func:`head_of` finds.
         chunk: positions at a time.
         ignore_index: the label of positions that do not count.
         reduction: ``"mean"`` or ``"sum"``, as for :func:`meshpar.token_loss`.
@@ -65,13 +67,20 @@ def chunked_token_loss(
     with _loss_for_logits(head or head_of(model), labels_BL, chunk, ignore_index, made):
         output = model(**inputs)
     if not made or getattr(output, "logits", None) is not made[0]:
-        what = "never calls the head it was given" if not made else "changes its logits after the head, or casts them (output_dtype)"
-        raise MeshparError(f"{class_name(model)} {what}, so its loss cannot be computed in chunks; use chunk=0 (all logits at once)")
+        what = (
+            "never calls the head it was given"
+            if not made
+            else "changes its logits after the head, or casts them (output_dtype)"
+        )
+        raise MeshparError(
+            f"{class_name(model)} {what}, so its loss cannot be computed in chunks; use chunk=0 (all logits at once)"
+        )
     return reduced(made[0])
 
 
 def head_of(model: nn.Module) -> nn.Module:
-    """Return the module that makes the logits: what transformers' models call their output embeddings, or the layout its ``head``.
+    """Return the module that makes the logits: what transformers' models call their output embeddings, or the layout
+    its ``head``.
 
     Raises:
         MeshparError: neither names one.
@@ -83,24 +92,31 @@ def head_of(model: nn.Module) -> nn.Module:
         found = next((child for pattern in named for _, child in find_modules(model, pattern)), None)
     if found is None:
         raise MeshparError(
-            f"{class_name(model)} does not say which module makes its logits; name it (head=), give it the style 'head' in "
+            f"{class_name(model)} does not say which module makes its logits; name it (head=), give it the style "
+            "'head' in "
             "meshpar_layout(), or use chunk=0 (all logits at once)"
         )
     return found
 
 
 def chunk_for(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
-    """Return the chunk for a batch: 0 (all logits at once) where these are small, or where chunks are not known to be exact.
+    """Return the chunk for a batch: 0 (all logits at once) where these are small, or where chunks are not known to be
+    exact.
 
-    Chunks make the gradient of the head's weight (V, D) in float32 while the model still runs forward, and hold about ten bytes for each of
-    a chunk's logits; the whole logits (N, V) and what becomes of them take eight bytes each. So they pay where N is well above D.
+    Chunks make the gradient of the head's weight (V, D) in float32 while the model still runs forward, and hold about
+    ten bytes for each of a chunk's logits; the whole logits (N, V) and what becomes of them take eight bytes each. So
+    they pay where N is well above D.
 
-    Chunks are exact where the layout names the head whose output the model returns, nobody replaced the model's forward, and no pass
-    casts the output. Nothing runs, and nothing is read from a device.
+    Chunks are exact where the layout names the head whose output the model returns, nobody replaced the model's
+    forward, and no pass casts the output. Nothing runs, and nothing is read from a device.
     """
     positions, layout = batch["labels"].numel(), applied(model).layout or layout_for(model)
     head = dict(model.named_modules()).get(layout.head) if layout.head else None
-    if not isinstance(head, nn.Linear) or positions * head.out_features * 4 < LARGE_LOGITS or positions < head.in_features + 2.5 * CHUNK:
+    if (
+        not isinstance(head, nn.Linear)
+        or positions * head.out_features * 4 < LARGE_LOGITS
+        or positions < head.in_features + 2.5 * CHUNK
+    ):
         return 0
     try:
         around_the_product(head)
@@ -111,19 +127,29 @@ def chunk_for(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
 
 
 @contextmanager
-def _loss_for_logits(head: nn.Module, labels_BL: Tensor, chunk: int, ignore_index: int, made: list[Tensor]) -> Iterator[None]:
+def _loss_for_logits(
+    head: nn.Module, labels_BL: Tensor, chunk: int, ignore_index: int, made: list[Tensor]
+) -> Iterator[None]:
     """Let ``head`` return the summed loss (a scalar) in place of logits, once."""
     prepare, finish = around_the_product(head)
 
     def forward(hidden: Tensor) -> Tensor:
         if made:
-            raise MeshparError("the head was called twice in one forward; its loss cannot be computed in chunks: use chunk=0")
+            raise MeshparError(
+                "the head was called twice in one forward; its loss cannot be computed in chunks: use chunk=0"
+            )
         hidden = prepare(hidden)
         if hidden.shape[:-1] != labels_BL.shape:
-            raise MeshparError(f"the head got hidden states of {tuple(hidden.shape[:-1])} for labels of {tuple(labels_BL.shape)}")
+            raise MeshparError(
+                f"the head got hidden states of {tuple(hidden.shape[:-1])} for labels of {tuple(labels_BL.shape)}"
+            )
         hidden, weight, bias = (_computed_with(each) for each in (hidden, head.weight, head.bias))
         wanted = torch.is_grad_enabled()
-        made.append(_Chunked.apply(finish, wanted, chunk, ignore_index, labels_BL.flatten(), hidden.flatten(0, -2), weight, bias))
+        made.append(
+            _Chunked.apply(
+                finish, wanted, chunk, ignore_index, labels_BL.flatten(), hidden.flatten(0, -2), weight, bias
+            )
+        )
         return made[0]
 
     with in_place_of(head, forward):
@@ -142,7 +168,9 @@ def around_the_product(head: nn.Module) -> tuple[Step, Step]:
             return _nothing, _nothing
         if known.around is not None:  # set by the tensor-parallel style of a head
             return known.around
-    raise MeshparError(f"the head is a {class_name(head)} with a forward of its own, expected a linear layer; use chunk=0")
+    raise MeshparError(
+        f"the head is a {class_name(head)} with a forward of its own, expected a linear layer; use chunk=0"
+    )
 
 
 def _computed_with(x: Any) -> Any:  # noqa: ANN401 - a tensor, or None where there is none
@@ -191,17 +219,25 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # In place: a second backward through the same graph is an error of autograd's, as it is for any graph that was freed.
+        # In place: a second backward through the same graph is an error of autograd's, as it is for any graph that was
+        # freed.
         saved = zip(ctx.saved_tensors, ctx.dtypes)  # type: ignore[attr-defined]
-        return None, None, None, None, None, *(None if each is None else each.mul_(upstream).to(dtype) for each, dtype in saved)
+        return (
+            None,
+            None,
+            None,
+            None,
+            None,
+            *(None if each is None else each.mul_(upstream).to(dtype) for each, dtype in saved),
+        )
 
 
 @final
 class _Gradients:
     """Gradients of hidden states, weight and bias (of those that are trained), of which chunks give their parts.
 
-    Those of weight and bias are sums over chunks, in float32 at least: in half precision each chunk's would be rounded to the size of
-    the sum.
+    Those of weight and bias are sums over chunks, in float32 at least: in half precision each chunk's would be rounded
+    to the size of the sum.
     """
 
     def __init__(self, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> None:

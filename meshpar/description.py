@@ -56,11 +56,11 @@ class Description:
         parameters: number of parameters of the whole model; tied ones count once.
         parameter_bytes: bytes of parameters that this rank stores.
         gradient_bytes: the same for gradients (of trainable parameters).
-        optimizer_bytes: AdamW's two moments of trainable parameters; None: another optimizer, whose state is not known. Of replicas that
-            divide the optimizer state, those of the largest share.
+        optimizer_bytes: AdamW's two moments of trainable parameters; None: another optimizer, whose state is not known.
+            Of replicas that divide the optimizer state, those of the largest share.
         buffer_bytes: buffers, which every rank holds whole.
-        shard_bytes: the shard that this rank keeps for its replica, in the computing dtype, where it stores a slice of the shard
-            (``HybridShard(optimizer="world")``).
+        shard_bytes: the shard that this rank keeps for its replica, in the computing dtype, where it stores a slice of
+            the shard (``HybridShard(optimizer="world")``).
         replicas: number of replicas, each a job of its own, that divide the optimizer state; 1: nobody does.
         copies: number of these that hold each parameter's.
     """
@@ -79,7 +79,13 @@ class Description:
     @property
     def total_bytes(self) -> int:
         """Bytes that live through the whole of training; activations and gathered units come on top."""
-        return self.parameter_bytes + self.gradient_bytes + (self.optimizer_bytes or 0) + self.buffer_bytes + self.shard_bytes
+        return (
+            self.parameter_bytes
+            + self.gradient_bytes
+            + (self.optimizer_bytes or 0)
+            + self.buffer_bytes
+            + self.shard_bytes
+        )
 
     def __str__(self) -> str:
         head = ("block", "parameter", "shape", "placement", "dtype", "bytes a rank")
@@ -95,9 +101,15 @@ class Description:
             for row in self.rows
         ]
         lines = table(head, body)
-        optimizer = "optimizer state of unknown size" if self.optimizer_bytes is None else f"{_size(self.optimizer_bytes)} of AdamW state"
+        optimizer = (
+            "optimizer state of unknown size"
+            if self.optimizer_bytes is None
+            else f"{_size(self.optimizer_bytes)} of AdamW state"
+        )
         if self.replicas > 1:
-            optimizer += f" (the largest of {self.replicas} replicas' shares, {self.copies} of which hold each parameter's)"
+            optimizer += (
+                f" (the largest of {self.replicas} replicas' shares, {self.copies} of which hold each parameter's)"
+            )
         shards = f", {_size(self.shard_bytes)} of shards for its replica" if self.shard_bytes else ""
         totals = (
             f"{self.parameters:,} parameters; this rank stores "

@@ -1,4 +1,6 @@
-"""A mesh as text and as SVG: which rank sits where, the groups of each axis, and the links that each crosses; and tables of text."""
+"""A mesh as text and as SVG: which rank sits where, the groups of each axis, and the links that each crosses; and
+tables of text.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def mesh_svg(spec: MeshSpec, ranks_per_node: int) -> str:
 
 def _nodes(spec: MeshSpec, ranks_per_node: int) -> int:
     if spec.size % ranks_per_node:
-        raise MeshError(f"{spec.size} ranks do not fill nodes of {ranks_per_node}; give a number of nodes that divides them")
+        raise MeshError(
+            f"{spec.size} ranks do not fill nodes of {ranks_per_node}; give a number of nodes that divides them"
+        )
     return spec.size // ranks_per_node
 
 
@@ -97,11 +101,17 @@ def _where(spec: MeshSpec, axis: str, per_node: int) -> str:
 
 def _panel(spec: MeshSpec, axis: str, per_node: int, nodes: int, width: int) -> Iterator[str]:
     """Yield the parts of one axis' panel."""
-    yield f'<text x="0" y="16"><tspan font-weight="600">{axis}={spec.axes[axis]}</tspan>: {escape(_where(spec, axis, per_node))}</text>'
+    yield (
+        f'<text x="0" y="16"><tspan font-weight="600">{axis}={spec.axes[axis]}</tspan>: '
+        f"{escape(_where(spec, axis, per_node))}</text>"
+    )
     for node in range(nodes):
         y = _TOP + node * _ROW
         yield f'<text x="0" y="{y + 18}" fill="#5b6b78">node {node}</text>'
-        yield f'<rect x="{_LABEL - 6}" y="{y - 6}" width="{width - _LABEL + 4}" height="{_ROW - 4}" rx="6" fill="none" stroke="#c9d3db"/>'
+        yield (
+            f'<rect x="{_LABEL - 6}" y="{y - 6}" width="{width - _LABEL + 4}" height="{_ROW - 4}" rx="6" '
+            'fill="none" stroke="#c9d3db"/>'
+        )
     groups = spec.groups(axis)
     shown = nodes * per_node
     for place, group in enumerate(groups):
@@ -109,15 +119,24 @@ def _panel(spec: MeshSpec, axis: str, per_node: int, nodes: int, width: int) -> 
         crosses = len({rank // per_node for rank in group}) > 1
         # Inside a node the colour alone joins ranks that are no neighbours: lines would run through the others.
         if len(inside) > 1 and (crosses or inside[1] == inside[0] + 1):
-            points = " ".join(f"{x + _CELL / 2 - 4:.0f},{y + 12:.0f}" for x, y in (_place(rank, per_node) for rank in inside))
-            look = f'stroke="{_CROSSES}" stroke-dasharray="4 3"' if crosses else f'stroke="{_colour(place, len(groups))}" stroke-width="3"'
+            points = " ".join(
+                f"{x + _CELL / 2 - 4:.0f},{y + 12:.0f}" for x, y in (_place(rank, per_node) for rank in inside)
+            )
+            look = (
+                f'stroke="{_CROSSES}" stroke-dasharray="4 3"'
+                if crosses
+                else f'stroke="{_colour(place, len(groups))}" stroke-width="3"'
+            )
             yield f'<polyline points="{points}" fill="none" {look}/>'
     for place, group in enumerate(groups):
         for rank in (each for each in group if each < shown):
             x, y = _place(rank, per_node)
             yield f'<rect x="{x}" y="{y}" width="{_CELL - 8}" height="24" rx="4" fill="{_colour(place, len(groups))}">'
             yield f"<title>{escape(f'rank {rank}: {spec.coordinates(rank)}')}</title></rect>"
-            yield f'<text x="{x + _CELL / 2 - 4:.0f}" y="{y + 16}" text-anchor="middle" fill="#fff" style="fill:#fff">{rank}</text>'
+            yield (
+                f'<text x="{x + _CELL / 2 - 4:.0f}" y="{y + 16}" text-anchor="middle" fill="#fff" '
+                f'style="fill:#fff">{rank}</text>'
+            )
 
 
 def _place(rank: int, per_node: int) -> tuple[int, int]:

@@ -47,7 +47,9 @@ class StoreError(CheckpointError):
 
 
 class RecipeError(MeshparError, ValueError):
-    """Raised for a recipe that cannot be read or is invalid; the message names the line, the key and the nearest valid key."""
+    """Raised for a recipe that cannot be read or is invalid; the message names the line, the key and the nearest valid
+    key.
+    """
 
 
 class LaunchError(MeshparError):
@@ -63,7 +65,9 @@ class FullMemoryError(LaunchError):
 
 
 class ReplicaError(LaunchError):
-    """Raised for a replica that cannot continue with the others; another start resumes from them or from the newest checkpoint."""
+    """Raised for a replica that cannot continue with the others; another start resumes from them or from the newest
+    checkpoint.
+    """
 
 
 class PreflightError(LaunchError):
@@ -71,7 +75,8 @@ class PreflightError(LaunchError):
 
 
 def brief(error: Exception) -> str:
-    """Return an error's type and what it says, in at most 200 characters: errors about a file's contents may quote all of them.
+    """Return an error's type and what it says, in at most 200 characters: errors about a file's contents may quote all
+    of them.
 
     Not ``repr``: that of a UnicodeDecodeError is the whole file.
     """
@@ -85,6 +90,8 @@ def first_line(error: BaseException) -> str:
 
 
 def seen_at(error: BaseException) -> float:
-    """Return when this error was asked about first, in seconds since the epoch: a rank's peers fail from it before the rank tells."""
+    """Return when this error was asked about first, in seconds since the epoch: a rank's peers fail from it before the
+    rank tells.
+    """
     seconds: float = error.__dict__.setdefault("_meshpar_seen_at", time.time())
     return seconds

@@ -18,4 +18,6 @@ def expanded(path: P) -> P:
     try:
         return path.expanduser()  # type: ignore[no-any-return]
     except RuntimeError as error:
-        raise RecipeError(f"{path}: no home folder is known for {path.parts[0]}; set HOME, or write a path without ~") from error
+        raise RecipeError(
+            f"{path}: no home folder is known for {path.parts[0]}; set HOME, or write a path without ~"
+        ) from error

@@ -29,7 +29,10 @@ def lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], obje
     return load, names
 
 
-_TALKATIVE = ("torchao", "torch.utils._pytree")  # transformers imports torchao, whose files and enums do not suit every torch
+_TALKATIVE = (
+    "torchao",
+    "torch.utils._pytree",
+)  # transformers imports torchao, whose files and enums do not suit every torch
 
 
 @contextmanager
@@ -56,4 +59,6 @@ def need(module: str, *, extra: str = "train") -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
             raise
-        raise MeshparError(f"this needs {module.partition('.')[0]!r}, which is not installed: pip install 'meshpar[{extra}]'") from error
+        raise MeshparError(
+            f"this needs {module.partition('.')[0]!r}, which is not installed: pip install 'meshpar[{extra}]'"
+        ) from error

@@ -1,4 +1,6 @@
-"""Names of temporary and replaced folders: they carry host, PID and the process's start, so that leftovers of the dead are recognised."""
+"""Names of temporary and replaced folders: they carry host, PID and the process's start, so that leftovers of the dead
+are recognised.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ P = TypeVar("P", bound=Any)  # a path, or a place in a store
 ABANDONED_S = 6 * 3600.0
 """How long nothing in a folder must have changed before another host's process counts as dead, in seconds."""
 LEASE_S = 120.0
-"""How recently something in a folder must have changed for another host's process to count as writing it, in seconds."""
+"""How recently something in a folder must have changed for another host's process to count as writing it, in seconds.
+"""
 NOBODY = 0
 """The process in the name of a folder that its own process could not remove."""
 _NAME = re.compile(r"(.+)\.(tmp|old)-(.+)-(\d+)-([0-9a-f]+)")
@@ -71,7 +74,9 @@ class Leftover:
 
 
 def leftover(path: Any, age_s: Callable[[], float] | None = None) -> Leftover | None:  # noqa: ANN401 - a path, or a place in a store
-    """Parse a folder's name; return None for a name of another kind. ``age_s``: see :class:`Leftover`; None: of a folder on a disk."""
+    """Parse a folder's name; return None for a name of another kind. ``age_s``: see :class:`Leftover`; None: of a
+    folder on a disk.
+    """
     found = _NAME.fullmatch(path.name)
     age_s = partial(untouched_s, path) if age_s is None else age_s
     return Leftover(path, found[1], found[2], found[3], int(found[4]), found[5], age_s) if found else None
@@ -92,7 +97,9 @@ def untouched_s(path: Path) -> float:
 
 
 def host_name() -> str:
-    """Return the host's name, in a container with what tells it from others of that name, whose processes this one cannot see."""
+    """Return the host's name, in a container with what tells it from others of that name, whose processes this one
+    cannot see.
+    """
     try:
         processes = os.readlink("/proc/self/ns/pid")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
@@ -113,7 +120,9 @@ def this_process() -> dict[str, str | int]:
 
 
 def is_running(process: int, id_: str) -> bool:
-    """Return whether a process of this host is running, and is the one whose ``id_`` begins with its :func:`process_id`."""
+    """Return whether a process of this host is running, and is the one whose ``id_`` begins with its
+    :func:`process_id`.
+    """
     return _runs(process) and id_.startswith(_identity(process) or "")
 
 

@@ -29,7 +29,8 @@ def token_loss(
     tensor(1.3863)
 
     Args:
-        logits_BLV: scores over the vocabulary, any floating dtype; plain, or a DTensor sharded over the vocabulary (from a head under
+        logits_BLV: scores over the vocabulary, any floating dtype; plain, or a DTensor sharded over the vocabulary
+            (from a head under
             ``TensorParallel(loss_parallel=True)``), which no rank ever holds whole.
         labels_BL: the correct token of each position; positions with ``ignore_index`` do not count.
         reduction: ``"sum"``, or ``"mean"`` over the tokens that count (NaN if none counts, like torch).
@@ -56,8 +57,8 @@ def token_losses() -> Iterator[list[torch.Tensor]]:
     """Collect the loss of every token that :func:`token_loss` and :func:`meshpar.chunked_token_loss` sum up meanwhile.
 
     Yields:
-        A list of (N,) float32 tensors without gradient, one for each call, or for each chunk, in their order; 0 where a label does not
-        count.
+        A list of (N,) float32 tensors without gradient, one for each call, or for each chunk, in their order; 0 where a
+        label does not count.
     """
     losses: list[torch.Tensor] = []
     token = _collected.set(losses)
@@ -90,7 +91,9 @@ def reduction_of(reduction: str, labels: torch.Tensor, ignore_index: int) -> Cal
 
 def _sharded_sum(logits: DTensor, labels_N: torch.Tensor, ignore_index: int) -> torch.Tensor:
     mesh, (placement,) = logits.device_mesh, logits.placements
-    assert placement.is_shard(logits.ndim - 1) or placement.is_shard(-1), f"logits are {placement}, expected sharded over the vocabulary"
+    assert placement.is_shard(logits.ndim - 1) or placement.is_shard(-1), (
+        f"logits are {placement}, expected sharded over the vocabulary"
+    )
     local = logits.to_local()
     rows = -(-logits.shape[-1] // mesh.size())
     start = mesh.get_local_rank() * rows
@@ -102,8 +105,8 @@ def _sharded_sum(logits: DTensor, labels_N: torch.Tensor, ignore_index: int) -> 
 class _TokenLoss(torch.autograd.Function):
     """Cross entropy that keeps the logits as they are, and makes of them what it needs a few rows at a time.
 
-    Beside the logits there is then only their gradient, in their dtype; ``F.cross_entropy(logits.float())`` keeps all logarithms of
-    probabilities, in float32, and needs two more of that size in backward.
+    Beside the logits there is then only their gradient, in their dtype; ``F.cross_entropy(logits.float())`` keeps all
+    logarithms of probabilities, in float32, and needs two more of that size in backward.
     """
 
     @staticmethod
@@ -111,7 +114,9 @@ class _TokenLoss(torch.autograd.Function):
         counted_N = labels_N != ignore_index
         index_N1 = torch.where(counted_N, labels_N, 0)[:, None]
         rows = zip(logits_NV.split(_rows(logits_NV)), index_N1.split(_rows(logits_NV)))
-        chosen_N1 = torch.cat([logits_nV.log_softmax(-1, torch.float32).gather(1, index_n1) for logits_nV, index_n1 in rows])
+        chosen_N1 = torch.cat(
+            [logits_nV.log_softmax(-1, torch.float32).gather(1, index_n1) for logits_nV, index_n1 in rows]
+        )
         ctx.save_for_backward(logits_NV, index_N1, counted_N)
         return _summed(-torch.where(counted_N, chosen_N1[:, 0], 0.0))
 
@@ -135,12 +140,16 @@ def _gradient(logits_nV: torch.Tensor, index_n1: torch.Tensor, scale_n1: torch.T
 
 
 def _rows(logits_NV: torch.Tensor) -> int:
-    """Return how many rows to take at a time: on a CPU what stays in a core's cache, elsewhere what keeps a device busy."""
+    """Return how many rows to take at a time: on a CPU what stays in a core's cache, elsewhere what keeps a device
+    busy.
+    """
     return max(16, ((1 << 25) if runtime.queues(logits_NV.device) else (1 << 17)) // logits_NV.shape[-1])
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
-    """Cross entropy over vocabulary shards: a maximum and two sums cross the axis, never the logits (Megatron-LM, arXiv 1909.08053, 3)."""
+    """Cross entropy over vocabulary shards: a maximum and two sums cross the axis, never the logits (Megatron-LM, arXiv
+    1909.08053, 3).
+    """
 
     @staticmethod
     def forward(

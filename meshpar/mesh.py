@@ -34,9 +34,9 @@ def is_auto(text: str) -> bool:
 class MeshSpec:
     """Name the axes of a mesh and their sizes, outermost first. One size may be -1: it is inferred from the world size.
 
-    ``MeshSpec("dp_replicate=2,dp_shard=-1,tp=4")`` and ``MeshSpec(dp_replicate=2, dp_shard=-1, tp=4)`` are equal. Known axes are sorted
-    into the canonical order: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``ep``, ``tp``. Axes with other names come before them, in the
-    order written, and a pass must claim them.
+    ``MeshSpec("dp_replicate=2,dp_shard=-1,tp=4")`` and ``MeshSpec(dp_replicate=2, dp_shard=-1, tp=4)`` are equal. Known
+    axes are sorted into the canonical order: ``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``ep``, ``tp``. Axes with
+    other names come before them, in the order written, and a pass must claim them.
 
     >>> from meshpar import MeshSpec
     >>> MeshSpec("tp=4,dp_shard=-1").resolve(32)
@@ -54,7 +54,9 @@ class MeshSpec:
     axes: Mapping[str, int]
     ranks_per_node: int | None
 
-    def __init__(self, text: str | Mapping[str, int] | None = None, *, ranks_per_node: int | None = None, **axes: int) -> None:
+    def __init__(
+        self, text: str | Mapping[str, int] | None = None, *, ranks_per_node: int | None = None, **axes: int
+    ) -> None:
         if text is not None and axes:
             raise MeshError(f"a mesh is given as text or as keywords, got both {text!r} and {axes}; keep one")
         written = _parse(text) if isinstance(text, str) else dict(text if text is not None else axes)
@@ -77,7 +79,11 @@ class MeshSpec:
         return f"MeshSpec({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, MeshSpec) and dict(self.axes) == dict(other.axes) and self.ranks_per_node == other.ranks_per_node
+        return (
+            isinstance(other, MeshSpec)
+            and dict(self.axes) == dict(other.axes)
+            and self.ranks_per_node == other.ranks_per_node
+        )
 
     def __hash__(self) -> int:
         return hash((tuple(self.axes.items()), self.ranks_per_node))
@@ -97,13 +103,21 @@ class MeshSpec:
         match = AUTO.fullmatch(text.strip())
         inside = None if match is None else _parse(match[1])
         if inside is None or not {"dp_replicate", "dp_shard"}.isdisjoint(inside):
-            raise MeshError(f"cannot read mesh {text!r}; write 'auto', 'auto,tp=4' or sizes like 'dp_replicate=2,dp_shard=-1'")
+            raise MeshError(
+                f"cannot read mesh {text!r}; write 'auto', 'auto,tp=4' or sizes like 'dp_replicate=2,dp_shard=-1'"
+            )
         if world_size % ranks_per_node:
-            raise MeshError(f"{world_size} ranks do not fill nodes of {ranks_per_node}; use whole nodes, or write the mesh out")
+            raise MeshError(
+                f"{world_size} ranks do not fill nodes of {ranks_per_node}; use whole nodes, or write the mesh out"
+            )
         shards = ranks_per_node
         for axis, size in inside.items():
             if not size or shards % size:
-                within = f"a node of {ranks_per_node} ranks" if shards == ranks_per_node else f"the {shards} ranks of a node that are left"
+                within = (
+                    f"a node of {ranks_per_node} ranks"
+                    if shards == ranks_per_node
+                    else f"the {shards} ranks of a node that are left"
+                )
                 raise MeshError(f"{axis}={size} does not divide {within}; {sizes_text(axis, shards)}")
             shards //= size
         axes = {"dp_replicate": world_size // ranks_per_node, "dp_shard": shards}
@@ -111,7 +125,8 @@ class MeshSpec:
 
     @classmethod
     def placed(cls, text: str, world_size: int, ranks_per_node: int) -> MeshSpec:
-        """Return the resolved mesh of a text on nodes: ``auto`` and ``auto,tp=4`` as in :meth:`auto`, an empty text as all shards.
+        """Return the resolved mesh of a text on nodes: ``auto`` and ``auto,tp=4`` as in :meth:`auto`, an empty text as
+        all shards.
 
         Raises:
             MeshError: it does not fit.
@@ -141,7 +156,8 @@ class MeshSpec:
             )
         if open_axis is None and known != world_size:
             raise MeshError(
-                f"mesh {self} needs {known} ranks, got {world_size}; start {known} (torchrun --nproc-per-node), or change one axis, "
+                f"mesh {self} needs {known} ranks, got {world_size}; start {known} (torchrun --nproc-per-node), or "
+                "change one axis, "
                 "or set it to -1"
             )
         axes = {name: world_size // known if size == -1 else size for name, size in self.axes.items()}
@@ -150,8 +166,8 @@ class MeshSpec:
     def shrunk(self, world_size: int) -> MeshSpec:
         """Return this mesh for another number of ranks. Only ``dp_replicate`` and ``dp_shard`` change, no other axis.
 
-        ``dp_shard`` keeps its size if possible, and ``dp_replicate`` gets the remaining ranks. If ``dp_shard`` is -1, ``dp_replicate``
-        keeps its size.
+        ``dp_shard`` keeps its size if possible, and ``dp_replicate`` gets the remaining ranks. If ``dp_shard`` is -1,
+        ``dp_replicate`` keeps its size.
 
         Raises:
             MeshError: ``world_size`` is not a multiple of the other axes, or the mesh has no data axis.
@@ -168,10 +184,14 @@ class MeshSpec:
         rest = world_size // known
         sizes = {data[0]: rest} if len(data) == 1 else {}
         if len(data) == 2:
-            first, second = ("dp_replicate", "dp_shard") if self.axes["dp_shard"] == -1 else ("dp_shard", "dp_replicate")
+            first, second = (
+                ("dp_replicate", "dp_shard") if self.axes["dp_shard"] == -1 else ("dp_shard", "dp_replicate")
+            )
             keeps = max(each for each in range(1, rest + 1) if rest % each == 0 and each <= self.axes[first])
             sizes = {first: keeps, second: rest // keeps}
-        return MeshSpec({name: sizes.get(name, size) for name, size in self.axes.items()}, ranks_per_node=self.ranks_per_node)
+        return MeshSpec(
+            {name: sizes.get(name, size) for name, size in self.axes.items()}, ranks_per_node=self.ranks_per_node
+        )
 
     def folded(self, axis: str, behind: Collection[str]) -> MeshSpec:
         """Return this mesh with the axes ``behind`` an axis as a part of it. Every rank keeps its number.
@@ -182,7 +202,10 @@ class MeshSpec:
         names = [name for name, size in self.axes.items() if size > 1 or name == axis]
         first = names.index(axis) + 1
         if set(names[first : first + len(behind)]) != set(behind):
-            raise MeshError(f"mesh {self} has {', '.join(behind)} apart from {axis!r}, whose ranks they divide further; name them 'cp'")
+            raise MeshError(
+                f"mesh {self} has {', '.join(behind)} apart from {axis!r}, whose ranks they divide further; name "
+                "them 'cp'"
+            )
         size = math.prod(self.axes[name] for name in (axis, *behind))
         axes = {name: size if name == axis else known for name, known in self.axes.items() if name not in behind}
         return MeshSpec(axes, ranks_per_node=self.ranks_per_node)
@@ -206,8 +229,8 @@ class MeshSpec:
     def build(self, device_type: str) -> DeviceMesh:
         """Return the DeviceMesh of a resolved spec. Ranks are numbered row-major over the axes.
 
-        A spec without axes is the mesh of one process: it gets one axis of size 1. Every axis inherits the time-out of the open process
-        group.
+        A spec without axes is the mesh of one process: it gets one axis of size 1. Every axis inherits the time-out of
+        the open process group.
 
         Collective: every rank calls it.
         """
@@ -215,7 +238,8 @@ class MeshSpec:
 
     @contextmanager
     def opened(self, device_type: str) -> Iterator[DeviceMesh]:
-        """Build the DeviceMesh for the block, and close the groups that were opened in it, unless an error ends the block.
+        """Build the DeviceMesh for the block, and close the groups that were opened in it, unless an error ends the
+        block.
 
         Collective: every rank enters and leaves it.
         """
@@ -280,7 +304,10 @@ def _validate(axes: dict[str, int], ranks_per_node: int | None) -> None:
         if not name.isidentifier():
             raise MeshError(f"axis name {name!r} is not an identifier; use letters, digits and '_'")
     if list(axes.values()).count(-1) > 1:
-        raise MeshError(f"only one axis may be -1, got {[name for name, size in axes.items() if size == -1]}; give the sizes of the others")
+        raise MeshError(
+            f"only one axis may be -1, got {[name for name, size in axes.items() if size == -1]}; give the sizes of "
+            "the others"
+        )
     if len(axes) > MAX_AXES:
         raise MeshError(f"a mesh has at most {MAX_AXES} axes, got {len(axes)}: {list(axes)}; drop those of size 1")
     if ranks_per_node is not None and ranks_per_node < 1:

@@ -19,10 +19,10 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
     """Return ``folder``, built by ``build`` if it does not exist yet.
 
-    Every process of a machine (or of a shared file system) may call this with the same folder: one builds, the others wait. ``build``
-    fills a temporary folder, which is renamed to its final name once it is complete. A process that dies leaves no folder that looks
-    complete; the next that builds beside it deletes its leftovers. On a file system without locks several processes may build, and the
-    first rename wins.
+    Every process of a machine (or of a shared file system) may call this with the same folder: one builds, the others
+    wait. ``build`` fills a temporary folder, which is renamed to its final name once it is complete. A process that
+    dies leaves no folder that looks complete; the next that builds beside it deletes its leftovers. On a file system
+    without locks several processes may build, and the first rename wins.
 
     Args:
         folder: the folder's final path.
@@ -79,7 +79,8 @@ def _unwritable(folder: Path, error: Exception) -> RecipeError:
     if folder.parent.is_dir():
         free = f" ({shutil.disk_usage(folder.parent).free / 1e6:,.0f} MB free)"
     return RecipeError(
-        f"cannot write to {folder.parent}{free}: {brief(error)}; free some space or correct the folder's mode, or name another folder, "
+        f"cannot write to {folder.parent}{free}: {brief(error)}; free some space or correct the folder's mode, or "
+        "name another folder, "
         "in a recipe by data.cache"
     )
 

@@ -53,7 +53,12 @@ class Planned(Protocol):
         ...
 
     def run_passes(
-        self, module: nn.Module, layout: ModelLayout, spec: MeshSpec, meshes: Mapping[MeshSpec, Any], device: torch.device
+        self,
+        module: nn.Module,
+        layout: ModelLayout,
+        spec: MeshSpec,
+        meshes: Mapping[MeshSpec, Any],
+        device: torch.device,
     ) -> list[Tensor]:
         """Run the passes; return the parameters that they replaced and somebody else still holds."""
         ...
@@ -89,7 +94,14 @@ class Parallelized:
         *,
         meshes: Mapping[MeshSpec, DeviceMesh] | None = None,
     ) -> None:
-        self.module, self.mesh, self.spec, self.plan, self.layout, self.device = module, mesh, spec, plan, layout, device
+        self.module, self.mesh, self.spec, self.plan, self.layout, self.device = (
+            module,
+            mesh,
+            spec,
+            plan,
+            layout,
+            device,
+        )
         self.cycle = cycle
         self._averages: weakref.WeakSet[Averaged] = weakref.WeakSet()
         self.data_axes = axes_of(plan.passes, spec, Role.SAMPLES)
@@ -97,7 +109,9 @@ class Parallelized:
         self._held, self._meshes = held_mesh(plan.passes, spec), dict(meshes or {spec: mesh})
         self._held_on = self._meshes[self._held]
         self._held_data = axes_of(plan.passes, self._held, Role.SAMPLES)
-        self._splits = [each for each in plan.passes if any(spec.axes[axis] > 1 for axis in axes_of([each], spec, Role.POSITIONS))]
+        self._splits = [
+            each for each in plan.passes if any(spec.axes[axis] > 1 for axis in axes_of([each], spec, Role.POSITIONS))
+        ]
 
     @property
     def data_size(self) -> int:
@@ -106,12 +120,15 @@ class Parallelized:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's batch, from 0 to ``data_size`` - 1. Ranks that differ only on other axes get the same batch."""
+        """Index of this rank's batch, from 0 to ``data_size`` - 1. Ranks that differ only on other axes get the same
+        batch.
+        """
         return self._index(self.data_axes)
 
     @property
     def loss_size(self) -> int:
-        """Number of different losses that the ranks have at a time: of different samples, or of different positions of the same samples.
+        """Number of different losses that the ranks have at a time: of different samples, or of different positions of
+        the same samples.
 
         Gradients are averaged over these ranks, and :meth:`data_sum` sums over them.
         """
@@ -130,7 +147,9 @@ class Parallelized:
         return index
 
     def groups(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
-        """Yield this rank's process groups with their axes. A group over a data axis and over positions has the data axis's name."""
+        """Yield this rank's process groups with their axes. A group over a data axis and over positions has the data
+        axis's name.
+        """
         for mesh in self._meshes.values():
             yield from ((axis, mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ())
         if (shards := applied(self.module).replica_shards) is not None:
@@ -139,16 +158,18 @@ class Parallelized:
     def split(self, batch: Values, dim: int = 1) -> Values:
         """Return this rank's positions of a batch, where a pass splits positions; else the batch itself.
 
-        Every tensor with a ``dim`` is split along it, in mappings, lists and tuples, too. A mapping for a model that takes
-        ``position_ids`` gets those of this rank's positions. Split labels that are aligned with the positions, and compute the loss from
-        the logits: a model that shifts labels itself would lose one at the end of each part.
+        Every tensor with a ``dim`` is split along it, in mappings, lists and tuples, too. A mapping for a model that
+        takes
+        ``position_ids`` gets those of this rank's positions. Split labels that are aligned with the positions, and
+        compute the loss from the logits: a model that shifts labels itself would lose one at the end of each part.
 
         Args:
             batch: the whole batch of this data rank, the same on every rank that shares it.
             dim: the dimension of positions: 1 for (B, L) tensors.
 
         Raises:
-            MeshparError: tensors of different lengths, a length that the ranks do not divide, or ranks with different batches.
+            MeshparError: tensors of different lengths, a length that the ranks do not divide, or ranks with different
+                batches.
 
         Collective in the first calls: every rank calls it.
         """
@@ -159,13 +180,18 @@ class Parallelized:
         tensors = [each for each in leaves(batch) if isinstance(each, Tensor) and each.ndim > dim]
         lengths = sorted({each.shape[dim] for each in tensors})
         if len(lengths) != 1:
-            raise MeshparError(f"split requires tensors of one length along dim {dim}, got {lengths or 'none'}; split each length alone")
+            raise MeshparError(
+                f"split requires tensors of one length along dim {dim}, got {lengths or 'none'}; split each length "
+                "alone"
+            )
         mine = torch.arange(lengths[0])
         for each in self._splits:
             for axis in axes_of([each], self.spec, Role.POSITIONS):
                 size = self.spec.axes[axis]
                 if len(mine) % size:
-                    raise MeshparError(f"{axis}={size} does not divide {len(mine)} positions; pad the batch to a multiple of {size}")
+                    raise MeshparError(
+                        f"{axis}={size} does not divide {len(mine)} positions; pad the batch to a multiple of {size}"
+                    )
                 mine = mine[each.positions(len(mine), size, self._place[axis])]
         if self.cycle is not None and dim == 1:
             self.cycle.parts.add(len(mine))
@@ -181,32 +207,44 @@ class Parallelized:
         return torch.device("cpu") if any(each.keeps_on_host for each in self.plan.passes) else self.device
 
     def materialize(
-        self, *, seed: int | None = None, weights: WeightSource | None = None, ignore: Collection[str] = (), cast: bool = False
+        self,
+        *,
+        seed: int | None = None,
+        weights: WeightSource | None = None,
+        ignore: Collection[str] = (),
+        cast: bool = False,
     ) -> Parallelized:
         """Allocate parameters and buffers that are on the meta device, fill them, and return self.
 
         Args:
-            seed: draw initial weights. A seed gives the same weights on every mesh, bit for bit, on one type of device. Parts of the
-                module that have values keep them.
-            weights: read weights, each rank its part, by the names of the module or of ``layout.weights``. Floating-point values are
-                converted to the model's dtype.
+            seed: draw initial weights. A seed gives the same weights on every mesh, bit for bit, on one type of device.
+                Parts of the module that have values keep them.
+            weights: read weights, each rank its part, by the names of the module or of ``layout.weights``.
+                Floating-point values are converted to the model's dtype.
             ignore: patterns of tensors, or of modules, in ``weights`` to leave out (``lm_head``).
             cast: also convert float8 and integer values to other dtypes, without scales that the files may contain.
 
         Raises:
-            MeshparError: neither or both of ``seed`` and ``weights`` are given, or the weights do not fit: lists missing and unexpected
-                tensors, other shapes and dtypes.
+            MeshparError: neither or both of ``seed`` and ``weights`` are given, or the weights do not fit: lists
+                missing and unexpected tensors, other shapes and dtypes.
             LayoutError: a module has no initialisation.
         """
         if (seed is None) == (weights is None):
             raise MeshparError(f"materialize requires either seed= or weights=, got seed={seed} and weights={weights}")
         if isinstance(weights, (str, Path)):
-            raise MeshparError(f"weights is a path; expected an object that reads it: meshpar.checkpoints.Safetensors({str(weights)!r})")
+            raise MeshparError(
+                "weights is a path; expected an object that reads it: "
+                f"meshpar.checkpoints.Safetensors({str(weights)!r})"
+            )
         if seed is not None and (ignore or cast):
-            raise MeshparError(f"ignore= and cast= require weights=, and a seed was given; got ignore={list(ignore)} and cast={cast}")
+            raise MeshparError(
+                f"ignore= and cast= require weights=, and a seed was given; got ignore={list(ignore)} and cast={cast}"
+            )
         missing = initialize.without_memory(self.module)
         if seed is not None and not missing:
-            raise MeshparError("the module has its weights already, and a seed would replace them; build it on meta to draw new ones")
+            raise MeshparError(
+                "the module has its weights already, and a seed would replace them; build it on meta to draw new ones"
+            )
         if self.cycle is not None:
             self.cycle.reshard()
             self.cycle.check_parameters()
@@ -221,26 +259,30 @@ class Parallelized:
         return self
 
     def adopt(self, *names: str, optimizer: Optimizer | Collection[Optimizer] = ()) -> list[nn.Parameter]:
-        """Place modules that came into the model after ``apply``, as ``apply`` would have placed them; return their parameters.
+        """Place modules that came into the model after ``apply``, as ``apply`` would have placed them; return their
+        parameters.
 
         ``optimizer.add_param_group({"params": par.adopt("head", optimizer=optimizer)})``
 
-        Every pass places the new modules: tensor parallelism by the layout's table, data parallelism in the unit around them, or in units
-        of their own where they are blocks. Parameters that left the module are freed. The next forward and backward are tested as the
-        first ones. Call it between two steps: a backward through an earlier forward is refused afterwards.
+        Every pass places the new modules: tensor parallelism by the layout's table, data parallelism in the unit around
+        them, or in units of their own where they are blocks. Parameters that left the module are freed. The next
+        forward and backward are tested as the first ones. Call it between two steps: a backward through an earlier
+        forward is refused afterwards.
 
         Args:
-            names: names of the new modules, or of modules around them: all that came since ``apply`` or the last call. Without names,
-                modules have left only.
-            optimizer: optimizers that hold parameters that left the module. They forget these parameters and their state.
+            names: names of the new modules, or of modules around them: all that came since ``apply`` or the last call.
+                Without names, modules have left only.
+            optimizer: optimizers that hold parameters that left the module. They forget these parameters and their
+                state.
 
         Returns:
             The new parameters, which no optimizer trains yet.
 
         Raises:
-            MeshparError: a name is no new module, other modules came, too, ranks have different weights, or weights are on the meta device.
-            PlanError: what ``plan.check`` finds for the model with its new modules, or a pass that places modules in ``apply`` alone. The
-                module does not change.
+            MeshparError: a name is no new module, other modules came, too, ranks have different weights, or weights are
+                on the meta device.
+            PlanError: what ``plan.check`` finds for the model with its new modules, or a pass that places modules in
+                ``apply`` alone. The module does not change.
 
         Collective: every rank calls it.
         """
@@ -251,10 +293,14 @@ class Parallelized:
         late = [name for name, each in known.items() if each not in placed]
         self.plan.check(before_plan(self.module, placed), self.layout, self.spec.size)
         seen = ((each, seen_mesh(each, self.plan.passes, self.spec)) for each in self.plan.passes)
-        if problems := [text for each, spec in seen for text in each.late_problems(self.module, self.layout, spec, late)]:
+        if problems := [
+            text for each, spec in seen for text in each.late_problems(self.module, self.layout, spec, late)
+        ]:
             raise PlanError(problems)
         fresh = {name: self.module.get_parameter(name) for name in came}
-        fresh_buffers = {f"{name}.{leaf}": value for name in late for leaf, value in known[name].named_buffers(recurse=False)}
+        fresh_buffers = {
+            f"{name}.{leaf}": value for name in late for leaf, value in known[name].named_buffers(recurse=False)
+        }
         initialize.check_weights({**fresh, **fresh_buffers}, "the weights handed to par.adopt")
         gone, renamed = self.cycle.left(), self.cycle.placed.renamed()
         replaced = self.plan.run_passes(self.module, self.layout, self.spec, self._meshes, self.device)
@@ -276,7 +322,8 @@ class Parallelized:
             missing = initialize.without_memory(self.module)
             if missing and any(name not in missing for name, _ in self.module.named_parameters() if name not in came):
                 raise MeshparError(
-                    f"{min(missing)} has no values, and the model has; build new modules with weights, the same on every rank: call "
+                    f"{min(missing)} has no values, and the model has; build new modules with weights, the same on "
+                    "every rank: call "
                     "torch.manual_seed(0) before"
                 )
         except MeshparError as refused:
@@ -288,28 +335,32 @@ class Parallelized:
             raise error
         if not alike:
             raise MeshparError(
-                f"ranks adopt different modules, this rank {', '.join(came) or 'none'}; build the same modules on every rank"
+                f"ranks adopt different modules, this rank {', '.join(came) or 'none'}; build the same modules on "
+                "every rank"
             )
         return came
 
     def manual_seed(self, seed: int) -> None:
-        """Seed this rank's random state for training. Ranks with different samples or positions get different states, others the same.
+        """Seed this rank's random state for training. Ranks with different samples or positions get different states,
+        others the same.
 
-        Inside split layers each rank derives a state of its own from the shared state, so that dropout differs between shards. Under
-        sequence parallelism the ranks compute different positions everywhere and get different states.
+        Inside split layers each rank derives a state of its own from the shared state, so that dropout differs between
+        shards. Under sequence parallelism the ranks compute different positions everywhere and get different states.
         """
         differing = [axis for each in self.plan.passes if each.splits_sequence for axis in each.axes]
         differing += [axis for each in self._splits for axis in axes_of([each], self.spec, Role.POSITIONS)]
         random.seed(self.device, random.mix(seed, self.data_rank, *(self._place[axis] for axis in differing)))
 
     def accumulate(self, micro_batches: Iterable[Micro], *, reduce_each: bool = False) -> Iterator[Micro]:
-        """Yield the micro-batches of one optimizer step. Gradients are reduced once, in the backward of the last micro-batch.
+        """Yield the micro-batches of one optimizer step. Gradients are reduced once, in the backward of the last
+        micro-batch.
 
         ``for micro in par.accumulate(batches): (loss(micro) / len(batches)).backward()``
 
         Args:
             micro_batches: any iterable. Every rank must pass the same number.
-            reduce_each: reduce-scatter after every micro-batch, which keeps gradients sharded. Hybrid sharding still reduces over
+            reduce_each: reduce-scatter after every micro-batch, which keeps gradients sharded. Hybrid sharding still
+                reduces over
                 ``dp_replicate`` once, except with ``optimizer="world"``, which then keeps slices of the shards only.
         """
         units = [unit for unit in (self.module,) if hasattr(unit, "set_requires_gradient_sync")]
@@ -352,8 +403,8 @@ class Parallelized:
     def token_scale(self, tokens: int | Tensor) -> Tensor:
         """Return the factor from this rank's summed loss to the mean over all tokens of all ranks.
 
-        ``(loss_sum * par.token_scale(tokens)).backward()`` gives the gradient of the global token mean. The factor is ``loss_size``
-        divided by the number of tokens of all ranks, because gradients are averaged over these ranks.
+        ``(loss_sum * par.token_scale(tokens)).backward()`` gives the gradient of the global token mean. The factor is
+        ``loss_size`` divided by the number of tokens of all ranks, because gradients are averaged over these ranks.
 
         Args:
             tokens: number of tokens that count on this rank, over all micro-batches of the step.
@@ -366,7 +417,8 @@ class Parallelized:
         return self.begin_token_scale(tokens)()
 
     def begin_token_scale(self, tokens: int | Tensor) -> Callable[[], Tensor]:
-        """Start :meth:`token_scale` and return a function that waits for the result, so that other work can overlap the exchange.
+        """Start :meth:`token_scale` and return a function that waits for the result, so that other work can overlap the
+        exchange.
 
         Collective: every rank calls it, and the returned function.
         """
@@ -396,15 +448,16 @@ class Parallelized:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their joint norm is at most ``max_norm``.
 
-        Each rank computes the norm of its shards, and one small all-reduce for each axis joins the norms. A replicated gradient counts
-        once. The host does not wait for the device.
+        Each rank computes the norm of its shards, and one small all-reduce for each axis joins the norms. A replicated
+        gradient counts once. The host does not wait for the device.
 
         Args:
             max_norm: largest norm. ``inf`` measures the norm and scales nothing.
             norm_type: 2, any p >= 1, or ``inf``.
 
         Returns:
-            The norm before clipping: a scalar on this rank's device, the same on every rank, in float32, or float64 for a model with
+            The norm before clipping: a scalar on this rank's device, the same on every rank, in float32, or float64 for
+                a model with
             float64 parameters.
 
         Raises:
@@ -414,7 +467,8 @@ class Parallelized:
         """
         if self.cycle is not None and not self.cycle.reducing:
             raise MeshparError(
-                "clip_grad_norm_ is called between the micro-batches of par.accumulate, whose gradients are reduced in the last one; clip "
+                "clip_grad_norm_ is called between the micro-batches of par.accumulate, whose gradients are reduced "
+                "in the last one; clip "
                 "after the loop"
             )
         self.reshard()
@@ -440,10 +494,11 @@ class Parallelized:
         return SplitTest(self.module, split, [name for name, _ in find_blocks(self.module, self.layout)], whole)
 
     def verify(self, batch: object) -> Verification:
-        """Compare one split block of each kind with the unsplit block on a batch. The first forward runs this test automatically.
+        """Compare one split block of each kind with the unsplit block on a batch. The first forward runs this test
+        automatically.
 
-        A block runs twice on the same input, in float32 or wider: as its author wrote it, with whole weights, and split. Outputs and
-        gradients are compared. At most one block is gathered at a time. The module does not change.
+        A block runs twice on the same input, in float32 or wider: as its author wrote it, with whole weights, and
+        split. Outputs and gradients are compared. At most one block is gathered at a time. The module does not change.
 
         Args:
             batch: keyword arguments of the forward as a mapping, its arguments as a list or tuple, or its one argument.
@@ -482,8 +537,8 @@ class Parallelized:
     def register_method(self, name: str) -> None:
         """Let ``module.name(...)`` run like a call of the module: with gathered weights and the plan's checks.
 
-        ``forward``, ``encode``, ``decode``, ``embed``, ``encode_*``, ``decode_*``, ``forward_*`` and ``get_*_features`` are registered
-        already.
+        ``forward``, ``encode``, ``decode``, ``embed``, ``encode_*``, ``decode_*``, ``forward_*`` and ``get_*_features``
+        are registered already.
 
         Raises:
             MeshparError: the module has no such method.
@@ -529,7 +584,9 @@ class Parallelized:
         return average
 
     def reshard(self) -> None:
-        """Free gathered parameters, so that the module's parameters are this rank's shards. The next forward gathers again."""
+        """Free gathered parameters, so that the module's parameters are this rank's shards. The next forward gathers
+        again.
+        """
         if self.cycle is not None:
             self.cycle.reshard()
 
@@ -555,13 +612,15 @@ class Parallelized:
     def describe(self) -> Description:
         """Return a table of the parameters that this rank stores, with bytes by block and totals. ``print`` shows it.
 
-        After every call of a loop, this rank's tensors take these bytes: gradients from a backward to ``zero_grad``, optimizer state from
-        the first step. Beside them live at most 256 bytes, 16 bytes for each parameter, and the padding of each part to the largest
-        rank's. :class:`meshpar.testing.Memory` asserts it. Three states need more:
+        After every call of a loop, this rank's tensors take these bytes: gradients from a backward to ``zero_grad``,
+        optimizer state from the first step. Beside them live at most 256 bytes, 16 bytes for each parameter, and the
+        padding of each part to the largest rank's. :class:`meshpar.testing.Memory` asserts it. Three states need more:
 
-        - between a forward and its backward, and from an error in a backward to the next forward: activations and gathered units;
+        - between a forward and its backward, and from an error in a backward to the next forward: activations and
+          gathered units;
         - during ``apply`` on a module with weights: one whole model and its largest parameter (at least 4 MiB);
-        - with ``CheckpointManager(async_=True)``: a copy of what this rank saves, in host memory, until the manager is closed.
+        - with ``CheckpointManager(async_=True)``: a copy of what this rank saves, in host memory, until the manager is
+          closed.
         """
         self.reshard()
         return describe(self.module, self.layout, str(self.plan))
@@ -595,7 +654,9 @@ def _selected(values: object, index: Tensor, dim: int) -> object:
 
 
 def _taken(values: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Return ``index_select``; of page-locked memory in page-locked memory, from which a copy to the device does not wait."""
+    """Return ``index_select``; of page-locked memory in page-locked memory, from which a copy to the device does not
+    wait.
+    """
     if not values.is_pinned():
         return values.index_select(dim, index)
     shape = [len(index) if place == dim else size for place, size in enumerate(values.shape)]

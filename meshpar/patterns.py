@@ -38,7 +38,8 @@ def _fits(want: list[str], have: list[str]) -> bool:
 
 
 def covers(pattern: str, name: str) -> bool:
-    """Return whether ``pattern`` matches a dotted ``name``, or a module around it: a module's name stands for all that is in it.
+    """Return whether ``pattern`` matches a dotted ``name``, or a module around it: a module's name stands for all that
+    is in it.
 
     >>> from meshpar import covers
     >>> covers("vision", "vision.blocks.0.up.weight"), covers("vision.*", "vision.blocks.0.up.weight"), covers("vision", "visions.a")
@@ -57,7 +58,9 @@ def find_modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Modu
 
 
 def shortest_patterns(names: Iterable[str], known: Iterable[str]) -> Iterator[str]:
-    """Yield patterns that match exactly ``names`` among ``known``: for each name the one with the most ``*`` for numbers, else the name."""
+    """Yield patterns that match exactly ``names`` among ``known``: for each name the one with the most ``*`` for
+    numbers, else the name.
+    """
     wanted, known = dict.fromkeys(names), list(known)
     fits: dict[str, bool] = {}
     covered: set[str] = set()
@@ -75,7 +78,9 @@ def shortest_patterns(names: Iterable[str], known: Iterable[str]) -> Iterator[st
 
 
 def _generalized(name: str) -> Iterator[str]:
-    """Yield a name with its numbers replaced by ``*``, all of them first, outer ones before inner ones, and the name itself last."""
+    """Yield a name with its numbers replaced by ``*``, all of them first, outer ones before inner ones, and the name
+    itself last.
+    """
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     for count in range(len(numbers), -1, -1):
@@ -84,7 +89,9 @@ def _generalized(name: str) -> Iterator[str]:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Tell whether a module can be called: containers (ModuleList, ModuleDict) have no forward, and so nothing that a hook could run at."""
+    """Tell whether a module can be called: containers (ModuleList, ModuleDict) have no forward, and so nothing that a
+    hook could run at.
+    """
     return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
 
 
@@ -94,13 +101,16 @@ _WORDS = re.compile(r"[._-]|(?<=[a-z])(?=[A-Z])")
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return up to three of ``known`` that ``name`` may stand for, best first, one for all that differ by a number; none if none is near.
+    """Return up to three of ``known`` that ``name`` may stand for, best first, one for all that differ by a number;
+    none if none is near.
 
-    A name is near if a typing error makes one of the other (up to three edits, at most one in three letters; the fewest edits count), or
-    if no such name exists and all words of one are in the other, short forms and errors of one in four letters included (``seq_len`` is
-    near ``sequence_length``).
+    A name is near if a typing error makes one of the other (up to three edits, at most one in three letters; the fewest
+    edits count), or if no such name exists and all words of one are in the other, short forms and errors of one in four
+    letters included (``seq_len`` is near ``sequence_length``).
     """
-    collapsed = dict.fromkeys(".".join("*" if part.isdigit() else part for part in each.split(".")) for each in known if each)
+    collapsed = dict.fromkeys(
+        ".".join("*" if part.isdigit() else part for part in each.split(".")) for each in known if each
+    )
     wanted = ".".join("*" if part.isdigit() else part for part in name.split("."))
     misspelt = {each: _edits(wanted.lower(), each.lower()) for each in collapsed if _is_misspelt(wanted, each, 3)}
     found = [each for each in misspelt if misspelt[each] == min(misspelt.values())]
@@ -138,14 +148,19 @@ def _is_short(one: str, other: str) -> bool:
 
 
 def suggestion(name: str, known: Iterable[str], *, others: str = "") -> str:
-    """Return what a message says of a name that is none of ``known``: the nearest, or all if they are few, or that none is near.
+    """Return what a message says of a name that is none of ``known``: the nearest, or all if they are few, or that none
+    is near.
 
     ``others``: what to add where none is near.
     """
     names = sorted({*known} - {""})
     if near := nearest(name, names):
         return f"nearest: {', '.join(near)}"
-    return f"there are: {', '.join(names) or 'none'}" if len(names) <= _FEW else f"none of the {len(names)} names is near{others}"
+    return (
+        f"there are: {', '.join(names) or 'none'}"
+        if len(names) <= _FEW
+        else f"none of the {len(names)} names is near{others}"
+    )
 
 
 def class_name(module: nn.Module) -> str:

@@ -1,4 +1,6 @@
-"""Which part of a tensor a rank holds and over which axes, and the joint norm of gradients that are split so, and clipping by it."""
+"""Which part of a tensor a rank holds and over which axes, and the joint norm of gradients that are split so, and
+clipping by it.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,16 @@ from meshpar._torch import StridedShard, quiet_gathers
 
 
 def shard_dim(placement: Placement) -> int | None:
-    """Return the dim that a placement splits (``Shard`` and ``_StridedShard``, which is no subclass in every torch), else None."""
+    """Return the dim that a placement splits (``Shard`` and ``_StridedShard``, which is no subclass in every torch),
+    else None.
+    """
     return placement.dim if placement.is_shard() or isinstance(placement, StridedShard) else None  # type: ignore[attr-defined]
 
 
 def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
-    """Return the names of the mesh axes over which ``tensor`` is split; none for a plain tensor. A flattened axis stands for its parts."""
+    """Return the names of the mesh axes over which ``tensor`` is split; none for a plain tensor. A flattened axis
+    stands for its parts.
+    """
     if not isinstance(tensor, DTensor):
         return ()
     names = tensor.device_mesh.mesh_dim_names
@@ -35,8 +41,8 @@ def local_index(
 ) -> tuple[slice, ...]:
     """Return the slice of a tensor of ``shape`` that the rank at ``coordinate`` holds.
 
-    A shard is torch's chunk: ceil-sized, the last ones short or empty. FSDP2 over a tensor-parallel dim splits what the tensor axis
-    left, and says so by ``_StridedShard``: those placements are taken last.
+    A shard is torch's chunk: ceil-sized, the last ones short or empty. FSDP2 over a tensor-parallel dim splits what the
+    tensor axis left, and says so by ``_StridedShard``: those placements are taken last.
     """
     starts, sizes = [0] * len(shape), list(shape)
     order = sorted(range(len(placements)), key=lambda axis: isinstance(placements[axis], StridedShard))
@@ -70,7 +76,9 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     device = tensor.device_mesh.device_type
-    held: Any = tensor if tensor.device.type in (device, "meta") else tensor.to(device)  # ranks gather offloaded parts on their devices
+    held: Any = (
+        tensor if tensor.device.type in (device, "meta") else tensor.to(device)
+    )  # ranks gather offloaded parts on their devices
     with quiet_gathers():
         return held.full_tensor()
 
@@ -95,13 +103,17 @@ def placed_like(value: Tensor, like: DTensor, reduced: Collection[int]) -> DTens
         return value
     whole, coordinate = whole_tensor(value), mesh.get_coordinate()
     assert coordinate is not None, "this rank is not in the tensor's mesh"
-    part = whole[local_index(value.shape, placements, mesh.shape, coordinate)].clone(memory_format=torch.contiguous_format)
+    part = whole[local_index(value.shape, placements, mesh.shape, coordinate)].clone(
+        memory_format=torch.contiguous_format
+    )
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=value.shape, stride=whole.stride())
 
 
 def part_like(part: Tensor, like: DTensor) -> DTensor:
     """Return a DTensor of which this rank holds ``part``, of the shape of ``like`` and divided as ``like`` is."""
-    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def unevenly_split(tensor: Tensor) -> bool:
@@ -114,9 +126,14 @@ def unevenly_split(tensor: Tensor) -> bool:
 
 
 def clip_grad_norm_(
-    parameters: Iterable[Tensor], groups: Mapping[str, dist.ProcessGroup], max_norm: float, norm_type: float, device: torch.device
+    parameters: Iterable[Tensor],
+    groups: Mapping[str, dist.ProcessGroup],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
 ) -> Tensor:
-    """Scale gradients so that their joint norm is at most ``max_norm``, and return the norm before: see ``Parallelized``.
+    """Scale gradients so that their joint norm is at most ``max_norm``, and return the norm before: see
+    ``Parallelized``.
 
     Args:
         parameters: of the model, the same on every rank.
@@ -134,7 +151,9 @@ def clip_grad_norm_(
             parts.setdefault(_split_over(grad, groups), []).append(local_tensor(grad))
     # A rank may have no gradient where another has: every rank joins the same reductions all the same.
     kinds = {_split_over(parameter, groups) for parameter in parameters if parameter.requires_grad}
-    wide = torch.float64 if any(each.dtype in (torch.float64, torch.complex128) for each in parameters) else torch.float32
+    wide = (
+        torch.float64 if any(each.dtype in (torch.float64, torch.complex128) for each in parameters) else torch.float32
+    )
     powers = {axes: _power(parts.get(axes, []), norm_type, device).to(wide) for axes in kinds | set(parts)}
     total = _joined(powers, groups, norm_type, device)
     norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
@@ -148,7 +167,10 @@ def clip_grad_norm_(
 
 
 def _joined(
-    powers: dict[frozenset[str], Tensor], groups: Mapping[str, dist.ProcessGroup], norm_type: float, device: torch.device
+    powers: dict[frozenset[str], Tensor],
+    groups: Mapping[str, dist.ProcessGroup],
+    norm_type: float,
+    device: torch.device,
 ) -> Tensor:
     """Join the powers of norms, keyed by the axes over which their gradients are split, axis by axis, innermost first."""
     largest = math.isinf(norm_type)
@@ -167,7 +189,9 @@ def _joined(
 
 
 def _split_over(tensor: Tensor, groups: Collection[str]) -> frozenset[str]:
-    """Return the axes of ``groups`` that split a tensor. The axis that divides experts is a part of the data axis there."""
+    """Return the axes of ``groups`` that split a tensor. The axis that divides experts is a part of the data axis
+    there.
+    """
     return frozenset(sharded_axes(tensor)).intersection(groups)
 
 
@@ -175,7 +199,9 @@ def _whole_gradient(parameter: Tensor) -> Tensor | None:
     """Return the gradient with partial sums reduced."""
     grad: Any = parameter.grad
     if isinstance(grad, DTensor) and any(isinstance(each, Partial) for each in grad.placements):
-        parameter.grad = grad.redistribute(placements=[Replicate() if isinstance(each, Partial) else each for each in grad.placements])
+        parameter.grad = grad.redistribute(
+            placements=[Replicate() if isinstance(each, Partial) else each for each in grad.placements]
+        )
     return parameter.grad
 
 
@@ -185,7 +211,9 @@ def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
     if not grads:
         return torch.zeros((), device=device)
     wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    norms = [torch.stack(torch._foreach_norm(together, norm_type, dtype=wide)) for together in by_device(grads).values()]
+    norms = [
+        torch.stack(torch._foreach_norm(together, norm_type, dtype=wide)) for together in by_device(grads).values()
+    ]
     stacked = torch.cat([each.to(device, non_blocking=True) for each in norms])
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
 

@@ -56,11 +56,11 @@ class Plan:
     dp_shard=4,tp=2
 
     Args:
-        mesh: a :class:`MeshSpec`, its text, or ``"auto"`` (``"auto,tp=4"``): shards inside a node and replicas across nodes, from the
-            launcher's number of ranks per node.
+        mesh: a :class:`MeshSpec`, its text, or ``"auto"`` (``"auto,tp=4"``): shards inside a node and replicas across
+            nodes, from the launcher's number of ranks per node.
         passes: objects of :class:`meshpar.Pass`. Their order is checked and never rearranged.
-        verify: compare one block of each kind with the unsplit block in the first forward, if a pass splits features (see
-            :meth:`Parallelized.verify`), and one module of experts of each kind with the undivided one.
+        verify: compare one block of each kind with the unsplit block in the first forward, if a pass splits features
+            (see :meth:`Parallelized.verify`), and one module of experts of each kind with the undivided one.
     """
 
     mesh: MeshSpec | str
@@ -70,7 +70,9 @@ class Plan:
     def __init__(self, mesh: MeshSpec | str = "", passes: Sequence[Pass] = (), *, verify: bool = True) -> None:
         _check_arguments(mesh, passes)
         object.__setattr__(self, "verify", verify)
-        object.__setattr__(self, "mesh", mesh if isinstance(mesh, MeshSpec) or mesh.strip().startswith("auto") else MeshSpec(mesh))
+        object.__setattr__(
+            self, "mesh", mesh if isinstance(mesh, MeshSpec) or mesh.strip().startswith("auto") else MeshSpec(mesh)
+        )
         object.__setattr__(self, "passes", tuple(passes))
 
     def __str__(self) -> str:
@@ -103,7 +105,9 @@ class Plan:
         """
         return self._checked(module, layout, world_size)[0]
 
-    def _checked(self, module: nn.Module, layout: ModelLayout | None, world_size: int | None) -> tuple[MeshSpec, ModelLayout]:
+    def _checked(
+        self, module: nn.Module, layout: ModelLayout | None, world_size: int | None
+    ) -> tuple[MeshSpec, ModelLayout]:
         world_size = runtime.world_size() if world_size is None else world_size
         problems: list[str] = []
         mesh: MeshSpec | None = None
@@ -129,15 +133,19 @@ class Plan:
         return mesh, layout
 
     def machine_problems(self, device_type: str) -> list[str]:
-        """Return what this machine lacks to run a rank of the plan on a device of this type. :meth:`check` ignores the machine."""
+        """Return what this machine lacks to run a rank of the plan on a device of this type. :meth:`check` ignores the
+        machine.
+        """
         return [problem for each in self.passes for problem in each.machine_problems(device_type)]
 
-    def apply(self, module: nn.Module, layout: ModelLayout | None = None, *, device_type: str | None = None) -> Parallelized:
+    def apply(
+        self, module: nn.Module, layout: ModelLayout | None = None, *, device_type: str | None = None
+    ) -> Parallelized:
         """Apply the passes to ``module`` in place and return it with its mesh.
 
-        A module with weights keeps these weights, and each rank stores its part. ``apply`` frees each whole parameter when its
-        part is made: at the peak a rank holds one whole model, the largest parameter once more (or 4 MiB). A module on the meta
-        device gets weights from :meth:`Parallelized.materialize`. Build the optimizer afterwards.
+        A module with weights keeps these weights, and each rank stores its part. ``apply`` frees each whole parameter
+        when its part is made: at the peak a rank holds one whole model, the largest parameter once more (or 4 MiB). A
+        module on the meta device gets weights from :meth:`Parallelized.materialize`. Build the optimizer afterwards.
 
         Args:
             module: the model, the same on every rank.
@@ -173,15 +181,21 @@ class Plan:
         replaced = self.run_passes(module, layout, spec, meshes, device)
         data = next((each for each in self.passes if each.stage == Stage.DATA), None)
         splits_features = any(spec.axes[axis] > 1 for axis in axes_of(self.passes, spec, Role.FEATURES))
-        explanation = Explanation(module, str(self), splits_features=splits_features, unit_pass=None if data is None else data.name)
+        explanation = Explanation(
+            module, str(self), splits_features=splits_features, unit_pass=None if data is None else data.name
+        )
         same = [axis for axis, size in held.axes.items() if size > 1 and axis not in data_axes]
         cycle = Cycle(module, explanation, replaced, same)
         refuse_copies(module)
         par = Parallelized(module, mesh, spec, self, layout, device, cycle, meshes=meshes)
         reduced = [axis for axis in data_axes if held.axes[axis] > 1]
-        split = {axis: mesh.get_group(axis) for axis in axes_of(self.passes, spec, Role.POSITIONS) if spec.axes[axis] > 1}
+        split = {
+            axis: mesh.get_group(axis) for axis in axes_of(self.passes, spec, Role.POSITIONS) if spec.axes[axis] > 1
+        }
         cycle.splits_positions = bool(split)
-        cycle.losses = Losses({} if self._splits_sequence(spec) else {axis: held_on.get_group(axis) for axis in same}, device)
+        cycle.losses = Losses(
+            {} if self._splits_sequence(spec) else {axis: held_on.get_group(axis) for axis in same}, device
+        )
         cycle.agreement = Agreement(module, held_on, reduced, same, split, device)
         self.guard(par)
         return par
@@ -190,10 +204,16 @@ class Plan:
         """Guard the modules that ``par`` has now: their calls, and their first forward and backward."""
         module, layout, cycle = par.module, par.layout, par.cycle
         assert cycle is not None and cycle.agreement is not None
-        parts, enter = dict([*_parts(module), *find_blocks(module, layout)]), "call the module, or a method by par.register_method(name)"
+        parts, enter = (
+            dict([*_parts(module), *find_blocks(module, layout)]),
+            "call the module, or a method by par.register_method(name)",
+        )
         sequence_parallel = self._splits_sequence(par.spec)
         if sequence_parallel:
-            why = f"it would treat this rank's positions as the whole sequence; {enter}, or use TensorParallel(sequence_parallel=False)"
+            why = (
+                f"it would treat this rank's positions as the whole sequence; {enter}, or use "
+                "TensorParallel(sequence_parallel=False)"
+            )
             cycle.only_inside(parts, why)
         elif any(each.stage == Stage.DATA for each in self.passes):
             why = f"its weights are gathered with those of a larger unit; {enter}, or name it in the pass's blocks"
@@ -206,11 +226,13 @@ class Plan:
     def _splits_sequence(self, spec: MeshSpec) -> bool:
         return any(each.splits_sequence and any(spec.axes[axis] > 1 for axis in each.axes) for each in self.passes)
 
-    def prove(self, module: nn.Module, batch: Any, layout: ModelLayout | None = None, *, world_size: int | None = None) -> Verification:
+    def prove(
+        self, module: nn.Module, batch: Any, layout: ModelLayout | None = None, *, world_size: int | None = None
+    ) -> Verification:
         """Compare the split model with the unsplit model in this one process, before a launch.
 
-        Each rank of an axis that splits features is a thread with a copy of the module. Use a small model with the settings of the real
-        one. :meth:`Parallelized.verify` describes the comparison.
+        Each rank of an axis that splits features is a thread with a copy of the module. Use a small model with the
+        settings of the real one. :meth:`Parallelized.verify` describes the comparison.
 
         Args:
             module: the model with weights, on the CPU. It is not changed.
@@ -229,7 +251,15 @@ class Plan:
             for axis in axes_of([each], spec, Role.FEATURES):
                 if spec.axes[axis] > 1:
                     told = verified(
-                        prove(module, partial(_split_copy, each, layout), axis, spec.axes[axis], blocks, batch, plan_text=str(self))
+                        prove(
+                            module,
+                            partial(_split_copy, each, layout),
+                            axis,
+                            spec.axes[axis],
+                            blocks,
+                            batch,
+                            plan_text=str(self),
+                        )
                     )
         return told
 
@@ -241,7 +271,12 @@ class Plan:
         return self.mesh.size if sized and isinstance(self.mesh, MeshSpec) else runtime.world_size()
 
     def run_passes(
-        self, module: nn.Module, layout: ModelLayout, spec: MeshSpec, meshes: Mapping[MeshSpec, Any], device: torch.device
+        self,
+        module: nn.Module,
+        layout: ModelLayout,
+        spec: MeshSpec,
+        meshes: Mapping[MeshSpec, Any],
+        device: torch.device,
     ) -> list[torch.Tensor]:
         """Run the passes; return the parameters that they replaced and somebody else still holds, such as an optimizer."""
         built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
@@ -277,7 +312,8 @@ class Plan:
     ) -> Description:
         """Return what the rank with the most parameters would store, block by block. See :meth:`Parallelized.describe`.
 
-        Applies the passes to ``module`` in this one process. The module must be on the meta device and cannot be used afterwards.
+        Applies the passes to ``module`` in this one process. The module must be on the meta device and cannot be used
+        afterwards.
 
         Args:
             module: the model.
@@ -317,13 +353,16 @@ def _check_arguments(mesh: object, passes: object) -> None:
     """Raise for a mesh and passes of another kind than a plan takes: a pass that stands alone, text, a dict."""
     if not isinstance(mesh, MeshSpec | str):
         raise MeshError(
-            f"a plan's mesh is {_shown(mesh)} of type {type(mesh).__name__}; expected text such as 'dp_shard=2,tp=4', or a MeshSpec: "
+            f"a plan's mesh is {_shown(mesh)} of type {type(mesh).__name__}; expected text such as "
+            "'dp_shard=2,tp=4', or a MeshSpec: "
             "write Plan('dp_shard=2', [...]) or Plan(MeshSpec(dp_shard=2), [...])"
         )
     if isinstance(passes, str) or not isinstance(passes, Iterable):
         kind = passes if isinstance(passes, type) else type(passes)
         inside = f"{kind.__name__}()" if issubclass(kind, Pass) else "FullyShard()"
-        raise PlanError([f"a plan's passes are {_shown(passes)}; expected a list of passes: write Plan({str(mesh)!r}, [{inside}])"])
+        raise PlanError(
+            [f"a plan's passes are {_shown(passes)}; expected a list of passes: write Plan({str(mesh)!r}, [{inside}])"]
+        )
 
 
 def _checked_layout(layout: object) -> ModelLayout:
@@ -347,7 +386,10 @@ def _shape_problems(passes: Sequence[object]) -> Iterator[str]:
             yield f"{each.__name__} is a class, not a pass; expected an object: write {each.__name__}()"
         elif not isinstance(each, Pass):
             kind = type(each).__name__
-            yield f"{_shown(each)} is not a pass: {kind} does not inherit meshpar.Pass; write an object of a pass, such as FullyShard()"
+            yield (
+                f"{_shown(each)} is not a pass: {kind} does not inherit meshpar.Pass; write an object of a pass, "
+                "such as FullyShard()"
+            )
 
 
 def _order_problems(passes: Sequence[Pass]) -> Iterator[str]:
@@ -367,38 +409,55 @@ def _axis_problems(passes: Sequence[Pass], mesh: MeshSpec) -> Iterator[str]:
         for axis in each.axes:
             if axis not in mesh.axes:
                 has = ", ".join(f"{name}={size}" for name, size in mesh.axes.items()) or "no axes"
-                yield f"{each.name} needs axis {axis!r}, which the mesh ({has}) lacks; add {axis}=... to the mesh or drop {each.name}"
+                yield (
+                    f"{each.name} needs axis {axis!r}, which the mesh ({has}) lacks; add {axis}=... to the mesh or "
+                    f"drop {each.name}"
+                )
             elif axis in claimed:
                 yield f"axis {axis!r} is claimed by {claimed[axis]} and by {each.name}; keep one of them"
             else:
                 claimed[axis] = each.name
             if each.roles[axis] == Role.LAYERS and mesh.axes.get(axis, 1) > 1:
-                yield f"{each.name} gives axis {axis!r} the role LAYERS, for which there are no stages yet; use an axis of another role"
+                yield (
+                    f"{each.name} gives axis {axis!r} the role LAYERS, for which there are no stages yet; use an "
+                    "axis of another role"
+                )
     try:
         held_mesh(passes, mesh)
     except MeshError as error:
         yield str(error)
     for axis, size in mesh.axes.items():
         if size > 1 and axis not in claimed:
-            yield f"axis {axis!r} (size {size}) is claimed by no pass, so its ranks would repeat one another's work; {_remedy(axis)}"
+            yield (
+                f"axis {axis!r} (size {size}) is claimed by no pass, so its ranks would repeat one another's work; "
+                f"{_remedy(axis)}"
+            )
 
 
 def _remedy(axis: str) -> str:
-    """Name the installed pass that claims ``axis`` and as few others as possible; where there is none, the axes that some pass claims."""
+    """Name the installed pass that claims ``axis`` and as few others as possible; where there is none, the axes that
+    some pass claims.
+    """
     kinds = [registry.plugin("meshpar.passes", name) for name in registry.names("meshpar.passes")]
     passes = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Pass)]
     fitting = [kind for kind in passes if axis in kind.roles]
     if fitting:
         return f"add {min(fitting, key=lambda kind: len(kind.roles)).__name__}() or drop {axis} from the mesh"
     known = ", ".join(dict.fromkeys(name for kind in passes for name in kind.roles))
-    return f"no installed pass works on {axis} (installed ones work on {known}): drop it, or install or write a pass for it"
+    return (
+        f"no installed pass works on {axis} (installed ones work on {known}): drop it, or install or write a pass "
+        "for it"
+    )
 
 
 def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
     """Yield what the passes find on this model, ties that are none, and large parameters that nothing splits."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     if split := [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]:
-        yield f"the module is already parallelized ({split[0]} is a DTensor); apply a plan once, to a module as it was built"
+        yield (
+            f"the module is already parallelized ({split[0]} is a DTensor); apply a plan once, to a module as it "
+            "was built"
+        )
         return
     yield from _module_problems(module)
     ready = [each for each in passes if all(axis in mesh.axes for axis in each.axes)]
@@ -412,7 +471,8 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
     hooked = [name for name, each in parameters.items() if each._backward_hooks or each._post_accumulate_grad_hooks]
     if hooked and any(each.shards(module, layout) for each in ready):
         yield (
-            f"{hooked[0]} has a hook on its gradient, which the shards that replace it would not have; register hooks after "
+            f"{hooked[0]} has a hook on its gradient, which the shards that replace it would not have; register "
+            "hooks after "
             "plan.apply, on the parameters of par.module"
         )
     for group in layout.tied:
@@ -421,7 +481,8 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
             yield f"layout.tied names {absent[0]!r}, which the model does not have"
         elif len({id(parameters[name]) for name in group}) > 1:
             yield (
-                f"layout.tied says that {' and '.join(group)} are one tensor, but the model has separate tensors; tie them or drop the "
+                f"layout.tied says that {' and '.join(group)} are one tensor, but the model has separate tensors; "
+                "tie them or drop the "
                 "entry"
             )
     with suppress(MeshError):
@@ -430,33 +491,42 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
 
 
 def _module_problems(module: nn.Module) -> Iterator[str]:
-    """Yield modules that cannot be placed: without shapes, not of Python, or with gradients and writes that no pass reduces."""
+    """Yield modules that cannot be placed: without shapes, not of Python, or with gradients and writes that no pass
+    reduces.
+    """
     for name, child in module.named_modules():
         if any(isinstance(each, UninitializedParameter) for each in child._parameters.values()):
             yield (
-                f"{name} is a {class_name(child)} without a shape yet; run one forward on a CPU before plan.apply, or write the module "
+                f"{name} is a {class_name(child)} without a shape yet; run one forward on a CPU before plan.apply, "
+                "or write the module "
                 "with its sizes"
             )
         elif isinstance(child, torch.jit.ScriptModule):
             yield (
-                f"{name} is a TorchScript module, whose parameters and forward cannot be replaced; use the Python module from which it was "
+                f"{name} is a TorchScript module, whose parameters and forward cannot be replaced; use the Python "
+                "module from which it was "
                 "scripted"
             )
         elif isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             yield (
-                f"{name} has sparse gradients, which no pass reduces; build it with sparse=False, and train it with an optimizer for dense "
+                f"{name} has sparse gradients, which no pass reduces; build it with sparse=False, and train it with "
+                "an optimizer for dense "
                 "gradients (SparseAdam is AdamW without decay on the rows of a batch)"
             )
         elif isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
             yield (
-                f"{name} has max_norm={child.max_norm:g}, which writes into its weight in each forward, on every rank the rows of its own "
-                "samples; build it with max_norm=None and, after each step, scale the rows: with torch.no_grad(): weight.mul_((max_norm / "
+                f"{name} has max_norm={child.max_norm:g}, which writes into its weight in each forward, on every "
+                "rank the rows of its own "
+                "samples; build it with max_norm=None and, after each step, scale the rows: with torch.no_grad(): "
+                "weight.mul_((max_norm / "
                 "weight.norm(dim=1, keepdim=True)).clamp(max=1))"
             )
 
 
 def _divided_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-    """Yield parameters that a pass divides over samples and that the data pass does not shard: nothing would reduce their gradients."""
+    """Yield parameters that a pass divides over samples and that the data pass does not shard: nothing would reduce
+    their gradients.
+    """
     data = [each for each in passes if each.stage == Stage.DATA]
     sharded = {name for each in data for name in each.shards(module, layout)}
     for each in passes:
@@ -464,13 +534,18 @@ def _divided_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
         missing = sorted(each.shards(module, layout) - sharded) if axes and data else []
         if missing:
             yield (
-                f"{each.name} divides {missing[0]} over {', '.join(axes)}, and {data[0].name} keeps it whole, so that nothing averages its "
+                f"{each.name} divides {missing[0]} over {', '.join(axes)}, and {data[0].name} keeps it whole, so "
+                "that nothing averages its "
                 "gradient; use FullyShard() or HybridShard() with dp_shard, and leave it out of whole=(...)"
             )
 
 
 def _unsharded_problems(
-    passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec, parameters: Mapping[str, torch.Tensor]
+    passes: Sequence[Pass],
+    module: nn.Module,
+    layout: ModelLayout,
+    mesh: MeshSpec,
+    parameters: Mapping[str, torch.Tensor],
 ) -> Iterator[str]:
     sharders = [each for each in passes if any(seen_mesh(each, passes, mesh).axes[axis] > 1 for axis in each.axes)]
     split = {name for each in sharders for name in each.shards(module, layout)}
@@ -480,6 +555,8 @@ def _unsharded_problems(
         if name not in split and parameter.numel() >= LARGE_PARAMETER:
             shape = " x ".join(map(str, parameter.shape))
             yield (
-                f"{name} ({shape}, {parameter.numel() * parameter.element_size() / 2**20:.0f} MiB) is split by no pass, so every rank "
-                "would hold it whole; give its module a style in the tensor-parallel table, or add FullyShard() or HybridShard()"
+                f"{name} ({shape}, {parameter.numel() * parameter.element_size() / 2**20:.0f} MiB) is split by no "
+                "pass, so every rank "
+                "would hold it whole; give its module a style in the tensor-parallel table, or add FullyShard() or "
+                "HybridShard()"
             )

@@ -1,4 +1,6 @@
-"""Attention that a plan can split by positions: what a model calls instead of ``scaled_dot_product_attention`` and ``is_causal``."""
+"""Attention that a plan can split by positions: what a model calls instead of ``scaled_dot_product_attention`` and
+``is_causal``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from meshpar.passes.exchange import BLOCK, Exchange, run_by_run
 from meshpar.passes.installed import installed
 
 _FLEX = ("cuda",)
-"""Devices that train through torch's flex attention, which reads a mask of blocks and skips those that no query sees."""
+"""Devices that train through torch's flex attention, which reads a mask of blocks and skips those that no query sees.
+"""
 _LEAST_CHANNELS = 16  # of a head, for flex attention's kernels
 _TILE = 128
 
@@ -25,13 +28,15 @@ _TILE = 128
 @final
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Which positions each query sees, made piece by piece where the whole would be a matrix of the sequence's length squared.
+    """Which positions each query sees, made piece by piece where the whole would be a matrix of the sequence's length
+    squared.
 
     Attributes:
         documents: (B or 1, L) int64, the number of each position's document.
         window: number of positions that a query sees; None: all of its document.
         dtype: of a mask that is added to the scores; None: bool.
-        blocks: the same as torch's BlockMask of this rank's queries, where flex attention serves the device; None: elsewhere.
+        blocks: the same as torch's BlockMask of this rank's queries, where flex attention serves the device; None:
+            elsewhere.
     """
 
     documents: Tensor
@@ -57,20 +62,22 @@ def attention_mask(
 ) -> Tensor | Mask | None:
     """Return the mask of the positions that each query attends to: its own document's, up to itself.
 
-    A document begins at each position that does not follow the position before it in its row. Call this function once in a forward, and
-    pass the result to every :func:`attention`.
+    A document begins at each position that does not follow the position before it in its row. Call this function once
+    in a forward, and pass the result to every :func:`attention`.
 
     Args:
-        module: the model, ``self``. Under :class:`ContextParallel` each rank has a part of the positions, and the mask is for this part.
+        module: the model, ``self``. Under :class:`ContextParallel` each rank has a part of the positions, and the mask
+            is for this part.
         position_ids: (B, L) or (1, L) int64, restarting at 0 with each document; None: one document, 0 .. L-1.
         window: number of positions that a query attends to, including its own; None: all of its document.
-        dtype: dtype of the hidden states, for a mask that is added to the scores. From a bool mask, torch makes such a mask in every layer
-            and keeps it for backward; this mask is shared by all layers.
+        dtype: dtype of the hidden states, for a mask that is added to the scores. From a bool mask, torch makes such a
+            mask in every layer and keeps it for backward; this mask is shared by all layers.
 
     Returns:
-        (B or 1, 1, queries, keys): bool, True where a query sees a key, or 0 and -inf in ``dtype``. None for plain causal attention. For
-        more than 1,024 queries, an object that builds the mask piece by piece in :func:`attention`; on CUDA with the block mask of flex
-        attention.
+        (B or 1, 1, queries, keys): bool, True where a query sees a key, or 0 and -inf in ``dtype``. None for plain
+            causal attention. For
+        more than 1,024 queries, an object that builds the mask piece by piece in :func:`attention`; on CUDA with the
+        block mask of flex attention.
 
     Raises:
         MeshparError: no ``position_ids``, and this rank has a part of the positions, or there is a ``window``.
@@ -81,28 +88,40 @@ def attention_mask(
     if position_ids is None:
         if exchange is not None:
             raise MeshparError(
-                "the model got no position_ids, and each rank has a part of the positions; call the model with par.split(batch), a mapping"
+                "the model got no position_ids, and each rank has a part of the positions; call the model with "
+                "par.split(batch), a mapping"
             )
         if window is not None:
-            raise MeshparError("attention_mask with a window needs position_ids; hand over torch.arange(length)[None] where there are none")
+            raise MeshparError(
+                "attention_mask with a window needs position_ids; hand over torch.arange(length)[None] where there "
+                "are none"
+            )
         return None
     found = documents(position_ids if exchange is None else exchange.values(position_ids, 1))
     if found.shape[1] // (exchange.size if exchange is not None and exchange.transport == "gather" else 1) > BLOCK:
         whole = torch.arange(found.shape[1], device=found.device)
-        queries = whole if exchange is None or exchange.transport == "heads" else exchange.rows(len(whole), found.device)
+        queries = (
+            whole if exchange is None or exchange.transport == "heads" else exchange.rows(len(whole), found.device)
+        )
         return Mask(found, window, dtype, block_mask(found, queries, window) if found.device.type in _FLEX else None)
     sees = causal_mask(found, exchange, window=window)
     return sees if dtype is None else added(sees, dtype)
 
 
 def documents(position_ids: Tensor) -> Tensor:
-    """Return the number of each position's document in its row, (B, L) int64, from whole rows of ``position_ids`` (B, L)."""
+    """Return the number of each position's document in its row, (B, L) int64, from whole rows of ``position_ids`` (B,
+    L).
+    """
     begins = F.pad((position_ids[:, 1:] != position_ids[:, :-1] + 1).long(), (1, 0))
     return begins.cumsum(1)
 
 
-def causal_mask(documents: Tensor, exchange: Exchange | None, *, window: int | None = None, causal: bool = True) -> Tensor:
-    """Return the mask of :func:`attention_mask` for whole rows of ``documents`` (B, L); not ``causal``: later positions, too."""
+def causal_mask(
+    documents: Tensor, exchange: Exchange | None, *, window: int | None = None, causal: bool = True
+) -> Tensor:
+    """Return the mask of :func:`attention_mask` for whole rows of ``documents`` (B, L); not ``causal``: later
+    positions, too.
+    """
     length, device = documents.shape[1], documents.device
     whole = exchange is None or exchange.transport == "heads"
     queries = torch.arange(length, device=device) if exchange is None or whole else exchange.rows(length, device)
@@ -126,10 +145,12 @@ def added(sees: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def block_mask(documents: Tensor, queries: Tensor, window: int | None) -> Any:  # noqa: ANN401 - torch's, loaded where it is used
-    """Return the mask of these queries as torch's BlockMask, from the first and the last position of each block of 128 x 128.
+    """Return the mask of these queries as torch's BlockMask, from the first and the last position of each block of 128
+    x 128.
 
-    torch's ``create_block_mask`` would make the whole matrix of the sequence's length squared to find the blocks. Here a block that no
-    query sees is skipped; one that may have an edge of the mask is looked at pair by pair in the kernel; the others are seen whole.
+    torch's ``create_block_mask`` would make the whole matrix of the sequence's length squared to find the blocks. Here
+    a block that no query sees is skipped; one that may have an edge of the mask is looked at pair by pair in the
+    kernel; the others are seen whole.
 
     Args:
         documents: (B or 1, L) int64, the number of each position's document, which grows along a row.
@@ -205,7 +226,8 @@ def attention(
         (B, H, L, C).
 
     Raises:
-        MeshparError: this rank has a part of the positions, and there is no mask; or heads that the axis does not divide.
+        MeshparError: this rank has a part of the positions, and there is no mask; or heads that the axis does not
+            divide.
 
     Collective where a plan splits positions: every rank calls it.
     """
@@ -215,13 +237,22 @@ def attention(
         if mask is not None and not isinstance(mask, Tensor):
             flex = _flex() if torch.compiler.is_compiling() else _compiled_flex()
             return flex(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
 
     exchange = exchange_of(module)
     length = q.shape[2] * (1 if exchange is None else exchange.size)
     if isinstance(mask, Mask) and mask.documents.shape[1] != length:
-        raise MeshparError(f"attention over {length} positions got the mask of {mask.documents.shape[1]}; make one for this sequence")
-    if isinstance(mask, Mask) and mask.blocks is not None and not dropout and min(q.shape[-1], v.shape[-1]) >= _LEAST_CHANNELS:
+        raise MeshparError(
+            f"attention over {length} positions got the mask of {mask.documents.shape[1]}; make one for this sequence"
+        )
+    if (
+        isinstance(mask, Mask)
+        and mask.blocks is not None
+        and not dropout
+        and min(q.shape[-1], v.shape[-1]) >= _LEAST_CHANNELS
+    ):
         return attend(q, k, v, mask.blocks) if exchange is None else exchange.attend(attend, q, k, v, mask.blocks)
     if exchange is not None:
         return exchange.attend(attend, q, k, v, mask)

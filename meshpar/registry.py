@@ -41,7 +41,8 @@ def names(group: str) -> list[str]:
 
 
 def plugin(group: str, name: str) -> Any:  # noqa: ANN401 - what the package offers
-    """Import and return one plugin: an entry point of the group, or, for a name with a dot, what stands at that import path.
+    """Import and return one plugin: an entry point of the group, or, for a name with a dot, what stands at that import
+    path.
 
     Raises:
         MeshparError: no package offers it (with the nearest names), it cannot be imported, or two packages offer it.
@@ -63,7 +64,8 @@ def imported(path: str) -> Any:  # noqa: ANN401 - whatever stands there
     """Import and return what stands at ``package.module.Name``.
 
     Raises:
-        MeshparError: there is no such module or name, or importing the module fails; the message has the place of the failure.
+        MeshparError: there is no such module or name, or importing the module fails; the message has the place of the
+            failure.
     """
     home, _, name = path.rpartition(".")
     if not all(part.isidentifier() for part in path.split(".")) or not home:
@@ -74,7 +76,8 @@ def imported(path: str) -> Any:  # noqa: ANN401 - whatever stands there
         if error.name is None or not f"{home}.".startswith(f"{error.name}."):
             raise MeshparError(f"{home} cannot be imported: {error}; install what it needs") from error
         raise MeshparError(
-            f"there is no module {error.name}; put it next to the recipe, install its package, or correct the import path {path!r}"
+            f"there is no module {error.name}; put it next to the recipe, install its package, or correct the import "
+            f"path {path!r}"
         ) from error
     except Exception as error:  # the code of a user
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -86,10 +89,11 @@ def imported(path: str) -> Any:  # noqa: ANN401 - whatever stands there
 
 
 def layout_for(module: nn.Module) -> ModelLayout:
-    """Return the layout that fits ``module``: its own ``meshpar_layout()``, else the first registered layout that knows it.
+    """Return the layout that fits ``module``: its own ``meshpar_layout()``, else the first registered layout that knows
+    it.
 
-    Where nobody describes it, its blocks are the outermost lists of like modules, or what is in them where these are lists themselves,
-    and it has no tensor-parallel table.
+    Where nobody describes it, its blocks are the outermost lists of like modules, or what is in them where these are
+    lists themselves, and it has no tensor-parallel table.
 
     Raises:
         LayoutError: ``meshpar_layout()`` returns something else.
@@ -98,7 +102,9 @@ def layout_for(module: nn.Module) -> ModelLayout:
     if callable(own):
         layout = own()
         if not isinstance(layout, ModelLayout):
-            raise LayoutError(f"{type(module).__name__}.meshpar_layout() returned {type(layout).__name__}; expected a ModelLayout")
+            raise LayoutError(
+                f"{type(module).__name__}.meshpar_layout() returned {type(layout).__name__}; expected a ModelLayout"
+            )
         return layout
     for name in names("meshpar.layouts"):
         layout = plugin("meshpar.layouts", name)(module)
@@ -108,23 +114,31 @@ def layout_for(module: nn.Module) -> ModelLayout:
 
 
 def _repeated(module: nn.Module) -> Iterator[str]:
-    """Yield the names of the blocks: what is called in every outermost ModuleList or Sequential of several modules of one class.
+    """Yield the names of the blocks: what is called in every outermost ModuleList or Sequential of several modules of
+    one class.
 
-    A block that holds vectors alone (a list of norms) is left to the outermost unit: a gather of its own costs more than it saves.
+    A block that holds vectors alone (a list of norms) is left to the outermost unit: a gather of its own costs more
+    than it saves.
     """
     inside: list[str] = []
     for name, child in module.named_modules():
         if any(name.startswith(outer) for outer in inside) or not isinstance(child, nn.ModuleList | nn.Sequential):
             continue
-        entries = [each for each in child._modules.values() if each is not None]  # None holds the place of a layer that is left out
+        entries = [
+            each for each in child._modules.values() if each is not None
+        ]  # None holds the place of a layer that is left out
         if len(entries) > 1 and len({type(each) for each in entries}) == 1:
             prefix = f"{name}." if name else ""
             inside.append(prefix)
-            yield from (f"{prefix}{path}" for path, block in _called(child) if any(each.ndim > 1 for each in block.parameters()))
+            yield from (
+                f"{prefix}{path}" for path, block in _called(child) if any(each.ndim > 1 for each in block.parameters())
+            )
 
 
 def _called(container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module of what a container holds; a container in it is never called itself, so its contents take its place."""
+    """Yield path and module of what a container holds; a container in it is never called itself, so its contents take
+    its place.
+    """
     for name, child in container.named_children():
         if is_called(child):
             yield name, child
@@ -133,7 +147,8 @@ def _called(container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def untied(module: nn.Module, names: Iterable[str]) -> Iterator[str]:
-    """Yield those of the named blocks that have parameters, all their own, as patterns where a pattern names such blocks alone.
+    """Yield those of the named blocks that have parameters, all their own, as patterns where a pattern names such
+    blocks alone.
 
     Blocks that share a parameter with another are left to the outermost unit, which holds what is tied.
     """

@@ -21,7 +21,8 @@ _PRIME = 1_000_003
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """Return a 64-bit digest of a tensor's bytes as a 0-dim int64 tensor on its device; position counts, equal bytes give equal digests.
+    """Return a 64-bit digest of a tensor's bytes as a 0-dim int64 tensor on its device; position counts, equal bytes
+    give equal digests.
 
     A polynomial hash in wrapping 64-bit arithmetic (Rabin and Karp 1987): on the device, without a copy to the host.
     """
@@ -51,7 +52,9 @@ def digest_of_several(tensors: Iterable[Tensor]) -> Tensor:
 
 @final
 class Looks:
-    """When ranks look at what they compare: each time on a CPU, on an accelerator, where reading waits, the first times."""
+    """When ranks look at what they compare: each time on a CPU, on an accelerator, where reading waits, the first
+    times.
+    """
 
     FIRST = 2
 
@@ -80,7 +83,9 @@ def same(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[bool]:
     return [high == ~low for high, low in zip(most, inverse)]
 
 
-def check_equal(tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int]], what: str, *, remedy: str = "") -> None:
+def check_equal(
+    tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int]], what: str, *, remedy: str = ""
+) -> None:
     """Compare ranks' tensors by digest. The hosts exchange the digests.
 
     Args:
@@ -110,7 +115,9 @@ def check_equal(tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int
         differing += [f"{name}: rank {reference} against ranks {ranks}" for reference, ranks in against.items()]
     if differing:
         shown = "\n  ".join(differing[:20]) + (f"\n  and {len(differing) - 20} more" if len(differing) > 20 else "")
-        raise MeshparError(f"{what} differ between ranks that must hold the same:\n  {shown}" + (f"\n{remedy}" if remedy else ""))
+        raise MeshparError(
+            f"{what} differ between ranks that must hold the same:\n  {shown}" + (f"\n{remedy}" if remedy else "")
+        )
 
 
 def _first_with_the_same(numbers: Sequence[int]) -> Tensor:
@@ -132,6 +139,7 @@ def _check_same_names(tensors: Mapping[str, Tensor], what: str) -> None:
     every = _gathered(torch.tensor(list(hashlib.blake2b(known.encode(), digest_size=8).digest()), device="cpu"))
     if odd := (every != every[0]).any(1).nonzero()[:, 0].tolist():
         raise MeshparError(
-            f"{what} have other names or dtypes on ranks {odd} than on rank 0; build the same model on every rank, everywhere on the meta "
+            f"{what} have other names or dtypes on ranks {odd} than on rank 0; build the same model on every rank, "
+            "everywhere on the meta "
             "device or everywhere with weights"
         )

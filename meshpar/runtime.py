@@ -53,8 +53,8 @@ def launched() -> bool:
 def device(device_type: str | None = None) -> torch.device:
     """Return the device of this rank.
 
-    An accelerator is that of the open process group, where it has one; else the local rank decides, after the ranks of the replicas before
-    this one on the node; a rank that sees a single device uses that.
+    An accelerator is that of the open process group, where it has one; else the local rank decides, after the ranks of
+    the replicas before this one on the node; a rank that sees a single device uses that.
 
     Raises:
         LaunchError: there are fewer devices than ranks.
@@ -68,28 +68,33 @@ def device(device_type: str | None = None) -> torch.device:
     index, count = _number("MESHPAR_FIRST_DEVICE", 0) + local_rank(), torch.accelerator.device_count()
     if 1 < count <= index:
         raise LaunchError(
-            f"local rank {index} has no {kind} device of its own: this node has {count}; start at most {count} ranks on a node, or let "
+            f"local rank {index} has no {kind} device of its own: this node has {count}; start at most {count} ranks "
+            "on a node, or let "
             "each rank see one device alone (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1)"
         )
     return torch.device(kind, index if count > 1 else 0)
 
 
 def on_host(device: torch.device | str) -> bool:
-    """Tell whether a device computes in host memory: nothing is copied there or pinned for it, and it draws from the host's generator."""
+    """Tell whether a device computes in host memory: nothing is copied there or pinned for it, and it draws from the
+    host's generator.
+    """
     return torch.device(device).type in ("cpu", "meta")
 
 
 def queues(device: torch.device | str) -> bool:
     """Tell whether work on a device is queued, as on an accelerator.
 
-    The host then waits where it reads a value, each call costs a launch, collectives of one group run in their order without holding the
-    host, sums are added in another order each time, and kernels may know 16 bits alone.
+    The host then waits where it reads a value, each call costs a launch, collectives of one group run in their order
+    without holding the host, sums are added in another order each time, and kernels may know 16 bits alone.
     """
     return not on_host(device)
 
 
 def make_current(here: torch.device) -> None:
-    """Compute on ``here`` from now on: FSDP2 and NCCL work on the current device, which is the first one until somebody changes it."""
+    """Compute on ``here`` from now on: FSDP2 and NCCL work on the current device, which is the first one until somebody
+    changes it.
+    """
     if not on_host(here):
         torch.get_device_module(here).set_device(here)
 
@@ -107,9 +112,9 @@ def _number(name: str, default: int) -> int:
 def distributed(device_type: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[torch.device]:
     """Open a process group for the block: torchrun's ranks, or a world of this one process, and close it at the end.
 
-    Collective: every rank enters and leaves it. A group that is already open is used and stays open. After success the ranks
-    meet in a barrier, collect garbage and close the group, in this order: gloo's threads could otherwise abort the
-    interpreter at exit.
+    Collective: every rank enters and leaves it. A group that is already open is used and stays open. After success the
+    ranks meet in a barrier, collect garbage and close the group, in this order: gloo's threads could otherwise abort
+    the interpreter at exit.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"``, ...; None: the accelerator where there is one.
@@ -143,7 +148,8 @@ def _open_group(here: torch.device, timeout_s: float) -> None:
     backend = dist.get_default_backend_for_device(here)
     if backend == dist.Backend.GLOO and not on_host(here):
         backend = f"cpu:gloo,{here.type}:gloo"
-    # With its device known, the group connects at once, and a mesh splits its axes from it; alone, so that no axis connects the hosts.
+    # With its device known, the group connects at once, and a mesh splits its axes from it; alone, so that no axis
+    # connects the hosts.
     bound = None if dist.Backend.GLOO in backend or on_host(here) else here
     if bound is not None:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's record of collectives, which the watchdog reads
@@ -159,7 +165,8 @@ _LAZILY = "TORCH_GLOO_LAZY_INIT"
 
 
 def hosts() -> dist.ProcessGroup:
-    """Return the group over which all ranks exchange tensors in host memory: the default group on CPUs, else one of its own.
+    """Return the group over which all ranks exchange tensors in host memory: the default group on CPUs, else one of its
+    own.
 
     Collective where it is called first: every rank calls it.
     """
@@ -199,11 +206,14 @@ def new_host_group(name: str, timeout_s: float | None = None) -> dist.ProcessGro
 def _need_address() -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise LaunchError(f"RANK and WORLD_SIZE are set but {missing} are not; start the job with torchrun, or set them")
+        raise LaunchError(
+            f"RANK and WORLD_SIZE are set but {missing} are not; start the job with torchrun, or set them"
+        )
 
 
 def meeting_store(name: str, *, timeout_s: float) -> dist.Store:
-    """Return a connection of its own to the store where the launcher's ranks meet; keys are apart from every other meeting's.
+    """Return a connection of its own to the store where the launcher's ranks meet; keys are apart from every other
+    meeting's.
 
     Every rank calls it equally often.
 
@@ -233,12 +243,16 @@ def _server(address: str, port: int) -> dist.TCPStore:
 
 
 def lighthouse() -> str:
-    """Return the address of the lighthouse that puts replicas together, ``http://host:port``; empty where there is none."""
+    """Return the address of the lighthouse that puts replicas together, ``http://host:port``; empty where there is
+    none.
+    """
     return os.environ.get("TORCHFT_LIGHTHOUSE", "")
 
 
 def replica() -> tuple[str, int]:
-    """Return the name of this replica of an elastic job, and the number of replicas of the whole job, 0 in any other job."""
+    """Return the name of this replica of an elastic job, and the number of replicas of the whole job, 0 in any other
+    job.
+    """
     return os.environ.get("MESHPAR_REPLICA", str(os.getpid())), _number("MESHPAR_REPLICAS", 0)
 
 
@@ -254,7 +268,8 @@ def settings(*prefixes: str) -> dict[str, str]:
 
 @contextmanager
 def simulated(size: int, *, as_rank: int = 0) -> Iterator[None]:
-    """Hold a fake process group of ``size`` ranks open in this one process: collectives return at once and move nothing.
+    """Hold a fake process group of ``size`` ranks open in this one process: collectives return at once and move
+    nothing.
 
     For looking at what a plan does to a meta model on any number of ranks. The values of collectives are garbage.
     """
@@ -275,5 +290,7 @@ _SIMULATED = ContextVar("simulated", default=False)
 
 
 def is_simulated() -> bool:
-    """Return whether ranks are simulated: no rank can be compared with another, and this machine is not the one that will train."""
+    """Return whether ranks are simulated: no rank can be compared with another, and this machine is not the one that
+    will train.
+    """
     return _SIMULATED.get()

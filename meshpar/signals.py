@@ -11,11 +11,15 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: the terminal was closed. SIGUSR1: SLURM sends it before the time limit."""
 
 _UNWRITTEN = (OSError, ValueError, RuntimeError)
-"""By which a stream refuses text: a disk, a file that is closed, and one that a signal's handler enters while it is at work."""
+"""By which a stream refuses text: a disk, a file that is closed, and one that a signal's handler enters while it is at
+work.
+"""
 
 
 def heard() -> tuple[signal.Signals, ...]:
-    """Return the signals that stop this process; those that its parent ignores, such as SIGHUP under ``nohup``, stay ignored."""
+    """Return the signals that stop this process; those that its parent ignores, such as SIGHUP under ``nohup``, stay
+    ignored.
+    """
     return tuple(each for each in STOPPING if signal.getsignal(each) != signal.SIG_IGN)
 
 
@@ -26,13 +30,17 @@ def put_back(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def exit_code_of(reason: str | None) -> int:
-    """Return 0 for a complete run, and 128 + the signal's number for one that was asked to stop; other reasons count as SIGTERM."""
+    """Return 0 for a complete run, and 128 + the signal's number for one that was asked to stop; other reasons count as
+    SIGTERM.
+    """
     return 0 if reason is None else 128 + signal.Signals.__members__.get(reason, signal.SIGTERM)
 
 
 @final
 class Lenient:
-    """A stream that loses the text that it cannot write, as to a full disk, a closed terminal or a closed file; training continues."""
+    """A stream that loses the text that it cannot write, as to a full disk, a closed terminal or a closed file;
+    training continues.
+    """
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

@@ -1,4 +1,6 @@
-"""A watchdog: when a job stands still, every rank says where it is, one names those that did not arrive, and the job ends."""
+"""A watchdog: when a job stands still, every rank says where it is, one names those that did not arrive, and the job
+ends.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,15 @@ _STORE = "it is on rank 0's host: rank 0 or its launcher is stopped or dead"
 
 @final
 class Watchdog:
-    """Ends a job that stands still. A context manager; no collective, for they are what stalls: ranks talk through the store.
+    """Ends a job that stands still. A context manager; no collective, for they are what stalls: ranks talk through the
+    store.
 
-    Progress is a new value of ``progress()`` or of ``moves()``, or one more collective on any process group. When there was
-    none for ``stall_s`` seconds, this rank writes its stacks, its step and the last collective of each group to ``file``, asks the
-    others to do the same, and rank 0 (the lowest rank that answers) names those that did not arrive: ranks that do not answer at all,
-    and ranks that are behind the others in some group. Then every rank leaves with :data:`STALLED`, at most about 20 seconds after
-    the bound. A rank that does not answer (stopped, or stuck) is killed by one of its host's, so that the launcher need not wait for it.
+    Progress is a new value of ``progress()`` or of ``moves()``, or one more collective on any process group. When there
+    was none for ``stall_s`` seconds, this rank writes its stacks, its step and the last collective of each group to
+    ``file``, asks the others to do the same, and rank 0 (the lowest rank that answers) names those that did not arrive:
+    ranks that do not answer at all, and ranks that are behind the others in some group. Then every rank leaves with
+    :data:`STALLED`, at most about 20 seconds after the bound. A rank that does not answer (stopped, or stuck) is killed
+    by one of its host's, so that the launcher need not wait for it.
     """
 
     def __init__(
@@ -53,14 +57,16 @@ class Watchdog:
         """Prepare; entering starts it.
 
         Args:
-            stall_s: seconds without progress that are too many; time-outs of collectives must be longer, or they end the job first.
+            stall_s: seconds without progress that are too many; time-outs of collectives must be longer, or they end
+                the job first.
             store: a connection of this watchdog's own, equal on all ranks.
             progress: returns another value when the job has moved, such as the step.
             rank: of this process.
             world_size: number of ranks.
-            moves: returns another value when work moves in which there is neither step nor collective: validation, writing.
-            on_stall: is told the verdict before the process ends, and whether ranks were found that did not arrive; otherwise the store
-                could not be asked, and what took it down is told by others.
+            moves: returns another value when work moves in which there is neither step nor collective: validation,
+                writing.
+            on_stall: is told the verdict before the process ends, and whether ranks were found that did not arrive;
+                otherwise the store could not be asked, and what took it down is told by others.
             file: for stacks and verdict; None: standard error.
             answer_s: seconds in which a rank that lives answers when one of them asks.
         """
@@ -70,7 +76,8 @@ class Watchdog:
         self._silent: Callable[[], None] = lambda: None
         self._end, self._asked = threading.Event(), threading.Event()
         self._threads = [
-            threading.Thread(target=target, name="meshpar-watchdog", daemon=True) for target in (self._watch, self._stay_in_touch)
+            threading.Thread(target=target, name="meshpar-watchdog", daemon=True)
+            for target in (self._watch, self._stay_in_touch)
         ]
 
     def __enter__(self) -> Watchdog:
@@ -78,7 +85,9 @@ class Watchdog:
             thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._end.set()
         for thread in self._threads:
             thread.join(1.0)  # a thread that still talks when the interpreter ends can abort it
@@ -110,10 +119,16 @@ class Watchdog:
     def _give_up(self, idle_s: float) -> None:
         file = self._file or sys.stderr
         counts = {group: list(pair) for group, pair in last_collectives().items()}
-        where = {"step": str(self._progress()), "idle_s": round(idle_s, 1), "groups": counts, "host": socket.gethostname()}
+        where = {
+            "step": str(self._progress()),
+            "idle_s": round(idle_s, 1),
+            "groups": counts,
+            "host": socket.gethostname(),
+        }
         last = "; ".join(f"{group}: {what} (number {number})" for group, (number, what) in counts.items()) or "none"
         file.write(
-            f"watchdog: rank {self._rank} on {where['host']} has made no progress for {idle_s:.0f} s; step {where['step']}; "
+            f"watchdog: rank {self._rank} on {where['host']} has made no progress for {idle_s:.0f} s; step "
+            f"{where['step']}; "
             f"last collective of each group: {last}\n"
         )
         file.flush()
@@ -127,7 +142,9 @@ class Watchdog:
         os._exit(STALLED)  # the main thread waits for a collective that will not end
 
     def _ask(self, where: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return the verdict, and whether the others were asked; in a thread of its own, for a store that hangs must not hold it up."""
+        """Return the verdict, and whether the others were asked; in a thread of its own, for a store that hangs must
+        not hold it up.
+        """
         found: list[tuple[str, bool]] = []
         talk = threading.Thread(target=lambda: found.append(self._agree(where)), daemon=True)
         talk.start()
@@ -156,7 +173,9 @@ class Watchdog:
         return text if self._rank == first else f"{text} (rank {first} reports the same)", True
 
     def _end_silent(self, beats: Mapping[int, Mapping[str, Any]], told: Mapping[int, Mapping[str, Any]]) -> None:
-        """Kill ranks of this host that do not answer; done by the host's first rank that does, to its launcher's children alone."""
+        """Kill ranks of this host that do not answer; done by the host's first rank that does, to its launcher's
+        children alone.
+        """
         host = socket.gethostname()
         if self._rank != min((rank for rank, each in told.items() if each["host"] == host), default=-1):
             return
@@ -185,8 +204,12 @@ def verdict_of(told: Mapping[int, Mapping[str, Any]], missing: Sequence[int], ho
         behind = sorted(rank for rank, (number, _) in members.items() if number < most)
         what = next(name for number, name in members.values() if number == most)
         if behind:
-            parts.append(f"ranks that did not arrive at {what}, number {most} of {group}: {', '.join(map(str, behind))}")
+            parts.append(
+                f"ranks that did not arrive at {what}, number {most} of {group}: {', '.join(map(str, behind))}"
+            )
     if not parts:
         steps = ", ".join(f"rank {rank} at step {each['step']}" for rank, each in sorted(told.items()))
-        parts.append(f"every rank answers and none is behind in a collective ({steps}); their stack traces show where they wait")
+        parts.append(
+            f"every rank answers and none is behind in a collective ({steps}); their stack traces show where they wait"
+        )
     return "the job makes no progress; " + "; ".join(parts)

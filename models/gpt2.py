@@ -1,10 +1,11 @@
-"""GPT2: the 124M model of Radford et al. (2019), with the parameter names and shapes of transformers' ``GPT2LMHeadModel``.
+"""GPT2: the 124M model of Radford et al. (2019), with the parameter names and shapes of transformers'
+``GPT2LMHeadModel``.
 
-A state dict of either loads into the other without a mapping: ``Conv1D`` stores weights as (in, out), one projection computes queries,
-keys and values, and the head is the token embedding.
+A state dict of either loads into the other without a mapping: ``Conv1D`` stores weights as (in, out), one projection
+computes queries, keys and values, and the head is the token embedding.
 
-Shape suffixes: B batch, L sequence, D model, H heads, C channels of a head, F hidden, V vocabulary. A suffix names the logical
-dim: under tensor parallelism H, F and V are this rank's part.
+Shape suffixes: B batch, L sequence, D model, H heads, C channels of a head, F hidden, V vocabulary. A suffix names the
+logical dim: under tensor parallelism H, F and V are this rank's part.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from meshpar.positions import Mask, attention, attention_mask
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPT2Config:
-    """Set the shape of a :class:`GPT2`, with transformers' field names. The defaults are the 124M model without dropout.
+    """Set the shape of a :class:`GPT2`, with transformers' field names. The defaults are the 124M model without
+    dropout.
 
     >>> from meshpar.models import GPT2Config
     >>> GPT2Config(n_layer=2, n_embd=64, n_head=4).vocab_size
@@ -58,9 +60,13 @@ class GPT2Config:
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
-        problems = [f"{name} is {getattr(self, name)}, expected at least 1" for name in sizes if getattr(self, name) < 1]
+        problems = [
+            f"{name} is {getattr(self, name)}, expected at least 1" for name in sizes if getattr(self, name) < 1
+        ]
         if not problems and self.n_embd % self.n_head:
-            problems.append(f"n_head ({self.n_head}) does not divide n_embd ({self.n_embd}); choose n_embd as a multiple of n_head")
+            problems.append(
+                f"n_head ({self.n_head}) does not divide n_embd ({self.n_embd}); choose n_embd as a multiple of n_head"
+            )
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}, expected at least 0 and less than 1")
         if problems:
@@ -94,13 +100,17 @@ class GPT2(nn.Module):
         if config.tied:
             self.lm_head.weight = self.transformer.wte.weight
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None) -> ModelOutput:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> ModelOutput:
         """Predict each next token.
 
         Args:
             input_ids: (B, L) int64.
-            labels: (B, L) int64, aligned with ``input_ids`` as in transformers: the model shifts them by one. -100 is not counted.
-            position_ids: (B, L) or (1, L) int64, which restart with each document of a row; None: one document, 0 .. L-1.
+            labels: (B, L) int64, aligned with ``input_ids`` as in transformers: the model shifts them by one. -100 is
+                not counted.
+            position_ids: (B, L) or (1, L) int64, which restart with each document of a row; None: one document, 0 ..
+                L-1.
 
         Returns:
             The logits, and the mean loss if ``labels`` are given.
@@ -142,7 +152,8 @@ class Decoder(nn.Module):
 
     def forward(self, ids_BL: Tensor, positions_BL: Tensor, documents_BL: Tensor | None) -> Tensor:
         """Return the hidden states (B, L, D); ``documents_BL`` are positions that restart with each document."""
-        # Under sequence parallelism wte returns this rank's positions, and the style of wpe cuts its output to the same.
+        # Under sequence parallelism wte returns this rank's positions, and the style of wpe cuts its output to the
+        # same.
         x_BLD = self.drop(self.wte(ids_BL) + self.wpe(positions_BL))
         mask = attention_mask(self, documents_BL, dtype=x_BLD.dtype)
         for block in self.h:

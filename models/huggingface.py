@@ -45,8 +45,9 @@ _LOGITS = re.compile(r"logits(_[A-Z]+)?$")
 def layout_for(module: nn.Module) -> ModelLayout | None:
     """Return the layout of a transformers model; None for any other module.
 
-    The blocks are the layers in ``_no_split_modules``. The tensor-parallel table comes from ``tp_plan``, or for verified architectures from
-    their structure. The initial weights come from ``_init_weights``, and the stored names from transformers' own conversions.
+    The blocks are the layers in ``_no_split_modules``. The tensor-parallel table comes from ``tp_plan``, or for
+    verified architectures from their structure. The initial weights come from ``_init_weights``, and the stored names
+    from transformers' own conversions.
     ``docs/architectures.md`` lists the architectures that are exact under each plan.
     """
     loaded = sys.modules.get("transformers.modeling_utils")
@@ -104,7 +105,9 @@ def from_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> nn.Module
     if isinstance(source, Mapping):
         values = dict(source)
         if "model_type" not in values:
-            raise LayoutError(f"expected the contents of a config.json with a model_type, got the keys {sorted(values)}")
+            raise LayoutError(
+                f"expected the contents of a config.json with a model_type, got the keys {sorted(values)}"
+            )
         config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     else:
         config = transformers.AutoConfig.from_pretrained(os.fspath(source), local_files_only=True)
@@ -112,7 +115,8 @@ def from_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> nn.Module
 
 
 def for_training(auto: Any, config: Any) -> nn.Module:
-    """Return the model that an Auto class of transformers builds for a config: on the meta device, in float32, without a key/value cache.
+    """Return the model that an Auto class of transformers builds for a config: on the meta device, in float32, without
+    a key/value cache.
 
     The config that is exported keeps the published ``use_cache``.
     """
@@ -127,10 +131,16 @@ def for_training(auto: Any, config: Any) -> nn.Module:
 def _blocks(model: Any) -> tuple[str, ...]:
     """Return the patterns of the outermost repeated layers."""
     whole = set(model._no_split_modules or ())
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
+    lists = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)
+    ]
     lists = [(name, module) for name, module in lists if not any(isinstance(child, nn.ModuleList) for child in module)]
     named = [name for name, module in lists if any(type(child).__name__ in whole for child in module)]
-    alike = [name for name, module in lists if len({type(child) for child in module}) == 1 and any(True for _ in module.parameters())]
+    alike = [
+        name
+        for name, module in lists
+        if len({type(child) for child in module}) == 1 and any(True for _ in module.parameters())
+    ]
     chosen = named or alike
     outermost = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
     patterns = dict.fromkeys(f"{generic(name)}.*" for name in outermost if _is_called(model, name))
@@ -138,7 +148,9 @@ def _blocks(model: Any) -> tuple[str, ...]:
 
 
 def _is_called(model: nn.Module, name: str) -> bool:
-    """Return whether the model calls the layers of a list as modules, so that FSDP2's hooks run; some models call methods instead."""
+    """Return whether the model calls the layers of a list as modules, so that FSDP2's hooks run; some models call
+    methods instead.
+    """
     layers = model.get_submodule(name)
     owner = model.get_submodule(name.rpartition(".")[0])
     own = inspect.getsource(type(owner)) if type(owner).__module__.startswith("transformers.") else ""
@@ -153,7 +165,9 @@ def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def _ignored(model: Any) -> tuple[str, ...]:
-    """Return the patterns of tensors in files that transformers ignores, including the two that it adds for the model's buffers."""
+    """Return the patterns of tensors in files that transformers ignores, including the two that it adds for the model's
+    buffers.
+    """
     buffers = [name for name, _ in model.named_buffers()]
     added = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
     found = {pattern for end, pattern in added.items() if any(name.endswith(end) for name in buffers)}
@@ -171,10 +185,14 @@ def _fp32(model: Any) -> tuple[str, ...]:
 
 
 def _has_dropout(model: Any) -> bool:
-    """Return whether a language model of this config draws random numbers in training, without the fields of classifiers."""
+    """Return whether a language model of this config draws random numbers in training, without the fields of
+    classifiers.
+    """
     fields = model.config.get_text_config().to_dict().items()
     rates = [
-        value for name, value in fields if re.search("dropout|pdrop|layerdrop", name) and not re.match("summary|classifier|pooler", name)
+        value
+        for name, value in fields
+        if re.search("dropout|pdrop|layerdrop", name) and not re.match("summary|classifier|pooler", name)
     ]
     return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
@@ -182,8 +200,14 @@ def _has_dropout(model: Any) -> bool:
 def _published_config(model: Any) -> dict[str, Any]:
     values = json.loads(model.config.to_json_string(use_diff=False))
     # A plain class name even when FSDP has swapped the module's class for one of its own.
-    base = next(cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.") or "FSDP" not in cls.__name__)
-    unpublished = {"_name_or_path", "transformers_version", *(["use_cache"] if hasattr(model, "meshpar_use_cache") else [])}
+    base = next(
+        cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.") or "FSDP" not in cls.__name__
+    )
+    unpublished = {
+        "_name_or_path",
+        "transformers_version",
+        *(["use_cache"] if hasattr(model, "meshpar_use_cache") else []),
+    }
     kept = {key: value for key, value in values.items() if key not in unpublished} | {"architectures": [base.__name__]}
     cache = getattr(model, "meshpar_use_cache", None)
     return kept if cache is None else kept | {"use_cache": cache}
@@ -193,7 +217,8 @@ def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
     refusals: dict[str, str] = {}
     if not table:
         refusals["tp"] = (
-            f"transformers gives {type(model).__name__} no tp_plan, so nothing says how to split it; drop TensorParallel, "
+            f"transformers gives {type(model).__name__} no tp_plan, so nothing says how to split it; drop "
+            "TensorParallel, "
             "or pass a ModelLayout with a tensor table to apply"
         )
     if (reason := refusal(model)) is not None:
@@ -205,12 +230,14 @@ def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
     text = model.config.get_text_config()
     if getattr(text, "output_router_logits", False):
         refusals["balance"] = (
-            f"{type(model).__name__} adds a balance loss of each rank's own tokens to its loss (config.output_router_logits), which is not "
+            f"{type(model).__name__} adds a balance loss of each rank's own tokens to its loss "
+            "(config.output_router_logits), which is not "
             "that of all; set model.config.output_router_logits = False and training.balance_loss"
         )
     if chosen := next((name for name in ("index_topk", "keep_window_size") if getattr(text, name, None)), None):
         refusals["documents"] = (
-            f"{type(model).__name__} chooses the keys that a query sees ({chosen}={getattr(text, chosen)}) among those of the whole row"
+            f"{type(model).__name__} chooses the keys that a query sees ({chosen}={getattr(text, chosen)}) among "
+            "those of the whole row"
         )
     if getattr(model.config, "use_cache", False):
         refusals["recompute"] = (
@@ -222,7 +249,9 @@ def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
 
 @final
 class _Initialiser:
-    """Initialise one module's own tensors by the model's ``_init_weights``. A class, because a forecast sends layouts to its process."""
+    """Initialise one module's own tensors by the model's ``_init_weights``. A class, because a forecast sends layouts
+    to its process.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -237,7 +266,8 @@ class _Initialiser:
         while True:
             with _writing_only(tuple(tensor for tensor, _ in versions.values()), drawing):
                 self._owners.get(drawing, self._model)._init_weights(drawing)
-            # Some parents draw a child's weight again, smaller (GPT-2's residual projections), and some models fill what no parent does.
+            # Some parents draw a child's weight again, smaller (GPT-2's residual projections), and some models fill
+            # what no parent does.
             if around is None or (drawing is not module and not _unwritten(module, versions)):
                 break
             drawing, around = around, self._parents.get(around)
@@ -247,13 +277,17 @@ class _Initialiser:
 def _unwritten(module: nn.Module, versions: Mapping[str, tuple[torch.Tensor, int]]) -> list[str]:
     """Return the names of those of the module's own tensors that are still the same tensors, never written."""
     now = {**module._parameters, **module._buffers}
-    return [name for name, (tensor, version) in versions.items() if now.get(name) is tensor and tensor._version == version]
+    return [
+        name for name, (tensor, version) in versions.items() if now.get(name) is tensor and tensor._version == version
+    ]
 
 
 def _as_constructed(module: nn.Module, names: list[str]) -> None:
     """Fill the module's own tensors that no ``_init_weights`` fills as its constructor does, where that is known."""
     fresh: Any = None
-    if names and not any(each.default is each.empty for each in inspect.signature(type(module)).parameters.values() if each.kind < 2):
+    if names and not any(
+        each.default is each.empty for each in inspect.signature(type(module)).parameters.values() if each.kind < 2
+    ):
         fresh = type(module)()
     for name in names:
         tensor = getattr(module, name)
@@ -279,7 +313,9 @@ def _with_owners(model: Any) -> Iterator[tuple[nn.Module, Any]]:
 
 @contextmanager
 def _writing_only(tensors: Any, module: nn.Module) -> Iterator[None]:
-    """Let transformers' initialisers, inside ``module``, write ``tensors`` alone: they pass over what is flagged as initialised."""
+    """Let transformers' initialisers, inside ``module``, write ``tensors`` alone: they pass over what is flagged as
+    initialised.
+    """
     mine = {id(tensor) for tensor in tensors}
     inside = [*module.parameters(), *module.buffers()]
     for tensor in inside:
@@ -292,7 +328,8 @@ def _writing_only(tensors: Any, module: nn.Module) -> Iterator[None]:
 
 
 def head_of_logits(model: Any) -> str:
-    """Return the name of the layer whose output is the model's ``logits``, unchanged; empty where a scale or a cap may come after it.
+    """Return the name of the layer whose output is the model's ``logits``, unchanged; empty where a scale or a cap may
+    come after it.
 
     The forward of a class of transformers' own assigns ``logits`` once, from a call of its output embeddings.
     """
@@ -317,7 +354,13 @@ def _assigned_once(forward: Callable[..., Any], head: str) -> bool:
 def _sets_logits(node: ast.AST) -> bool:
     """Tell an assignment to ``logits``, also under its name with dims (``logits_BLV``), or to a part of it."""
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return any(_LOGITS.match(each.id) for target in targets if target for each in ast.walk(target) if isinstance(each, ast.Name))
+    return any(
+        _LOGITS.match(each.id)
+        for target in targets
+        if target
+        for each in ast.walk(target)
+        if isinstance(each, ast.Name)
+    )
 
 
 def _value(node: ast.AST) -> ast.AST | None:

@@ -1,8 +1,9 @@
-"""ContextParallel for transformers' models: their own attention over the positions of every rank, through transformers' two interfaces.
+"""ContextParallel for transformers' models: their own attention over the positions of every rank, through transformers'
+two interfaces.
 
-A model asks one interface for masks and the other for attention, both by the name in its config. Under a plan that splits positions the
-name is ours: masks are made for this rank's rows of the whole sequence, and attention exchanges positions around the function that the
-model used before.
+A model asks one interface for masks and the other for attention, both by the name in its config. Under a plan that
+splits positions the name is ours: masks are made for this rank's rows of the whole sequence, and attention exchanges
+positions around the function that the model used before.
 """
 
 from __future__ import annotations
@@ -35,16 +36,22 @@ def exchange_positions(model: Any, exchange: Exchange) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     used = model.config._attn_implementation
-    sequence = _Sequence(exchange, used, _counted_in(model), placed=mixer_refusal(model) is None and not _counts_in_mask(model))
+    sequence = _Sequence(
+        exchange, used, _counted_in(model), placed=mixer_refusal(model) is None and not _counts_in_mask(model)
+    )
     name = f"meshpar_positions_{next(_numbers)}"
     AttentionInterface.register(name, sequence.attend)
     AttentionMaskInterface.register(name, sequence.mask)
     # Copies, for another model may have been made from the same config.
     known: dict[int, Any] = {}
-    owners: list[Any] = [each for each in model.modules() if hasattr(getattr(each, "config", None), "_attn_implementation")]
+    owners: list[Any] = [
+        each for each in model.modules() if hasattr(getattr(each, "config", None), "_attn_implementation")
+    ]
     for each in owners:
         each.config = copy.deepcopy(each.config, known)
-    before = [(config, config._attn_implementation) for config in {id(each.config): each.config for each in owners}.values()]
+    before = [
+        (config, config._attn_implementation) for config in {id(each.config): each.config for each in owners}.values()
+    ]
 
     @contextmanager
     def as_written() -> Iterator[None]:
@@ -66,7 +73,9 @@ def exchange_positions(model: Any, exchange: Exchange) -> None:
 
 
 def _refuse_generate(*args: object, **kwargs: object) -> None:
-    raise MeshparError("generate makes one position after another, and each rank has a part of them; generate on a mesh without cp")
+    raise MeshparError(
+        "generate makes one position after another, and each rank has a part of them; generate on a mesh without cp"
+    )
 
 
 def refusal(model: Any) -> str | None:
@@ -74,31 +83,39 @@ def refusal(model: Any) -> str | None:
     kind = type(model).__name__
     if model.config._attn_implementation not in _SERVED:
         return (
-            f"{kind} attends by {model.config._attn_implementation!r}, and ContextParallel serves 'sdpa' and 'eager'; build the model with "
+            f"{kind} attends by {model.config._attn_implementation!r}, and ContextParallel serves 'sdpa' and "
+            "'eager'; build the model with "
             "attn_implementation='sdpa'"
         )
     if model.config.is_encoder_decoder:
         return f"{kind} attends from one sequence to another, and ContextParallel splits one; use a mesh without cp"
     text = model.config.get_text_config()
     if getattr(text, "axial_pos_embds", False):
-        return f"{kind} has embeddings of places for one length alone (axial_pos_embds), and each rank has a part; use a mesh without cp"
+        return (
+            f"{kind} has embeddings of places for one length alone (axial_pos_embds), and each rank has a part; "
+            "use a mesh without cp"
+        )
     ropes = [getattr(text, "rope_parameters", None), getattr(text, "rope_scaling", None)]
     ropes += [each for rope in ropes if isinstance(rope, dict) for each in rope.values()]
     for rope in ropes:
         if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
             return (
-                f"{kind} turns its positions by the longest that it sees (rope_type {rope['rope_type']!r}), and each rank sees others; "
+                f"{kind} turns its positions by the longest that it sees (rope_type {rope['rope_type']!r}), and each "
+                "rank sees others; "
                 "use a mesh without cp"
             )
     return None
 
 
 def mixer_refusal(model: Any) -> str | None:
-    """Return why a transformers model's positions cannot be split as long as nobody says what mixes them; None where nothing does."""
+    """Return why a transformers model's positions cannot be split as long as nobody says what mixes them; None where
+    nothing does.
+    """
     if _takes_positions(model) or _places_in(model):
         return None
     return (
-        f"{type(model).__name__} takes no position_ids, and ContextParallel gives each rank positions of its own; use a mesh without cp, "
+        f"{type(model).__name__} takes no position_ids, and ContextParallel gives each rank positions of its own; "
+        "use a mesh without cp, "
         "or name what mixes positions, ContextParallel(mixers=(...)), for each rank to compute it on whole sequences"
     )
 
@@ -106,17 +123,38 @@ def mixer_refusal(model: Any) -> str | None:
 def mixers(model: Any) -> tuple[str, ...]:
     """Return the names of the modules that mix positions in a way of their own.
 
-    They attend past transformers' attention interface, or choose keys or add a bias among those of the whole row. In a model that
-    attends at all so do those beside attention: recurrences and linear attention, which hold a convolution over positions. Towers for
-    images and sound see no positions of the text.
+    They attend past transformers' attention interface, or choose keys or add a bias among those of the whole row. In a
+    model that attends at all so do those beside attention: recurrences and linear attention, which hold a convolution
+    over positions. Towers for images and sound see no positions of the text.
     """
     own = (model.config, model.config.get_text_config())
-    towers = [name for name, each in model.named_modules() if hasattr(each, "base_model") and not any(each.config is one for one in own)]
-    text = [(name, each) for name, each in model.named_modules() if not any(name.startswith(f"{tower}.") for tower in towers)]
+    towers = [
+        name
+        for name, each in model.named_modules()
+        if hasattr(each, "base_model") and not any(each.config is one for one in own)
+    ]
+    text = [
+        (name, each)
+        for name, each in model.named_modules()
+        if not any(name.startswith(f"{tower}.") for tower in towers)
+    ]
     attending = {name: module for name, module in text if _attends(module)}
-    kinds = [each for name, each in vars(sys.modules[type(model).__module__]).items() if "Attention" in name and isinstance(each, type)]
-    found = [name for name, module in attending.items() if not _by_interface(type(module)) or any(hasattr(module, each) for each in _OWN)]
-    blocks = [f"{name}.{number}" for name, module in text if isinstance(module, nn.ModuleList) for number in range(len(module))]
+    kinds = [
+        each
+        for name, each in vars(sys.modules[type(model).__module__]).items()
+        if "Attention" in name and isinstance(each, type)
+    ]
+    found = [
+        name
+        for name, module in attending.items()
+        if not _by_interface(type(module)) or any(hasattr(module, each) for each in _OWN)
+    ]
+    blocks = [
+        f"{name}.{number}"
+        for name, module in text
+        if isinstance(module, nn.ModuleList)
+        for number in range(len(module))
+    ]
     for block in blocks if any(map(_by_interface, kinds)) else ():
         for name, child in model.get_submodule(block).named_children():
             if any(isinstance(each, nn.Conv1d) for each in child.modules()):
@@ -139,7 +177,9 @@ def _by_interface(kind: type) -> bool:
 
 
 def counts_positions(model: Any) -> bool:
-    """Return whether a model finds out itself where its tokens stand, if nobody says so: from its padding, or in an embedding."""
+    """Return whether a model finds out itself where its tokens stand, if nobody says so: from its padding, or in an
+    embedding.
+    """
     return _counted_in(model) is not None or not _takes_positions(model)
 
 
@@ -183,28 +223,34 @@ class _Sequence:
             kwargs = {**kwargs, "position_ids": ids} if self._counting is not None else kwargs
         if ids is None:
             raise MeshparError(
-                "the model got no position_ids, and each rank has a part of the positions; call the model with par.split(batch), a mapping"
+                "the model got no position_ids, and each rank has a part of the positions; call the model with "
+                "par.split(batch), a mapping"
             )
         if ids.ndim != 2:
             raise MeshparError(f"position_ids must be (B, L) where positions are split, got shape {tuple(ids.shape)}")
         given = kwargs.get("attention_mask")
         if given is not None and not (isinstance(given, Tensor) and given.ndim == 2):
             raise MeshparError(
-                f"attention_mask must be (B, L) where positions are split, got {_shape(given)}; par.split splits such a mask"
+                f"attention_mask must be (B, L) where positions are split, got {_shape(given)}; par.split splits "
+                "such a mask"
             )
         whole = self._exchange.values(ids, 1)
         # As in one process: documents are looked for where no mask says what counts.
         self._ids = whole if given is None and not joined else torch.arange(whole.shape[1], device=whole.device)[None]
         self._counted = None if given is None else self._exchange.values(given, 1).bool()
-        # With a mask, transformers does not look for documents itself: a rank's positions jump where no document begins.
+        # With a mask, transformers does not look for documents itself: a rank's positions jump where no document
+        # begins.
         mask = torch.ones_like(ids) if given is None else given
-        # A model without places of its own counts them in its mask (ALiBi), for modules that compute the whole sequence.
+        # A model without places of its own counts them in its mask (ALiBi), for modules that compute the whole
+        # sequence.
         return args, {**kwargs, "attention_mask": mask if self._placed else self._exchange.values(mask, 1)}
 
     def _counted_from(self, input_ids: Tensor | None) -> Tensor:
         """Return this rank's positions, (B, L) int64, as the model counts them in the whole sequence. Collective."""
         if input_ids is None:
-            raise MeshparError("a model that counts its positions itself is split by its input_ids, got none; use a mesh without cp")
+            raise MeshparError(
+                "a model that counts its positions itself is split by its input_ids, got none; use a mesh without cp"
+            )
         length = input_ids.shape[1] * self._exchange.size
         rows = self._exchange.rows(length, input_ids.device)
         if self._counting is None:
@@ -219,7 +265,9 @@ class _Sequence:
             return args, kwargs
         return args, {**kwargs, "position_ids": self._exchange.rows(self._ids.shape[1], self._ids.device)}
 
-    def mask(self, *, q_length: int, mask_function: Callable[..., Any], dtype: torch.dtype, device: torch.device, **rest: Any) -> Tensor:
+    def mask(
+        self, *, q_length: int, mask_function: Callable[..., Any], dtype: torch.dtype, device: torch.device, **rest: Any
+    ) -> Tensor:
         """Return the mask of this rank's rows: what the model's own function allows, within a document."""
         ids, length = self._ids, self._ids.shape[1]
         same = causal_mask(documents(ids), self._exchange, causal=False)
@@ -228,7 +276,8 @@ class _Sequence:
         made_of = _made_of(mask_function)
         if any(isinstance(each, Tensor) and each.ndim > 1 for each in made_of):
             raise MeshparError(
-                "the model's mask looks at more than positions (kinds of tokens, blocks), of which a rank has a part; use a mesh without cp"
+                "the model's mask looks at more than positions (kinds of tokens, blocks), of which a rank has a "
+                "part; use a mesh without cp"
             )
         # By positions in their documents, as transformers asks for packed rows.
         allowed = same & mask_function(rows, torch.zeros_like(rows), ids[:, None, queries, None], ids[:, None, None, :])
@@ -236,20 +285,35 @@ class _Sequence:
         if self._counted is not None:
             allowed = allowed & self._counted[:, None, None]
         # Not -inf for a model's own softmax, which transformers never gives it.
-        return added(allowed, dtype) if self._inner == "sdpa" else added(allowed, dtype).clamp_(min=torch.finfo(dtype).min)
+        return (
+            added(allowed, dtype) if self._inner == "sdpa" else added(allowed, dtype).clamp_(min=torch.finfo(dtype).min)
+        )
 
-    def _looks_ahead(self, function: Callable[..., Any], made_of: tuple[Any, ...], length: int, queries: Any, device: torch.device) -> bool:
-        """Return whether a mask lets a query see a later position. Looked at once for each kind, for it waits for the device."""
+    def _looks_ahead(
+        self, function: Callable[..., Any], made_of: tuple[Any, ...], length: int, queries: Any, device: torch.device
+    ) -> bool:
+        """Return whether a mask lets a query see a later position. Looked at once for each kind, for it waits for the
+        device.
+        """
         kind = (length, repr(made_of))
         varies = any(isinstance(each, Tensor) for each in made_of)
         if varies or kind not in self._ahead:
-            places, zero = torch.arange(length, device=device), torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+            places, zero = (
+                torch.arange(length, device=device),
+                torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device),
+            )
             seen = function(zero, zero, places[None, None, queries, None], places[None, None, None])
             self._ahead[kind] = bool((seen & (places[queries, None] < places)).any())
         return self._ahead.pop(kind) if varies else self._ahead[kind]
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         """Attend as the model did before, over the positions of every rank; returns (B, L, H, C)."""
         from transformers import AttentionInterface
@@ -261,10 +325,13 @@ class _Sequence:
 
         if options.get("position_bias") is not None:
             raise MeshparError(
-                f"{type(module).__name__} adds a bias of its own to its scores, of a rank's positions; use a mesh without cp"
+                f"{type(module).__name__} adds a bias of its own to its scores, of a rank's positions; use a mesh "
+                "without cp"
             )
         causal = self._causal and bool(getattr(module, "is_causal", True))
-        return self._exchange.attend(inner, query, key, value, attention_mask, causal=causal).transpose(1, 2).contiguous(), None
+        return self._exchange.attend(inner, query, key, value, attention_mask, causal=causal).transpose(
+            1, 2
+        ).contiguous(), None
 
 
 def _made_of(function: Any) -> tuple[Any, ...]:
@@ -296,5 +363,7 @@ def _shape(value: object) -> str:
 
 def _eager(module: nn.Module) -> Any:
     """Return the model's own attention without a kernel, which stands beside its class."""
-    own = next(each for each in type(module).__mro__ if "eager_attention_forward" in vars(sys.modules.get(each.__module__)))
+    own = next(
+        each for each in type(module).__mro__ if "eager_attention_forward" in vars(sys.modules.get(each.__module__))
+    )
     return sys.modules[own.__module__].eager_attention_forward

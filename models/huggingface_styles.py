@@ -1,4 +1,5 @@
-"""Tensor-parallel styles that transformers' models need beyond those of :mod:`meshpar.passes`, and a table without a ``tp_plan``.
+"""Tensor-parallel styles that transformers' models need beyond those of :mod:`meshpar.passes`, and a table without a
+``tp_plan``.
 
 The table of an architecture to which transformers gives none comes from the names and shapes of its projections.
 """
@@ -69,10 +70,11 @@ class Refused(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class LatentKeys(Style):
-    """Latent attention's joint projection of compressed keys and values and of the rotary key (DeepSeek-V2, arXiv 2405.04434).
+    """Latent attention's joint projection of compressed keys and values and of the rotary key (DeepSeek-V2, arXiv
+    2405.04434).
 
-    The compressed part is the input of a projection that sums its own gradient. The rotary part goes directly to this rank's heads, so its
-    gradient is summed here.
+    The compressed part is the input of a projection that sums its own gradient. The rotary part goes directly to this
+    rank's heads, so its gradient is summed here.
 
     Attributes:
         rotary: name of the module -> how many of its last output features are the rotary key.
@@ -105,11 +107,14 @@ class FullPositions(Style):
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Fill in ``position_ids``."""
 
-        def fill(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        def fill(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
             tokens = args[0] if args else kwargs.get("input_ids")
             if kwargs.get("attention_mask") is not None:
                 raise ValueError(
-                    f"{name} got an attention_mask; transformers applies it to the embeddings, which sequence parallelism splits; pack the "
+                    f"{name} got an attention_mask; transformers applies it to the embeddings, which sequence "
+                    "parallelism splits; pack the "
                     "batch instead of padding it, or use TensorParallel(sequence_parallel=False)"
                 )
             if tokens is None or kwargs.get("position_ids") is not None:
@@ -211,7 +216,9 @@ class Head(Style):
 
 
 def _split_loss(whole_loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return transformers' causal loss for logits split over the vocabulary; ``whole_loss`` computes that of whole logits."""
+    """Return transformers' causal loss for logits split over the vocabulary; ``whole_loss`` computes that of whole
+    logits.
+    """
 
     def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int | None = None, **options: Any) -> torch.Tensor:
         if not isinstance(logits, DTensor):
@@ -245,7 +252,11 @@ def _attention(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple
         return
     width = (features_of(children[str(chosen[0])]) or (0, 0))[1]
     output = next((each for each in _OUTPUTS if (features_of(children.get(each, module)) or (0, 0))[0] == width), None)
-    tables = [each for each, child in children.items() if isinstance(child, nn.Embedding) and child.embedding_dim == _heads(module)]
+    tables = [
+        each
+        for each, child in children.items()
+        if isinstance(child, nn.Embedding) and child.embedding_dim == _heads(module)
+    ]
     known = {*chosen, *tables, output}
     if any(inner.partition(".")[0] not in known for inner, _ in module.named_parameters()):
         return  # a norm or a residual of its own inside (ALBERT's): its input is not only the projections'
@@ -278,7 +289,10 @@ def _feed_forward(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _heads(attention: nn.Module) -> int | None:
     known: Mapping[str, Any] = vars(attention)
-    return next((known[each] for each in ("n_heads", "num_heads", "num_attention_heads") if isinstance(known.get(each), int)), None)
+    return next(
+        (known[each] for each in ("n_heads", "num_heads", "num_attention_heads") if isinstance(known.get(each), int)),
+        None,
+    )
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:

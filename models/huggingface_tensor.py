@@ -1,4 +1,6 @@
-"""The tensor-parallel table of a transformers model: its own ``tp_plan`` in meshpar's styles, and what is split over the vocabulary."""
+"""The tensor-parallel table of a transformers model: its own ``tp_plan`` in meshpar's styles, and what is split over
+the vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ _OWN_PARAMETERS = ("moe_tp_experts", "all_reduce", "local_params")
 _ACTIVATION = re.compile("act|act_fn|activation|activation_fn|hidden_act")
 _HEAD_NORM = re.compile("(q|k|v|query|key|value)_?(layer)?norm")
 
-# Verified to compute everything from position_ids once they are given, which sequence parallelism needs: transformers otherwise
-# reads the sequence's length from the embeddings, and these are then split along it.
+# Verified to compute everything from position_ids once they are given, which sequence parallelism needs: transformers
+# otherwise reads the sequence's length from the embeddings, and these are then split along it.
 _SEQUENCE_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -44,9 +46,11 @@ def generic(name: str) -> str:
 
 
 def vocabulary_styles(model: Any, table: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Return the styles of token embeddings and of the head, the largest parameters, and the names of those that stay whole.
+    """Return the styles of token embeddings and of the head, the largest parameters, and the names of those that stay
+    whole.
 
-    A plan may leave them out. Tied ones are split together or not at all; what is read outside of its own module stays whole.
+    A plan may leave them out. Tied ones are split together or not at all; what is read outside of its own module stays
+    whole.
     """
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     ends: dict[str, Any] = {}
@@ -69,7 +73,11 @@ def vocabulary_styles(model: Any, table: Mapping[str, Any]) -> tuple[dict[str, A
 def _tied_biases(model: nn.Module, head: str) -> dict[str, Any]:
     """Return the styles of modules that have the head's bias as their own parameter, too (BERT's predictions)."""
     bias = getattr(model.get_submodule(head), "bias", None)
-    owners = (name.rpartition(".") for name, each in model.named_parameters(remove_duplicate=False) if bias is not None and each is bias)
+    owners = (
+        name.rpartition(".")
+        for name, each in model.named_parameters(remove_duplicate=False)
+        if bias is not None and each is bias
+    )
     return {owner: Parts(dims={leaf: (0, 1)}) for owner, _, leaf in owners if owner != head}
 
 
@@ -87,9 +95,14 @@ def _read_outside(model: nn.Module, name: str) -> bool:
     *outer, leaf = name.split(".")
     reads = re.compile(rf"\b{re.escape(leaf)}\.weight\b")
     around = [model, *(model.get_submodule(".".join(outer[: n + 1])) for n in range(len(outer)))]
-    kinds = {kind for module in around for kind in type(module).__mro__ if kind.__module__.startswith("transformers.models")}
+    kinds = {
+        kind for module in around for kind in type(module).__mro__ if kind.__module__.startswith("transformers.models")
+    }
     functions = [
-        each for kind in kinds for key, each in vars(kind).items() if isinstance(each, FunctionType) and not _ABOUT_WEIGHTS.match(key)
+        each
+        for kind in kinds
+        for key, each in vars(kind).items()
+        if isinstance(each, FunctionType) and not _ABOUT_WEIGHTS.match(key)
     ]
     return any(reads.search(inspect.getsource(each)) for each in functions)
 
@@ -107,14 +120,19 @@ def tensor_table(model: Any) -> dict[str, Any]:
         return {}
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        # Of modules under one pattern the one with most parameters of its own stands for all: some layers lack an optional one.
+        # Of modules under one pattern the one with most parameters of its own stands for all: some layers lack an
+        # optional one.
         known = modules.get(generic(name))
         if known is None or _own_count(module) > _own_count(known):
             modules[generic(name)] = module
     table: dict[str, Any] = structure
     for pattern, style in plan.items():
         if pattern in modules and style not in (*_OWN_PARAMETERS, "replicate"):
-            table[pattern] = LatentKeys(_rotary_widths(model, pattern)) if style == "mla_kv_a_proj" else _OURS.get(style) or _unknown(style)
+            table[pattern] = (
+                LatentKeys(_rotary_widths(model, pattern))
+                if style == "mla_kv_a_proj"
+                else _OURS.get(style) or _unknown(style)
+            )
     table |= {owner: _with_own(modules[owner], owner, plan) for owner in _owners(modules, plan)}
     table |= {pattern: Experts() for pattern in _whole_experts(model, modules) if pattern not in table}
     ends, whole = vocabulary_styles(model, table)
@@ -130,7 +148,8 @@ _IN_ORDER = ("Llama4TextExperts", "JetMoeParallelExperts")
 
 
 def expert_modules(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the patterns of modules with stacked experts, and of those among them that take rows in the order of experts.
+    """Return the patterns of modules with stacked experts, and of those among them that take rows in the order of
+    experts.
 
     The others compute by transformers' interface of (hidden states, chosen experts, weights).
     """
@@ -144,32 +163,46 @@ def expert_refusal(model: nn.Module) -> str | None:
     stacked = [name for name, each in model.named_modules() if _has_stacked_experts(each)]
     if adapted := next((name for name in stacked if name.endswith(".base_layer")), None):
         return (
-            f"{adapted} is below peft's own adapters, which add to whole weights; add adapters that ranks can divide by "
+            f"{adapted} is below peft's own adapters, which add to whole weights; add adapters that ranks can divide "
+            "by "
             "meshpar.training.add_adapters(model, LoRA(parameters=...)), or use a mesh without ep"
         )
     if stacked:
         return None
     name, kind = type(model).__name__, "Expert"
-    held = next((each for each in model.modules() if kind in type(each).__name__ and any(True for _ in each.parameters(False))), None)
+    held = next(
+        (each for each in model.modules() if kind in type(each).__name__ and any(True for _ in each.parameters(False))),
+        None,
+    )
     if held is not None:
         shapes = ", ".join(f"{leaf} {tuple(each.shape)}" for leaf, each in held.named_parameters(recurse=False))
         return (
-            f"{name} holds its experts as {shapes} in {type(held).__name__}, and ExpertParallel divides parameters whose first dim counts "
+            f"{name} holds its experts as {shapes} in {type(held).__name__}, and ExpertParallel divides parameters "
+            "whose first dim counts "
             "experts, of the module that is called with (hidden states, chosen experts, weights); use a mesh without ep"
         )
     if listed := next(
-        (at for at, each in model.named_modules() if at.endswith("experts") and isinstance(each, nn.ModuleList | nn.ModuleDict)), None
+        (
+            at
+            for at, each in model.named_modules()
+            if at.endswith("experts") and isinstance(each, nn.ModuleList | nn.ModuleDict)
+        ),
+        None,
     ):
         return (
-            f"{listed} is a list of modules, and each of their parameters is one expert's, of which a rank would hold all or nothing; "
-            "stack them in one module that is called with (hidden states, chosen experts, weights), or use a mesh without ep"
+            f"{listed} is a list of modules, and each of their parameters is one expert's, of which a rank would "
+            "hold all or nothing; "
+            "stack them in one module that is called with (hidden states, chosen experts, weights), or use a mesh "
+            "without ep"
         )
     return f"{name} has no experts to divide; drop ExpertParallel and ep from the mesh"
 
 
 def routers(model: Any) -> tuple[str, ...]:
     """Return the patterns of the modules whose first output transformers records as the routers' logits."""
-    recorded = getattr(model, "_can_record_outputs", None) or getattr(model.base_model, "_can_record_outputs", None) or {}
+    recorded = (
+        getattr(model, "_can_record_outputs", None) or getattr(model.base_model, "_can_record_outputs", None) or {}
+    )
     told: Any = recorded.get("router_logits")
     kind = getattr(told, "target_class", None)
     if kind is None or told.index != 0:
@@ -195,7 +228,9 @@ def head_counts(model: Any, table: Mapping[str, Any]) -> dict[str, int]:
     for name, module in model.named_modules():
         for child, _ in module.named_children():
             pattern = generic(f"{name}.{child}")
-            if table.get(pattern) in ("colwise", "packed_colwise:3") and (heads := _heads_of(model.config, module, child)):
+            if table.get(pattern) in ("colwise", "packed_colwise:3") and (
+                heads := _heads_of(model.config, module, child)
+            ):
                 counts.setdefault(pattern, {})[f"{name}.{child}"] = heads
     alike = {pattern: each for pattern, each in counts.items() if len(set(each.values())) == 1}
     return {pattern: next(iter(each.values())) for pattern, each in alike.items()} | {
@@ -208,9 +243,13 @@ HEAD_RATIO = "num_key_value_groups"
 
 
 def copied_heads(model: nn.Module, heads: Mapping[str, int]) -> tuple[str, ...]:
-    """Return those projections to key and value heads which ranks may share: their attention keeps the ratio of heads as an attribute."""
+    """Return those projections to key and value heads which ranks may share: their attention keeps the ratio of heads
+    as an attribute.
+    """
     shared = [pattern for pattern in heads if pattern.rpartition(".")[2] in ("k_proj", "v_proj")]
-    return tuple(pattern for pattern in shared if all(_keeps_ratio(model, name) for name, _ in find_modules(model, pattern)))
+    return tuple(
+        pattern for pattern in shared if all(_keeps_ratio(model, name) for name, _ in find_modules(model, pattern))
+    )
 
 
 def _keeps_ratio(model: nn.Module, name: str) -> bool:
@@ -218,13 +257,21 @@ def _keeps_ratio(model: nn.Module, name: str) -> bool:
 
 
 def _heads_of(config: object, attention: nn.Module, child: str) -> int | None:
-    """Return the number of heads in a projection, from the attention's attributes if it has them, otherwise from the config."""
+    """Return the number of heads in a projection, from the attention's attributes if it has them, otherwise from the
+    config.
+    """
     if child in ("k_proj", "v_proj"):
-        return _key_heads(attention) or _first(config, attention, ("num_key_value_heads", "num_kv_heads", "num_attention_heads"))
+        return _key_heads(attention) or _first(
+            config, attention, ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
+        )
     if child not in ("q_proj", "q_b_proj", "kv_b_proj", "c_attn"):
         return None
     keys, ratio = _key_heads(attention), vars(attention).get(HEAD_RATIO)
-    return keys * ratio if keys and isinstance(ratio, int) else _first(config, attention, ("num_heads", "num_attention_heads", "n_heads"))
+    return (
+        keys * ratio
+        if keys and isinstance(ratio, int)
+        else _first(config, attention, ("num_heads", "num_attention_heads", "n_heads"))
+    )
 
 
 def _key_heads(attention: nn.Module) -> int | None:
@@ -278,7 +325,9 @@ def _without_sparse(model: nn.Module, table: Mapping[str, Any]) -> Iterator[tupl
 
 
 def _matching_plan(model: Any) -> dict[str, str]:
-    """Return the plan's entries that name something of this model; a plan is written for every variant of an architecture."""
+    """Return the plan's entries that name something of this model; a plan is written for every variant of an
+    architecture.
+    """
     names = {generic(name) for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
     return {pattern: style for pattern, style in (model.tp_plan or {}).items() if pattern in names}
 
@@ -294,7 +343,11 @@ def _unknown(style: str) -> Refused:
 def _owners(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> list[str]:
     """Return the patterns of modules that compute with parameters of their own which the plan splits."""
     direct = [pattern.rpartition(".")[0] for pattern in plan if pattern not in modules]
-    return list(dict.fromkeys([*(pattern for pattern, style in plan.items() if style in _OWN_PARAMETERS and pattern in modules), *direct]))
+    return list(
+        dict.fromkeys(
+            [*(pattern for pattern, style in plan.items() if style in _OWN_PARAMETERS and pattern in modules), *direct]
+        )
+    )
 
 
 def _with_own(module: nn.Module, owner: str, plan: Mapping[str, str]) -> Any:
@@ -321,7 +374,9 @@ def _with_own(module: nn.Module, owner: str, plan: Mapping[str, str]) -> Any:
 
 
 def _takes_whole_experts(module: nn.Module) -> bool:
-    """Return whether an experts module knows chosen numbers beyond its experts, as transformers' own expert parallelism needs."""
+    """Return whether an experts module knows chosen numbers beyond its experts, as transformers' own expert parallelism
+    needs.
+    """
     alike = len({len(each) for each in module.parameters(recurse=False)}) == 1
     return alike and {"num_experts", "_is_expert_parallel"} <= vars(module).keys()
 
@@ -344,7 +399,9 @@ def _rotary_widths(model: Any, pattern: str) -> dict[str, int]:
 
 
 def _on_slices(modules: Mapping[str, nn.Module], table: Mapping[str, Any]) -> Iterator[str]:
-    """Yield whole modules that a plan forgets and that see this rank's slice: activations with parameters, norms of heads."""
+    """Yield whole modules that a plan forgets and that see this rank's slice: activations with parameters, norms of
+    heads.
+    """
     split = {each.rpartition(".")[0] for each, style in table.items() if style == "colwise"}
     for pattern, module in modules.items():
         parent, _, leaf = pattern.rpartition(".")
@@ -357,29 +414,39 @@ def _on_slices(modules: Mapping[str, nn.Module], table: Mapping[str, Any]) -> It
 
 
 def _regions(model: nn.Module, table: Mapping[str, Any]) -> list[str]:
-    """Return the modules all of whose parameters are split by feature or by head, from two projections or more that share an input."""
+    """Return the modules all of whose parameters are split by feature or by head, from two projections or more that
+    share an input.
+    """
     fitting: dict[str, list[str]] = {}
     every: dict[str, int] = {}
     for name, module in model.named_modules():
         pattern = generic(name)
         every[pattern] = every.get(pattern, 0) + 1
         own = [
-            table.get(generic(f"{name}.{inner}")) for inner, child in module.named_modules() if any(True for _ in child.parameters(False))
+            table.get(generic(f"{name}.{inner}"))
+            for inner, child in module.named_modules()
+            if any(True for _ in child.parameters(False))
         ]
         styles = [table.get(generic(f"{name}.{child}")) for child, _ in module.named_children()]
         fits = all(style in ("colwise", "rowwise", "grad_sum") for style in own) and "rowwise" in styles
         if fits and styles.count("colwise") > 1 and pattern not in table:
             fitting.setdefault(pattern, []).append(name)
     # Where some layers have something else under the same name (experts), the others are named one by one.
-    return [each for pattern, names in fitting.items() for each in ([pattern] if len(names) == every[pattern] else names)]
+    return [
+        each for pattern, names in fitting.items() for each in ([pattern] if len(names) == every[pattern] else names)
+    ]
 
 
 def _between_regions(model: Any, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the styles that sequence parallelism adds: the norms outside of the regions, and the base model's positions."""
+    """Return the styles that sequence parallelism adds: the norms outside of the regions, and the base model's
+    positions.
+    """
     # A sliding window needs a mask, which transformers makes as long as the embeddings.
     if model.config.model_type not in _SEQUENCE_PARALLEL or getattr(model.config, "sliding_window", None):
         return {}
-    rest = {generic(name): module for name, module in model.named_modules() if any(True for _ in module.parameters(False))}
+    rest = {
+        generic(name): module for name, module in model.named_modules() if any(True for _ in module.parameters(False))
+    }
     rest = {pattern: module for pattern, module in rest.items() if pattern not in table}
     if not all(re.search("(RMS|Layer)Norm$", type(module).__name__) for module in rest.values()):
         return {}

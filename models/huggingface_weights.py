@@ -1,7 +1,8 @@
-"""The stored form of a transformers model as a WeightMap: tensors renamed, split or fused, and stacked experts stored one by one.
+"""The stored form of a transformers model as a WeightMap: tensors renamed, split or fused, and stacked experts stored
+one by one.
 
-transformers' own conversion runs once, on tensors without memory. It returns views of the model's tensors, whose offsets and strides
-identify the part of the tensor that each stored tensor is.
+transformers' own conversion runs once, on tensors without memory. It returns views of the model's tensors, whose
+offsets and strides identify the part of the tensor that each stored tensor is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from meshpar.weights import Fuse, Rename, Split, Transpose, Unstack, WeightMap
 def weight_map(model: Any) -> WeightMap:
     """Return the map to the names and shapes that ``save_pretrained`` writes.
 
-    A tensor whose stored form does not consist of parts (interleaved, permuted) keeps its own name, which transformers also reads.
+    A tensor whose stored form does not consist of parts (interleaved, permuted) keeps its own name, which transformers
+    also reads.
     """
     try:
         from transformers.core_model_loading import revert_weight_conversion
@@ -69,7 +71,9 @@ def _storage(tensor: Tensor) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A stored tensor as a part of one of ours: from where and how much along every dim of ours (0: one, and the dim is gone)."""
+    """A stored tensor as a part of one of ours: from where and how much along every dim of ours (0: one, and the dim is
+    gone).
+    """
 
     name: str
     starts: tuple[int, ...]
@@ -93,13 +97,17 @@ class _Found:
     joined: Mapping[int, tuple[Tensor, list[Tensor], int]]
 
     def parts(self) -> dict[str, list[_Part]]:
-        """Return our name -> the stored tensors that make it up, those of ours that are stored as something else left out."""
+        """Return our name -> the stored tensors that make it up, those of ours that are stored as something else left
+        out.
+        """
         base = {_storage(tensor): name for name, tensor in self.own.items()}
         parts: dict[str, list[_Part | None]] = {}
         for name, tensor in self.stored.items():
             if (ours := base.get(_storage(tensor))) is not None:
                 parts.setdefault(ours, []).append(_part(name, tensor, self.own[ours]))
-        whole = {ours: [each for each in found if each is not None] for ours, found in parts.items() if None not in found}
+        whole = {
+            ours: [each for each in found if each is not None] for ours, found in parts.items() if None not in found
+        }
         sizes = {ours: sum(self.stored[each.name].numel() for each in found) for ours, found in whole.items()}
         return {ours: found for ours, found in whole.items() if sizes[ours] == self.own[ours].numel()}
 
@@ -124,7 +132,9 @@ def _part(name: str, tensor: Tensor, whole: Tensor) -> _Part | None:
     sizes = [0] * whole.ndim
     order = []
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        fits = [dim for dim, each in enumerate(strides) if each == stride and not sizes[dim] and size <= whole.shape[dim]]
+        fits = [
+            dim for dim, each in enumerate(strides) if each == stride and not sizes[dim] and size <= whole.shape[dim]
+        ]
         if not fits or not size:
             return None
         # Of dims with one stride (one of them has length one) the first of the right length is meant.
@@ -169,13 +179,16 @@ def _split(ours: str, parts: Sequence[_Part], stars: int) -> list[Any] | None:
 
 
 def _unstacked(pattern: str, parts: Sequence[_Part], names: Sequence[str]) -> list[Any] | None:
-    """Return the rules for experts: split along a feature dim if several are fused, transpose the features, then one tensor per expert."""
+    """Return the rules for experts: split along a feature dim if several are fused, transpose the features, then one
+    tensor per expert.
+    """
     groups: dict[tuple[int, ...], list[tuple[_Part, str]]] = {}
     for part, name in zip(parts, names, strict=True):
         groups.setdefault(part.starts[1:], []).append((part, name))
     firsts = [group[0][0] for _, group in sorted(groups.items())]
     if any(
-        [part.starts[0] for part, _ in group] != list(range(len(group))) or any(p.sizes[0] for p, _ in group) for group in groups.values()
+        [part.starts[0] for part, _ in group] != list(range(len(group))) or any(p.sizes[0] for p, _ in group)
+        for group in groups.values()
     ):
         return None
     halves = [pattern] if len(groups) == 1 else [f"{pattern}:{place}" for place in range(len(groups))]

@@ -1,4 +1,5 @@
-"""Parts of the reference models: their output, leaf modules that they share, and a mixture of experts in the place of a feed-forward layer.
+"""Parts of the reference models: their output, leaf modules that they share, and a mixture of experts in the place of a
+feed-forward layer.
 
 Shape suffixes: N tokens, D model, E experts, K experts of a token, R = N x K rows, F hidden.
 """
@@ -18,7 +19,8 @@ from meshpar.loss import IGNORE_INDEX, token_loss
 class ModelOutput(NamedTuple):
     """Return the loss and the logits of a forward pass.
 
-    A named tuple, because FSDP2 finds the tensors of an output through pytree, which supports named tuples without registration.
+    A named tuple, because FSDP2 finds the tensors of an output through pytree, which supports named tuples without
+    registration.
 
     Attributes:
         loss: mean over the counted tokens, 0-dim float32; None without labels.
@@ -30,14 +32,18 @@ class ModelOutput(NamedTuple):
 
 
 def next_token_loss(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
-    """Return the mean loss of predicting ``labels[:, i + 1]`` at position ``i`` (transformers' convention; -100 is not counted)."""
+    """Return the mean loss of predicting ``labels[:, i + 1]`` at position ``i`` (transformers' convention; -100 is not
+    counted).
+    """
     # Moving the labels rather than the logits saves a copy of the largest tensor of the model.
     next_BL = F.pad(labels_BL[:, 1:], (0, 1), value=IGNORE_INDEX)
     return token_loss(logits_BLV, next_BL, reduction="mean")
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` whose weight is initialised from a normal distribution of standard deviation ``std``, and its bias to zero."""
+    """``nn.Linear`` whose weight is initialised from a normal distribution of standard deviation ``std``, and its bias
+    to zero.
+    """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, std: float = 0.02) -> None:
         self.std = std
@@ -67,7 +73,8 @@ def positions_of(input_ids_BL: Tensor, limit: int) -> Tensor:
     length = input_ids_BL.shape[1]
     if length > limit:
         raise ValueError(
-            f"the sequence has {length} positions; expected at most {limit}: shorten it, or raise the limit in the model's config"
+            f"the sequence has {length} positions; expected at most {limit}: shorten it, or raise the limit in the "
+            "model's config"
         )
     return torch.arange(length, device=input_ids_BL.device)[None]
 
@@ -76,14 +83,22 @@ def positions_of(input_ids_BL: Tensor, limit: int) -> Tensor:
 class Mixture(nn.Module):
     """A router and its experts: each token is the weighted sum of the ``top`` experts that its router prefers.
 
-    With a ``shared`` layer, which computes every token, the router scores experts by sigmoids, and ``bias`` (E,) is added to choose
-    experts and not to weigh them (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Training moves it without gradients.
+    With a ``shared`` layer, which computes every token, the router scores experts by sigmoids, and ``bias`` (E,) is
+    added to choose experts and not to weigh them (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Training moves it
+    without gradients.
     """
 
     bias: Tensor | None
 
     def __init__(
-        self, dim: int, hidden: int, experts: int, top: int, residual_std: float, shared: nn.Module | None = None, scale: float = 1.0
+        self,
+        dim: int,
+        hidden: int,
+        experts: int,
+        top: int,
+        residual_std: float,
+        shared: nn.Module | None = None,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.top, self.scale = top, scale
@@ -134,7 +149,9 @@ class Experts(nn.Module):
         count, slots = len(self.gate), chosen_NK.shape[1]
         expert_R = chosen_NK.flatten()
         order_R = expert_R.argsort(stable=True)
-        rows_E = torch.zeros(count, dtype=torch.int64, device=x_ND.device).index_add_(0, expert_R, torch.ones_like(expert_R))
+        rows_E = torch.zeros(count, dtype=torch.int64, device=x_ND.device).index_add_(
+            0, expert_R, torch.ones_like(expert_R)
+        )
         x_RD = x_ND.index_select(0, order_R // slots)
         h_RF = F.silu(products(x_RD, self.gate, rows_E)) * products(x_RD, self.up, rows_E)
         y_RD = products(h_RF, self.down, rows_E) * weights_NK.flatten()[order_R, None]
@@ -145,7 +162,8 @@ class Experts(nn.Module):
 def products(x_RD: Tensor, weight_EFD: Tensor, rows_E: Tensor) -> Tensor:
     """Return (R, F): consecutive rows times the weight of their expert.
 
-    One grouped product where torch has it for these sizes, which are multiples of 16 bytes; else one product for each expert.
+    One grouped product where torch has it for these sizes, which are multiples of 16 bytes; else one product for each
+    expert.
 
     Args:
         x_RD: rows in the order of experts.

@@ -2,9 +2,9 @@
 
 Its export is Llama's, Qwen3's, Qwen3-MoE's or GLM4-MoE's.
 
-Shape suffixes: B batch, L sequence, D model, H query heads, G key/value heads, C channels of a head, R rotations (C / 2),
-F hidden, V vocabulary. A suffix names the logical dim: under tensor parallelism H, G, F and V are this rank's part, so the code reads head
-counts from the tensors and never from the config.
+Shape suffixes: B batch, L sequence, D model, H query heads, G key/value heads, C channels of a head, R rotations (C /
+2), F hidden, V vocabulary. A suffix names the logical dim: under tensor parallelism H, G, F and V are this rank's part,
+so the code reads head counts from the tensors and never from the config.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from meshpar.layout import ModelLayout
 from meshpar.models.layers import Embedding, Linear, Mixture, ModelOutput, next_token_loss, positions_of
-from meshpar.models.transformer_config import RopeScaling, TransformerConfig, published_config, published_experts, published_names
+from meshpar.models.transformer_config import (
+    RopeScaling,
+    TransformerConfig,
+    published_config,
+    published_experts,
+    published_names,
+)
 from meshpar.passes.tensor.parts import Parts
 from meshpar.positions import Mask, attention, attention_mask
 from meshpar.weights import Rename, WeightMap
@@ -48,13 +54,17 @@ class Transformer(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None) -> ModelOutput:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> ModelOutput:
         """Predict each next token.
 
         Args:
             input_ids: (B, L) int64.
-            labels: (B, L) int64, aligned with ``input_ids`` as in transformers: the model shifts them by one. -100 is not counted.
-            position_ids: (B, L) or (1, L) int64, which restart with each document of a row; None: one document, 0 .. L-1.
+            labels: (B, L) int64, aligned with ``input_ids`` as in transformers: the model shifts them by one. -100 is
+                not counted.
+            position_ids: (B, L) or (1, L) int64, which restart with each document of a row; None: one document, 0 ..
+                L-1.
 
         Returns:
             The logits, and the mean loss if ``labels`` are given.
@@ -76,7 +86,11 @@ class Transformer(nn.Module):
         return ModelLayout(
             blocks=("layers.*",),
             tensor=_table(config),
-            heads={"layers.*.attn.q": config.heads, "layers.*.attn.k": config.kv_groups, "layers.*.attn.v": config.kv_groups},
+            heads={
+                "layers.*.attn.q": config.heads,
+                "layers.*.attn.k": config.kv_groups,
+                "layers.*.attn.v": config.kv_groups,
+            },
             copied_heads=("layers.*.attn.k", "layers.*.attn.v"),
             head="head",
             attention=("layers.*.attn",),
@@ -86,7 +100,9 @@ class Transformer(nn.Module):
             experts=("layers.*.mlp.experts",) if config.experts else (),
             routers=("layers.*.mlp.router",) if config.experts else (),
             router_bias=("layers.*.mlp.bias",) if config.experts and config.shared_experts else (),
-            weights=WeightMap(rules=(*(Rename(ours, theirs) for ours, theirs in published_names(config)), *published_experts(config))),
+            weights=WeightMap(
+                rules=(*(Rename(ours, theirs) for ours, theirs in published_names(config)), *published_experts(config))
+            ),
             config=published_config(config),
         )
 
@@ -163,7 +179,9 @@ class SwiGLU(nn.Module):
         return self.down(h_BLF)
 
 
-def rotations(positions_BL: Tensor, channels: int, theta: float, scaling: RopeScaling | None = None) -> tuple[Tensor, Tensor]:
+def rotations(
+    positions_BL: Tensor, channels: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines (B, L, 1, R) of the rotary embedding, float32 (Su et al., "RoFormer", 2021)."""
     exponent_R = torch.arange(0, channels, 2, device=positions_BL.device, dtype=torch.float32) / channels
     frequency_R = 1.0 / theta**exponent_R
@@ -201,7 +219,8 @@ def _table(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _residual_std(config: TransformerConfig) -> float:
-    # Each of the 2 * layers additions to the residual stream is drawn smaller, so that their sum starts at one layer's size.
+    # Each of the 2 * layers additions to the residual stream is drawn smaller, so that their sum starts at one layer's
+    # size.
     return 0.02 / math.sqrt(2 * config.layers)
 
 
@@ -227,6 +246,7 @@ _MIXTURE: dict[str, Any] = {
     "layers.*.mlp.experts": Parts(dims={"gate": (1, 1), "up": (1, 1), "down": (2, 1)}, sums=True),
 }
 _SHARED: dict[str, Any] = {
-    f"layers.*.mlp.shared{part}": style for part, style in (("", "region"), (".gate", "colwise"), (".up", "colwise"), (".down", "rowwise"))
+    f"layers.*.mlp.shared{part}": style
+    for part, style in (("", "region"), (".gate", "colwise"), (".up", "colwise"), (".down", "rowwise"))
 }
 _QK_NORM: dict[str, Any] = {"layers.*.attn.q_norm": "grad_sum", "layers.*.attn.k_norm": "grad_sum"}

@@ -1,4 +1,6 @@
-"""TransformerConfig: shapes of a :class:`meshpar.models.Transformer`, and their published form (Llama, Qwen3, Qwen3-MoE, GLM4-MoE)."""
+"""TransformerConfig: shapes of a :class:`meshpar.models.Transformer`, and their published form (Llama, Qwen3,
+Qwen3-MoE, GLM4-MoE).
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ class RopeScaling:
 
     Attributes:
         factor: divisor of the low frequencies.
-        low_frequency, high_frequency: number of rotations over ``original_positions`` below which a frequency is divided by ``factor``,
-            and above which it is unchanged. Frequencies between are interpolated.
+        low_frequency, high_frequency: number of rotations over ``original_positions`` below which a frequency is
+            divided by ``factor``, and above which it is unchanged. Frequencies between are interpolated.
         original_positions: longest sequence of the pre-training in tokens.
     """
 
@@ -46,8 +48,8 @@ class TransformerConfig:
         experts: number of experts that replace each SwiGLU layer; 0: none.
         experts_per_token: number of experts that compute each token.
         expert_hidden: width of an expert; None: ``hidden``.
-        shared_experts: number of experts that compute every token in addition to the chosen ones. The router then uses sigmoid scores and
-            has a bias for each expert, which balances their load (``training.balance_rate``).
+        shared_experts: number of experts that compute every token in addition to the chosen ones. The router then uses
+            sigmoid scores and has a bias for each expert, which balances their load (``training.balance_rate``).
         routed_scale: factor of the chosen experts' sum, before the shared experts are added.
         max_positions: longest sequence in tokens.
         rope_theta: base of the rotary embedding's frequencies.
@@ -58,7 +60,8 @@ class TransformerConfig:
         dropout: probability of dropout on attention weights and on the updates of the residual stream.
 
     Raises:
-        ValueError: a size is not positive, heads, kv_heads and dim do not divide, or a mixture of experts cannot be exported.
+        ValueError: a size is not positive, heads, kv_heads and dim do not divide, or a mixture of experts cannot be
+            exported.
     """
 
     vocab_size: int = 512
@@ -83,7 +86,9 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "dim", "layers", "heads", "hidden", "max_positions")
-        problems = [f"{name} is {getattr(self, name)}, expected at least 1" for name in sizes if getattr(self, name) < 1]
+        problems = [
+            f"{name} is {getattr(self, name)}, expected at least 1" for name in sizes if getattr(self, name) < 1
+        ]
         if not problems and self.head_dim is None and self.dim % self.heads:
             problems.append(f"heads ({self.heads}) does not divide dim ({self.dim}); set head_dim, or change heads")
         if not problems and (self.kv_groups < 1 or self.heads % self.kv_groups):
@@ -93,14 +98,22 @@ class TransformerConfig:
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}, expected at least 0 and less than 1")
         if self.experts and not self.qk_norm:
-            problems.append(f"experts is {self.experts} and qk_norm is False; set qk_norm=True, as the forms of an export have it")
+            problems.append(
+                f"experts is {self.experts} and qk_norm is False; set qk_norm=True, as the forms of an export have it"
+            )
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             problems.append(f"experts_per_token is {self.experts_per_token}, expected 1 to experts ({self.experts})")
         if min(self.experts, self.shared_experts) < 0 or (self.expert_hidden is not None and self.expert_hidden < 1):
-            got = f"experts is {self.experts}, shared_experts {self.shared_experts} and expert_hidden {self.expert_hidden}"
+            got = (
+                f"experts is {self.experts}, shared_experts {self.shared_experts} and expert_hidden "
+                f"{self.expert_hidden}"
+            )
             problems.append(f"{got}; expected 0 or more, 0 or more, and at least 1")
         if self.routed_scale != 1.0 and not (self.shared_experts and self.routed_scale > 0.0):
-            problems.append(f"routed_scale is {self.routed_scale}, expected above 0, and 1 without shared_experts, as Qwen3-MoE has none")
+            problems.append(
+                f"routed_scale is {self.routed_scale}, expected above 0, and 1 without shared_experts, as Qwen3-MoE "
+                "has none"
+            )
         if problems:
             raise ValueError("TransformerConfig: " + "; ".join(problems))
 
@@ -132,11 +145,25 @@ PRESETS: dict[str, TransformerConfig] = {
     "tiny": TransformerConfig(),
     # GPT-2's smallest in this architecture; its 50257 tokens rounded up so that every usual tensor axis divides them.
     "124m": TransformerConfig(vocab_size=50_304, dim=768, layers=12, heads=12, hidden=2048, tied=True),
-    "llama-1b": replace(_LLAMA3, dim=2048, layers=16, hidden=8192, tied=True, max_positions=131_072, rope_scaling=RopeScaling(factor=32.0)),
+    "llama-1b": replace(
+        _LLAMA3,
+        dim=2048,
+        layers=16,
+        hidden=8192,
+        tied=True,
+        max_positions=131_072,
+        rope_scaling=RopeScaling(factor=32.0),
+    ),
     "llama-8b": replace(_LLAMA3, dim=4096, layers=32, hidden=14_336),
     "llama-70b": replace(_LLAMA3, dim=8192, layers=80, heads=64, hidden=28_672),
     "llama-405b": replace(
-        _LLAMA3, dim=16_384, layers=126, heads=128, hidden=53_248, max_positions=131_072, rope_scaling=RopeScaling(factor=8.0)
+        _LLAMA3,
+        dim=16_384,
+        layers=126,
+        heads=128,
+        hidden=53_248,
+        max_positions=131_072,
+        rope_scaling=RopeScaling(factor=8.0),
     ),
     "qwen3-30b-a3b": TransformerConfig(
         vocab_size=151_936,
@@ -176,20 +203,29 @@ def published_names(config: TransformerConfig) -> list[tuple[str, str]]:
     if config.experts:
         modules["layers.*.mlp.router"] = "model.layers.*.mlp.gate"
         if config.shared_experts:
-            modules |= {f"layers.*.mlp.shared.{part}": f"model.layers.*.mlp.shared_experts.{part}_proj" for part in _SWIGLU}
+            modules |= {
+                f"layers.*.mlp.shared.{part}": f"model.layers.*.mlp.shared_experts.{part}_proj" for part in _SWIGLU
+            }
     else:
         modules |= {f"layers.*.mlp.{part}": f"model.layers.*.mlp.{part}_proj" for part in _SWIGLU}
     if config.qk_norm:
         modules["layers.*.attn.q_norm"] = "model.layers.*.self_attn.q_norm"
         modules["layers.*.attn.k_norm"] = "model.layers.*.self_attn.k_norm"
-    bias = [("layers.*.mlp.bias", "model.layers.*.mlp.gate.e_score_correction_bias")] if config.experts and config.shared_experts else []
+    bias = (
+        [("layers.*.mlp.bias", "model.layers.*.mlp.gate.e_score_correction_bias")]
+        if config.experts and config.shared_experts
+        else []
+    )
     return [(f"{ours}.weight", f"{theirs}.weight") for ours, theirs in modules.items()] + bias
 
 
 def published_experts(config: TransformerConfig) -> list[Unstack]:
     numbers = range(config.experts)
     return [
-        Unstack(f"layers.*.mlp.experts.{part}", tuple(f"model.layers.*.mlp.experts.{number}.{part}_proj.weight" for number in numbers))
+        Unstack(
+            f"layers.*.mlp.experts.{part}",
+            tuple(f"model.layers.*.mlp.experts.{number}.{part}_proj.weight" for number in numbers),
+        )
         for part in (_SWIGLU if config.experts else ())
     ]
 
@@ -235,14 +271,30 @@ def published_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _published_mixture(config: TransformerConfig) -> tuple[str, str, dict[str, Any]]:
-    """Return type, name and settings of the published form: Qwen3-MoE, or GLM4-MoE, which has shared experts and a router's bias."""
+    """Return type, name and settings of the published form: Qwen3-MoE, or GLM4-MoE, which has shared experts and a
+    router's bias.
+    """
     both = {
         "num_experts_per_tok": config.experts_per_token,
         "moe_intermediate_size": config.expert_hidden or config.hidden,
         "norm_topk_prob": True,
     }
     if not config.shared_experts:
-        return "qwen3_moe", "Qwen3Moe", both | {"num_experts": config.experts, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    experts = {"n_routed_experts": config.experts, "n_shared_experts": config.shared_experts, "n_group": 1, "topk_group": 1}
-    layers = {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "routed_scaling_factor": config.routed_scale, "use_qk_norm": True}
+        return (
+            "qwen3_moe",
+            "Qwen3Moe",
+            both | {"num_experts": config.experts, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        )
+    experts = {
+        "n_routed_experts": config.experts,
+        "n_shared_experts": config.shared_experts,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    layers = {
+        "first_k_dense_replace": 0,
+        "num_nextn_predict_layers": 0,
+        "routed_scaling_factor": config.routed_scale,
+        "use_qk_norm": True,
+    }
     return "glm4_moe", "Glm4Moe", both | experts | layers

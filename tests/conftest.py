@@ -38,7 +38,9 @@ FIRST = (
     *("test_main_job.py", "test_forecast.py", "test_passes.py"),
     *("test_jobs.py", "test_profile.py", "test_quickstart.py"),
 )
-"""The longest files: short ones come last, so that no worker is left alone at the end; beside one that waits others compute."""
+"""The longest files: short ones come last, so that no worker is left alone at the end; beside one that waits others
+compute.
+"""
 
 
 COMMANDS = [
@@ -56,13 +58,19 @@ COMMANDS = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cold", action="store_true", help="start each command in a new interpreter, which takes seconds to load torch")
+    parser.addoption(
+        "--cold", action="store_true", help="start each command in a new interpreter, which takes seconds to load torch"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as of a terminal, also where a shell's job or nohup ignores them
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # as of a terminal, also where a shell's job or nohup ignores them
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)  # also where a data worker is the first to be forked
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        PRELOAD
+    )  # also where a data worker is the first to be forked
     if not config.getoption("--cold"):
         start_warm(COMMANDS)
 
@@ -71,7 +79,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Give each test, its ranks and the commands that it waits for as much longer as this machine is slower now."""
     marker = item.get_closest_marker("timeout")
-    item.add_marker(pytest.mark.timeout(patient(marker.args[0] if marker else float(item.config.getini("timeout")))), append=False)
+    item.add_marker(
+        pytest.mark.timeout(patient(marker.args[0] if marker else float(item.config.getini("timeout")))), append=False
+    )
     started, waited, communicated = ranks.RankProcesses.__init__, subprocess.Popen.wait, subprocess.Popen.communicate
 
     def start(group: ranks.RankProcesses, count: int, timeout_s: float, keep: bool) -> None:
@@ -109,12 +119,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 STORE = os.environ.get("MESHPAR_STORE", "s3")
-"""The object store of tests that choose none: ``MESHPAR_STORE=az`` runs a file's tests in Azurite, ``gs`` in fake-gcs-server."""
+"""The object store of tests that choose none: ``MESHPAR_STORE=az`` runs a file's tests in Azurite, ``gs`` in
+fake-gcs-server.
+"""
 
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Store]]:
-    """Real object stores by scheme: each starts when it is first asked for, and runs as long as the tests of this worker."""
+    """Real object stores by scheme: each starts when it is first asked for, and runs as long as the tests of this
+    worker.
+    """
     pytest.importorskip("obstore", reason="the extra object-store is not installed")
     with ExitStack() as stack:
         yield cache(lambda scheme: stack.enter_context(served(scheme, tmp_path_factory.mktemp(scheme))))
@@ -122,7 +136,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest, servers: Callable[[str], Store], monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A real object store, with its environment set here; ranks call ``store.use()``. ``parametrize("store", ..., indirect=True)`` chooses."""
+    """A real object store, with its environment set here; ranks call ``store.use()``. ``parametrize("store", ...,
+    indirect=True)`` chooses.
+    """
     scheme = getattr(request, "param", STORE)
     if missing(scheme):
         pytest.skip(missing(scheme))

@@ -1,7 +1,8 @@
-"""Write a model as one GGUF file for llama.cpp, tile by tile, by the package ``gguf``: float16, or quantised to q8_0 or q4_0.
+"""Write a model as one GGUF file for llama.cpp, tile by tile, by the package ``gguf``: float16, or quantised to q8_0 or
+q4_0.
 
-Names of tensors, of keys and the quantising itself are the package's. The package lacks the order of rows that llama.cpp
-requires of each architecture, which follows ``conversion/`` of ggml-org/llama.cpp (release b9600).
+Names of tensors, of keys and the quantising itself are the package's. The package lacks the order of rows that
+llama.cpp requires of each architecture, which follows ``conversion/`` of ggml-org/llama.cpp (release b9600).
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ _COMPUTED = {
 """Entries of the config that llama.cpp does not read, and what it computes."""
 _REGEXES = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt-2",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
 }
 """How a byte-level tokenizer cuts text, and llama.cpp's name for it."""
 
@@ -70,7 +73,10 @@ def _gpt2_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
 def _expert_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
     places = range(_size(config, *_EXPERTS))
     return [
-        Unstack(f"model.layers.*.mlp.experts.{each}.weight", tuple(f"model.layers.*.mlp.experts.{place}.{each}.weight" for place in places))
+        Unstack(
+            f"model.layers.*.mlp.experts.{each}.weight",
+            tuple(f"model.layers.*.mlp.experts.{place}.{each}.weight" for place in places),
+        )
         for each in ("gate_proj", "up_proj", "down_proj")
     ]
 
@@ -115,23 +121,27 @@ def export_gguf(
     high: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Place:
-    """Export the model of a checkpoint to ``dst/model-KIND.gguf`` for llama.cpp, in a few MiB of memory. Requires ``meshpar[gguf]``.
+    """Export the model of a checkpoint to ``dst/model-KIND.gguf`` for llama.cpp, in a few MiB of memory. Requires
+    ``meshpar[gguf]``.
 
     >>> export_gguf("run/checkpoints/latest", "run/gguf", "q8_0", "run/tokenizer")  # doctest: +SKIP
 
     Args:
         src: as for :func:`meshpar.checkpoints.export_safetensors`, as are the arguments that are not listed.
-        dst: the folder to write; it appears once it is complete. A file for a store is written to a temporary folder first.
-        kind: ``"f16"``; ``"q8_0"``, ``"q4_0"``: blocks of 32 values. Embeddings and heads are float16 in each, norms and routers float32.
-        tokenizer: a folder with a byte-level BPE in ``tokenizer.json``; None: the file has no vocabulary, and runs on token ids alone.
+        dst: the folder to write; it appears once it is complete. A file for a store is written to a temporary folder
+            first.
+        kind: ``"f16"``; ``"q8_0"``, ``"q4_0"``: blocks of 32 values. Embeddings and heads are float16 in each, norms
+            and routers float32.
+        tokenizer: a folder with a byte-level BPE in ``tokenizer.json``; None: the file has no vocabulary, and runs on
+            token ids alone.
         high: patterns of modules, by transformers' names, whose weights are float16, too.
 
     Returns:
         ``dst``.
 
     Raises:
-        CheckpointError: as for an export; an architecture, a rotary scaling or a tokenizer that this export does not know; a row that
-            blocks of 32 do not divide.
+        CheckpointError: as for an export; an architecture, a rotary scaling or a tokenizer that this export does not
+            know; a row that blocks of 32 do not divide.
         MeshparError: ``gguf`` is not installed.
     """
     library = need("gguf", extra="gguf")
@@ -152,27 +162,40 @@ def export_gguf(
             for piece in source.pieces(name):
                 check_piece(piece)
     with made_on_disk(target, overwrite=overwrite) as folder:
-        _write_file(folder / f"model-{kind}.gguf", library, writer, laid_out, names, kinds, architecture, config, progress)
+        _write_file(
+            folder / f"model-{kind}.gguf", library, writer, laid_out, names, kinds, architecture, config, progress
+        )
     return place(dst)
 
 
 def _architecture(config: Mapping[str, Any]) -> Architecture:
-    """Return what llama.cpp wants of a model; raises CheckpointError for what this export or llama.cpp does not compute."""
+    """Return what llama.cpp wants of a model; raises CheckpointError for what this export or llama.cpp does not
+    compute.
+    """
     kind, rope = str(config.get("model_type")), _rope(config)
     if kind not in ARCHITECTURES:
         raise CheckpointError(
-            f"GGUF: the architecture is {kind!r}; this export knows {', '.join(ARCHITECTURES)}; for others, export plain safetensors and "
+            f"GGUF: the architecture is {kind!r}; this export knows {', '.join(ARCHITECTURES)}; for others, export "
+            "plain safetensors and "
             "run llama.cpp's convert_hf_to_gguf.py on the folder"
         )
     if (scaling := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "llama3", "linear"):
         raise CheckpointError(f"GGUF: the rotary scaling is {scaling!r}; this export knows default, linear and llama3")
-    if wrong := [f"{key} = {config[key]}" for key, only in _COMPUTED.items() if config.get(key, only) not in (only, None)]:
-        raise CheckpointError(f"GGUF: the config has {', '.join(wrong)}, which llama.cpp's {ARCHITECTURES[kind].name} does not compute")
+    if wrong := [
+        f"{key} = {config[key]}" for key, only in _COMPUTED.items() if config.get(key, only) not in (only, None)
+    ]:
+        raise CheckpointError(
+            f"GGUF: the config has {', '.join(wrong)}, which llama.cpp's {ARCHITECTURES[kind].name} does not compute"
+        )
     return ARCHITECTURES[kind]
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"rope_theta": config.get("rope_theta", 10_000.0), **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    return {
+        "rope_theta": config.get("rope_theta", 10_000.0),
+        **(config.get("rope_scaling") or {}),
+        **(config.get("rope_parameters") or {}),
+    }
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:
@@ -183,7 +206,9 @@ def _size(config: Mapping[str, Any], *names: str) -> int:
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:
-    return config.get("head_dim") or _size(config, "hidden_size", "n_embd") // _size(config, "num_attention_heads", "n_head")
+    return config.get("head_dim") or _size(config, "hidden_size", "n_embd") // _size(
+        config, "num_attention_heads", "n_head"
+    )
 
 
 def _write_keys(library: ModuleType, writer: Any, config: Mapping[str, Any], kind: Kind) -> None:
@@ -217,22 +242,38 @@ def _write_keys(library: ModuleType, writer: Any, config: Mapping[str, Any], kin
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
-def _names(library: ModuleType, architecture: Architecture, config: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, str]:
+def _names(
+    library: ModuleType, architecture: Architecture, config: Mapping[str, Any], shapes: Mapping[str, Any]
+) -> dict[str, str]:
     """Return llama.cpp's name of each tensor by transformers' name."""
     known = {name: number for number, name in library.MODEL_ARCH_NAMES.items()}[architecture.name]
     table = library.get_tensor_name_map(known, _size(config, "num_hidden_layers", "n_layer"))
-    found = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in shapes if not name.endswith(_NOT_WEIGHTS)}
+    found = {
+        name: table.get_name(name, try_suffixes=(".weight", ".bias"))
+        for name in shapes
+        if not name.endswith(_NOT_WEIGHTS)
+    }
     if lost := [name for name, new in found.items() if new is None]:
-        raise CheckpointError(f"GGUF: llama.cpp's {architecture.name} has no place for {len(lost)} tensors: {', '.join(lost[:3])}")
+        raise CheckpointError(
+            f"GGUF: llama.cpp's {architecture.name} has no place for {len(lost)} tensors: {', '.join(lost[:3])}"
+        )
     return found
 
 
 def _kinds(
-    library: ModuleType, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], kind: Kind, high: Sequence[str]
+    library: ModuleType,
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    kind: Kind,
+    high: Sequence[str],
 ) -> dict[str, Any]:
     """Return how to store each tensor."""
     types = library.GGMLQuantizationType
-    layers = {name.removesuffix(".weight"): shapes[name] for name in names if name.endswith(".weight") and len(shapes[name]) > 1}
+    layers = {
+        name.removesuffix(".weight"): shapes[name]
+        for name in names
+        if name.endswith(".weight") and len(shapes[name]) > 1
+    }
     chosen = set(fitting(high, layers))
     found: dict[str, Any] = {}
     for name in names:
@@ -240,8 +281,14 @@ def _kinds(
         exact = module not in layers or module.endswith((".gate", "wpe")) or "norm" in module
         found[name] = types.F32 if exact else types.F16 if is_high(module) or module in chosen else types[kind.upper()]
     block, _ = library.GGML_QUANT_SIZES[types[kind.upper()]]
-    if odd := [f"{name} {shapes[name]}" for name, each in found.items() if each == types[kind.upper()] and shapes[name][-1] % block]:
-        raise CheckpointError(f"{kind}: blocks of {block} do not divide the rows of {len(odd)} weights: {', '.join(odd[:3])}; choose f16")
+    if odd := [
+        f"{name} {shapes[name]}"
+        for name, each in found.items()
+        if each == types[kind.upper()] and shapes[name][-1] % block
+    ]:
+        raise CheckpointError(
+            f"{kind}: blocks of {block} do not divide the rows of {len(odd)} weights: {', '.join(odd[:3])}; choose f16"
+        )
     return found
 
 
@@ -278,7 +325,9 @@ def _write_file(
             for values in _tiles(source, name, offset):
                 data = library.quants.quantize(values.numpy(), kinds[name])
                 if kinds[name] == library.GGMLQuantizationType.F16 and not numpy.isfinite(data).all():
-                    raise CheckpointError(f"{name} has values that float16 cannot hold; export it by transformers' formats, such as fp8")
+                    raise CheckpointError(
+                        f"{name} has values that float16 cannot hold; export it by transformers' formats, such as fp8"
+                    )
                 write_all(file.fileno(), memoryview(data).cast("B"))
                 count.add(data.nbytes)
             _pad(file.fileno(), sizes[name], writer.data_alignment)
@@ -302,7 +351,9 @@ def _nbytes(library: ModuleType, shape: tuple[int, ...], kind: Any) -> int:
 
 
 def _rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return what llama.cpp divides the rotary frequencies by, for Llama 3's scaling (``_compute_llama3_parameters`` of transformers)."""
+    """Return what llama.cpp divides the rotary frequencies by, for Llama 3's scaling (``_compute_llama3_parameters`` of
+    transformers).
+    """
     rope = _rope(config)
     if rope.get("rope_type", rope.get("type")) != "llama3":
         return None
@@ -332,14 +383,20 @@ def _write_tokenizer(library: ModuleType, writer: Any, folder: str | Path | None
         special = added.get(number)
         texts.append(special["content"] if special else ids.get(number, f"[PAD{number}]"))
         kinds.append(
-            (types.CONTROL if special["special"] else types.USER_DEFINED) if special else types.NORMAL if number in ids else types.UNUSED
+            (types.CONTROL if special["special"] else types.USER_DEFINED)
+            if special
+            else types.NORMAL
+            if number in ids
+            else types.UNUSED
         )
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_pre(path, data, merges))
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
     if not merges:
-        writer.add_token_merges([""])  # llama.cpp demands merges, and the package refuses an empty list; this one fits nothing
+        writer.add_token_merges(
+            [""]
+        )  # llama.cpp demands merges, and the package refuses an empty list; this one fits nothing
     library.SpecialVocab(Path(folder), load_merges=bool(merges), n_vocab=vocabulary).add_to_gguf(writer, quiet=True)
 
 
@@ -357,6 +414,8 @@ def _pre(path: Path, data: Mapping[str, Any], merges: object) -> str:
         if len(cuts) == 1 and cuts[0] in _REGEXES:
             return _REGEXES[cuts[0]]
     raise CheckpointError(
-        f"GGUF: {path} is a {data['model'].get('type')} that cuts text by {json.dumps(steps)[:160]}; this export writes byte-level BPE "
-        f"with the cuts of {', '.join(_REGEXES.values())}; for others, export plain safetensors and run llama.cpp's convert_hf_to_gguf.py"
+        f"GGUF: {path} is a {data['model'].get('type')} that cuts text by {json.dumps(steps)[:160]}; this export "
+        "writes byte-level BPE "
+        f"with the cuts of {', '.join(_REGEXES.values())}; for others, export plain safetensors and run llama.cpp's "
+        "convert_hf_to_gguf.py"
     )

@@ -27,7 +27,8 @@ def export_module(
     overwrite: bool = False,
     timeout_s: float = 1800.0,
 ) -> Place:
-    """Export a parallel module without gathering it in memory. Temporarily uses twice the model's size on the disk, or in the store.
+    """Export a parallel module without gathering it in memory. Temporarily uses twice the model's size on the disk, or
+    in the store.
 
     Collective: every rank calls it, with the same ``dst`` on a file system that all share, or a URL.
 
@@ -61,7 +62,10 @@ def export_module(
         saving = Saving(ranks, folder, Noted(step=0, extra={}, metrics={}), Planning())
         saving.plan(par, None)
         step = saving.finish(lambda manifest: steps.commit(folder, manifest))
-        ranks.share("exporting", lambda: export_safetensors(step, target, dtype, max_shard_size, tokenizer, progress, overwrite=overwrite))
+        ranks.share(
+            "exporting",
+            lambda: export_safetensors(step, target, dtype, max_shard_size, tokenizer, progress, overwrite=overwrite),
+        )
         return place(dst)
     finally:
         if ranks.rank == 0:

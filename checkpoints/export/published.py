@@ -27,7 +27,9 @@ class StoredModel:
         self._names = {clean_name(name.removeprefix(MODEL)): name for name in source.tensors if name.startswith(MODEL)}
         saved = [name for name in source.tensors if name.startswith(MODEL)]
         if len(self._names) != len(saved):
-            raise CheckpointError(f"{len(saved)} tensors have only {len(self._names)} names without the parts of wrappers")
+            raise CheckpointError(
+                f"{len(saved)} tensors have only {len(self._names)} names without the parts of wrappers"
+            )
         if not saved:
             raise CheckpointError(f"{source.folder} has no tensors of a model (no name begins with {MODEL!r})")
         self._drop_tied(tied)
@@ -38,7 +40,9 @@ class StoredModel:
             owner = held[0] if held else ""
             for other in held[1:]:
                 if self._stored(owner) != self._stored(other) and not same_tensor(self, owner, other):
-                    raise CheckpointError(f"{owner} and {other} are tied but differ in the checkpoint; the export would lose one")
+                    raise CheckpointError(
+                        f"{owner} and {other} are tied but differ in the checkpoint; the export would lose one"
+                    )
                 del self._names[other]
 
     def _stored(self, name: str) -> Stored:
@@ -59,7 +63,8 @@ class StoredModel:
 
 
 def published_model(path: PlaceLike) -> PublishedModel:
-    """Return the model of a committed step as a source of weights, by its published names, which every model of its kind reads.
+    """Return the model of a committed step as a source of weights, by its published names, which every model of its
+    kind reads.
 
     Args:
         path: a step, ``.../latest``, or a folder of steps (its newest).
@@ -83,7 +88,11 @@ class PublishedModel:
 
     def check_what_is_rebuilt(self) -> None:
         """Check the stored tensors that are rearranged; the others are checked while they are copied."""
-        copied = {self._mapped.origin(name) for name, shape in self._mapped.shapes().items() if are_copied(self.pieces(name), shape)}
+        copied = {
+            self._mapped.origin(name)
+            for name, shape in self._mapped.shapes().items()
+            if are_copied(self.pieces(name), shape)
+        }
         for name in self._model.shapes():
             for piece in self._model.pieces(name) if name not in copied else ():
                 check_piece(piece)
@@ -95,7 +104,11 @@ class PublishedModel:
 
 def clean_name(name: str) -> str:
     """Return a parameter's name without the parts that wrappers add (``torch.compile``, ``checkpoint_wrapper``, FSDP1)."""
-    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
+    return ".".join(
+        part
+        for part in name.split(".")
+        if part not in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+    )
 
 
 def same_tensor(source: TypedSource, one: str, other: str) -> bool:

@@ -1,7 +1,9 @@
-"""Quantise the linear weights of a model tile by tile, in the layouts of compressed-tensors, which vLLM and transformers load.
+"""Quantise the linear weights of a model tile by tile, in the layouts of compressed-tensors, which vLLM and
+transformers load.
 
-Weights are rounded to nearest. One scale serves a row (``fp8``, ``int8``), a block of 128 x 128 (``fp8-block``) or 128 values of a row
-(``int4``): the largest absolute value over half the stored type's range, as ``calculate_qparams`` of vllm-project/compressed-tensors 0.20.
+Weights are rounded to nearest. One scale serves a row (``fp8``, ``int8``), a block of 128 x 128 (``fp8-block``) or 128
+values of a row (``int4``): the largest absolute value over half the stored type's range, as ``calculate_qparams`` of
+vllm-project/compressed-tensors 0.20.
 """
 
 from __future__ import annotations
@@ -23,9 +25,29 @@ from meshpar.weights.rules import Spans, spans_of
 
 _TILE_ELEMENTS = 512 << 10  # of a weight at a time: float32 values and what is made of them stay in a core's cache
 _BYTES = 4 << 20  # of a tile of any other tensor
-_HIGH = ("*embed*", "wte", "wpe", "shared", "*head", "score", "classifier", "gate", "*_gate", "*router*", "*norm*", "ln_*", "*_bias", "wo")
+_HIGH = (
+    "*embed*",
+    "wte",
+    "wpe",
+    "shared",
+    "*head",
+    "score",
+    "classifier",
+    "gate",
+    "*_gate",
+    "*router*",
+    "*norm*",
+    "ln_*",
+    "*_bias",
+    "wo",
+)
 """Parts of a module's name: embeddings, heads, routers, norms, and T5's ``wo``, which transformers reads as float32."""
-_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # layers of transformers' Conv1D, with (in, out) weights
+_CONV1D = (
+    "gpt2",
+    "openai-gpt",
+    "imagegpt",
+    "decision_transformer",
+)  # layers of transformers' Conv1D, with (in, out) weights
 
 Quantization = Literal["fp8", "fp8-block", "int8", "int4"]
 
@@ -138,7 +160,8 @@ class Quantized:
     Args:
         source: the published model.
         scheme: how to store linear weights: those named ``*.weight`` that have two dims.
-        dtype: of the other floating-point tensors and of the scales; None: as they are (scales: as their weight, at least 16 bits).
+        dtype: of the other floating-point tensors and of the scales; None: as they are (scales: as their weight, at
+            least 16 bits).
         high: patterns of modules whose weights also stay as they are, beside embeddings, heads, routers and norms.
         checked: whether to compare the stored bytes of a weight with their checksum before it is quantised.
 
@@ -146,10 +169,16 @@ class Quantized:
         CheckpointError: a block does not divide a weight, a pattern fits no weight, or no weight is left to quantise.
     """
 
-    def __init__(self, source: TypedSource, scheme: Scheme, dtype: torch.dtype | None, high: Sequence[str], *, checked: bool) -> None:
+    def __init__(
+        self, source: TypedSource, scheme: Scheme, dtype: torch.dtype | None, high: Sequence[str], *, checked: bool
+    ) -> None:
         self._source, self._scheme, self._checked = source, scheme, checked
         dtypes, shapes = source.dtypes(), source.shapes()
-        modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if _is_linear(name, shape, dtypes[name])}
+        modules = {
+            name.removesuffix(".weight"): shape
+            for name, shape in shapes.items()
+            if _is_linear(name, shape, dtypes[name])
+        }
         chosen = fitting(high, modules)
         self.kept = [each for each in modules if is_high(each) or each in chosen]
         self.layers = {each: shape for each, shape in modules.items() if each not in self.kept}
@@ -170,7 +199,9 @@ class Quantized:
         """Note the stored tensors of a layer."""
         scheme, (rows, columns) = self._scheme, self.layers[module]
         name = f"{module}.weight" if scheme.packed == 1 else f"{module}.weight_packed"
-        stored: list[tuple[str, str, tuple[int, ...], torch.dtype]] = [(name, "weight", (rows, columns // scheme.packed), scheme.dtype)]
+        stored: list[tuple[str, str, tuple[int, ...], torch.dtype]] = [
+            (name, "weight", (rows, columns // scheme.packed), scheme.dtype)
+        ]
         stored += [(f"{module}.weight_scale", "scale", scheme.grid((rows, columns)), scale_dtype)]
         stored += [(f"{module}.weight_shape", "shape", (2,), torch.int64)] if scheme.packed > 1 else []
         for each, part, shape, dtype in stored:
@@ -189,7 +220,9 @@ class Quantized:
         return () if name in self._parts or not isinstance(self._source, StoredSource) else self._source.pieces(name)
 
     def tiles(self, name: str) -> Iterator[Spans]:
-        """Yield the pieces in which to read a tensor, in their order; first compare a weight's stored bytes with their checksums."""
+        """Yield the pieces in which to read a tensor, in their order; first compare a weight's stored bytes with their
+        checksums.
+        """
         shape = self._shapes[name]
         module, part = self._parts.get(name, ("", ""))
         if part != "weight":
@@ -227,7 +260,8 @@ class Quantized:
         weight, scales = self._scheme.store(rows, self._dtypes[f"{module}.weight_scale"])
         if not scales.isfinite().all():
             raise CheckpointError(
-                f"{module}.weight has values that are infinite, NaN or too large for a scale of {scales.dtype}, in rows {start} to "
+                f"{module}.weight has values that are infinite, NaN or too large for a scale of {scales.dtype}, in "
+                f"rows {start} to "
                 f"{stop}; export an earlier step, or keep this weight high"
             )
         return weight, scales
@@ -248,41 +282,61 @@ class Quantized:
 
     def entry(self) -> dict[str, Any]:
         """Return the entry of ``config.json`` that describes the quantised weights."""
-        heads = [] if any(each.endswith("lm_head") for each in self.kept) else ["lm_head"]  # a tied head has no tensor of its own
+        heads = (
+            [] if any(each.endswith("lm_head") for each in self.kept) else ["lm_head"]
+        )  # a tied head has no tensor of its own
         return {"quantization_config": self._scheme.config([*self.kept, *heads])}
 
 
 def _is_linear(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    return name.endswith(".weight") and len(shape) == 2 and math.prod(shape) > 0 and dtype.is_floating_point and dtype.itemsize > 1
+    return (
+        name.endswith(".weight")
+        and len(shape) == 2
+        and math.prod(shape) > 0
+        and dtype.is_floating_point
+        and dtype.itemsize > 1
+    )
 
 
 def _check_shapes(layers: Mapping[str, tuple[int, ...]], scheme: Scheme) -> None:
     if not layers:
-        raise CheckpointError("no weight is left to quantise; expected tensors *.weight of two dims beside embeddings, heads and norms")
+        raise CheckpointError(
+            "no weight is left to quantise; expected tensors *.weight of two dims beside embeddings, heads and norms"
+        )
     rows, columns = scheme.block[0], scheme.block[1] or 1
     if odd := [f"{each} {shape}" for each, shape in layers.items() if shape[0] % rows or shape[1] % columns]:
         raise CheckpointError(
-            f"{len(odd)} weights do not divide into blocks of {rows} x {columns}: {', '.join(odd[:3])}; keep them high (--keep-high, in "
+            f"{len(odd)} weights do not divide into blocks of {rows} x {columns}: {', '.join(odd[:3])}; keep them "
+            "high (--keep-high, in "
             "Python high=[...]), or choose a format with one scale a row (fp8, int8)"
         )
 
 
 def quantized(
-    source: TypedSource, how: str, dtype: torch.dtype | None, high: Sequence[str], config: Mapping[str, Any] | None, *, checked: bool
+    source: TypedSource,
+    how: str,
+    dtype: torch.dtype | None,
+    high: Sequence[str],
+    config: Mapping[str, Any] | None,
+    *,
+    checked: bool,
 ) -> Quantized:
     """Return a model's tensors quantised; arguments as for :func:`meshpar.checkpoints.export_safetensors`.
 
     Raises:
-        CheckpointError: an unknown format, a model without a config or of layers that compressed-tensors does not know, or as for
-            :class:`Quantized`.
+        CheckpointError: an unknown format, a model without a config or of layers that compressed-tensors does not know,
+            or as for :class:`Quantized`.
     """
     if how not in SCHEMES:
         raise CheckpointError(f"quantize is {how!r}; expected one of {', '.join(SCHEMES)}")
     if not config:
-        raise CheckpointError("a quantised model needs a config.json, which tells engines its format; got none: pass one (--config DIR)")
+        raise CheckpointError(
+            "a quantised model needs a config.json, which tells engines its format; got none: pass one (--config DIR)"
+        )
     if (kind := config.get("model_type")) in _CONV1D:
         raise CheckpointError(
-            f"the layers of {kind} are transformers' Conv1D, which compressed-tensors does not load; export it plain, or as GGUF "
+            f"the layers of {kind} are transformers' Conv1D, which compressed-tensors does not load; export it "
+            "plain, or as GGUF "
             "(--quantize q8_0)"
         )
     return Quantized(source, SCHEMES[how], dtype, high, checked=checked)

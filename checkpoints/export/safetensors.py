@@ -1,6 +1,7 @@
 """Export: write a checkpoint's model as safetensors under its published names, streamed from file to file.
 
-An export runs in one process, without a process group and without building the model. Memory stays at a few MiB for any model size.
+An export runs in one process, without a process group and without building the model. Memory stays at a few MiB for any
+model size.
 """
 
 from __future__ import annotations
@@ -28,7 +29,17 @@ from meshpar.errors import CheckpointError
 from meshpar.weights import TypedSource, WeightMap
 
 _TILE_BYTES = 8 << 20
-_NOT_TOKENIZER = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".h5", ".msgpack", ".gguf", ".safetensors.index.json")
+_NOT_TOKENIZER = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".distcp",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".safetensors.index.json",
+)
 
 
 def export_safetensors(
@@ -53,7 +64,8 @@ def export_safetensors(
     >>> export_safetensors("run/checkpoints/latest", "run/hf", dtype=torch.bfloat16)  # doctest: +SKIP
 
     Args:
-        src: a step's folder, ``run/checkpoints/latest``, or the folder of all steps (exports the newest); or a source of weights.
+        src: a step's folder, ``run/checkpoints/latest``, or the folder of all steps (exports the newest); or a source
+            of weights.
         dst: the folder to write; it appears once it is complete.
         dtype: dtype of the floating-point tensors; None: as saved.
         max_shard_size: largest size of one file in bytes, unless one tensor alone is larger.
@@ -62,19 +74,24 @@ def export_safetensors(
         config: contents of ``config.json``; None: the config that was saved with the checkpoint.
         generation: contents of ``generation_config.json``; None: the tokenizer's folder may have one.
         beside: files to copy beside the model, such as ``generation_config.json``; they replace the tokenizer's.
-        weights: rules from our names to the published ones; None: those saved with the checkpoint. A source of weights has its own names.
-        verify: checks of a checkpoint: ``"none"``; ``"size"``: the size of every file, and the checksum of each part of the model that is
-            copied; ``"full"``: also of the parts that are rearranged, by rules or over dims, which are then read twice.
-        quantize: format of the linear weights, in the layouts of compressed-tensors: ``"fp8"`` (a scale for each row), ``"fp8-block"``
-            (for 128 x 128), ``"int8"`` (for each row), ``"int4"`` (for 128 values of a row). Embeddings, heads, routers and norms stay.
-        high: patterns of modules whose weights stay, too, with ``*`` for one part of the name: ``model.layers.0.mlp.*``.
+        weights: rules from our names to the published ones; None: those saved with the checkpoint. A source of weights
+            has its own names.
+        verify: checks of a checkpoint: ``"none"``; ``"size"``: the size of every file, and the checksum of each part of
+            the model that is copied; ``"full"``: also of the parts that are rearranged, by rules or over dims, which
+            are then read twice.
+        quantize: format of the linear weights, in the layouts of compressed-tensors: ``"fp8"`` (a scale for each row),
+            ``"fp8-block"`` (for 128 x 128), ``"int8"`` (for each row), ``"int4"`` (for 128 values of a row).
+            Embeddings, heads, routers and norms stay.
+        high: patterns of modules whose weights stay, too, with ``*`` for one part of the name:
+            ``model.layers.0.mlp.*``.
         overwrite: whether to replace an existing file or folder.
 
     Returns:
         ``dst``.
 
     Raises:
-        CheckpointError: no committed checkpoint, a damaged file, different values of tied tensors, an existing folder, or a full disk.
+        CheckpointError: no committed checkpoint, a damaged file, different values of tied tensors, an existing folder,
+            or a full disk.
         LayoutError: the weight map does not fit the tensors, or gives two tensors the same name.
     """
     target = free_target(dst, overwrite=overwrite)
@@ -82,7 +99,8 @@ def export_safetensors(
         apart(target, open_step(src))
     if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
         raise CheckpointError(
-            f"dtype is {dtype}; expected a floating-point dtype of 16 bits or more, such as torch.bfloat16: float8 weights need scales; "
+            f"dtype is {dtype}; expected a floating-point dtype of 16 bits or more, such as torch.bfloat16: float8 "
+            "weights need scales; "
             'quantize them (--quantize fp8, in Python quantize="fp8")'
         )
     source, config = opened(src, weights, verify, config)
@@ -92,7 +110,10 @@ def export_safetensors(
     elif high:
         raise CheckpointError("high names weights that are not quantised; pass quantize as well")
     else:
-        dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
+        dtypes = {
+            name: dtype if dtype is not None and each.is_floating_point else each
+            for name, each in source.dtypes().items()
+        }
     with made_whole(target, overwrite=overwrite) as folder:
         _write_model(folder, source, dtypes, _shards(source.shapes(), dtypes, max_shard_size), progress)
         for file in (*(files_beside_weights(tokenizer) if tokenizer is not None else ()), *map(place, beside)):
@@ -113,21 +134,30 @@ def opened(
     folder = open_step(src)
     manifest = read_manifest(folder)
     ours = StoredModel(open_verified(folder, manifest, verify, whole=False), manifest.tied)
-    published = PublishedModel(ours, (weights if weights is not None else WeightMap.from_json(manifest.weights)).publish(ours))
+    published = PublishedModel(
+        ours, (weights if weights is not None else WeightMap.from_json(manifest.weights)).publish(ours)
+    )
     if verify == "full":
         published.check_what_is_rebuilt()
     return published, manifest.config if config is None else config
 
 
 def _write_model(
-    folder: Place, source: TypedSource, dtypes: Mapping[str, torch.dtype], shards: Mapping[str, list[str]], progress: Progress | None
+    folder: Place,
+    source: TypedSource,
+    dtypes: Mapping[str, torch.dtype],
+    shards: Mapping[str, list[str]],
+    progress: Progress | None,
 ) -> None:
     total = sum(_nbytes(shape, dtypes[name]) for name, shape in source.shapes().items())
     count = ByteCount(total, progress)
     for file, names in shards.items():
         _write_file(folder / file, source, names, dtypes, count)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": {name: file for file, names in shards.items() for name in names}}
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: file for file, names in shards.items() for name in names},
+        }
         _write_json(folder / INDEX_NAME, index)
 
 
@@ -135,7 +165,9 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _shards(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], limit: int) -> dict[str, list[str]]:
+def _shards(
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], limit: int
+) -> dict[str, list[str]]:
     """Divide the tensors among files, in their order."""
     if limit < 1:
         raise CheckpointError(f"max_shard_size is {limit}; expected at least 1 byte")
@@ -153,9 +185,12 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dt
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
 
 
-def _write_file(path: Place, source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype], count: ByteCount) -> None:
+def _write_file(
+    path: Place, source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype], count: ByteCount
+) -> None:
     """Write one safetensors file and bring it to the disk."""
-    # Larger items first, so that every tensor lies at a multiple of its item's size, as readers that map the file want it.
+    # Larger items first, so that every tensor lies at a multiple of its item's size, as readers that map the file want
+    # it.
     whole, stored = source.shapes(), source if isinstance(source, StoredSource) else None
     shapes = {name: whole[name] for name in _in_order(source, names, dtypes)}
     header, positions = write_header(shapes, dtypes)
@@ -167,7 +202,9 @@ def _write_file(path: Place, source: TypedSource, names: Sequence[str], dtypes: 
             pieces = stored.pieces(name) if stored is not None else ()
             if are_copied(pieces, shape):
                 for piece in sorted(pieces, key=lambda each: each.offsets):  # in the order of the file
-                    copier.copy(piece, dtypes[name], positions[name] + position_of(piece, shape) * dtypes[name].itemsize)
+                    copier.copy(
+                        piece, dtypes[name], positions[name] + position_of(piece, shape) * dtypes[name].itemsize
+                    )
             else:
                 _write_tiles(write, source, name, dtypes[name], positions[name], count)
 
@@ -175,11 +212,18 @@ def _write_file(path: Place, source: TypedSource, names: Sequence[str], dtypes: 
 def _in_order(source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Sequence[str]:
     """Return the order of a file: each tensor aligned to its dtype, and scales behind the weights that tell them."""
     aligned = all(_nbytes(source.shapes()[name], dtypes[name]) % 8 == 0 for name in names)
-    return names if isinstance(source, Quantized) and aligned else sorted(names, key=lambda name: -dtypes[name].itemsize)
+    return (
+        names if isinstance(source, Quantized) and aligned else sorted(names, key=lambda name: -dtypes[name].itemsize)
+    )
 
 
 def _write_tiles(
-    write: Callable[[memoryview], object], source: TypedSource, name: str, dtype: torch.dtype, position: int, count: ByteCount
+    write: Callable[[memoryview], object],
+    source: TypedSource,
+    name: str,
+    dtype: torch.dtype,
+    position: int,
+    count: ByteCount,
 ) -> None:
     """Gather a tensor by tiles of its rows."""
     space = torch.empty(_TILE_BYTES, dtype=torch.uint8)
@@ -218,7 +262,9 @@ def _dtype_entry(config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -
 
 
 def files_beside_weights(folder: PlaceLike) -> list[Place]:
-    """Return the files of a published model's folder that are neither weights nor ``config.json``: tokenizer, generation config, ..."""
+    """Return the files of a published model's folder that are neither weights nor ``config.json``: tokenizer,
+    generation config, ...
+    """
     folder = place(folder)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}; expected a folder with tokenizer files")

@@ -20,14 +20,19 @@ from meshpar.checkpoints.storage.transfer import carried
 from meshpar.errors import CheckpointError
 from meshpar.leftovers import LEASE_S, on_the_way
 
-_OCCUPIED = "already exists and is not empty; delete it, choose another folder, or replace it (--overwrite, in Python overwrite=True)"
+_OCCUPIED = (
+    "already exists and is not empty; delete it, choose another folder, or replace it (--overwrite, in "
+    "Python overwrite=True)"
+)
 
 
 class _Target(Protocol):
     """The way in which a folder is exported to, where it is."""
 
     def free(self, *, overwrite: bool) -> None:
-        """Raise CheckpointError if it is not empty, unless ``overwrite``; delete or restore leftovers of dead exports to it."""
+        """Raise CheckpointError if it is not empty, unless ``overwrite``; delete or restore leftovers of dead exports
+        to it.
+        """
 
     def whole(self, *, overwrite: bool) -> AbstractContextManager[Place]:
         """Yield a new folder that becomes this one if the ``with`` block succeeds, and is deleted if it fails."""
@@ -47,11 +52,14 @@ def apart(target: Place, *sources: Place) -> None:
     for source in sources:
         resolved = source.resolve()
         if contains(target, resolved) or contains(resolved, target):
-            raise CheckpointError(f"{target} contains, or is inside, the source of the export ({source}); choose a folder beside it")
+            raise CheckpointError(
+                f"{target} contains, or is inside, the source of the export ({source}); choose a folder beside it"
+            )
 
 
 def free_target(dst: PlaceLike, *, overwrite: bool) -> Place:
-    """Return the absolute path of ``dst`` for :func:`made_whole`, and delete or restore leftovers of dead exports to it.
+    """Return the absolute path of ``dst`` for :func:`made_whole`, and delete or restore leftovers of dead exports to
+    it.
 
     Raises:
         CheckpointError: it exists and is not empty, unless ``overwrite``.
@@ -78,7 +86,9 @@ def made_whole(target: Place, *, overwrite: bool) -> AbstractContextManager[Plac
 
 @contextmanager
 def made_on_disk(target: Place, *, overwrite: bool) -> Iterator[DiskPath]:
-    """Yield a folder as :func:`made_whole`, for those who write files themselves: to a store they are copied from a temporary folder."""
+    """Yield a folder as :func:`made_whole`, for those who write files themselves: to a store they are copied from a
+    temporary folder.
+    """
     with made_whole(target, overwrite=overwrite) as folder, TemporaryDirectory(prefix="meshpar-") as temporary:
         here = either(folder, disk=lambda found: found, store=lambda _: DiskPath(temporary))
         yield here
@@ -86,7 +96,9 @@ def made_on_disk(target: Place, *, overwrite: bool) -> Iterator[DiskPath]:
 
 
 def make_beside(target: Place) -> Place:
-    """Create a folder beside an export for temporary files; a later export to ``target`` deletes those of killed processes."""
+    """Create a folder beside an export for temporary files; a later export to ``target`` deletes those of killed
+    processes.
+    """
     return _way(target).beside()
 
 
@@ -159,7 +171,8 @@ class _OnDisk:
             found = left_behind(each)
             if found is not None and each != folder and found.held:
                 raise CheckpointError(
-                    f"another export to {self._target} is running: process {found.process} on {found.host}; wait for it, or end it (it "
+                    f"another export to {self._target} is running: process {found.process} on {found.host}; wait for "
+                    "it, or end it (it "
                     f"counts as dead {LEASE_S:.0f} s after its last write to {each})"
                 )
 
@@ -200,6 +213,8 @@ class _InStore:
         return on_the_way(hidden, "tmp")
 
     def _clear(self) -> None:
-        for each in sorted(self._target.iterdir(), key=lambda each: each.name != "config.json"):  # readers ask for it first
+        for each in sorted(
+            self._target.iterdir(), key=lambda each: each.name != "config.json"
+        ):  # readers ask for it first
             if each.name != LEASE_NAME:
                 each.delete()

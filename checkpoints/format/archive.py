@@ -1,7 +1,8 @@
-"""One tensor in the format of ``torch.save``, an uncompressed zip archive: write it block by block, find it without reading its payload.
+"""One tensor in the format of ``torch.save``, an uncompressed zip archive: write it block by block, find it without
+reading its payload.
 
-A ``.distcp`` file is a sequence of such archives. The length of ours is a multiple of ``ALIGNMENT``, so that every payload is aligned in
-the file, too. Sections of APPNOTE.TXT, the format's description, are in brackets.
+A ``.distcp`` file is a sequence of such archives. The length of ours is a multiple of ``ALIGNMENT``, so that every
+payload is aligned in the file, too. Sections of APPNOTE.TXT, the format's description, are in brackets.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ def write_tensor(
 
 
 def _tail(members: list[_Member], offset: int, padding: int = 0) -> bytes:
-    """Return the archive's end after the payload, which ends at ``offset``, padded so that the archive's length is aligned."""
+    """Return the archive's end after the payload, which ends at ``offset``, padded so that the archive's length is
+    aligned.
+    """
     tail = bytearray(_descriptor(members[-1].size, members[-1].crc32))
     version = _add(tail, "version", b"3\n", offset, padding)
     tail += _directory_of([*members, version], offset + len(tail))
@@ -115,9 +118,13 @@ def _directory_of(members: list[_Member], start: int) -> bytes:
         entries += each.name + extra
     end = b""
     if start >= _LARGE:
-        end = struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, len(members), len(members), len(entries), start)
+        end = struct.pack(
+            "<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, len(members), len(members), len(entries), start
+        )
         end += struct.pack("<4sIQI", b"PK\x06\x07", 0, start + len(entries), 1)
-    end += struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, len(members), len(members), len(entries), min(start, _LARGE), 0)
+    end += struct.pack(
+        "<4sHHHHIIH", b"PK\x05\x06", 0, 0, len(members), len(members), len(entries), min(start, _LARGE), 0
+    )
     return bytes(entries) + end
 
 
@@ -144,9 +151,13 @@ def find_tensor(file: Readable, position: int, length: int, shape: tuple[int, ..
         saved = read_tensor_pickle(text, "data.pkl")
         payload, size, checksum = members[f"data/{saved.storage}"]
         if saved.shape != shape or not _contiguous(saved.shape, saved.stride):
-            raise CheckpointError(f"expected a contiguous tensor of shape {shape}, found {saved.shape} with strides {saved.stride}")
+            raise CheckpointError(
+                f"expected a contiguous tensor of shape {shape}, found {saved.shape} with strides {saved.stride}"
+            )
         if saved.offset or math.prod(shape) * saved.dtype.itemsize != size:
-            raise CheckpointError(f"its storage has {size} bytes, and the tensor begins at element {saved.offset} of them")
+            raise CheckpointError(
+                f"its storage has {size} bytes, and the tensor begins at element {saved.offset} of them"
+            )
         if payload + size > position + length:
             raise CheckpointError("its payload exceeds the archive")
     except StoreError:
@@ -186,7 +197,9 @@ def _member(directory: bytes, cursor: int) -> tuple[str, tuple[int, int, int], i
     if directory[cursor : cursor + 4] != b"PK\x01\x02":
         raise CheckpointError("its directory is damaged")
     (method,) = struct.unpack_from("<H", directory, cursor + 10)
-    checksum, packed, size, name_length, extra_length, comment_length = struct.unpack_from("<IIIHHH", directory, cursor + 16)
+    checksum, packed, size, name_length, extra_length, comment_length = struct.unpack_from(
+        "<IIIHHH", directory, cursor + 16
+    )
     (position,) = struct.unpack_from("<I", directory, cursor + 42)
     if method != 0:
         raise CheckpointError("it is compressed")

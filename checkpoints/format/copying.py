@@ -1,7 +1,8 @@
 """Copy stored tensors from file to file, block by block.
 
-``copy_file_range`` was measured and not used: between positions that differ within a page, as they do here, the kernel handles each page
-twice, which costs 1.6 times ``cp``. Blocks that end with a page, written from the page cache of the source, cost as much as ``cp``.
+``copy_file_range`` was measured and not used: between positions that differ within a page, as they do here, the kernel
+handles each page twice, which costs 1.6 times ``cp``. Blocks that end with a page, written from the page cache of the
+source, cost as much as ``cp``.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class ByteCount:
 
 @final
 class Copier:
-    """Copy pieces into one file: ``write`` receives blocks in the order of the file, ``told`` the number of bytes of each."""
+    """Copy pieces into one file: ``write`` receives blocks in the order of the file, ``told`` the number of bytes of
+    each.
+    """
 
     def __init__(self, write: Callable[[memoryview], object], told: Callable[[int], None]) -> None:
         self._write, self._told = write, told
@@ -83,7 +86,9 @@ class Copier:
         self._out_memory, self._in_memory = memory_of(self._out), memory_of(self._in)
 
     def copy(self, piece: Piece, dtype: torch.dtype, position: int) -> None:
-        """Write a piece, in ``dtype``, at ``position`` of the file; raises CheckpointError if its checksum differs, or its file changes."""
+        """Write a piece, in ``dtype``, at ``position`` of the file; raises CheckpointError if its checksum differs, or
+        its file changes.
+        """
         self._run = piece.box.file.run(piece.box.position, piece.box.position + piece.box.nbytes)
         checksum, pace = 0, self._paces[dtype != piece.box.dtype]
         for start, stop in aligned(math.prod(piece.box.shape) * dtype.itemsize, position, TURN_BYTES):
@@ -98,7 +103,9 @@ class Copier:
         wide, narrow = box.dtype.itemsize, dtype.itemsize
         first, last = (box.position + each // narrow * wide for each in span)
         view = self._run.mapped(first, last - first) if way.mapped and first % wide == 0 else None
-        for start, stop in aligned(span[1] - span[0], position + span[0], min(way.block_bytes, len(self._in_memory) * narrow // wide)):
+        for start, stop in aligned(
+            span[1] - span[0], position + span[0], min(way.block_bytes, len(self._in_memory) * narrow // wide)
+        ):
             at, count = start // narrow * wide, (stop - start) // narrow * wide
             if view is not None:
                 read = view[at : at + count]

@@ -1,7 +1,7 @@
 """Read the tensors of a distributed checkpoint (torch.distributed.checkpoint's format), without a process group.
 
-``.metadata`` has the file and position of each part of each tensor; every part is an archive. Only the requested bytes are read, directly
-into the destination.
+``.metadata`` has the file and position of each part of each tensor; every part is an archive. Only the requested bytes
+are read, directly into the destination.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class DistributedCheckpoint:
         folder: the checkpoint's folder.
         checked: compare the bytes of each part that is read as a whole with the CRC-32 in its archive.
         sums: CRC-32 of each part's archive, by tensor and offsets, compared when the part is located.
-        prefix: only tensors whose name begins with it, without it: ``"model."`` for a checkpoint of ``{"model": ..., "optimizer": ...}``.
+        prefix: only tensors whose name begins with it, without it: ``"model."`` for a checkpoint of ``{"model": ...,
+            "optimizer": ...}``.
 
     Raises:
         CheckpointError: the folder has no complete distributed checkpoint, or its metadata lacks a part of a tensor.
@@ -90,9 +91,13 @@ class DistributedCheckpoint:
                 what = f"{self.folder} is not a distributed checkpoint: it has no {METADATA_NAME}"
             raise CheckpointError(what + remedy(self.folder))
         found = tensors_in(data, path)
-        self.tensors: Mapping[str, Stored] = {name.removeprefix(prefix): each for name, each in found.items() if name.startswith(prefix)}
+        self.tensors: Mapping[str, Stored] = {
+            name.removeprefix(prefix): each for name, each in found.items() if name.startswith(prefix)
+        }
         if prefix and found and not self.tensors:
-            raise CheckpointError(f"{self.folder} has no tensors whose names begin with {prefix!r}; {suggestion(prefix, found)}")
+            raise CheckpointError(
+                f"{self.folder} has no tensors whose names begin with {prefix!r}; {suggestion(prefix, found)}"
+            )
         self._files: dict[str, Readable] = {}
         self._boxes: dict[Chunk, Box] = {}
 
@@ -122,7 +127,9 @@ class DistributedCheckpoint:
         return ("", 0) if first is None else (first.file, first.position)
 
     def locate(self, wanted: Mapping[str, tuple[slice, ...]]) -> None:
-        """Find the archives that ``read`` will need; raises CheckpointError that names file and tensor if one is damaged."""
+        """Find the archives that ``read`` will need; raises CheckpointError that names file and tensor if one is
+        damaged.
+        """
         found = [
             (name, chunk)
             for name, index in wanted.items()
@@ -155,7 +162,9 @@ class DistributedCheckpoint:
             try:
                 box, payload = find_tensor(file, chunk.position, chunk.length, chunk.shape)
                 if box.dtype != self.tensors[name].dtype:
-                    raise CheckpointError(f"its dtype is {box.dtype}; expected {self.tensors[name].dtype} from {METADATA_NAME}")
+                    raise CheckpointError(
+                        f"its dtype is {box.dtype}; expected {self.tensors[name].dtype} from {METADATA_NAME}"
+                    )
                 if self._checked:
                     _check_around(box, payload or 0, chunk, self._sums.get((name, chunk.offsets)))
                     box = replace(box, name=name, crc32=payload)
@@ -164,7 +173,9 @@ class DistributedCheckpoint:
             except CheckpointError as error:
                 other = "it was saved with SerializationFormat.SAFETENSORS, which is not read: save it as TORCH_SAVE"
                 why = other if _is_safetensors(file) else error
-                raise CheckpointError(f"{file.path}: the part of {name!r} at byte {chunk.position} is damaged: {why}") from error
+                raise CheckpointError(
+                    f"{file.path}: the part of {name!r} at byte {chunk.position} is damaged: {why}"
+                ) from error
             file.forget(chunk.position, box.position)
             file.forget(box.position + box.nbytes, chunk.position + chunk.length)
             self._boxes[chunk] = box
@@ -172,7 +183,9 @@ class DistributedCheckpoint:
 
 
 def _ends(chunk: Chunk) -> list[tuple[int, int]]:
-    """Return the parts of an archive, in bytes of its file, that are read to find the payload; all of it if it is small."""
+    """Return the parts of an archive, in bytes of its file, that are read to find the payload; all of it if it is
+    small.
+    """
     stop = chunk.position + chunk.length
     if chunk.length <= _SMALL_BYTES:
         return [(chunk.position, stop)]
@@ -186,11 +199,15 @@ def _is_safetensors(file: Readable) -> bool:
 def _check_around(box: Box, payload: int, chunk: Chunk, expected: int | None) -> None:
     """Compare an archive with its CRC-32 without reading its payload, whose own is in the archive."""
     end = box.position + box.nbytes
-    head, tail = box.file.bytes(chunk.position, box.position - chunk.position), box.file.bytes(end, chunk.position + chunk.length - end)
+    head, tail = (
+        box.file.bytes(chunk.position, box.position - chunk.position),
+        box.file.bytes(end, chunk.position + chunk.length - end),
+    )
     found = joined(joined(crc32(head), payload, box.nbytes), crc32(tail), len(tail))
     if expected not in (None, found):
         raise CheckpointError(
-            f"expected the CRC-32 {expected:08x} of the manifest, its archive says {found:08x}: it is of another step, or changed"
+            f"expected the CRC-32 {expected:08x} of the manifest, its archive says {found:08x}: it is of another "
+            "step, or changed"
         )
 
 
@@ -211,10 +228,14 @@ def tensors_in(data: bytes, path: object) -> dict[str, Stored]:
         entries = metadata.state_dict_metadata.items()  # type: ignore[attr-defined]
         return {name: _stored(name, entry, places) for name, entry in entries if "chunks" in entry.__dict__}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is not the metadata of a complete distributed checkpoint: {brief(error)}") from error
+        raise CheckpointError(
+            f"{path} is not the metadata of a complete distributed checkpoint: {brief(error)}"
+        ) from error
 
 
-def _stored(name: str, entry: PickledObject, places: Mapping[tuple[str, tuple[int, ...] | None], PickledObject]) -> Stored:
+def _stored(
+    name: str, entry: PickledObject, places: Mapping[tuple[str, tuple[int, ...] | None], PickledObject]
+) -> Stored:
     shape = tuple(entry.size)  # type: ignore[attr-defined]
     chunks = []
     for each in entry.chunks:  # type: ignore[attr-defined]
@@ -229,7 +250,9 @@ def _stored(name: str, entry: PickledObject, places: Mapping[tuple[str, tuple[in
         try:
             file = _inside(place.relative_path)  # type: ignore[attr-defined]
         except CheckpointError as error:
-            raise CheckpointError(f"the file of {name!r} is outside of the checkpoint's folder, which is not allowed: {error}") from error
+            raise CheckpointError(
+                f"the file of {name!r} is outside of the checkpoint's folder, which is not allowed: {error}"
+            ) from error
         chunks.append(Chunk(offsets, sizes, file, place.offset, place.length))  # type: ignore[attr-defined]
     check_cover(name, shape, chunks)
     return Stored(shape, entry.properties.state[0], tuple(chunks))  # type: ignore[attr-defined]
@@ -242,7 +265,9 @@ def check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
     volume = sum(math.prod(chunk.shape) for chunk in chunks)
     twice = not _is_grid(shape, chunks) and _any_overlap(chunks)
     if volume != math.prod(shape) or twice:
-        raise CheckpointError(f"the parts of {name!r} have {volume} elements of {math.prod(shape)}{', some twice' if twice else ''}")
+        raise CheckpointError(
+            f"the parts of {name!r} have {volume} elements of {math.prod(shape)}{', some twice' if twice else ''}"
+        )
 
 
 def _is_grid(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:

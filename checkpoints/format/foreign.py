@@ -1,4 +1,6 @@
-"""Formats of other programs: files of ``torch.save`` as a source of weights, and the names of formats that are not read."""
+"""Formats of other programs: files of ``torch.save`` as a source of weights, and the names of formats that are not
+read.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,13 @@ ACCELERATE = "pytorch_model_fsdp_0"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _FORMATS = {  # the files by which a format is known -> the remedy
     (f"{ACCELERATE}/.metadata",): (
-        f"it is a checkpoint of accelerate's FSDP: read it by DistributedCheckpoint(folder / '{ACCELERATE}', prefix='model.'), or convert "
+        f"it is a checkpoint of accelerate's FSDP: read it by DistributedCheckpoint(folder / '{ACCELERATE}', "
+        "prefix='model.'), or convert "
         "it by meshpar import with --config FOLDER, which has the model's config.json"
     ),
     ("pytorch_model_fsdp*_rank*.bin",): (
-        "it has a file for each rank of accelerate's FSDP, which only these ranks can read: save it with the state_dict_type "
+        "it has a file for each rank of accelerate's FSDP, which only these ranks can read: save it with the "
+        "state_dict_type "
         "SHARDED_STATE_DICT"
     ),
     ("zero_to_fp32.py", "*_model_states.pt", "global_step*/*_model_states.pt"): (
@@ -33,9 +37,12 @@ _FORMATS = {  # the files by which a format is known -> the remedy
         "it is a Megatron checkpoint: convert it to Hugging Face's format, such as by Megatron-Bridge"
     ),
     (".metadata",): "it is a distributed checkpoint of torch: read it by DistributedCheckpoint(folder)",
-    ("*.distcp",): "it has parts of a distributed checkpoint of torch: read the folder with .metadata by DistributedCheckpoint(folder)",
+    ("*.distcp",): "it has parts of a distributed checkpoint of torch: read the folder with .metadata by "
+    "DistributedCheckpoint(folder)",
     ("*.safetensors",): "it has safetensors: read them by Safetensors(path), or convert them by meshpar import",
-    tuple(f"*{each}" for each in PICKLED): "it has files of torch.save: read them by TorchWeights(path), or convert them by meshpar import",
+    tuple(
+        f"*{each}" for each in PICKLED
+    ): "it has files of torch.save: read them by TorchWeights(path), or convert them by meshpar import",
 }
 
 
@@ -54,7 +61,9 @@ def _remedy(path: Path) -> str:
 
 
 def sharded_by_accelerate(path: Place) -> Place | None:
-    """Return the distributed checkpoint in a checkpoint of accelerate's FSDP, or in its folder of weights; None if there is none."""
+    """Return the distributed checkpoint in a checkpoint of accelerate's FSDP, or in its folder of weights; None if
+    there is none.
+    """
     folder = path if path.name == ACCELERATE else path / ACCELERATE
     return folder if (folder / ".metadata").is_file() else None
 
@@ -66,13 +75,14 @@ def is_pickled(path: Place) -> bool:
 
 @final
 class TorchWeights:
-    """Read the tensors of files of ``torch.save`` as a WeightSource, by torch's weights-only loader, which runs no code.
+    """Read the tensors of files of ``torch.save`` as a WeightSource, by torch's weights-only loader, which runs no
+    code.
 
     >>> par.materialize(weights=TorchWeights("model.pt", prefix="model."))  # doctest: +SKIP
 
     Args:
-        path: a file (``.pt``, ``.pth``, ``.bin``, ``.ckpt``), or a folder of these. Those of a store are copied to a temporary folder of
-            this process, because torch maps them.
+        path: a file (``.pt``, ``.pth``, ``.bin``, ``.ckpt``), or a folder of these. Those of a store are copied to a
+            temporary folder of this process, because torch maps them.
         prefix: only tensors whose name begins with it, without it. Nested dicts have dotted names.
 
     Raises:
@@ -86,9 +96,13 @@ class TorchWeights:
         for file in _files(self._path) if self._path.is_dir() else [self._path]:
             for name, tensor in _flat(_loaded(fetched(file))).items():
                 if name in self._tensors:
-                    raise CheckpointError(f"{name!r} is in {file} and in another file of {self._path}; remove one of them")
+                    raise CheckpointError(
+                        f"{name!r} is in {file} and in another file of {self._path}; remove one of them"
+                    )
                 self._tensors[name] = tensor
-        self._tensors = {name.removeprefix(prefix): tensor for name, tensor in self._tensors.items() if name.startswith(prefix)}
+        self._tensors = {
+            name.removeprefix(prefix): tensor for name, tensor in self._tensors.items() if name.startswith(prefix)
+        }
         if not self._tensors:
             which = f" whose names begin with {prefix!r}" if prefix else ""
             raise CheckpointError(f"{self._path} has no tensors{which}")
@@ -123,7 +137,8 @@ def _loaded(file: Path) -> object:
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{file} contains other objects than tensors and plain data, which could run code, or is damaged; load the file where you "
+            f"{file} contains other objects than tensors and plain data, which could run code, or is damaged; load "
+            "the file where you "
             f"trust it, and save the state_dict alone: {brief(error)}"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
@@ -134,4 +149,8 @@ def _flat(value: object, name: str = "") -> dict[str, torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return {name: value}
     entries = value.items() if isinstance(value, Mapping) else ()
-    return {key: tensor for each, inner in entries for key, tensor in _flat(inner, f"{name}.{each}" if name else str(each)).items()}
+    return {
+        key: tensor
+        for each, inner in entries
+        for key, tensor in _flat(inner, f"{name}.{each}" if name else str(each)).items()
+    }

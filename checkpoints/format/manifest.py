@@ -22,7 +22,10 @@ MODEL = "model."
 """Prefix of the module's tensors in a checkpoint."""
 FORMAT = "meshpar-checkpoint"
 VERSION = 1
-_INTEGER_KEYS, _COUNTER = "__integer_keys__", "__counter__"  # the only key of an object that stands for a dict of int, or a Counter
+_INTEGER_KEYS, _COUNTER = (
+    "__integer_keys__",
+    "__counter__",
+)  # the only key of an object that stands for a dict of int, or a Counter
 _STEP = re.compile(r"step-(\d+)")
 _SEAL = re.compile(rb'"crc32": "([0-9a-f]{8})"\n}\n')
 
@@ -40,18 +43,20 @@ class Manifest:
         world_size: number of ranks that saved it.
         device: type of the device from which it was saved.
         plan: the plan as text.
-        tensors: checkpoint name -> {"dtype", "shape", "chunks"}; a chunk is [offsets, shape, file, position, length, crc32].
+        tensors: checkpoint name -> {"dtype", "shape", "chunks"}; a chunk is [offsets, shape, file, position, length,
+            crc32].
         tied: groups of names in the model that are one tensor.
         weights: the rules from our names to the published ones, see :meth:`meshpar.weights.WeightMap.to_json`.
         config: the published model's ``config.json``.
-        optimizer: class (of several: class of each name), groups, options and each parameter's keys; None if no optimizer was saved.
+        optimizer: class (of several: class of each name), groups, options and each parameter's keys; None if no
+            optimizer was saved.
         seed: rank 0's seed.
         extra: ``save(extra=)`` of rank 0.
         rank_extra: ``save(rank_extra=)`` of each rank.
         metrics: name -> value, from which the best step is chosen.
         versions: versions of "torch" and "meshpar".
-        parts: the folder with the files, inside of the step's; empty: the step's own. In an object store two saves of one step have
-            two folders, and the manifest, created once, chooses.
+        parts: the folder with the files, inside of the step's; empty: the step's own. In an object store two saves of
+            one step have two folders, and the manifest, created once, chooses.
     """
 
     step: int
@@ -80,7 +85,9 @@ class Manifest:
     def to_json(self) -> str:
         """Return the file's text, one entry per line; the last entry is the CRC-32 of all lines before it."""
         entries = {"format": FORMAT, "version": VERSION} | {
-            each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "parts" or self.parts
+            each.name: getattr(self, each.name)
+            for each in dataclasses.fields(self)
+            if each.name != "parts" or self.parts
         }
         text = "{\n" + "".join(f"{json.dumps(key)}: {_text(value)},\n" for key, value in entries.items())
         return f'{text}"crc32": "{crc32(text.encode()):08x}"\n}}\n'
@@ -92,14 +99,17 @@ def read_manifest(folder: PlaceLike) -> Manifest:
     path = folder / MANIFEST_NAME
     try:
         if (text := path.read_small()) is None:
-            reason = "no such folder" if not folder.is_dir() else f"it has no {MANIFEST_NAME}, so it was never committed"
+            reason = (
+                "no such folder" if not folder.is_dir() else f"it has no {MANIFEST_NAME}, so it was never committed"
+            )
             raise CheckpointError(f"{folder} is not a checkpoint of a run: {reason}{remedy(folder)}")
         seal = _SEAL.search(text, max(0, len(text) - 32))
         data = json.loads(text, object_hook=_decoded)
         kind, version = data.pop("format"), data.pop("version")
         if kind != FORMAT or version > VERSION:
             raise CheckpointError(
-                f"{path} has the format {kind!r}, version {version}; this meshpar reads {FORMAT!r} up to version {VERSION}"
+                f"{path} has the format {kind!r}, version {version}; this meshpar reads {FORMAT!r} up to version "
+                f"{VERSION}"
             )
         if seal is None or seal.end() != len(text) or crc32(text[: seal.start()]) != int(data.pop("crc32"), 16):
             raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
@@ -114,17 +124,20 @@ def read_manifest(folder: PlaceLike) -> Manifest:
             inside(name, of=path)
         if (named := step_of(folder.name.partition(".")[0])) not in (None, found.step):
             raise CheckpointError(
-                f"{folder} is named step {named} and contains step {found.step}: it was renamed or replaced; rename it back"
+                f"{folder} is named step {named} and contains step {found.step}: it was renamed or replaced; rename "
+                "it back"
             )
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} cannot be read: expected {FORMAT!r} as JSON, got {brief(error)}; restore another step, with restore(step=...) or "
+            f"{path} cannot be read: expected {FORMAT!r} as JSON, got {brief(error)}; restore another step, with "
+            "restore(step=...) or "
             "restore(fallback=True)"
         ) from error
 
 
-# A type; [kind], {str: kind}: a list, a dict of these; {"key": kind}: a dict (or list) with at least these keys; (kind, ...): one of these.
+# A type; [kind], {str: kind}: a list, a dict of these; {"key": kind}: a dict (or list) with at least these keys; (kind,
+# ...): one of these.
 _CHUNK = {0: [int], 1: [int], 2: str, 3: int, 4: int, 5: int}  # of a list
 _KINDS: Mapping[str, Any] = {
     "step": int,
@@ -138,7 +151,10 @@ _KINDS: Mapping[str, Any] = {
     "tied": [[str]],
     "weights": [dict],
     "config": dict,
-    "optimizer": (None, {"class": (str, {str: str}), "groups": [{"params": [str], "options": dict}], "state": {str: dict}}),
+    "optimizer": (
+        None,
+        {"class": (str, {str: str}), "groups": [{"params": [str], "options": dict}], "state": {str: dict}},
+    ),
     "seed": int,
     "extra": dict,
     "rank_extra": list,
@@ -154,11 +170,17 @@ def _is(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, or types in
     if isinstance(kind, list):
         return isinstance(value, list) and all(_is(each, kind[0]) for each in value)
     if isinstance(kind, dict) and str in kind:
-        return isinstance(value, dict) and all(isinstance(key, str) and _is(each, kind[str]) for key, each in value.items())
+        return isinstance(value, dict) and all(
+            isinstance(key, str) and _is(each, kind[str]) for key, each in value.items()
+        )
     if isinstance(kind, dict):
         entries = dict(enumerate(value)) if isinstance(value, list) and 0 in kind else value
-        return isinstance(entries, dict) and all(key in entries and _is(entries[key], each) for key, each in kind.items())
-    return value is None if kind is None else isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
+        return isinstance(entries, dict) and all(
+            key in entries and _is(entries[key], each) for key, each in kind.items()
+        )
+    return (
+        value is None if kind is None else isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
+    )
 
 
 @final

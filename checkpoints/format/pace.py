@@ -1,8 +1,9 @@
-"""Choose by measurement how bytes are copied from file to file: the cheapest way differs between machines, and from minute to minute.
+"""Choose by measurement how bytes are copied from file to file: the cheapest way differs between machines, and from
+minute to minute.
 
-Measured on Linux 6.18: the kernel puts a write of 512 KiB into one large piece of free memory. That is the cheapest while there are such
-pieces. Where free memory is fragmented, or a virtual machine's host has taken large pieces back, the same write takes two to four times
-the CPU time of ``cp``, which writes 64 KiB at a time.
+Measured on Linux 6.18: the kernel puts a write of 512 KiB into one large piece of free memory. That is the cheapest
+while there are such pieces. Where free memory is fragmented, or a virtual machine's host has taken large pieces back,
+the same write takes two to four times the CPU time of ``cp``, which writes 64 KiB at a time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read torch's pickles without running code: every global is looked up in an allow-list of plain stand-ins.
 
-DCP's ``.metadata`` and the ``data.pkl`` of each saved tensor are pickles, and a pickle can name any function to be called. These
-readers build inert records instead; a name that is not listed raises.
+DCP's ``.metadata`` and the ``data.pkl`` of each saved tensor are pickles, and a pickle can name any function to be
+called. These readers build inert records instead; a name that is not listed raises.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class _Reader(pickle.Unpickler):
             return self._known[module, name]
         if (dtype := _dtype(module, name)) is not None:
             return dtype
-        raise CheckpointError(f"it refers to {module}.{name}, which no checkpoint needs; it may be an attack and was not run")
+        raise CheckpointError(
+            f"it refers to {module}.{name}, which no checkpoint needs; it may be an attack and was not run"
+        )
 
 
 @final
@@ -149,7 +151,18 @@ def tensor_pickle(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
     hooks = b"\x89ccollections\nOrderedDict\n)R"
     more = b"" if legacy else f"ctorch\n{str(dtype).removeprefix('torch.')}\n".encode()
     rebuild = f"ctorch._utils\n_rebuild_tensor_{'v2' if legacy else 'v3'}\n".encode()
-    return b"\x80\x02" + rebuild + b"(" + storage + _pickled(0) + _pickled(shape) + _pickled(strides) + hooks + more + b"tR."
+    return (
+        b"\x80\x02"
+        + rebuild
+        + b"("
+        + storage
+        + _pickled(0)
+        + _pickled(shape)
+        + _pickled(strides)
+        + hooks
+        + more
+        + b"tR."
+    )
 
 
 def _pickled(value: object) -> bytes:
@@ -157,7 +170,9 @@ def _pickled(value: object) -> bytes:
     return pickle.dumps(value, 2)[2:-1]
 
 
-def _rebuild_v2(storage: tuple[torch.dtype, str], offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> SavedTensor:
+def _rebuild_v2(
+    storage: tuple[torch.dtype, str], offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object
+) -> SavedTensor:
     return SavedTensor(storage[0], storage[1], offset, tuple(size), tuple(stride))
 
 

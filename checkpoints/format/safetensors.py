@@ -68,10 +68,13 @@ class Safetensors:
         for file, expected in _files(self._path).items():
             boxes, offsets = read_header(file.reader())
             if absent := [name for name in expected if name not in boxes]:
-                raise CheckpointError(f"{file} lacks {len(absent)} tensors of the index: {', '.join(absent[:5])}; {_AGAIN}")
+                raise CheckpointError(
+                    f"{file} lacks {len(absent)} tensors of the index: {', '.join(absent[:5])}; {_AGAIN}"
+                )
             if twice := [name for name in boxes if name in self._pieces and name not in offsets]:
                 raise CheckpointError(
-                    f"{self._pieces[twice[0]][0].box.file.path} and {file} both have {', '.join(twice[:5])}; remove one of the files"
+                    f"{self._pieces[twice[0]][0].box.file.path} and {file} both have {', '.join(twice[:5])}; remove "
+                    "one of the files"
                 )
             for name, box in boxes.items():
                 self._pieces.setdefault(name, []).append(Piece(offsets.get(name, (0,) * len(box.shape)), box))
@@ -86,7 +89,9 @@ class Safetensors:
         return {name: pieces[0].box.dtype for name, pieces in self._pieces.items()}
 
     def pieces(self, name: str) -> Sequence[Piece]:
-        """Return the pieces of a tensor: one, unless torch's HuggingFaceStorageWriter saved the shards of several ranks."""
+        """Return the pieces of a tensor: one, unless torch's HuggingFaceStorageWriter saved the shards of several
+        ranks.
+        """
         return self._pieces[name]
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
@@ -102,7 +107,9 @@ class Safetensors:
 
 
 def weights_in(path: PlaceLike) -> Safetensors | TorchWeights | DistributedCheckpoint:
-    """Return the weights of safetensors, ``torch.save`` or accelerate's FSDP, in a file or folder; errors as for their class."""
+    """Return the weights of safetensors, ``torch.save`` or accelerate's FSDP, in a file or folder; errors as for their
+    class.
+    """
     if (folder := sharded_by_accelerate(place(path))) is not None:
         return DistributedCheckpoint(folder, prefix=MODEL)
     return TorchWeights(path) if is_pickled(place(path)) else Safetensors(path)
@@ -114,7 +121,9 @@ def _chunk(piece: Piece) -> Chunk:
 
 def _whole_shape(name: str, pieces: Sequence[Piece]) -> tuple[int, ...]:
     """Return the shape that the pieces cover; raises CheckpointError if they leave holes, overlap, or differ in dtype."""
-    shape = tuple(max(o + n for o, n in each) for each in zip(*(zip(piece.offsets, piece.box.shape) for piece in pieces)))
+    shape = tuple(
+        max(o + n for o, n in each) for each in zip(*(zip(piece.offsets, piece.box.shape) for piece in pieces))
+    )
     if len({piece.box.dtype for piece in pieces}) > 1:
         raise CheckpointError(f"the shards of {name!r} have different dtypes")
     check_cover(name, shape, [_chunk(piece) for piece in pieces])
@@ -130,7 +139,8 @@ def _files(path: Place) -> dict[Place, list[str]]:
         files = entries(path, "*.safetensors")
         if indices or not files:
             raise CheckpointError(
-                f"expected one safetensors index or some .safetensors files in {path}, found {len(indices)} indices{remedy(path)}"
+                f"expected one safetensors index or some .safetensors files in {path}, found {len(indices)} "
+                f"indices{remedy(path)}"
             )
         return {file: [] for file in files}
     if not path.exists():
@@ -155,7 +165,8 @@ def _indexed(path: Place) -> dict[Place, list[str]]:
 
 
 def read_header(file: Readable) -> tuple[dict[str, Box], dict[str, tuple[int, ...]]]:
-    """Return the position of each tensor of a safetensors file, and the offsets of those that are shards of larger ones.
+    """Return the position of each tensor of a safetensors file, and the offsets of those that are shards of larger
+    ones.
 
     Raises:
         CheckpointError: the file is truncated or damaged.
@@ -169,14 +180,22 @@ def read_header(file: Readable) -> tuple[dict[str, Box], dict[str, tuple[int, ..
         end = 8 + length
         for name, box in sorted(boxes.items(), key=lambda each: (each[1].position, each[1].nbytes)):
             if box.position != end:
-                raise CheckpointError(f"{name!r} begins at byte {box.position}; expected {end}, where the tensor before it ends")
+                raise CheckpointError(
+                    f"{name!r} begins at byte {box.position}; expected {end}, where the tensor before it ends"
+                )
             end += box.nbytes
         if end != file.size:
             raise CheckpointError(f"its tensors end at byte {end}, and the file ends at {file.size}")
         shards = json.loads((header.get("__metadata__") or {}).get(_SHARDING_INFO, "{}"))
         offsets = {name: tuple(entry["saved_offsets"]) for name, entry in shards.items() if name in boxes}
-        if odd := [name for name, each in offsets.items() if len(each) != len(boxes[name].shape) or not all(type(o) is int for o in each)]:
-            raise CheckpointError(f"the shard of {odd[0]!r} is at {offsets[odd[0]]} of a tensor of {len(boxes[odd[0]].shape)} dims")
+        if odd := [
+            name
+            for name, each in offsets.items()
+            if len(each) != len(boxes[name].shape) or not all(type(o) is int for o in each)
+        ]:
+            raise CheckpointError(
+                f"the shard of {odd[0]!r} is at {offsets[odd[0]]} of a tensor of {len(boxes[odd[0]].shape)} dims"
+            )
     except StoreError:
         raise
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -191,11 +210,15 @@ def _box(file: Readable, base: int, entry: Mapping[str, Any]) -> Box:
         raise CheckpointError(f"it has the dtype {entry['dtype']!r}; this version reads {', '.join(DTYPES)}")
     box = Box(file, base + start, tuple(entry["shape"]), DTYPES[entry["dtype"]])
     if start < 0 or any(size < 0 for size in box.shape) or stop - start != math.prod(box.shape) * box.dtype.itemsize:
-        raise CheckpointError(f"a tensor of shape {box.shape} and dtype {entry['dtype']} does not fit bytes {start} to {stop}")
+        raise CheckpointError(
+            f"a tensor of shape {box.shape} and dtype {entry['dtype']} does not fit bytes {start} to {stop}"
+        )
     return box
 
 
-def write_header(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]) -> tuple[bytes, dict[str, int]]:
+def write_header(
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+) -> tuple[bytes, dict[str, int]]:
     """Return the header of a file of these tensors in this order, and each tensor's position in the file, in bytes."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -36,7 +36,9 @@ def verify_files(folder: PlaceLike, manifest: Manifest, level: Verify, names: It
     problems = [
         f"{name}: {problem}"
         for name in (manifest.files if names is None else names)
-        for problem in _problems(files / name, manifest.files[name], parts.get(name, ()), full=level == "full" or name == METADATA_NAME)
+        for problem in _problems(
+            files / name, manifest.files[name], parts.get(name, ()), full=level == "full" or name == METADATA_NAME
+        )
     ]
     if not problems and level == "full" and names is None:
         problems += _disagreements(DistributedCheckpoint(files), manifest)
@@ -85,12 +87,16 @@ def _parts_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Chunk, int]]
     return parts
 
 
-def _problems(path: Place, expected: Mapping[str, Any], parts: Iterable[tuple[str, Chunk, int]], *, full: bool) -> Iterator[str]:
+def _problems(
+    path: Place, expected: Mapping[str, Any], parts: Iterable[tuple[str, Chunk, int]], *, full: bool
+) -> Iterator[str]:
     try:
         size = path.size()
         if size != expected["size"]:
             within = [f"{name} at {chunk.offsets}" for name, chunk, _ in parts if chunk.position + chunk.length > size]
-            yield f"expected {expected['size']} bytes, found {size}" + (f"; lost: (parts of) {', '.join(within[:10])}" if within else "")
+            yield f"expected {expected['size']} bytes, found {size}" + (
+                f"; lost: (parts of) {', '.join(within[:10])}" if within else ""
+            )
         elif full:
             yield from _differing(path.reader(links=False), expected, sorted(parts, key=lambda each: each[1].position))
     except OSError as error:
@@ -109,7 +115,10 @@ def _differing(file: Readable, expected: Mapping[str, Any], parts: list[tuple[st
         reader.sum_to(chunk.position)
         if (found := reader.sum_to(chunk.position + chunk.length)) != checksum:
             told = True
-            yield f"{name} at {chunk.offsets}, bytes {chunk.position} to {chunk.position + chunk.length}: {_sums(checksum, found)}"
+            yield (
+                f"{name} at {chunk.offsets}, bytes {chunk.position} to {chunk.position + chunk.length}: "
+                f"{_sums(checksum, found)}"
+            )
     reader.sum_to(file.size)
     if not told and reader.crc32 != expected["crc32"]:
         yield _sums(expected["crc32"], reader.crc32)
@@ -153,7 +162,12 @@ def _disagreements(source: DistributedCheckpoint, manifest: Manifest) -> Iterato
     """Yield the parts on which torch's metadata and the manifest disagree."""
     known = {(name, chunk) for name, chunk, _ in _chunks(manifest) if 0 not in chunk.shape}
     others = {MODEL + group[0]: group[1:] for group in manifest.tied}
-    known |= {(MODEL + other, chunk) for name, chunk in known for other in others.get(name, ()) if MODEL + other in source.tensors}
+    known |= {
+        (MODEL + other, chunk)
+        for name, chunk in known
+        for other in others.get(name, ())
+        if MODEL + other in source.tensors
+    }
     found = {(name, chunk) for name, stored in source.tensors.items() for chunk in stored.chunks}
     for name, chunk in sorted(known ^ found, key=str):
         where = "only the manifest" if (name, chunk) in known else f"only {METADATA_NAME}"

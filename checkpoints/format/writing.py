@@ -101,9 +101,17 @@ class Group:
 
 
 def write_parts(
-    folder: Place, rank: int, parts: Sequence[Part], *, threads: int, checksum: Checksum, on_write: Callable[[], None] = lambda: None
+    folder: Place,
+    rank: int,
+    parts: Sequence[Part],
+    *,
+    threads: int,
+    checksum: Checksum,
+    on_write: Callable[[], None] = lambda: None,
 ) -> list[WrittenFile]:
-    """Write and fsync one file per thread; raises the error of the first failing thread. Threads call ``on_write`` after every block."""
+    """Write and fsync one file per thread; raises the error of the first failing thread. Threads call ``on_write``
+    after every block.
+    """
     shares: list[list[Part]] = [[] for _ in range(threads)]
     sizes = [0] * threads
     for part in sorted(parts, key=lambda each: -each.tensor.nbytes):
@@ -113,12 +121,16 @@ def write_parts(
     names = [f"__{rank}_{number}.distcp" for number in range(threads)]
     with ThreadPoolExecutor(threads, thread_name_prefix="meshpar-write") as pool:
         files = [(folder / name, _items_of(share), size) for name, share, size in zip(names, shares, sizes) if share]
-        jobs = [pool.submit(write_file, path, items, checksum, on_write, expected_bytes=size) for path, items, size in files]
+        jobs = [
+            pool.submit(write_file, path, items, checksum, on_write, expected_bytes=size) for path, items, size in files
+        ]
     return [job.result() for job in jobs]
 
 
 def metadata_bytes(groups: Iterable[Group], parts: Iterable[PlacedPart], tied: Mapping[str, str]) -> bytes:
-    """Return ``.metadata``, from which torch reads the checkpoint, under each name of a tied tensor (``tied``: other -> saved)."""
+    """Return ``.metadata``, from which torch reads the checkpoint, under each name of a tied tensor (``tied``: other ->
+    saved).
+    """
     metadata = _metadata_of(groups)
     others: dict[str, list[str]] = {}
     for other, saved in tied.items():
@@ -134,7 +146,9 @@ def metadata_bytes(groups: Iterable[Group], parts: Iterable[PlacedPart], tied: M
 
 
 def _pickled(metadata: Metadata) -> bytes:
-    """Return the pickle of ``metadata`` in which tensors have five properties: torch 2.15 adds strides, which earlier ones cannot read."""
+    """Return the pickle of ``metadata`` in which tensors have five properties: torch 2.15 adds strides, which earlier
+    ones cannot read.
+    """
 
     def properties(each: TensorProperties) -> tuple[Any, ...]:
         return TensorProperties, (), each.__getstate__()[:5]
@@ -152,19 +166,29 @@ def whole(shapes: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> list[Gr
 
 
 def _metadata_of(groups: Iterable[Group]) -> Metadata:
-    """Return torch's description of the tensors and their parts. Tensors that are divided alike share one list of parts."""
+    """Return torch's description of the tensors and their parts. Tensors that are divided alike share one list of
+    parts.
+    """
     described: dict[str, Any] = {}
     for group in groups:
-        chunks = [ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)) for offsets, sizes in group.boxes]
+        chunks = [
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)) for offsets, sizes in group.boxes
+        ]
         properties, size = TensorProperties(dtype=group.dtype), torch.Size(group.shape)
-        described |= {name: TensorStorageMetadata(properties=properties, size=size, chunks=chunks) for name in group.names}
+        described |= {
+            name: TensorStorageMetadata(properties=properties, size=size, chunks=chunks) for name in group.names
+        }
     return Metadata(described)
 
 
 def check_written(groups: Iterable[Group], parts: Sequence[PlacedPart]) -> None:
     """Raise CheckpointError unless every planned part was written once, with its shape and all its bytes."""
     written = {(part.name, part.offsets): part for part in parts}
-    problems = [f"{part.name} at {part.offsets} was written twice" for part in parts if written[part.name, part.offsets] is not part]
+    problems = [
+        f"{part.name} at {part.offsets} was written twice"
+        for part in parts
+        if written[part.name, part.offsets] is not part
+    ]
     for group in groups:
         for offsets, sizes in group.boxes:
             size = math.prod(sizes) * group.dtype.itemsize
@@ -173,7 +197,10 @@ def check_written(groups: Iterable[Group], parts: Sequence[PlacedPart]) -> None:
                 if part is None:
                     problems.append(f"{name} at {offsets} was not written")
                 elif part.shape != sizes or part.length < size:
-                    problems.append(f"{name} at {offsets}: {part.shape} in {part.length} bytes were written, planned {sizes} in {size}")
+                    problems.append(
+                        f"{name} at {offsets}: {part.shape} in {part.length} bytes were written, planned {sizes} in "
+                        f"{size}"
+                    )
     problems += [f"{name} at {offsets} was written, and is not in the plan" for name, offsets in written]
     if problems:
         raise CheckpointError("\n  ".join(["the written parts differ from the plan; save again:", *problems[:20]]))
@@ -192,7 +219,12 @@ class Item:
 
 
 def write_file(
-    path: Place, items: Iterable[Item], checksum: Checksum, on_write: Callable[[], None] = lambda: None, *, expected_bytes: int = 0
+    path: Place,
+    items: Iterable[Item],
+    checksum: Checksum,
+    on_write: Callable[[], None] = lambda: None,
+    *,
+    expected_bytes: int = 0,
 ) -> WrittenFile:
     """Write parts one after another and flush the file to the disk; ``on_write`` is called after every block."""
     written: list[WrittenPart] = []

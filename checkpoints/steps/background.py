@@ -26,7 +26,9 @@ class Background:
         self._hook: Any = None  # of every optimizer: one that the save did not receive may train the same parameters
 
     def start(self, stage: Callable[[], None], finish: Callable[[], object], *, trains: bool) -> None:
-        """Run ``stage``, then ``finish``. The next step of any optimizer waits for ``stage``; without one (``trains``) this call waits."""
+        """Run ``stage``, then ``finish``. The next step of any optimizer waits for ``stage``; without one (``trains``)
+        this call waits.
+        """
         self.wait()
         self._staged.clear()
         if self._hook is None:
@@ -76,6 +78,11 @@ class Background:
             self._hook = None
 
     def _told_at_exit(self) -> None:
-        """Log the error that nothing raised. Python starts no threads for a save whose program has ended, so that such a save fails."""
+        """Log the error that nothing raised. Python starts no threads for a save whose program has ended, so that such
+        a save fails.
+        """
         if self._failure is not None:
-            _log.error("the last save in the background is lost: %s; call close() of the CheckpointManager at the end", self._failure)
+            _log.error(
+                "the last save in the background is lost: %s; call close() of the CheckpointManager at the end",
+                self._failure,
+            )

@@ -1,11 +1,15 @@
 """How a step comes into being and goes: on a disk a folder gets its name, in a store a manifest is created.
 
-On a disk a step is written to ``step-00000012.tmp-<host>-<pid>-<id>`` and renamed to ``step-00000012`` once it is complete
-and on the disk, so that every ``step-N`` is a complete checkpoint at all times. A step that is being replaced is called
-``step-00000012.old-...`` until the new one has its name, and is read from there. ``latest`` is a link to the newest step.
+On a disk a step is written to ``step-00000012.tmp-<host>-<pid>-<id>`` and renamed to ``step-00000012`` once it is
+complete and on the disk, so that every ``step-N`` is a complete checkpoint at all times. A step that is being replaced
+is called
+``step-00000012.old-...`` until the new one has its name, and is read from there. ``latest`` is a link to the newest
+step.
 
-An object store renames nothing. There the files of a save stay in a folder of its own, ``step-00000012/step-00000012.tmp-...``, and
-``step-00000012/meshpar.json``, created last and only if it is absent (or is still the one to be replaced), names that folder.
+An object store renames nothing. There the files of a save stay in a folder of its own,
+``step-00000012/step-00000012.tmp-...``, and
+``step-00000012/meshpar.json``, created last and only if it is absent (or is still the one to be replaced), names that
+folder.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ class Commit(Protocol[P]):
         ...
 
     def commit(self, temporary: P, manifest: Manifest) -> tuple[P, P | None]:
-        """Let the step exist; return its folder, and what is to be removed now. Raises CheckpointError if another writer was first."""
+        """Let the step exist; return its folder, and what is to be removed now. Raises CheckpointError if another
+        writer was first.
+        """
         ...
 
     def abandon(self, temporary: P) -> None:
@@ -136,7 +142,9 @@ class Conditional:
 
     def __init__(self, root: ObjectPath) -> None:
         self._root = root
-        self._replaced: dict[ObjectPath, tuple[Version | None, str]] = {}  # version and folder of what a save replaces, by its own folder
+        self._replaced: dict[
+            ObjectPath, tuple[Version | None, str]
+        ] = {}  # version and folder of what a save replaces, by its own folder
 
     def begin(self, step: ObjectPath) -> ObjectPath:
         attempt = step / on_the_way(step, "tmp").name
@@ -152,7 +160,8 @@ class Conditional:
             with told_only(f"the files of a save that lost against another stay in {temporary}"):
                 temporary.remove_all()
             raise CheckpointError(
-                f"another writer committed step {manifest.step} in {final} during this save; it stays, end one of the jobs"
+                f"another writer committed step {manifest.step} in {final} during this save; it stays, end one of "
+                "the jobs"
             )
         return final, final / old if old else None
 
@@ -178,7 +187,11 @@ class Conditional:
 
     def folders(self, having: str) -> dict[int, ObjectPath]:
         """Return the steps whose folder has a file, and the folder: by one listing, and no question for each step."""
-        found = ((step_of(folder), folder) for folder, _, name in (key.partition("/") for key in self._root.names()) if name == having)
+        found = (
+            (step_of(folder), folder)
+            for folder, _, name in (key.partition("/") for key in self._root.names())
+            if name == having
+        )
         return {step: self._root / folder for step, folder in found if step is not None}
 
     def unfinished(self) -> list[Leftover]:
@@ -200,7 +213,9 @@ def _version_and_parts(folder: ObjectPath) -> tuple[Version | None, str]:
 
 
 def _uncommitted(folder: Place, names: Collection[str]) -> list[Place]:
-    """Return the folders of saves in a step's folder of a store, in which there are ``names``, but for the one that its manifest names."""
+    """Return the folders of saves in a step's folder of a store, in which there are ``names``, but for the one that its
+    manifest names.
+    """
     saves = [folder / each for each in sorted(names) if leftover(folder / each)]
     committed = MANIFEST_NAME in names
     if committed and len(saves) < 2:

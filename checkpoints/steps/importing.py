@@ -37,8 +37,8 @@ def import_safetensors(
     An import runs without a process group and without building the model.
 
     Args:
-        src: a safetensors file, an index, or a folder of these; files of ``torch.save``, as for :class:`TorchWeights`; or a checkpoint of
-            accelerate's FSDP.
+        src: a safetensors file, an index, or a folder of these; files of ``torch.save``, as for :class:`TorchWeights`;
+            or a checkpoint of accelerate's FSDP.
         root: the folder of steps in which to write the step.
         weights: rules from our names to those in ``src``; None: they are the same.
         dtype: dtype of the floating-point tensors; None: unchanged.
@@ -57,7 +57,9 @@ def import_safetensors(
     steps, rules = Steps(root), weights if weights is not None else WeightMap()
     stored = weights_in(src)
     source = rules.view(stored)
-    dtypes = {name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()}
+    dtypes = {
+        name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()
+    }
     total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
     published = config_beside(src) if config is None else dict(config)
     with failing_as(f"importing to {root}"):
@@ -65,25 +67,38 @@ def import_safetensors(
         folder = steps.begin(step, replace=False)
         try:
             if (free := folder.free_bytes()) < total:
-                raise CheckpointError(f"{root} has {free / 1e9:.2f} GB free; this import needs {total / 1e9:.2f} GB: free some space")
+                raise CheckpointError(
+                    f"{root} has {free / 1e9:.2f} GB free; this import needs {total / 1e9:.2f} GB: free some space"
+                )
             file = write_file(
-                folder / "__0_0.distcp", _items(source, stored, dtypes, ByteCount(total, progress).add), checksum, expected_bytes=total
+                folder / "__0_0.distcp",
+                _items(source, stored, dtypes, ByteCount(total, progress).add),
+                checksum,
+                expected_bytes=total,
             )
             groups = whole((MODEL + name, shape, dtypes[name]) for name, shape in source.shapes().items())
             told = {"step": step, "mesh": {}, "world_size": 1, "device": "cpu", "plan": f"imported from {src}"}
-            return steps.commit(folder, make_manifest(folder, groups, [file], {**told, "weights": rules.to_json(), "config": published}))
+            return steps.commit(
+                folder, make_manifest(folder, groups, [file], {**told, "weights": rules.to_json(), "config": published})
+            )
         finally:
             steps.abandon(folder)
 
 
-def _items(source: Mapped, stored: TypedSource, dtypes: Mapping[str, torch.dtype], told: Callable[[int], None]) -> Iterator[Item]:
+def _items(
+    source: Mapped, stored: TypedSource, dtypes: Mapping[str, torch.dtype], told: Callable[[int], None]
+) -> Iterator[Item]:
     """Yield the tensors in the order of their files."""
     space = torch.empty(TILE_BYTES, dtype=torch.uint8)
     for name, shape in source.shapes().items():
         origin = source.origin(name)
         same = origin is not None and source.dtypes()[name] == dtypes[name]
         pieces = stored.pieces(origin) if same and origin and isinstance(stored, StoredSource) else ()
-        blocks = _copied(pieces[0], space, told) if len(pieces) == 1 else _built(source, name, shape, dtypes[name], space, told)
+        blocks = (
+            _copied(pieces[0], space, told)
+            if len(pieces) == 1
+            else _built(source, name, shape, dtypes[name], space, told)
+        )
         yield Item(MODEL + name, (0,) * len(shape), shape, dtypes[name], blocks)
 
 
@@ -97,7 +112,12 @@ def _copied(piece: Piece, space: torch.Tensor, told: Callable[[int], None]) -> I
 
 
 def _built(
-    source: Mapped, name: str, shape: tuple[int, ...], dtype: torch.dtype, space: torch.Tensor, told: Callable[[int], None]
+    source: Mapped,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    space: torch.Tensor,
+    told: Callable[[int], None],
 ) -> Iterator[memoryview]:
     for spans in tiles(shape, dtype.itemsize, TILE_BYTES):
         sizes = [b - a for a, b in spans]
@@ -108,7 +128,9 @@ def _built(
 
 
 def config_beside(src: PlaceLike) -> dict[str, Any]:
-    """Return the contents of the ``config.json`` beside published weights, or {}; raises CheckpointError if it is damaged."""
+    """Return the contents of the ``config.json`` beside published weights, or {}; raises CheckpointError if it is
+    damaged.
+    """
     src = place(src)
     path = (src if src.is_dir() else src.parent) / "config.json"
     try:

@@ -32,7 +32,9 @@ def list_steps(root: PlaceLike) -> str:
                 if steps.folder(step) == steps.path(step)
                 else f" (in {steps.folder(step).name}: its replacement is running or did not finish)"
             )
-            rows.append((str(step), found.saved_at[:19].replace("T", " "), _size(_bytes(found)), _mesh(found), metrics, marks))
+            rows.append(
+                (str(step), found.saved_at[:19].replace("T", " "), _size(_bytes(found)), _mesh(found), metrics, marks)
+            )
         except CheckpointError as error:
             rows.append((str(step), "damaged", "", "", "", str(error)))
     return "\n".join([_table(rows), *(f"{path.name}: {reason}" for path, reason in steps.ignored().items())])
@@ -49,7 +51,8 @@ def show_step(path: PlaceLike) -> str:
         *_table([
             ("step", str(found.step)),
             ("saved at", found.saved_at),
-            ("saved by", f"{found.world_size} ranks, {_mesh(found)}, {found.device}, torch {found.versions.get('torch')}"),
+            ("saved by", f"{found.world_size} ranks, {_mesh(found)}, {found.device}, torch "
+            f"{found.versions.get('torch')}"),
             ("plan", found.plan),
             ("size", f"{_size(_bytes(found))} in {len(found.files)} files"),
             ("model", f"{count:,} elements in {len(model)} tensors"),
@@ -60,7 +63,10 @@ def show_step(path: PlaceLike) -> str:
         "",
     ]  # fmt: skip
     rows = [("tensor", "dtype", "shape", "parts")]
-    rows += [(name, entry["dtype"], str(tuple(entry["shape"])), str(len(entry["chunks"]))) for name, entry in sorted(found.tensors.items())]
+    rows += [
+        (name, entry["dtype"], str(tuple(entry["shape"])), str(len(entry["chunks"])))
+        for name, entry in sorted(found.tensors.items())
+    ]
     return "\n".join([*lines, _table(rows)])
 
 
@@ -75,7 +81,9 @@ def verify_step(path: PlaceLike) -> str:
 
 
 def diff_steps(one: PlaceLike, other: PlaceLike) -> str:
-    """Return the differences between two steps: tensors that only one has, shapes, dtypes, values (by how much), plain data."""
+    """Return the differences between two steps: tensors that only one has, shapes, dtypes, values (by how much), plain
+    data.
+    """
     folders = open_step(one), open_step(other)
     left, right = (read_manifest(folder) for folder in folders)
     lines = [f"only in {folders[0]}: {name}" for name in left.tensors if name not in right.tensors]
@@ -95,7 +103,8 @@ def diff_steps(one: PlaceLike, other: PlaceLike) -> str:
 
 
 def prune_steps(root: PlaceLike, keep: int, *, best: str | None = None) -> str:
-    """Delete all steps except the newest ``keep``, the pinned ones and the ``best``, and leftovers of dead processes; return a summary.
+    """Delete all steps except the newest ``keep``, the pinned ones and the ``best``, and leftovers of dead processes;
+    return a summary.
 
     Args:
         root: the folder of steps.
@@ -119,22 +128,31 @@ def pin_step(path: PlaceLike, *, pinned: bool = True) -> str:
     folder = open_step(path)
     step = read_manifest(folder).step
     Steps(folder.parent).pin(step, pinned=pinned)
-    return f"step {step} in {folder.parent} is {'pinned: it stays until it is unpinned' if pinned else 'not pinned any more'}"
+    return (
+        f"step {step} in {folder.parent} is "
+        f"{'pinned: it stays until it is unpinned' if pinned else 'not pinned any more'}"
+    )
 
 
 def remove_step(path: PlaceLike) -> str:
-    """Delete a step and return a line of text; raises CheckpointError if it is pinned, or ``path`` does not name one step."""
+    """Delete a step and return a line of text; raises CheckpointError if it is pinned, or ``path`` does not name one
+    step.
+    """
     folder = open_step(path)
     if folder.name != place(path).resolve().name:
         raise CheckpointError(f"{path} does not name one step; give its folder, such as {folder}")
     step, steps = read_manifest(folder).step, Steps(folder.parent)
     if step in steps.pinned():
-        raise CheckpointError(f"step {step} in {folder.parent} is pinned; unpin it first (meshpar checkpoints pin --unpin)")
+        raise CheckpointError(
+            f"step {step} in {folder.parent} is pinned; unpin it first (meshpar checkpoints pin --unpin)"
+        )
     steps.delete(step)
     return f"removed step {step} from {folder.parent}; left: {', '.join(map(str, steps.committed())) or 'none'}"
 
 
-def _difference(name: str, left: Mapping[str, Any], right: Mapping[str, Any], sources: Sequence[DistributedCheckpoint]) -> str | None:
+def _difference(
+    name: str, left: Mapping[str, Any], right: Mapping[str, Any], sources: Sequence[DistributedCheckpoint]
+) -> str | None:
     import torch
 
     from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
@@ -142,7 +160,9 @@ def _difference(name: str, left: Mapping[str, Any], right: Mapping[str, Any], so
     for key in ("dtype", "shape"):
         if left[key] != right[key]:
             return f"{key} {left[key]} and {right[key]}"
-    if left["chunks"] and [each[:2] + each[4:] for each in left["chunks"]] == [each[:2] + each[4:] for each in right["chunks"]]:
+    if left["chunks"] and [each[:2] + each[4:] for each in left["chunks"]] == [
+        each[:2] + each[4:] for each in right["chunks"]
+    ]:
         return None  # the same parts with the same checksums
     dtype, differ, most = sources[0].dtypes()[name], 0, 0.0
     for spans in tiles(tuple(left["shape"]), dtype.itemsize, TILE_BYTES):

@@ -21,8 +21,8 @@ LEASE_NAME = ".writer"
 class Lease:
     """A file that names the holder and counts while the holder lives.
 
-    A holder on this host is dead if its process has ended. A holder on another host is dead if its count has not risen for ``dead_s``, by
-    this host's clock: clocks of hosts are not compared.
+    A holder on this host is dead if its process has ended. A holder on another host is dead if its count has not risen
+    for ``dead_s``, by this host's clock: clocks of hosts are not compared.
 
     Args:
         folder: the folder to write.
@@ -35,16 +35,23 @@ class Lease:
         self._us = this_process()
         self._since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._made = False
-        self._ended, self._thread = threading.Event(), threading.Thread(target=self._beat, name="meshpar-lease", daemon=True)
+        self._ended, self._thread = (
+            threading.Event(),
+            threading.Thread(target=self._beat, name="meshpar-lease", daemon=True),
+        )
 
     def take(self) -> None:
-        """Take the folder, after waiting for up to ``dead_s`` for a sign of its holder; raises CheckpointError if the holder lives."""
+        """Take the folder, after waiting for up to ``dead_s`` for a sign of its holder; raises CheckpointError if the
+        holder lives.
+        """
         made, (held, version) = self._create(), self._found()
         if not made and not self._is_ours(held) and self._lives(held):
             raise CheckpointError(f"{self._path.parent} {_told(held)}; end that job, or train in another folder")
         self._write(0, version)
         if not made and self._path.mounted:
-            time.sleep(self._beat_s / 5)  # of two that replace a dead holder in the same moment, the last one has the file
+            time.sleep(
+                self._beat_s / 5
+            )  # of two that replace a dead holder in the same moment, the last one has the file
             self.check()
         self._thread.start()
 
@@ -52,7 +59,9 @@ class Lease:
         """Raise CheckpointError if another process has taken the folder since, because this one seemed dead."""
         held = self._read()
         if not self._is_ours(held):
-            raise CheckpointError(f"{self._path.parent} {_told(held)}, which took it while this job gave no sign of life; end one of them")
+            raise CheckpointError(
+                f"{self._path.parent} {_told(held)}, which took it while this job gave no sign of life; end one of them"
+            )
 
     def release(self) -> None:
         """Give the folder up, and leave none where there was none and nothing was written."""
@@ -90,7 +99,9 @@ class Lease:
 
     def _write(self, count: int, replaces: Any) -> None:  # noqa: ANN401 - a version
         if not self._path.create(self._text(count), replaces=replaces):
-            raise CheckpointError(f"{self._path.parent} {_told(self._read())}, which took it at this moment; end one of the jobs")
+            raise CheckpointError(
+                f"{self._path.parent} {_told(self._read())}, which took it at this moment; end one of the jobs"
+            )
 
     def _text(self, count: int) -> bytes:
         return json.dumps({**self._us, "since": self._since, "count": count}).ljust(512).encode()

@@ -16,7 +16,9 @@ _log = logging.getLogger("meshpar.checkpoints")
 
 
 def remove(path: Place) -> None:
-    """Remove a folder, or a file in the place of one. If this fails, log it, and leave the folder for any process to remove later."""
+    """Remove a folder, or a file in the place of one. If this fails, log it, and leave the folder for any process to
+    remove later.
+    """
     with told_only(f"cannot remove {path}"):
         try:
             if path.is_dir():

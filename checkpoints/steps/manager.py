@@ -39,19 +39,21 @@ class CheckpointManager:
     ...     checkpoints.save(step, par, optimizer)                         # doctest: +SKIP
 
     Args:
-        root: the folder of checkpoints; the first save creates it. Or a URL in an object store: ``s3://bucket/run``, ``gs://``,
+        root: the folder of checkpoints; the first save creates it. Or a URL in an object store: ``s3://bucket/run``,
+            ``gs://``,
             ``az://`` (extra ``object-store``); credentials come from the store's usual environment.
         keep: number of newest committed steps to keep; None: all.
         every: number of steps between two saves, for :meth:`due`; None: never due.
-        best: name of a metric. The step with its lowest value is also kept. A leading ``+`` means highest (``"+accuracy"``).
-        async_: write in the background. ``save`` then returns once the ranks have agreed on a plan. The next step of any optimizer waits
-            until the values are copied to the host; call :meth:`before_step` before you change parameters in another way. The step is
-            committed later. Use the manager as a context, or ``close`` it.
+        best: name of a metric. The step with its lowest value is also kept. A leading ``+`` means highest
+            (``"+accuracy"``).
+        async_: write in the background. ``save`` then returns once the ranks have agreed on a plan. The next step of
+            any optimizer waits until the values are copied to the host; call :meth:`before_step` before you change
+            parameters in another way. The step is committed later. Use the manager as a context, or ``close`` it.
         checksum: ``"crc32"``: a CRC-32 of every part of every tensor; ``"sha256"``: also a SHA-256 of every file.
         threads: number of files that each rank writes at once.
         timeout_s: seconds that a rank waits for the others within one step of a save.
-        staging: a folder on each host's own disk. With ``async_`` and a URL, the next step of the optimizer waits until the files are
-            there, instead of in host memory; the upload continues during training. None: in host memory.
+        staging: a folder on each host's own disk. With ``async_`` and a URL, the next step of the optimizer waits until
+            the files are there, instead of in host memory; the upload continues during training. None: in host memory.
     """
 
     def __init__(
@@ -69,17 +71,24 @@ class CheckpointManager:
     ) -> None:
         for name, value in (("keep", keep), ("every", every), ("threads", threads)):
             if value is not None and value < 1:
-                raise CheckpointError(f"{name} must be at least 1{'' if name == 'threads' else ', or None'}, got {value}")
+                raise CheckpointError(
+                    f"{name} must be at least 1{'' if name == 'threads' else ', or None'}, got {value}"
+                )
         if checksum not in ("crc32", "sha256"):
             raise CheckpointError(f"checksum must be 'crc32' or 'sha256', got {checksum!r}")
         self._steps = Steps(root)
         if staging is not None and self._steps.root.mounted:
-            raise CheckpointError(f"staging is for saves to a URL, got {root}, which is on a disk already; drop staging")
+            raise CheckpointError(
+                f"staging is for saves to a URL, got {root}, which is on a disk already; drop staging"
+            )
         if staging is not None and not async_:
             raise CheckpointError(
-                "staging is for saves in the background; pass async_=True (recipe: checkpoint.background: true), or drop staging"
+                "staging is for saves in the background; pass async_=True (recipe: checkpoint.background: true), or "
+                "drop staging"
             )
-        self._staging = None if staging is None else expanded(on_disk(staging, why="files are staged before they are uploaded"))
+        self._staging = (
+            None if staging is None else expanded(on_disk(staging, why="files are staged before they are uploaded"))
+        )
         self._keep, self._every, self._best, self._timeout_s = keep, every, best, timeout_s
         self._checksum: Checksum = checksum
         self._threads = threads
@@ -115,11 +124,14 @@ class CheckpointManager:
     def best(self) -> int | None:
         """Return the step with the best value of the metric ``best``; None if no step has that metric."""
         if self._best is None:
-            raise CheckpointError("this manager has no metric; pass best='validation_loss', or another name that save(metrics=) receives")
+            raise CheckpointError(
+                "this manager has no metric; pass best='validation_loss', or another name that save(metrics=) receives"
+            )
         return self._steps.best(self._best)
 
     def own(self) -> None:
-        """Take the folder for this job until :meth:`close`, so that no second job writes it. A holder that died is replaced.
+        """Take the folder for this job until :meth:`close`, so that no second job writes it. A holder that died is
+        replaced.
 
         Collective: every rank calls it. Waits up to 30 seconds for a sign of a holder on another host.
 
@@ -146,8 +158,8 @@ class CheckpointManager:
         Args:
             step: number of the step.
             par: the parallel module.
-            optimizer: the optimizer to save, built from ``par.module.parameters()``; several: ``{"muon": muon, "adamw": adamw}``;
-                None: save none.
+            optimizer: the optimizer to save, built from ``par.module.parameters()``; several: ``{"muon": muon, "adamw":
+                adamw}``; None: save none.
             extra: plain data, the same on every rank (rank 0's is stored): the schedule's state, the data position.
             metrics: values from which the best step is chosen.
             rank_extra: plain data of this rank, returned to the same rank of the same mesh.
@@ -157,8 +169,8 @@ class CheckpointManager:
             The step's folder; with ``async_`` it may not exist yet.
 
         Raises:
-            CheckpointError: on every rank, if any rank fails. Earlier steps do not change. Also raised for an earlier save
-                that failed in the background.
+            CheckpointError: on every rank, if any rank fails. Earlier steps do not change. Also raised for an earlier
+                save that failed in the background.
         """
         self._background.wait()
         ranks = self._ranks()
@@ -180,7 +192,9 @@ class CheckpointManager:
         if stager is None:
             self._finish(saving, folder)
         else:
-            self._background.start(lambda: saving.stage(stager), lambda: self._finish(saving, folder), trains=optimizer is not None)
+            self._background.start(
+                lambda: saving.stage(stager), lambda: self._finish(saving, folder), trains=optimizer is not None
+            )
         return self._steps.path(step)
 
     def before_step(self) -> None:
@@ -206,7 +220,9 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self.close()
         except CheckpointError as failure:
@@ -232,30 +248,36 @@ class CheckpointManager:
 
         Args:
             par: the parallel module; its parameters have memory (``materialize`` was called).
-            optimizer: the optimizer whose state and options are replaced, or several by name, as for :meth:`save`; None: do not restore
-                an optimizer.
+            optimizer: the optimizer whose state and options are replaced, or several by name, as for :meth:`save`;
+                None: do not restore an optimizer.
             step: the step to restore; None: the newest committed one.
-            verify: ``"size"``: check the size of every file, and the checksum of each part that this rank reads as a whole; ``"full"``:
-                check every byte first (reads them twice); ``"none"``.
+            verify: ``"size"``: check the size of every file, and the checksum of each part that this rank reads as a
+                whole; ``"full"``: check every byte first (reads them twice); ``"none"``.
             cast: accept tensors of another dtype, and convert them.
-            partial: accept missing and unexpected tensors and different parameter groups. Missing tensors keep their values.
+            partial: accept missing and unexpected tensors and different parameter groups. Missing tensors keep their
+                values.
             random: restore the random generators, too.
-            fallback: if the step is damaged, log an error and restore the step before it. The result lists damaged steps in
+            fallback: if the step is damaged, log an error and restore the step before it. The result lists damaged
+                steps in
                 ``passed_over``.
 
         Returns:
             The plain data that was saved with the tensors.
 
         Raises:
-            CheckpointError: on every rank, before any tensor changes: no such step, a damaged file, or a list of every missing,
-                unexpected, wrong-shape and wrong-dtype tensor.
+            CheckpointError: on every rank, before any tensor changes: no such step, a damaged file, or a list of every
+                missing, unexpected, wrong-shape and wrong-dtype tensor.
         """
         self._background.wait()
         ranks = self._ranks()
-        asked = ranks.everyone("finding the step", lambda: {"step": step, "verify": verify, "partial": partial, "fallback": fallback})
+        asked = ranks.everyone(
+            "finding the step", lambda: {"step": step, "verify": verify, "partial": partial, "fallback": fallback}
+        )
         for rank, other in enumerate(asked):
             if differing := [name for name, value in other.items() if value != asked[0][name]]:
-                values = ", ".join(f"{name}={asked[0][name]!r} on rank 0 and {other[name]!r} on rank {rank}" for name in differing)
+                values = ", ".join(
+                    f"{name}={asked[0][name]!r} on rank 0 and {other[name]!r} on rank {rank}" for name in differing
+                )
                 raise CheckpointError(f"restore got {values}; pass the same arguments on every rank")
         folders = ranks.share("finding the step", lambda: self._find(step))
         damaged: list[str] = []
@@ -297,7 +319,8 @@ class CheckpointManager:
         plain(noted.extra, "extra")
         if odd := [name for name, value in noted.metrics.items() if not isinstance(value, (int, float))]:
             raise CheckpointError(
-                f"metrics[{odd[0]!r}] is a {type(noted.metrics[odd[0]]).__name__}; expected a number, such as loss.item()"
+                f"metrics[{odd[0]!r}] is a {type(noted.metrics[odd[0]]).__name__}; expected a number, such as "
+                "loss.item()"
             )
         if self._lease is not None:
             self._lease.check()
@@ -314,7 +337,9 @@ class CheckpointManager:
             self._lease.check()
         path = self._steps.commit(folder, manifest)
         with told_only(f"step {manifest.step} is committed, but older steps could not be deleted"):
-            self._steps.retain(self._keep, self._steps.best_or_unknown(self._best) if self._best else (), saved=manifest.step)
+            self._steps.retain(
+                self._keep, self._steps.best_or_unknown(self._best) if self._best else (), saved=manifest.step
+            )
         return path
 
     @contextmanager

@@ -85,7 +85,9 @@ class _Greeting:
 @final
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """Rank 0's answer to greetings: whether all ranks plan anew, and the ranks whose tables of the optimizer have names of their own."""
+    """Rank 0's answer to greetings: whether all ranks plan anew, and the ranks whose tables of the optimizer have names
+    of their own.
+    """
 
     anew: bool
     tables: Sequence[int]
@@ -95,8 +97,9 @@ class _Question:
 class Planning:
     """The plan of a rank's last save.
 
-    A save whose tensors are those of the last one exchanges a token and ``rank_extra``. If the token of any rank differs, because its
-    tensors, its rank or the number of ranks changed or because it missed a plan, all ranks plan anew.
+    A save whose tensors are those of the last one exchanges a token and ``rank_extra``. If the token of any rank
+    differs, because its tensors, its rank or the number of ranks changed or because it missed a plan, all ranks plan
+    anew.
     """
 
     def __init__(self) -> None:
@@ -175,8 +178,12 @@ class Planning:
         return _Question(not kept, sorted(first.values()))
 
 
-def _answer(mine: Described, question: _Question, rank: int) -> tuple[Sequence[Alike], Sequence[Sequence[str]], Mapping[str, Any] | None]:
-    """Return what rank 0 lacks. It has its own table, which would make the messages of all ranks, of one length, longer."""
+def _answer(
+    mine: Described, question: _Question, rank: int
+) -> tuple[Sequence[Alike], Sequence[Sequence[str]], Mapping[str, Any] | None]:
+    """Return what rank 0 lacks. It has its own table, which would make the messages of all ranks, of one length,
+    longer.
+    """
     table = mine.optimizer if rank in question.tables and rank > 0 else None
     return (mine.alike, mine.tied, table) if question.anew else ((), (), table)
 
@@ -191,7 +198,9 @@ def _digest(mine: Described, ranks: Ranks) -> str:
 
 
 def _table_digest(table: Mapping[str, Any] | None) -> str | None:
-    """Return a hash of the names in an optimizer's table. Of ranks with the same names, the first one's values are saved."""
+    """Return a hash of the names in an optimizer's table. Of ranks with the same names, the first one's values are
+    saved.
+    """
     if table is None:
         return None
     groups = [(group["params"], group.get("optimizer")) for group in table["groups"]]
@@ -214,7 +223,9 @@ def alike(tensors: Mapping[str, Tensor]) -> list[Alike]:
         held = held_by_this_rank(tensors[names[0]])
         sizes = tuple(each.stop - each.start for each in held)
         if sizes != tuple(local_shape):
-            raise CheckpointError(f"{names[0]}: this rank has a shard of {tuple(local_shape)}; expected {sizes} of {tuple(shape)}")
+            raise CheckpointError(
+                f"{names[0]}: this rank has a shard of {tuple(local_shape)}; expected {sizes} of {tuple(shape)}"
+            )
         if math.prod(sizes) or not math.prod(shape):
             found.append(Alike(pack(names), tuple(shape), dtype, tuple(each.start for each in held), sizes))
     return found
@@ -223,11 +234,16 @@ def alike(tensors: Mapping[str, Tensor]) -> list[Alike]:
 def parts_of(mine: Iterable[tuple[Alike, Sequence[int]]], tensors: Mapping[str, Tensor]) -> list[Part]:
     """Return the parts of ``tensors`` that the plan assigns to this rank."""
     named = ((alike.names, alike.offsets, positions) for alike, positions in mine)
-    return [Part(names[each], offsets, local_tensor(tensors[names[each]])) for names, offsets, positions in named for each in positions]
+    return [
+        Part(names[each], offsets, local_tensor(tensors[names[each]]))
+        for names, offsets, positions in named
+        for each in positions
+    ]
 
 
 def divide(said: Sequence[Sequence[Alike]]) -> tuple[list[Group], list[Share]]:
-    """Divide the parts of all ranks so that each is written once, and ranks that have the same part write about as many bytes.
+    """Divide the parts of all ranks so that each is written once, and ranks that have the same part write about as many
+    bytes.
 
     Args:
         said: each rank's.
@@ -244,8 +260,12 @@ def divide(said: Sequence[Sequence[Alike]]) -> tuple[list[Group], list[Share]]:
     for names, holders in _claims(said):
         if len({(each.shape, each.dtype) for each in holders}) > 1:
             kinds = {(each.shape, each.dtype): claims[0][0] for each, claims in holders.items()}
-            seen = " and ".join(f"{shape}, {str(dtype).removeprefix('torch.')} on rank {rank}" for (shape, dtype), rank in kinds.items())
-            raise CheckpointError(f"{names[0]} differs between ranks: {seen}; expected the same shape and dtype on every rank")
+            seen = " and ".join(
+                f"{shape}, {str(dtype).removeprefix('torch.')} on rank {rank}" for (shape, dtype), rank in kinds.items()
+            )
+            raise CheckpointError(
+                f"{names[0]} differs between ranks: {seen}; expected the same shape and dtype on every rank"
+            )
         boxes = sorted(holders.items(), key=lambda pair: pair[0].offsets)
         first = boxes[0][0]
         check_cover(names[0], first.shape, [Chunk(each.offsets, each.sizes, "", 0, 0) for each, _ in boxes])
@@ -260,7 +280,9 @@ def divide(said: Sequence[Sequence[Alike]]) -> tuple[list[Group], list[Share]]:
 
 
 def _claims(said: Sequence[Sequence[Alike]]) -> list[tuple[list[str], dict[Alike, list[tuple[int, int, int]]]]]:
-    """Return names, and for each box the ranks that have it: (rank, which of its :class:`Alike`, place of the first name there)."""
+    """Return names, and for each box the ranks that have it: (rank, which of its :class:`Alike`, place of the first
+    name there).
+    """
     together: dict[bytes, dict[Alike, list[tuple[int, int, int]]]] = {}
     names: dict[bytes, list[str]] = {}
     for rank, each in enumerate(said):

@@ -66,7 +66,9 @@ class Ranks:
         interrupt: BaseException | None = None
         if self.rank == 0:
             (failure, values), interrupt = _attempt(0, act)
-            outcomes = [(failure, value) for value in ([values] * self.size if failure is not None or not values else values)]
+            outcomes = [
+                (failure, value) for value in ([values] * self.size if failure is not None or not values else values)
+            ]
         received = self._exchange(step, lambda: [self._scatter(outcomes)])
         if interrupt is not None:
             raise interrupt
@@ -95,7 +97,11 @@ class Ranks:
                 f"{step} failed: rank {self.rank} lost the others, or waited longer than {self._timeout}: {reason}"
             ) from error
         if failures := [failure for failure, _ in outcomes if failure is not None]:
-            kind = StoreError if any(failure is not None and value is StoreError for failure, value in outcomes) else CheckpointError
+            kind = (
+                StoreError
+                if any(failure is not None and value is StoreError for failure, value in outcomes)
+                else CheckpointError
+            )
             raise kind("\n  ".join([f"{step} failed on {len(failures)} of {self.size} ranks:", *failures]))
         return outcomes
 
@@ -125,8 +131,9 @@ class Ranks:
 def _make_group(timeout: timedelta) -> dist.ProcessGroup:
     """Make a gloo group of all ranks.
 
-    On a thread of its own, because gloo connects to one rank after another and waits for each as long as ``timeout``, and longer for one
-    that dies between publishing its address and answering. A thread that still waits then ends with the process.
+    On a thread of its own, because gloo connects to one rank after another and waits for each as long as ``timeout``,
+    and longer for one that dies between publishing its address and answering. A thread that still waits then ends with
+    the process.
     """
     made: Future[dist.ProcessGroup] = Future()
 
@@ -142,7 +149,8 @@ def _make_group(timeout: timedelta) -> dist.ProcessGroup:
     except (TimeoutError, RuntimeError) as error:
         reason = str(error).partition("\n")[0] or "no answer"
         raise CheckpointError(
-            f"rank {dist.get_rank()} could not connect to the {dist.get_world_size() - 1} others within {timeout}: one has ended, or did "
+            f"rank {dist.get_rank()} could not connect to the {dist.get_world_size() - 1} others within {timeout}: "
+            "one has ended, or did "
             f"not call save or restore; call it on every rank ({reason})"
         ) from error
 

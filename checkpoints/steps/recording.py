@@ -1,7 +1,7 @@
 """The record of a save: ranks report what they wrote, rank 0 writes ``.metadata`` and makes the manifest.
 
-The places of parts in files follow from the plan, and are equal in all saves of one plan. Rank 0 keeps them, so that a rank reports
-checksums alone.
+The places of parts in files follow from the plan, and are equal in all saves of one plan. Rank 0 keeps them, so that a
+rank reports checksums alone.
 """
 
 from __future__ import annotations
@@ -76,7 +76,12 @@ def layout_of(files: Sequence[WrittenFile]) -> Layout:
     parts = [part for file in files for part in file.parts]
     kinds: dict[tuple[tuple[int, ...], tuple[int, ...], int], int] = {}
     kind = array("I", (kinds.setdefault((part.offsets, part.shape, part.length), len(kinds)) for part in parts))
-    return Layout(tuple((file.name, len(file.parts)) for file in files), pack([part.name for part in parts]), tuple(kinds), kind.tobytes())
+    return Layout(
+        tuple((file.name, len(file.parts)) for file in files),
+        pack([part.name for part in parts]),
+        tuple(kinds),
+        kind.tobytes(),
+    )
 
 
 def report_of(files: Sequence[WrittenFile], layout: Layout) -> Report:
@@ -87,7 +92,8 @@ def report_of(files: Sequence[WrittenFile], layout: Layout) -> Report:
 
 @final
 class Ledger:
-    """All that ``.metadata`` and the manifest have of the parts in every save of one plan; only checksums are new in each.
+    """All that ``.metadata`` and the manifest have of the parts in every save of one plan; only checksums are new in
+    each.
 
     ``.metadata`` is made once, and read as a reader will. A later save writes the same bytes.
 
@@ -112,7 +118,9 @@ class Ledger:
         chunks: dict[str, list[str]] = {name: [] for name in read if name not in names}
         order: dict[str, list[int]] = {name: [] for name in chunks}
         for at, part in enumerate(parts):
-            chunks[part.name].append(f"{_box(part.offsets, part.shape)}, {_quoted(part.file)}, {part.position}, {part.length}, %d]")
+            chunks[part.name].append(
+                f"{_box(part.offsets, part.shape)}, {_quoted(part.file)}, {part.position}, {part.length}, %d]"
+            )
             order[part.name].append(at)
         entries = (
             f'{_quoted(name)}: {{"dtype": {_quoted(str(read[name].dtype).removeprefix("torch."))}, '
@@ -120,7 +128,9 @@ class Ledger:
             for name, each in chunks.items()
         )
         self._order = array("I", itertools.chain.from_iterable(order.values()))
-        self._metadata, self._tensors = (zlib.compress(each, 1) for each in (metadata, f"{{{', '.join(entries)}}}".encode()))
+        self._metadata, self._tensors = (
+            zlib.compress(each, 1) for each in (metadata, f"{{{', '.join(entries)}}}".encode())
+        )
 
     def fits(self, reports: Sequence[Report]) -> bool:
         """Return whether the ranks' layouts are those of this ledger."""
@@ -156,7 +166,9 @@ def unpack(packed: bytes) -> list[str]:
     return json.loads(zlib.decompress(packed))
 
 
-def make_manifest(folder: Place, groups: Sequence[Group], files: Sequence[WrittenFile], entries: Mapping[str, Any]) -> Manifest:
+def make_manifest(
+    folder: Place, groups: Sequence[Group], files: Sequence[WrittenFile], entries: Mapping[str, Any]
+) -> Manifest:
     """Write torch's metadata into the folder and return the manifest of files that this process wrote alone."""
     layout = layout_of(files)
     return Ledger(groups, [layout], entries.get("tied", ())).write(folder, [report_of(files, layout)], entries)

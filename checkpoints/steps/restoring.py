@@ -39,8 +39,8 @@ class RestoredState:
         rank_extra: the ``rank_extra`` of this rank; None on another mesh, where ranks differ.
         metrics: the ``metrics`` that ``save`` received.
         same_mesh: whether mesh, world size and device type equal those of the save.
-        random: ``"restored"``: every generator has its saved state; ``"derived"``: ``par.manual_seed`` seeded from the saved seed and the
-            step; ``"kept"``: unchanged.
+        random: ``"restored"``: every generator has its saved state; ``"derived"``: ``par.manual_seed`` seeded from the
+            saved seed and the step; ``"kept"``: unchanged.
         skipped: differences that ``partial=True`` accepted, line by line.
         folder: the step's folder.
         passed_over: newer steps that were damaged, with the damage of each; only with ``fallback``.
@@ -81,7 +81,8 @@ class Restoring:
         if len(set(seals)) > 1:
             other = next(rank for rank, seal in enumerate(seals) if seal != seals[0])
             raise CheckpointError(
-                f"{self._folder} is not the same step on rank 0 and on rank {other}; use a file system that all ranks share, and restore "
+                f"{self._folder} is not the same step on rank 0 and on rank {other}; use a file system that all "
+                "ranks share, and restore "
                 "when no other job replaces the step"
             )
 
@@ -90,11 +91,17 @@ class Restoring:
         self._skipped = self._compare(cast, partial)
 
     def read(self, *, random: bool, passed_over: tuple[str, ...] = ()) -> RestoredState:
-        """Restore; collective. Raises CheckpointError on every rank if a tensor's bytes are damaged; the state is partly restored then."""
+        """Restore; collective. Raises CheckpointError on every rank if a tensor's bytes are damaged; the state is
+        partly restored then.
+        """
         # Replicas that share optimizer state restore one step. This one alone may have found that step damaged.
         self._ranks.everyone("reading (the state is partly restored)", lambda: self._read(whole=bool(passed_over)))
         manifest, par = self._manifest, self._par
-        same = mesh_axes(par.mesh) == manifest.mesh and self._ranks.size == manifest.world_size and par.device.type == manifest.device
+        same = (
+            mesh_axes(par.mesh) == manifest.mesh
+            and self._ranks.size == manifest.world_size
+            and par.device.type == manifest.device
+        )
         return RestoredState(
             step=manifest.step,
             extra=manifest.extra,
@@ -139,10 +146,14 @@ class Restoring:
         self._renamed = self._renamings()
         wanted = {self._saved_name(name): tensor for name, tensor in self._model.tensors.items()}
         if unmade := [name for name, tensor in wanted.items() if tensor.is_meta]:
-            raise CheckpointError(f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before restore")
+            raise CheckpointError(
+                f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before restore"
+            )
         stored = self._source.tensors
         missing, wrong = differences(wanted, stored, cast=cast)
-        same = {name: each for name, each in wanted.items() if name in stored and stored[name].shape == tuple(each.shape)}
+        same = {
+            name: each for name, each in wanted.items() if name in stored and stored[name].shape == tuple(each.shape)
+        }
         self._source.locate({name: held_by_this_rank(tensor) for name, tensor in same.items()})
         return _Differences(
             wrong=wrong,

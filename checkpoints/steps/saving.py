@@ -54,7 +54,8 @@ class Saving:
         threads: number of files that each rank writes at once.
         checksum: checksum of the files, in addition to the CRC-32 of the parts.
         on_write: called after every block, by the threads that write.
-        staging: a folder on this machine's disk where :meth:`stage` writes the files, from which :meth:`finish` uploads them.
+        staging: a folder on this machine's disk where :meth:`stage` writes the files, from which :meth:`finish` uploads
+            them.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class Saving:
 
         Args:
             par, optimizer: the module and the optimizer to save.
-            later: copy buffers, which a forward may change, now; other tensors must not change until :meth:`stage` has ended.
+            later: copy buffers, which a forward may change, now; other tensors must not change until :meth:`stage` has
+                ended.
         """
         step = self._noted.step
 
@@ -92,20 +94,28 @@ class Saving:
         describe = functools.partial(self._describe, par, optimizer, later)
         mine = self._planning.agree(self._ranks, f"planning step {step}", describe, settle)
         self._parts = parts_of(mine, self._tensors)
-        self._versions = [(part.name, each, _version(each)) for part in self._parts for each in (part.tensor, self._tensors[part.name])]
+        self._versions = [
+            (part.name, each, _version(each))
+            for part in self._parts
+            for each in (part.tensor, self._tensors[part.name])
+        ]
         self._samples = Samples(self._parts) if later else None
         self._ready, self._device = ready_event(par.device), par.device
         self._tensors = {}
 
     def stage(self, stager: Stager) -> None:
-        """Copy the parts that this rank writes. On return the module and the optimizer may change. :meth:`finish` raises an error."""
+        """Copy the parts that this rank writes. On return the module and the optimizer may change. :meth:`finish`
+        raises an error.
+        """
         try:
             counted = self._copy_to(stager)
             counted += [name for name, tensor, version in self._versions if _version(tensor) != version]
             if changed := list(dict.fromkeys(counted)):
                 raise CheckpointError(
-                    f"{len(changed)} tensors were changed while the save in the background copied them ({', '.join(changed[:5])}); "
-                    "call before_step() of the CheckpointManager before you change parameters outside of an optimizer's step"
+                    f"{len(changed)} tensors were changed while the save in the background copied them "
+                    f"({', '.join(changed[:5])}); "
+                    "call before_step() of the CheckpointManager before you change parameters outside of an "
+                    "optimizer's step"
                 )
         except Exception as error:  # noqa: BLE001 - the other ranks, which go on to finish(), must hear of it there
             self._stage_error = error
@@ -138,7 +148,9 @@ class Saving:
             self._staged = self._write_to(folder)
 
     def finish(self, commit: Callable[[Manifest], Place]) -> Place:
-        """Write, check and commit; return the step's folder. Collective. Raises CheckpointError on every rank if any rank fails."""
+        """Write, check and commit; return the step's folder. Collective. Raises CheckpointError on every rank if any
+        rank fails.
+        """
         step, layout = self._noted.step, list[Layout]()
 
         def write() -> Report:
@@ -165,11 +177,17 @@ class Saving:
         tensors |= trained.tensors if trained else {}
         tensors |= random_state(self._ranks.rank, par.device)
         if unmade := [name for name, tensor in tensors.items() if tensor.is_meta]:
-            raise CheckpointError(f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before save")
+            raise CheckpointError(
+                f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before save"
+            )
         if (began := step_of(self._folder.name.partition(".")[0])) not in (None, self._noted.step):
-            raise CheckpointError(f"this rank saves step {self._noted.step}, rank 0 step {began}; pass the same step on every rank")
+            raise CheckpointError(
+                f"this rank saves step {self._noted.step}, rank 0 step {began}; pass the same step on every rank"
+            )
         if self._folder.mounted and not self._folder.is_dir():
-            raise CheckpointError(f"{self._folder}, created by rank 0, does not exist here; use a file system that all ranks share")
+            raise CheckpointError(
+                f"{self._folder}, created by rank 0, does not exist here; use a file system that all ranks share"
+            )
         self._tensors = tensors
         return Described(
             alike=alike(tensors),
@@ -178,13 +196,16 @@ class Saving:
             rank_extra=plain(self._noted.rank_extra, "rank_extra"),
         )
 
-    def _settle(self, agreed: Agreed, tables: Sequence[Mapping[str, Any]], rank_extra: Sequence[Any], par: Checkpointable) -> None:
+    def _settle(
+        self, agreed: Agreed, tables: Sequence[Mapping[str, Any]], rank_extra: Sequence[Any], par: Checkpointable
+    ) -> None:
         """Check the space on the disk, and note the plain data of the step; on rank 0."""
         self._agreed = agreed
         needed, free = sum(each.nbytes for each in agreed.groups) + _SPARE_BYTES, self._folder.free_bytes()
         if free < needed:
             raise CheckpointError(
-                f"{self._folder.parent} has {free / 1e9:.2f} GB free; this step needs {needed / 1e9:.2f} GB: free some space"
+                f"{self._folder.parent} has {free / 1e9:.2f} GB free; this step needs {needed / 1e9:.2f} GB: free "
+                "some space"
             )
         self._entries = {
             "step": self._noted.step,
@@ -216,9 +237,18 @@ class Saving:
     def _write_to(self, folder: Place) -> list[WrittenFile]:
         if self._ready is not None:
             self._ready.synchronize()
-        return write_parts(folder, self._ranks.rank, self._parts, threads=self._threads, checksum=self._checksum, on_write=self._on_write)
+        return write_parts(
+            folder,
+            self._ranks.rank,
+            self._parts,
+            threads=self._threads,
+            checksum=self._checksum,
+            on_write=self._on_write,
+        )
 
-    def _commit(self, commit: Callable[[Manifest], Place], reports: Sequence[Report], layouts: Sequence[Layout]) -> Place:
+    def _commit(
+        self, commit: Callable[[Manifest], Place], reports: Sequence[Report], layouts: Sequence[Layout]
+    ) -> Place:
         kept, agreed = self._planning, self._agreed
         with failing_as(f"writing to {self._folder.parent}"):
             if layouts or kept.ledger is None:

@@ -25,8 +25,8 @@ _SAMPLES = 64  # elements of a part, about
 class Stager:
     """Memory that is reused from save to save, so that it is allocated and pinned once.
 
-    It has the bytes of a save's parts, each rounded up to 64: one slab for the parts on an accelerator, which is pinned, and one for those
-    in host memory. One save at a time: the next :meth:`stage` overwrites the parts of a save.
+    It has the bytes of a save's parts, each rounded up to 64: one slab for the parts on an accelerator, which is
+    pinned, and one for those in host memory. One save at a time: the next :meth:`stage` overwrites the parts of a save.
 
     Args:
         threads: number of threads that copy from host memory; one core does not reach the memory's bandwidth.
@@ -130,7 +130,9 @@ class Samples:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return the bytes of some elements. A write that no version counts, such as one through ``.data``, rarely leaves all of them equal."""
+    """Return the bytes of some elements. A write that no version counts, such as one through ``.data``, rarely leaves
+    all of them equal.
+    """
     each = max(1, round(_SAMPLES ** (1 / max(1, tensor.ndim))))
     few = tensor.detach()[tuple(slice(None, None, max(1, size // each)) for size in tensor.shape)]
     few = few.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -139,7 +141,9 @@ def _sample(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def beside(device: torch.device, ready: torch.Event | None) -> Iterator[None]:
-    """Run work on a stream of its own, after an event of ``device``; on return it is done. None: in place, as on the CPU."""
+    """Run work on a stream of its own, after an event of ``device``; on return it is done. None: in place, as on the
+    CPU.
+    """
     if ready is None:
         yield
         return

@@ -58,7 +58,9 @@ def model_state(module: nn.Module, owners: Collection[str] = ()) -> ModelState:
     """
     state = module.state_dict(keep_vars=True)
     if odd := [name for name, value in state.items() if not isinstance(value, Tensor)]:
-        raise CheckpointError(f"these entries of the state_dict are not tensors: {', '.join(odd)}; pass them to save(extra=) instead")
+        raise CheckpointError(
+            f"these entries of the state_dict are not tensors: {', '.join(odd)}; pass them to save(extra=) instead"
+        )
     _check_plain(state)
     groups: dict[int, list[str]] = {}
     for name, value in state.items():
@@ -70,7 +72,9 @@ def model_state(module: nn.Module, owners: Collection[str] = ()) -> ModelState:
 @final
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """An optimizer's tensors by checkpoint name, and the rest as plain data: groups with their options, and each parameter's keys."""
+    """An optimizer's tensors by checkpoint name, and the rest as plain data: groups with their options, and each
+    parameter's keys.
+    """
 
     tensors: Mapping[str, Tensor]
     table: Mapping[str, Any]
@@ -81,9 +85,12 @@ def optimizers_of(given: Optimizers) -> dict[str, torch.optim.Optimizer]:
     if isinstance(given, torch.optim.Optimizer):
         return {"": given}
     named = dict(given) if isinstance(given, Mapping) else {}
-    if not named or not all(isinstance(name, str) and isinstance(each, torch.optim.Optimizer) for name, each in named.items()):
+    if not named or not all(
+        isinstance(name, str) and isinstance(each, torch.optim.Optimizer) for name, each in named.items()
+    ):
         raise CheckpointError(
-            f'optimizer is a {type(given).__name__}; expected a torch.optim.Optimizer, or several by name: {{"muon": muon, "adamw": adamw}}'
+            f'optimizer is a {type(given).__name__}; expected a torch.optim.Optimizer, or several by name: {{"muon": '
+            f'muon, "adamw": adamw}}'
         )
     return named
 
@@ -92,8 +99,8 @@ def optimizer_state(given: Optimizers, model: ModelState) -> OptimizerState:
     """Collect the state of the optimizers by parameter name.
 
     Raises:
-        CheckpointError: an optimizer trains a parameter that the module does not have or that another one trains, keeps a shard as a
-            plain tensor, or has an option that is not plain data.
+        CheckpointError: an optimizer trains a parameter that the module does not have or that another one trains, keeps
+            a shard as a plain tensor, or has an option that is not plain data.
     """
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     optimizers, tensors = optimizers_of(given), {}
@@ -122,7 +129,9 @@ def optimizer_state(given: Optimizers, model: ModelState) -> OptimizerState:
         for group in optimizer.param_groups
     ]
     classes = {called: type(optimizer).__name__ for called, optimizer in optimizers.items()}
-    return OptimizerState(tensors, {"class": classes.get("", classes), "groups": groups, "state": {k: v for k, v in state.items() if v}})
+    return OptimizerState(
+        tensors, {"class": classes.get("", classes), "groups": groups, "state": {k: v for k, v in state.items() if v}}
+    )
 
 
 def optimizer_key(parameter: str, key: str) -> str:
@@ -130,17 +139,25 @@ def optimizer_key(parameter: str, key: str) -> str:
     return f"optimizer.{parameter}.{key}"
 
 
-def parameters_of(optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[int, str]) -> list[tuple[torch.optim.Optimizer, Tensor]]:
+def parameters_of(
+    optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[int, str]
+) -> list[tuple[torch.optim.Optimizer, Tensor]]:
     """Return each parameter with its optimizer.
 
     Raises:
         CheckpointError: a parameter is not in the module (``names``: id -> name), or has two optimizers.
     """
-    parameters = [(each, parameter) for each in optimizers.values() for group in each.param_groups for parameter in group["params"]]
+    parameters = [
+        (each, parameter)
+        for each in optimizers.values()
+        for group in each.param_groups
+        for parameter in group["params"]
+    ]
     strange = [tuple(each.shape) for _, each in parameters if id(each) not in names]
     if strange:
         raise CheckpointError(
-            f"the optimizer trains {len(strange)} of {len(parameters)} parameters that the module does not have (shapes {strange[:5]}); "
+            f"the optimizer trains {len(strange)} of {len(parameters)} parameters that the module does not have "
+            f"(shapes {strange[:5]}); "
             "build it after plan.apply, from par.module.parameters()"
         )
     if twice := [names[key] for key, count in Counter(id(each) for _, each in parameters).items() if count > 1]:
@@ -150,9 +167,12 @@ def parameters_of(optimizers: Mapping[str, torch.optim.Optimizer], names: Mappin
 
 def _check_plain(tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError for tensors whose type, layout or scales a checkpoint would lose."""
-    if odd := [f"{name} ({kind})" for name, tensor in tensors.items() if (kind := _no_array(local_tensor(tensor))) is not None]:
+    if odd := [
+        f"{name} ({kind})" for name, tensor in tensors.items() if (kind := _no_array(local_tensor(tensor))) is not None
+    ]:
         raise CheckpointError(
-            f"a checkpoint stores dense tensors; got {', '.join(odd)}; dequantize these tensors (or make them dense) before the plan "
+            f"a checkpoint stores dense tensors; got {', '.join(odd)}; dequantize these tensors (or make them dense) "
+            "before the plan "
             "is applied, or exclude them from checkpoints: register_buffer(..., persistent=False)"
         )
 
@@ -170,7 +190,8 @@ def _no_array(tensor: Tensor) -> str | None:
 def _check_whole(name: str, key: str, value: Tensor, parameter: Tensor) -> None:
     if value.numel() > 1 and not isinstance(value, DTensor) and sharded_axes(parameter):
         raise CheckpointError(
-            f"the optimizer keeps {key!r} of {name} as a plain tensor of shape {tuple(value.shape)}, although the parameter is sharded "
+            f"the optimizer keeps {key!r} of {name} as a plain tensor of shape {tuple(value.shape)}, although the "
+            "parameter is sharded "
             f"over {sharded_axes(parameter)}, so no rank has all of it; expected a DTensor"
         )
 
@@ -182,7 +203,9 @@ def _option(key: str, value: object) -> Any:  # noqa: ANN401 - plain data
 
 
 def plain(value: object, what: str) -> Any:  # noqa: ANN401 - plain data
-    """Return ``value`` as a manifest returns it (tuples become lists); raises CheckpointError if a manifest cannot store it."""
+    """Return ``value`` as a manifest returns it (tuples become lists); raises CheckpointError if a manifest cannot
+    store it.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -194,7 +217,8 @@ def plain(value: object, what: str) -> Any:  # noqa: ANN401 - plain data
         )
     got = f"a dict with keys of {', '.join(sorted(kind.__name__ for kind in kinds))}" if kinds else type(value).__name__
     raise CheckpointError(
-        f"{what} must be plain data (None, bool, int, float, str, lists of these, and dicts of these with keys that are all str or all "
+        f"{what} must be plain data (None, bool, int, float, str, lists of these, and dicts of these with keys that "
+        "are all str or all "
         f"int), got {got}"
     )
 
@@ -211,8 +235,8 @@ def restore_optimizer(
     """Set the options of optimizers from a checkpoint, and allocate their state to be read.
 
     Args:
-        given: the optimizers whose state is replaced. Parameters without state in the checkpoint, or with the state of an optimizer of
-            another class, have none afterwards.
+        given: the optimizers whose state is replaced. Parameters without state in the checkpoint, or with the state of
+            an optimizer of another class, have none afterwards.
         model: the module's tensors.
         table: the table saved by :func:`optimizer_state`.
         renamed: our name of each parameter -> the checkpoint's.
@@ -222,7 +246,9 @@ def restore_optimizer(
     Returns:
         Names in the checkpoint, and the tensor to read each into.
     """
-    read = {id(each) for optimizer in optimizers_of(given).values() for each in restored_parameters(optimizer, whole=whole)}
+    read = {
+        id(each) for optimizer in optimizers_of(given).values() for each in restored_parameters(optimizer, whole=whole)
+    }
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     wanted: list[tuple[str, Tensor]] = []
     options, classes = options_by_parameter(table), class_by_parameter(table)
@@ -255,14 +281,23 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             group[key] = tuple(value) if isinstance(now, tuple) else value
 
 
-def _room(stored: Stored, trained: torch.dtype, key: str, parameter: Tensor, group: Mapping[str, Any], now: object) -> Tensor:
-    """Return a tensor for one entry of the optimizer's state: the present one if it fits, otherwise a new one like the parameter.
+def _room(
+    stored: Stored, trained: torch.dtype, key: str, parameter: Tensor, group: Mapping[str, Any], now: object
+) -> Tensor:
+    """Return a tensor for one entry of the optimizer's state: the present one if it fits, otherwise a new one like the
+    parameter.
 
     An entry in the dtype that the parameter had when it was saved (``trained``) is cast with the parameter.
     """
-    like = stored.shape == tuple(parameter.shape) and (stored.shape != () or key != "step")  # a count is a scalar whatever the parameter is
-    dtype = parameter.dtype if (like or stored.shape != ()) and stored.dtype == trained else stored.dtype  # Adafactor's have other shapes
-    placed = isinstance(now, DTensor) or not (like and isinstance(parameter, DTensor))  # loaded from one process, and not yet divided
+    like = stored.shape == tuple(parameter.shape) and (
+        stored.shape != () or key != "step"
+    )  # a count is a scalar whatever the parameter is
+    dtype = (
+        parameter.dtype if (like or stored.shape != ()) and stored.dtype == trained else stored.dtype
+    )  # Adafactor's have other shapes
+    placed = isinstance(now, DTensor) or not (
+        like and isinstance(parameter, DTensor)
+    )  # loaded from one process, and not yet divided
     if isinstance(now, Tensor) and placed and tuple(now.shape) == stored.shape and now.dtype == dtype:
         return now
     if like:
@@ -277,7 +312,9 @@ def _room(stored: Stored, trained: torch.dtype, key: str, parameter: Tensor, gro
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the state of this rank's generators: torch's on the CPU and on ``device``, Python's, and numpy's if it is loaded."""
+    """Return the state of this rank's generators: torch's on the CPU and on ``device``, Python's, and numpy's if it is
+    loaded.
+    """
     state = {"cpu": torch.get_rng_state(), "python": _text(random.getstate())}
     if not runtime.on_host(device):
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -300,12 +337,16 @@ def set_random_state(rank: int, device: torch.device, state: Mapping[str, Tensor
 
 
 def _text(value: object) -> Tensor:
-    """Return JSON, with spaces behind it: of one length, so that a generator that was drawn from does not change the plan of a save."""
+    """Return JSON, with spaces behind it: of one length, so that a generator that was drawn from does not change the
+    plan of a save.
+    """
     text = json.dumps(value).encode()
     return torch.frombuffer(bytearray(text.ljust(-(-len(text) // _TEXT_BYTES) * _TEXT_BYTES)), dtype=torch.uint8)
 
 
-def differences(wanted: Mapping[str, Tensor], stored: Mapping[str, Stored], *, cast: bool) -> tuple[list[str], list[str]]:
+def differences(
+    wanted: Mapping[str, Tensor], stored: Mapping[str, Stored], *, cast: bool
+) -> tuple[list[str], list[str]]:
     """Compare the tensors to be restored, by checkpoint name, with the checkpoint's.
 
     Returns:
@@ -320,7 +361,9 @@ def differences(wanted: Mapping[str, Tensor], stored: Mapping[str, Stored], *, c
         elif have.shape != tuple(tensor.shape):
             wrong.append(f"wrong shape: {name} is {tuple(tensor.shape)} here and {have.shape} in the checkpoint")
         elif have.dtype != tensor.dtype and not cast:
-            wrong.append(f"wrong dtype: {name} is {tensor.dtype} here and {have.dtype} in the checkpoint; cast=True converts it")
+            wrong.append(
+                f"wrong dtype: {name} is {tensor.dtype} here and {have.dtype} in the checkpoint; cast=True converts it"
+            )
     return missing, wrong
 
 
@@ -339,8 +382,8 @@ def group_names(given: Optimizers, model: ModelState, renamed: Mapping[str, str]
 def group_differences(ours: Mapping[Group, Collection[str]], table: Mapping[str, Any]) -> list[str]:
     """Compare the optimizers' parameters and options with the checkpoint's; return one line for each difference.
 
-    Options and classes are compared by parameter, not by group: the number of groups may depend on the mesh, because the fused kernels do
-    not accept plain tensors beside DTensors.
+    Options and classes are compared by parameter, not by group: the number of groups may depend on the mesh, because
+    the fused kernels do not accept plain tensors beside DTensors.
 
     Args:
         ours: the names in each group, over all ranks.
@@ -358,7 +401,10 @@ def group_differences(ours: Mapping[Group, Collection[str]], table: Mapping[str,
         if differing:
             values = ", ".join(f"{key} {sorted({str(each.get(key)) for each in known})}" for key in differing)
             which = f"{position} of {called!r}" if called else str(position)
-            lines.append(f"optimizer: parameter group {which} joins parameters that the checkpoint has with other options: {values}")
+            lines.append(
+                f"optimizer: parameter group {which} joins parameters that the checkpoint has with other options: "
+                f"{values}"
+            )
     others: dict[tuple[str, str], list[str]] = {}
     for name in sorted(here.keys() & classes.keys()):
         others.setdefault((here[name], classes[name]), []).append(name)
@@ -378,7 +424,11 @@ def options_by_parameter(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any
 def class_by_parameter(table: Mapping[str, Any]) -> dict[str, str]:
     """Return the class of the optimizer that trained each parameter, by its name."""
     kinds = table["class"]  # several optimizers have a table of classes
-    return {name: kinds if isinstance(kinds, str) else kinds[group["optimizer"]] for group in table["groups"] for name in group["params"]}
+    return {
+        name: kinds if isinstance(kinds, str) else kinds[group["optimizer"]]
+        for group in table["groups"]
+        for name in group["params"]
+    }
 
 
 def merged_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -394,7 +444,9 @@ def merged_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             into["params"] = list(dict.fromkeys([*into["params"], *group["params"]]))
     kinds = [table["class"] for table in tables]
     return {
-        "class": kinds[0] if isinstance(kinds[0], str) else {called: kind for each in kinds for called, kind in each.items()},
+        "class": kinds[0]
+        if isinstance(kinds[0], str)
+        else {called: kind for each in kinds for called, kind in each.items()},
         "groups": list(groups.values()),
         "state": {k: v for table in reversed(tables) for k, v in table["state"].items()},
     }

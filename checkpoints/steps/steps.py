@@ -42,7 +42,9 @@ class Steps:
         """Return the folders that look like steps but are not committed, and why."""
         found = set(self.folders().values())
         reasons = {
-            each.path: "of a save or a removal that is running or did not finish" for _, each in self._leftovers() if each.path not in found
+            each.path: "of a save or a removal that is running or did not finish"
+            for _, each in self._leftovers()
+            if each.path not in found
         }
         for each in entries(self.root):
             looks = step_of(each.name) is not None and each not in found and each.is_dir() and not each.is_symlink()
@@ -56,7 +58,11 @@ class Steps:
             self.root.mounted and self.path(step).exists()
         )  # without a manifest, what lies in a store is of other saves, and in no one's way
         if not replace and (step in self.committed() or taken):
-            what = "is already saved" if step in self.committed() else "cannot be saved: something that is not a checkpoint is"
+            what = (
+                "is already saved"
+                if step in self.committed()
+                else "cannot be saved: something that is not a checkpoint is"
+            )
             raise CheckpointError(f"step {step} {what} in {self.folder(step)}; save another step, or pass replace=True")
         return self._way.begin(self.path(step))
 
@@ -88,10 +94,11 @@ class Steps:
         return set(self.folders()) & set(self.folders(PIN_FILE))
 
     def retain(self, keep: int | None, protected: Collection[int] = (), *, saved: int | None = None) -> list[int]:
-        """Delete all committed steps except the newest ``keep``, the pinned and the protected ones; return the deleted steps.
+        """Delete all committed steps except the newest ``keep``, the pinned and the protected ones; return the deleted
+        steps.
 
-        Steps later than the one just ``saved`` exist after a resume from an earlier step: they are neither counted nor deleted. Steps that
-        cannot be read are not counted.
+        Steps later than the one just ``saved`` exist after a resume from an earlier step: they are neither counted nor
+        deleted. Steps that cannot be read are not counted.
         """
         steps, kept = self.committed(), self.pinned() | set(protected)
         steps = [step for step in steps if saved is None or step <= saved]
@@ -122,11 +129,12 @@ class Steps:
         """Delete leftovers of dead processes. A step whose process died while replacing it gets its name back.
 
         Args:
-            sole_writer: whether this process is the run's only writer, rank 0, so that leftovers of other hosts are dead. Otherwise they
-                stay until they have not changed for six hours.
+            sole_writer: whether this process is the run's only writer, rank 0, so that leftovers of other hosts are
+                dead. Otherwise they stay until they have not changed for six hours.
         """
         for step, each in self._leftovers():
-            # A writer in a store that only seemed dead could commit what was deleted: on another host its files stay for longer.
+            # A writer in a store that only seemed dead could commit what was deleted: on another host its files stay
+            # for longer.
             if each.abandoned(sole_writer=sole_writer and self.root.mounted):
                 self._way.clean(each, self.path(step))
 
@@ -166,7 +174,9 @@ class Steps:
 
 def _best(scores: Mapping[int, float | None], *, largest: bool) -> int | None:
     known = {step: score for step, score in scores.items() if score is not None and score == score}
-    return (max if largest else min)(known, key=lambda step: (known[step], -step if largest else step)) if known else None
+    return (
+        (max if largest else min)(known, key=lambda step: (known[step], -step if largest else step)) if known else None
+    )
 
 
 def checkpoints_in(run: PlaceLike) -> Place:

@@ -28,10 +28,14 @@ class DiskPath(PosixPath):
         return ReadFile(self, links=links)
 
     def size(self) -> int:
-        """Return the size of a regular file in bytes; raises OSError if there is none, CheckpointError for a link or a device."""
+        """Return the size of a regular file in bytes; raises OSError if there is none, CheckpointError for a link or a
+        device.
+        """
         found = self.lstat()
         if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError("expected a file, found a link or a device; copy the checkpoint with its files, such as by cp -L")
+            raise CheckpointError(
+                "expected a file, found a link or a device; copy the checkpoint with its files, such as by cp -L"
+            )
         return found.st_size
 
     def read_small(self) -> bytes | None:
@@ -78,8 +82,8 @@ class DiskPath(PosixPath):
     def create(self, data: bytes, *, replaces: bytes | None = None) -> bool:
         """Write a small file if there is none, or if it has the bytes ``replaces``; return whether this call wrote it.
 
-        A file is written in place: over NFS, who opens it sees what was written before it was closed, but may miss that it was replaced. Of
-        two that replace it in the same moment, both may do so, and the last one has it.
+        A file is written in place: over NFS, who opens it sees what was written before it was closed, but may miss that
+        it was replaced. Of two that replace it in the same moment, both may do so, and the last one has it.
         """
         if replaces is not None and self.read_version() != (replaces, replaces):
             return False

@@ -24,12 +24,17 @@ from meshpar.errors import CheckpointError
 from meshpar.weights.rules import Spans
 
 TILE_BYTES = 4 << 20  # of tensors that are rearranged
-BLOCK_BYTES = 512 << 10  # of bytes that go through as they are: stays in a core's cache, and larger writes, for which the kernel looks for
+BLOCK_BYTES = (
+    512 << 10
+)  # of bytes that go through as they are: stays in a core's cache, and larger writes, for which the kernel looks for
 # memory in one piece, cost several times as much where that is short (or was given back to a virtual machine's host)
 PAGE_BYTES = 4096  # of the page cache
-# MADV_POPULATE_READ of Linux 5.14, without a name in Python 3.11: an error for a page that cannot be read, where an access is a signal.
+# MADV_POPULATE_READ of Linux 5.14, without a name in Python 3.11: an error for a page that cannot be read, where an
+# access is a signal.
 _POPULATE_READ = 22
-ALIGNMENT = 64  # of payloads in files, as torch.save has it: unlike places in a cache line make copies half as slow again
+ALIGNMENT = (
+    64  # of payloads in files, as torch.save has it: unlike places in a cache line make copies half as slow again
+)
 
 _Into = Callable[[torch.Tensor, int], None]  # fills a tensor from a position of a file
 T = TypeVar("T")
@@ -42,7 +47,9 @@ class Run(Protocol):
         """Fill a piece of writable memory from a position of the file."""
 
     def summed(self, view: memoryview, position: int, before: int = 0) -> int:
-        """Fill as :meth:`fill`, and return the CRC-32 of ``before`` continued by the bytes, while they are in a core's cache."""
+        """Fill as :meth:`fill`, and return the CRC-32 of ``before`` continued by the bytes, while they are in a core's
+        cache.
+        """
         for start, stop in aligned(len(view), position):
             self.fill(view[start:stop], position + start)
             before = crc32(view[start:stop], before)
@@ -53,7 +60,9 @@ class Run(Protocol):
         return None
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if the file was written since it was opened: bytes of :meth:`mapped` may then differ between two uses."""
+        """Raise CheckpointError if the file was written since it was opened: bytes of :meth:`mapped` may then differ
+        between two uses.
+        """
         return
 
 
@@ -101,11 +110,16 @@ class ReadFile(Readable):
     def __init__(self, path: Path, *, links: bool = True) -> None:
         self.path = path
         try:  # without O_NONBLOCK, opening a named pipe waits for a writer
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
+            self._descriptor = os.open(
+                path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+            )
         except OSError as error:
             remedy = "; copy the checkpoint with its files, such as by cp -L" if error.errno == errno.ELOOP else ""
             if not path.parent.is_dir():
-                remedy = "; its folder does not exist: retention or prune deletes steps that are not pinned (meshpar checkpoints pin)"
+                remedy = (
+                    "; its folder does not exist: retention or prune deletes steps that are not pinned (meshpar "
+                    "checkpoints pin)"
+                )
             raise CheckpointError(
                 f"cannot open {path}: {'it is a link' if error.errno == errno.ELOOP else error.strerror}{remedy}"
             ) from error
@@ -121,7 +135,9 @@ class ReadFile(Readable):
         while done < len(view):
             count = os.preadv(self._descriptor, [view[done : done + (1 << 30)]], position + done)
             if count == 0:
-                raise CheckpointError(f"{self.path} is truncated: expected bytes up to {position + len(view)}, the file has {self.size}")
+                raise CheckpointError(
+                    f"{self.path} is truncated: expected bytes up to {position + len(view)}, the file has {self.size}"
+                )
             done += count
 
     def mapped(self, position: int, count: int) -> memoryview | None:
@@ -131,7 +147,11 @@ class ReadFile(Readable):
         start = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         try:
             pages = mmap.mmap(
-                self._descriptor, position + count - start, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start
+                self._descriptor,
+                position + count - start,
+                flags=mmap.MAP_PRIVATE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                offset=start,
             )
             pages.madvise(mmap.MADV_SEQUENTIAL)
             pages.madvise(_POPULATE_READ)
@@ -142,7 +162,9 @@ class ReadFile(Readable):
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the file was written since it was opened."""
         if os.fstat(self._descriptor).st_mtime_ns != self._written_ns:
-            raise CheckpointError(f"{self.path} was written while it was read; run this again when no other process writes it")
+            raise CheckpointError(
+                f"{self.path} was written while it was read; run this again when no other process writes it"
+            )
 
     def expect(self, spans: Iterable[tuple[int, int]]) -> None:
         """Do nothing: small reads cost little here."""
@@ -159,12 +181,14 @@ class ReadFile(Readable):
     def forget(self, start: int, stop: int) -> None:
         """Drop the cached pages of bytes ``start`` to ``stop``, and one page on either side.
 
-        Call this between reading single pages and reading all of a file: on Linux 6.18 reading took 1.15 times as long when single pages in
-        the cache kept the kernel from reading ahead in large folios.
+        Call this between reading single pages and reading all of a file: on Linux 6.18 reading took 1.15 times as long
+        when single pages in the cache kept the kernel from reading ahead in large folios.
         """
         if hasattr(os, "posix_fadvise"):
             first, end = start // PAGE_BYTES - 1, -(-stop // PAGE_BYTES) + 1
-            os.posix_fadvise(self._descriptor, max(0, first) * PAGE_BYTES, (end - first) * PAGE_BYTES, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(
+                self._descriptor, max(0, first) * PAGE_BYTES, (end - first) * PAGE_BYTES, os.POSIX_FADV_DONTNEED
+            )
 
     def close(self) -> None:
         """Close the file; reading it afterwards is an error."""
@@ -211,7 +235,9 @@ class Box:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, spans: Spans, out: torch.Tensor) -> None:
-        """Copy the piece at ``spans`` into ``out`` (any strides, dtype and device); raises CheckpointError if ``crc32`` differs."""
+        """Copy the piece at ``spans`` into ``out`` (any strides, dtype and device); raises CheckpointError if ``crc32``
+        differs.
+        """
         if out.numel() == 0:
             return
         if self.crc32 is None or any(span != (0, size) for span, size in zip(spans, self.shape)):
@@ -225,7 +251,8 @@ class Box:
         """Raise CheckpointError if ``found``, the CRC-32 of the bytes as read, is not the saved one."""
         if found != self.crc32:
             raise CheckpointError(
-                f"{self.file.path} is damaged: {self.name}, bytes {self.position} to {self.position + self.nbytes}: expected the CRC-32 "
+                f"{self.file.path} is damaged: {self.name}, bytes {self.position} to {self.position + self.nbytes}: "
+                "expected the CRC-32 "
                 f"{self.crc32:08x}, found {found:08x}; use an earlier step"
             )
 
@@ -238,7 +265,9 @@ class Box:
         for piece in tiles(tuple(out.shape), out.itemsize, TILE_BYTES):
             target = out[tuple(slice(*span) for span in piece)]
             tile = turns.tile(target)
-            self._read_here(into, tuple((start + low, start + high) for (start, _), (low, high) in zip(spans, piece)), tile)
+            self._read_here(
+                into, tuple((start + low, start + high) for (start, _), (low, high) in zip(spans, piece)), tile
+            )
             turns.send(tile, target)
         turns.wait()
 
@@ -308,7 +337,9 @@ class Turns:
         self._sent = 0
 
     def tile(self, like: torch.Tensor) -> torch.Tensor:
-        """Return host memory of the shape and dtype of ``like``, at most :data:`TILE_BYTES`, that no copy reads any more."""
+        """Return host memory of the shape and dtype of ``like``, at most :data:`TILE_BYTES`, that no copy reads any
+        more.
+        """
         if len(self._tiles) < 2:
             runtime.make_current(self._device)  # of this thread, which pins memory by it
             memory = torch.empty(TILE_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
@@ -382,7 +413,9 @@ def aligned(count: int, position: int, block_bytes: int = BLOCK_BYTES) -> Iterat
 
 
 def tiles(shape: tuple[int, ...], itemsize: int, limit_bytes: int) -> Iterator[Spans]:
-    """Cut a row-major tensor into contiguous pieces of at most ``limit_bytes``, in the order in which they lie in a file."""
+    """Cut a row-major tensor into contiguous pieces of at most ``limit_bytes``, in the order in which they lie in a
+    file.
+    """
     if math.prod(shape) == 0:
         return
     dim, inner = len(shape), itemsize

@@ -1,6 +1,8 @@
-"""Paths, reads and writes in an object store, by obstore: S3, Google Cloud Storage, Azure Blob Storage and servers that speak S3.
+"""Paths, reads and writes in an object store, by obstore: S3, Google Cloud Storage, Azure Blob Storage and servers that
+speak S3.
 
-No key is renamed or changed in place. Conditional requests (``If-None-Match``, ``If-Match``) decide between two writers.
+No key is renamed or changed in place. Conditional requests (``If-None-Match``, ``If-Match``) decide between two
+writers.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from meshpar.imports import need
 
 T = TypeVar("T")
 Version = dict[str, str]
-"""ETag and version of an object, as far as the store has them: Google replaces by the version, the other stores by the ETag."""
+"""ETag and version of an object, as far as the store has them: Google replaces by the version, the other stores by the
+ETag.
+"""
 SCHEMES = ("s3", "gs", "az")
 TRIES = 3
 """Attempts of a request beside those of obstore, which does not repeat what it cannot know to be harmless."""
@@ -50,7 +54,8 @@ _CHUNK_BYTES = 1 << 20  # of an answer that are copied at once: then they are in
 _REQUESTS = 8  # at once, of one read; four tensors are read at once
 _UPLOAD_BYTES, _UPLOADS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 9_000  # S3 takes 10 000 parts of an upload
 _REMEDY = (  # obstore has no class for missing credentials, nor for a listing or an upload that is refused
-    "check the credentials in the store's usual environment (they must allow this and not have expired), the bucket, its endpoint and "
+    "check the credentials in the store's usual environment (they must allow this and not have expired), the bucket, "
+    "its endpoint and "
     "region, and the network, then run this again"
 )
 READERS = 4
@@ -116,7 +121,9 @@ class ObjectPath:
         """Return whether any key is below this one."""
         if self.listed is not None:
             return self.listed
-        return self._asked("listing", lambda store: bool(next(iter(_obstore().list(store, self._prefix, chunk_size=1)), None)))
+        return self._asked(
+            "listing", lambda store: bool(next(iter(_obstore().list(store, self._prefix, chunk_size=1)), None))
+        )
 
     def iterdir(self) -> Iterator[ObjectPath]:
         """Yield the keys and folders directly below. Asks for all keys: some servers list folders that have none."""
@@ -150,7 +157,9 @@ class ObjectPath:
         return ReadObject(self)
 
     def untouched_s(self) -> float:
-        """Return the seconds since the youngest key here was written, by the store's clock, which a new key tells; 0 without keys."""
+        """Return the seconds since the youngest key here was written, by the store's clock, which a new key tells; 0
+        without keys.
+        """
         youngest, clock = max((each["last_modified"] for each in self._list()), default=None), self.with_name(".now")
         clock.write_durably(b"")
         now = clock._head()
@@ -158,17 +167,23 @@ class ObjectPath:
         return 0.0 if youngest is None or now is None else (now["last_modified"] - youngest).total_seconds()
 
     def below(self) -> dict[str, tuple[str | None, int, float]]:
-        """Return ETag, size and time of every key below this one, by the rest of its name, and of this key by an empty one."""
+        """Return ETag, size and time of every key below this one, by the rest of its name, and of this key by an empty
+        one.
+        """
         start, head = len(self._prefix or ""), self._head()
         found = self._list() + ([] if head is None else [head])
-        return {each["path"][start:]: (each["e_tag"], each["size"], each["last_modified"].timestamp()) for each in found}
+        return {
+            each["path"][start:]: (each["e_tag"], each["size"], each["last_modified"].timestamp()) for each in found
+        }
 
     def read_version(self) -> tuple[bytes, Version] | None:
         """Return the bytes and the version of a small object; None: there is no such key."""
 
         def get(store: Any) -> tuple[bytes, Version]:  # noqa: ANN401 - one of obstore's classes
             found = _obstore().get(store, self.key)
-            return bytes(found.bytes()), {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
+            return bytes(found.bytes()), {
+                name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None
+            }
 
         try:
             return self._asked("reading", get)
@@ -190,7 +205,8 @@ class ObjectPath:
         self._asked("writing", lambda store: _obstore().put(store, self.key, data, use_multipart=False))
 
     def create(self, data: bytes, *, replaces: Version | None = None) -> bool:
-        """Write a small object if the key is free, or has the version ``replaces``; return whether this call's bytes are there now.
+        """Write a small object if the key is free, or has the version ``replaces``; return whether this call's bytes
+        are there now.
 
         The bytes must be this writer's alone: an attempt whose answer was lost is recognised by them.
         """
@@ -233,13 +249,16 @@ class ObjectPath:
 
     @contextmanager
     def writing(self, expected_bytes: int = 0) -> Iterator[Callable[[Any], object]]:
-        """Yield a function that takes the bytes of an object in order; the object appears when the block ends, and not after an error.
+        """Yield a function that takes the bytes of an object in order; the object appears when the block ends, and not
+        after an error.
 
         Up to 5 pieces of 8 MiB are in memory, and larger pieces from 72 GiB of ``expected_bytes`` on.
         """
         piece = max(_UPLOAD_BYTES, -(-expected_bytes // _MOST_PARTS))
         with self._told("writing"):
-            writer = _obstore().open_writer(self._store(), self.key, buffer_size=piece, max_concurrency=_UPLOADS_AT_ONCE)
+            writer = _obstore().open_writer(
+                self._store(), self.key, buffer_size=piece, max_concurrency=_UPLOADS_AT_ONCE
+            )
 
         def write(data: Any) -> None:  # noqa: ANN401 - a buffer
             with self._told("writing"):
@@ -304,7 +323,8 @@ class ReadObject(Readable):
     """An object open for reads of ranges.
 
     Raises:
-        CheckpointError: there is no such key, or the store does not give it. Of reads: the object is no longer the one that was opened.
+        CheckpointError: there is no such key, or the store does not give it. Of reads: the object is no longer the one
+            that was opened.
     """
 
     least_run_bytes, most_waste_bytes = 64 << 10, 64 << 10  # a request costs as much as reading this
@@ -312,7 +332,9 @@ class ReadObject(Readable):
     def __init__(self, path: ObjectPath) -> None:
         self.path = path
         if (found := path._head()) is None:
-            raise CheckpointError(f"cannot open {path}: there is no such key; retention or prune deletes steps that are not pinned")
+            raise CheckpointError(
+                f"cannot open {path}: there is no such key; retention or prune deletes steps that are not pinned"
+            )
         self.size, self.tag = int(found["size"]), found["e_tag"]
         self._kept: list[tuple[int, memoryview]] = []
 
@@ -335,7 +357,9 @@ class ReadObject(Readable):
     def expect(self, spans: Iterable[tuple[int, int]]) -> None:
         """Fetch small pieces, from start to stop, which are read soon; what lies close together by one request."""
         wanted: list[tuple[int, int]] = []
-        for start, stop in sorted({span for span in spans if 0 <= span[0] < span[1] <= self.size and self.kept(*span) is None}):
+        for start, stop in sorted(
+            {span for span in spans if 0 <= span[0] < span[1] <= self.size and self.kept(*span) is None}
+        ):
             begin, end = wanted[-1] if wanted else (0, -self.size)
             if start - end <= self.most_waste_bytes and stop - begin <= _PIECE_BYTES and wanted:
                 wanted[-1] = (begin, max(stop, end))
@@ -368,12 +392,18 @@ class ReadObject(Readable):
         self._kept = []
 
     def _into(self, view: memoryview, position: int, *, sums: bool = False) -> list[tuple[int, int]]:
-        """Fill a piece of memory by requests of equal size; return CRC-32 (0 without ``sums``) and length of each piece in turn."""
+        """Fill a piece of memory by requests of equal size; return CRC-32 (0 without ``sums``) and length of each piece
+        in turn.
+        """
         count = _PIECE_BYTES if len(view) <= _WINDOW_BYTES else _WINDOW_BYTES
-        return self._fetched([(view[start : start + count], position + start) for start in range(0, len(view), count)], sums=sums)
+        return self._fetched(
+            [(view[start : start + count], position + start) for start in range(0, len(view), count)], sums=sums
+        )
 
     def _fetched(self, pieces: list[tuple[memoryview, int]], *, sums: bool = False) -> list[tuple[int, int]]:
-        """Fill each piece of memory from its position, several at once; return CRC-32 (0 without ``sums``) and length of each."""
+        """Fill each piece of memory from its position, several at once; return CRC-32 (0 without ``sums``) and length
+        of each.
+        """
         if not pieces:
             return []
         if (end := max(position + len(view) for view, position in pieces)) > self.size:
@@ -382,7 +412,9 @@ class ReadObject(Readable):
         def get(store: Any, view: memoryview, position: int) -> tuple[int, int]:  # noqa: ANN401
             found = _obstore().get(store, self.path.key, options={"range": (position, position + len(view))})
             if found.meta["e_tag"] != self.tag:  # its bytes fit none that were read before
-                raise StoreError(f"{self.path} was replaced while it was read; read it again when no other job writes it")
+                raise StoreError(
+                    f"{self.path} was replaced while it was read; read it again when no other job writes it"
+                )
             done = checksum = 0
             for chunk in found.stream(min_chunk_size=_CHUNK_BYTES):
                 data = memoryview(chunk)[: len(view) - done]

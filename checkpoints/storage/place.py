@@ -1,7 +1,8 @@
-"""Places of checkpoints: a path of a disk, or a key of an object store. The one file that asks which of the two a place is.
+"""Places of checkpoints: a path of a disk, or a key of an object store. The one file that asks which of the two a place
+is.
 
-Two classes have the verbs of :class:`Place`: :class:`DiskPath` and :class:`ObjectPath`. Another kind of storage is another
-class, and a branch of :func:`place` and of :func:`either`.
+Two classes have the verbs of :class:`Place`: :class:`DiskPath` and :class:`ObjectPath`. Another kind of storage is
+another class, and a branch of :func:`place` and of :func:`either`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/]*)/*(.*?)/*", re.DOTALL
 
 
 class Place(Protocol):
-    """A file or a folder, wherever it is: the names of ``pathlib.Path`` mean the same, and the verbs are those that checkpoints need."""
+    """A file or a folder, wherever it is: the names of ``pathlib.Path`` mean the same, and the verbs are those that
+    checkpoints need.
+    """
 
     mounted: ClassVar[bool]
     """Whether it is on a file system: folders are renamed, and files change in place.
@@ -82,7 +85,9 @@ class Place(Protocol):
         """Write a small file, whole or not at all."""
 
     def create(self, data: bytes, *, replaces: Any = None) -> bool:  # noqa: ANN401 - a version
-        """Write a small file if there is none, or if it has the version ``replaces``; return whether ``data`` is there now."""
+        """Write a small file if there is none, or if it has the version ``replaces``; return whether ``data`` is there
+        now.
+        """
         ...
 
     def make(self) -> bool:
@@ -106,7 +111,8 @@ def place(path: PlaceLike) -> Place:
     """Return the place that a path or a URL names. ``Path`` shortens ``s3://`` to ``s3:/``, which is a URL, too.
 
     Raises:
-        CheckpointError: a URL of a scheme that is not supported, without a bucket, with credentials, or with a key that stores change.
+        CheckpointError: a URL of a scheme that is not supported, without a bucket, with credentials, or with a key that
+            stores change.
     """
     if isinstance(path, DiskPath | ObjectPath):
         return path
@@ -117,21 +123,27 @@ def place(path: PlaceLike) -> Place:
         return DiskPath("/", unquote(f"{bucket}/{key}"))
     if scheme not in SCHEMES or not bucket:
         known = ", ".join(f"{each}://bucket/key" for each in SCHEMES)
-        raise CheckpointError(f"{scheme}://{bucket}/{key} is a URL that is not supported; expected a folder, file:///folder, or {known}")
+        raise CheckpointError(
+            f"{scheme}://{bucket}/{key} is a URL that is not supported; expected a folder, file:///folder, or {known}"
+        )
     if not re.fullmatch(r"[\w.$-]+", bucket) or "?" in key:  # not repeated: it may be a secret
         raise CheckpointError(
-            f"a URL of {scheme}:// has more than a bucket and a key; expected {scheme}://bucket/key without user, port and query: "
+            f"a URL of {scheme}:// has more than a bucket and a key; expected {scheme}://bucket/key without user, "
+            "port and query: "
             "credentials come from the store's usual environment"
         )
     if key and (not key.isprintable() or "\\" in key or {"", ".", ".."} & {*key.split("/")}):
         raise CheckpointError(
-            f"{str(path)!r} is not a key that all stores keep; expected no '//', '.', '..', backslash or control character"
+            f"{str(path)!r} is not a key that all stores keep; expected no '//', '.', '..', backslash or control "
+            "character"
         )
     return ObjectPath(f"{scheme}://{bucket}", key)
 
 
 def either(path: PlaceLike, *, disk: Callable[[DiskPath], T], store: Callable[[ObjectPath], T]) -> T:
-    """Return what ``disk`` makes of a path of a file system, or ``store`` of a key: for work that has no verb in common."""
+    """Return what ``disk`` makes of a path of a file system, or ``store`` of a key: for work that has no verb in
+    common.
+    """
     found = place(path)
     if isinstance(found, DiskPath):
         return disk(found)

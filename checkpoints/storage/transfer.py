@@ -41,7 +41,13 @@ def copy_file(source: PlaceLike, target: PlaceLike) -> None:
 def carried(sources: Iterable[Path], folder: Place) -> None:
     """Copy files and folders that exist into a folder of a store, unless that is where they are."""
     for each in () if folder.mounted else sources:
-        inside = sorted(file for file in each.rglob("*") if file.is_file()) if each.is_dir() else [each] if each.is_file() else []
+        inside = (
+            sorted(file for file in each.rglob("*") if file.is_file())
+            if each.is_dir()
+            else [each]
+            if each.is_file()
+            else []
+        )
         for file in inside:
             upload(file, functools.reduce(operator.truediv, file.relative_to(each.parent).parts, folder))
 
@@ -55,7 +61,8 @@ def upload(source: Path, target: Place, on_write: Callable[[], object] = lambda:
 
 
 def fetched(source: PlaceLike, cache: Path | None = None, beside: Sequence[str] = ()) -> DiskPath:
-    """Return a file or folder on this machine's disk: itself, or a copy of what a store has now, made once in ``cache``.
+    """Return a file or folder on this machine's disk: itself, or a copy of what a store has now, made once in
+    ``cache``.
 
     Args:
         source: a file or a folder.
@@ -72,13 +79,20 @@ def fetched(source: PlaceLike, cache: Path | None = None, beside: Sequence[str] 
 def _fetched(source: ObjectPath, cache: Path | None, beside: Sequence[str]) -> DiskPath:
     found = {source / key if key else source: facts for key, facts in source.below().items()}
     if not found:
-        raise CheckpointError(f"there is no {source}{'; write a folder: a URL is no pattern' if set('*?[') & set(source.key) else ''}")
+        raise CheckpointError(
+            f"there is no {source}{'; write a folder: a URL is no pattern' if set('*?[') & set(source.key) else ''}"
+        )
     others = [source.with_name(source.name.removesuffix(source.suffix) + suffix) for suffix in beside]
     found |= {each: facts for each in others if (facts := each.below().get(""))}
     if cache is None:
         cache = Path(tempfile.mkdtemp(prefix="meshpar-"))
         atexit.register(shutil.rmtree, cache, ignore_errors=True)
-    folder = cache / hashlib.sha256(f"{source} {sorted((str(each), facts) for each, facts in found.items())}".encode()).hexdigest()[:16]
+    folder = (
+        cache
+        / hashlib.sha256(
+            f"{source} {sorted((str(each), facts) for each, facts in found.items())}".encode()
+        ).hexdigest()[:16]
+    )
 
     def copy(fresh: Path) -> None:
         for each, (_, _, written) in found.items():

@@ -35,7 +35,9 @@ def loss_sum(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[to
 
 def check() -> None:
     """Train under the plan and in one process, and compare every loss, gradient and weight."""
-    assert_parity(Model, "dp_shard=2,tp=2", [TensorParallel(), FullyShard()], token_steps(64), layout=LAYOUT, loss_sum=loss_sum)
+    assert_parity(
+        Model, "dp_shard=2,tp=2", [TensorParallel(), FullyShard()], token_steps(64), layout=LAYOUT, loss_sum=loss_sum
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ class Block(nn.Module):
         self.head_dim = dim // heads
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))

@@ -1,4 +1,6 @@
-"""meshpar: a loop that evaluates, saves and resumes, on any mesh: ``python resume.py "" runs/resume 3``, then another mesh and ``6``."""
+"""meshpar: a loop that evaluates, saves and resumes, on any mesh: ``python resume.py "" runs/resume 3``, then another
+mesh and ``6``.
+"""
 
 import sys
 
@@ -16,7 +18,9 @@ VALIDATION = 1000  # the seed of the batch that no step trains on
 
 def part(par: meshpar.Parallelized, seed: int) -> tuple[Tensor, Tensor]:
     """Return this data rank's rows of the batch of a seed: inputs and the tokens after them."""
-    ids = torch.randint(VOCAB, (BATCH, 17), generator=torch.Generator().manual_seed(seed))[par.data_rank :: par.data_size]
+    ids = torch.randint(VOCAB, (BATCH, 17), generator=torch.Generator().manual_seed(seed))[
+        par.data_rank :: par.data_size
+    ]
     return ids[:, :-1], ids[:, 1:]
 
 
@@ -56,7 +60,9 @@ def main(mesh: str, folder: str, until: int) -> list[float]:
             losses.append(evaluate(par))
             if meshpar.runtime.is_main():
                 print(f"step {step}: validation loss {losses[-1]:.5f}, next lr {schedule.get_last_lr()[0]:.2e}")
-        checkpoints.save(step, par, optimizer, extra={"schedule": schedule.state_dict()}, metrics={"validation": evaluate(par)})
+        checkpoints.save(
+            step, par, optimizer, extra={"schedule": schedule.state_dict()}, metrics={"validation": evaluate(par)}
+        )
         return losses
 
 

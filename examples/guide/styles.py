@@ -1,4 +1,6 @@
-"""A model that uses the tensor-parallel styles that layout.py does not: ``python styles.py`` compares it with one process."""
+"""A model that uses the tensor-parallel styles that layout.py does not: ``python styles.py`` compares it with one
+process.
+"""
 
 import sys
 
@@ -42,7 +44,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (self.q, self.k, self.v))
-        mixed = nn.functional.scaled_dot_product_attention(self.q_norm(q) * self.scale[:, None, None], k, v, is_causal=True)
+        mixed = nn.functional.scaled_dot_product_attention(
+            self.q_norm(q) * self.scale[:, None, None], k, v, is_causal=True
+        )
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 

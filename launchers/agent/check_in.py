@@ -1,4 +1,6 @@
-"""Connect all nodes within a time limit before their agents start: print for whom they wait, and name the nodes that are missing."""
+"""Connect all nodes within a time limit before their agents start: print for whom they wait, and name the nodes that
+are missing.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,20 @@ class Waiting:
         if now - self._began > self._wait_s:
             return False
         if now - self._told >= EVERY_S:
-            print(f"meshpar: waiting for {whom}, {now - self._began:.0f} of {self._wait_s:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"meshpar: waiting for {whom}, {now - self._began:.0f} of {self._wait_s:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
             self._told = now
         time.sleep(_POLL_S)
         return True
 
 
 def unreached(host: str, port: int, wait_s: float, whom: str) -> str:
-    """Wait until a port accepts connections; return the reason if it does not within ``wait_s`` seconds, else an empty text."""
+    """Wait until a port accepts connections; return the reason if it does not within ``wait_s`` seconds, else an empty
+    text.
+    """
     waiting = Waiting(wait_s)
     while True:
         try:
@@ -62,29 +70,39 @@ def unreached(host: str, port: int, wait_s: float, whom: str) -> str:
 
 @contextmanager
 def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float) -> Iterator[str]:
-    """Wait until all nodes have connected. Node 0 serves the store at ``head``, which the agents share while this is open.
+    """Wait until all nodes have connected. Node 0 serves the store at ``head``, which the agents share while this is
+    open.
 
     Yields:
         The start's id: ``run_id``, or an id chosen by node 0 if that is empty.
 
     Raises:
-        LaunchError: nodes did not connect within ``wait_s`` seconds, or two nodes have the same number; the message names them.
+        LaunchError: nodes did not connect within ``wait_s`` seconds, or two nodes have the same number; the message
+            names them.
     """
     reach_head(head, node_rank, wait_s)
     host, _, port = head.rpartition(":")
     try:
         store = dist.TCPStore(
-            host, int(port), is_master=node_rank == 0, timeout=timedelta(seconds=wait_s), wait_for_workers=False, multi_tenant=True
+            host,
+            int(port),
+            is_master=node_rank == 0,
+            timeout=timedelta(seconds=wait_s),
+            wait_for_workers=False,
+            multi_tenant=True,
         )
     except dist.DistError as error:
         place = "cannot listen" if node_rank == 0 else "node 0 does not answer"
         why = str(error).splitlines()[0]
-        raise LaunchError(f"{place} at {head} within {wait_s:.0f} s; check that node 0 runs, its host name and its port ({why})") from error
+        raise LaunchError(
+            f"{place} at {head} within {wait_s:.0f} s; check that node 0 runs, its host name and its port ({why})"
+        ) from error
     space = dist.PrefixStore(f"check-in/{run_id}", store)
     if space.add(f"count/{node_rank}", 1) > 1:
         other = space.get(f"host/{node_rank}").decode()
         raise LaunchError(
-            f"node rank {node_rank} is already used by {other}; give each node its own --node-rank, and each start its own --run-id"
+            f"node rank {node_rank} is already used by {other}; give each node its own --node-rank, and each start "
+            "its own --run-id"
         )
     space.set(f"host/{node_rank}", socket.gethostname())
     if node_rank == 0:
@@ -92,9 +110,13 @@ def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float
         space.set("missing", ",".join(map(str, _missing(space, nodes, wait_s, head))))
     missing = _told(space, nodes, wait_s, head)
     if missing:
-        came = ", ".join(f"{node} ({space.get(f'host/{node}').decode()})" for node in range(nodes) if str(node) not in missing)
+        came = ", ".join(
+            f"{node} ({space.get(f'host/{node}').decode()})" for node in range(nodes) if str(node) not in missing
+        )
         _let_read(space, node_rank, [node for node in range(nodes) if str(node) not in missing])
-        raise LaunchError(f"these nodes did not connect to {head} within {wait_s:.0f} s: {', '.join(missing)}; connected: {came}")
+        raise LaunchError(
+            f"these nodes did not connect to {head} within {wait_s:.0f} s: {', '.join(missing)}; connected: {came}"
+        )
     yield space.get("id").decode()
 
 
@@ -107,13 +129,16 @@ def reach_head(head: str, node_rank: int | None, wait_s: float) -> None:
     host, _, port = head.rpartition(":")
     if node_rank and (why := unreached(host, int(port), wait_s, "node 0")):
         raise LaunchError(
-            f"node 0 does not answer at {head} within {wait_s:.0f} s; check that node 0 runs, its host name and its port ({why})"
+            f"node 0 does not answer at {head} within {wait_s:.0f} s; check that node 0 runs, its host name and its "
+            f"port ({why})"
         )
 
 
 @contextmanager
 def told_while_joining(head: str, nodes: str, wait_s: float) -> Iterator[None]:
-    """Print every ten seconds that nodes are awaited, until this process has started ranks: torch's elastic rendezvous waits silently."""
+    """Print every ten seconds that nodes are awaited, until this process has started ranks: torch's elastic rendezvous
+    waits silently.
+    """
     ended = threading.Event()
 
     def tell() -> None:
@@ -131,7 +156,9 @@ def told_while_joining(head: str, nodes: str, wait_s: float) -> Iterator[None]:
 
 
 def children(mark: Path | None = None, *, of: int | None = None) -> list[int]:
-    """Return the processes that a process (this one) has started, with ``mark`` those of which it is a word of the command line."""
+    """Return the processes that a process (this one) has started, with ``mark`` those of which it is a word of the
+    command line.
+    """
     found: list[int] = []
     for path in Path(f"/proc/{of or os.getpid()}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended by now
@@ -151,7 +178,9 @@ def _absent(store: dist.Store, nodes: int) -> list[int]:
 
 def _missing(store: dist.Store, nodes: int, wait_s: float, head: str) -> list[int]:
     waiting = Waiting(wait_s)
-    while (missing := _absent(store, nodes)) and waiting.more(f"nodes {', '.join(map(str, missing))} to connect to {head}"):
+    while (missing := _absent(store, nodes)) and waiting.more(
+        f"nodes {', '.join(map(str, missing))} to connect to {head}"
+    ):
         pass
     return missing
 

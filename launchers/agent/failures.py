@@ -32,17 +32,19 @@ from meshpar.errors import (
 from meshpar.signals import STOPPING
 
 NO_USE = 78
-"""Exit code when another start would fail as well (sysexits.h: EX_CONFIG): problems of a recipe or plan, a failed preflight,
-or starts that make no step."""
+"""Exit code when another start would fail as well (sysexits.h: EX_CONFIG): problems of a recipe or plan, a failed
+preflight, or starts that make no step."""
 
 RETRY = 75
-"""Exit code of a replica that cannot go on with the others, when another start may succeed (sysexits.h: EX_TEMPFAIL)."""
+"""Exit code of a replica that cannot go on with the others, when another start may succeed (sysexits.h: EX_TEMPFAIL).
+"""
 
 STOPPED = {128 + each for each in STOPPING}
 """Exit codes of ranks that a signal stopped."""
 
 SCRATCH = "MESHPAR_SCRATCH"
-"""Environment variable with a folder of this machine for errors that cannot be written to the logs, as on a full disk."""
+"""Environment variable with a folder of this machine for errors that cannot be written to the logs, as on a full disk.
+"""
 
 SHUTDOWN_S = 600
 """Seconds between a signal, after which ranks write a checkpoint, and SIGKILL."""
@@ -52,7 +54,8 @@ OTHERS_S = 1.0
 
 _EXITS = ("os._exit", "sys.exit")
 _FULL_MEMORY = (
-    "memory is full; use a smaller data.micro_batch with more data.accumulate (meshpar train RECIPE --find-batch-size tries "
+    "memory is full; use a smaller data.micro_batch with more data.accumulate (meshpar train RECIPE "
+    "--find-batch-size tries "
     "them), ActivationCheckpoint, or more shards; meshpar plan RECIPE lists what holds the memory"
 )
 MOST_STARTS = 2
@@ -110,12 +113,15 @@ def record(logs: Path, rank: int, error: BaseException, *, hide: str = "") -> No
 def _found_full(error: BaseException) -> bool:
     """Return whether an error says that memory is full; torch has a class for devices, and a RuntimeError for the host."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or (isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "out of memory" in str(error)))
+    return named or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "out of memory" in str(error))
+    )
 
 
 @contextmanager
 def first_told(logs: Path, rank: int) -> Iterator[None]:
-    """Let the rank that fails first show its traceback, where no launcher of ours sees the ranks; the others name it in a LaunchError.
+    """Let the rank that fails first show its traceback, where no launcher of ours sees the ranks; the others name it in
+    a LaunchError.
 
     Args:
         logs: a folder of this start of the job, which the ranks share.
@@ -134,21 +140,25 @@ def first_told(logs: Path, rank: int) -> Iterator[None]:
         if first is None or first.rank == rank:
             raise
         then = f"then this one, rank {rank}, with {type(error).__name__}"
-        raise LaunchError(f"rank {first.rank} on {first.host} failed first, with {first.kind}: {first.message}\n{then}") from error
+        raise LaunchError(
+            f"rank {first.rank} on {first.host} failed first, with {first.kind}: {first.message}\n{then}"
+        ) from error
 
 
 def record_stall(logs: Path, rank: int, message: str, *, cause: bool = True) -> None:
     """Write the watchdog's reason for ending a rank.
 
-    With ``cause`` the reason is ordered before all other errors, because the watchdog may also have killed ranks. Otherwise it is ordered
-    by its time.
+    With ``cause`` the reason is ordered before all other errors, because the watchdog may also have killed ranks.
+    Otherwise it is ordered by its time.
     """
     seconds = -1.0 if cause else time.time()
     _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message, seconds=seconds))
 
 
 def note_os_exit(logs: Path, rank: int) -> None:
-    """Make ``os._exit`` write who called it: a rank that it ends leaves no other trace, and its peers fail in its place."""
+    """Make ``os._exit`` write who called it: a rank that it ends leaves no other trace, and its peers fail in its
+    place.
+    """
     end, own = os._exit, os.getpid()
 
     def noted(status: int) -> NoReturn:
@@ -161,12 +171,17 @@ def note_os_exit(logs: Path, rank: int) -> None:
 
 
 def note_sys_exit(logs: Path, rank: int, error: SystemExit) -> None:
-    """Write who called ``sys.exit`` without an error, which is no failure by itself; where others then fail, it is the likely cause."""
+    """Write who called ``sys.exit`` without an error, which is no failure by itself; where others then fail, it is the
+    likely cause.
+    """
     _note_exit(logs, rank, "sys.exit", 0, "".join(traceback.format_tb(error.__traceback__)), seen_at(error))
 
 
 def _note_exit(logs: Path, rank: int, kind: str, status: int, trace: str, seconds: float) -> None:
-    _write(logs, Failure(rank=rank, host=socket.gethostname(), kind=kind, message=str(status), trace=trace, seconds=seconds))
+    _write(
+        logs,
+        Failure(rank=rank, host=socket.gethostname(), kind=kind, message=str(status), trace=trace, seconds=seconds),
+    )
 
 
 def forget(logs: Path, rank: int) -> None:
@@ -192,7 +207,9 @@ def _folders(logs: Path) -> list[Path]:
 
 
 def record_kills(logs: Path, exit_codes: Mapping[int, int]) -> None:
-    """Write which ranks ended without an error of their own, ordered before the errors of other ranks, which follow from it."""
+    """Write which ranks ended without an error of their own, ordered before the errors of other ranks, which follow
+    from it.
+    """
     for rank, code in exit_codes.items():
         if code > 0 and code not in STOPPED and not any(error_file(folder, rank).exists() for folder in _folders(logs)):
             message = f"rank {rank} ended with exit code {code} and without a Python error; see its log"
@@ -201,7 +218,9 @@ def record_kills(logs: Path, exit_codes: Mapping[int, int]) -> None:
             killed = code == -signal.SIGKILL
             why = "; a person or a scheduler does this, or the kernel when memory runs out" if killed else ""
             message = f"rank {rank} was ended by {signal.Signals(-code).name}{why}"
-            _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message, full=killed))
+            _write(
+                logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message, full=killed)
+            )
 
 
 def error_file(logs: Path, rank: int) -> Path:
@@ -225,9 +244,14 @@ def _is_left(each: Failure) -> bool:
 
 
 def _recorded(logs: Path) -> list[Failure]:
-    found = [json.loads(path.read_text(encoding="utf-8")) for each in _folders(logs) for path in each.glob("rank-*.error.json")]
+    found = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for each in _folders(logs)
+        for path in each.glob("rank-*.error.json")
+    ]
     return sorted(
-        (Failure(**{**each, "problems": tuple(each["problems"])}) for each in found), key=lambda failure: (failure.seconds, failure.rank)
+        (Failure(**{**each, "problems": tuple(each["problems"])}) for each in found),
+        key=lambda failure: (failure.seconds, failure.rank),
     )
 
 
@@ -242,7 +266,9 @@ def first_error(logs: Path, exit_codes: Mapping[int, int]) -> MeshparError:
     """
     found = _recorded(logs)
     if not found:
-        return LaunchError(f"ranks ended without an error message, exit codes {dict(exit_codes)}; see their logs in {logs}")
+        return LaunchError(
+            f"ranks ended without an error message, exit codes {dict(exit_codes)}; see their logs in {logs}"
+        )
     first, *_ = recorded(logs) or found
     left = [each for each in found if _is_left(each) and (each.seconds < first.seconds or each.host != first.host)]
     if left and first.trace:  # its peers wait for a rank that left
@@ -257,7 +283,11 @@ def exit_code(error: MeshparError) -> int:
     """Return the exit code of a launcher's process after an error."""
     if isinstance(error, ReplicaError):
         return RETRY
-    return NO_USE if isinstance(error, RecipeError | PlanError | MeshError | LayoutError | PreflightError | RepeatedFailureError) else 1
+    return (
+        NO_USE
+        if isinstance(error, RecipeError | PlanError | MeshError | LayoutError | PreflightError | RepeatedFailureError)
+        else 1
+    )
 
 
 def _as_raised(failure: Failure) -> MeshparError:
@@ -269,7 +299,9 @@ def _as_raised(failure: Failure) -> MeshparError:
     if isinstance(kind, type) and issubclass(kind, MeshparError):
         return kind(failure.message)
     if failure.kind in _EXITS:
-        return LaunchError(f"rank {failure.rank} ended itself with {failure.kind}({failure.message})\n{failure.trace}".rstrip())
+        return LaunchError(
+            f"rank {failure.rank} ended itself with {failure.kind}({failure.message})\n{failure.trace}".rstrip()
+        )
     return LaunchError(_told(failure))
 
 
@@ -329,7 +361,9 @@ def _starts_file(logs: Path) -> Path:
 
 
 @contextmanager
-def watched(stall_s: float | None, progress: Callable[[], object], moves: Callable[[], object] = lambda: None) -> Iterator[None]:
+def watched(
+    stall_s: float | None, progress: Callable[[], object], moves: Callable[[], object] = lambda: None
+) -> Iterator[None]:
     """Watch the code inside the ``with`` block; does nothing if ``stall_s`` is None or there is one rank.
 
     Args:

@@ -62,13 +62,15 @@ class Placement:
         ranks: number of ranks on this node.
         nodes: largest number of nodes of the job.
         least_nodes: smallest number of nodes of an elastic job; equal to ``nodes`` in any other job.
-        node_rank: number of this node, from 0. Ranks are numbered in this order. None in an elastic job, which has no such order.
+        node_rank: number of this node, from 0. Ranks are numbered in this order. None in an elastic job, which has no
+            such order.
         head: ``host:port`` on node 0, to which all nodes connect; empty for one node.
-        restarts: how many times the ranks restart after a failure. It is 0 in a job of several fixed nodes, which cannot restart
-            together: there the scheduler restarts the whole job.
+        restarts: how many times the ranks restart after a failure. It is 0 in a job of several fixed nodes, which
+            cannot restart together: there the scheduler restarts the whole job.
         run_id: id of this start, equal on all nodes and different for each start of the job.
         meeting_s: seconds within which all nodes must connect.
-        rejoin_s: for an elastic job: seconds without an answer after which a node is lost, and then seconds in which others may join.
+        rejoin_s: for an elastic job: seconds without an answer after which a node is lost, and then seconds in which
+            others may join.
     """
 
     ranks: int
@@ -95,7 +97,8 @@ class Placement:
             raise LaunchError(f"node rank is {self.node_rank}; each of {self.nodes} nodes requires its own: {wanted}")
         if self.restarts:
             raise LaunchError(
-                "--restarts in a job of several nodes requires --nodes MIN:MAX (elastic); otherwise the scheduler restarts the job"
+                "--restarts in a job of several nodes requires --nodes MIN:MAX (elastic); otherwise the scheduler "
+                "restarts the job"
             )
 
     @property
@@ -105,7 +108,9 @@ class Placement:
 
 
 def _patient(shutdown: Callable[..., None]) -> Callable[..., None]:
-    """Return the agent's way to end ranks with as much time after a signal as torch 2.13 asks for; 2.11 has 30 s, as after a failure."""
+    """Return the agent's way to end ranks with as much time after a signal as torch 2.13 asks for; 2.11 has 30 s, as
+    after a failure.
+    """
 
     def ended(agent: LocalElasticAgent, *signals: signal.Signals) -> None:
         PContext.close.__defaults__ = (None, SHUTDOWN_S if signals else _SHUTDOWN_AFTER_FAILURE_S)
@@ -138,7 +143,8 @@ def launch_recipe(recipe: Recipe, placement: Placement, logs: Path | None = None
 def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextIO) -> int:
     """Run this node's ranks until they end.
 
-    The signals of :mod:`meshpar.signals` are passed on to the ranks, which write a checkpoint and stop. No process is left running.
+    The signals of :mod:`meshpar.signals` are passed on to the ranks, which write a checkpoint and stop. No process is
+    left running.
 
     Args:
         work: arguments of :mod:`meshpar.launchers.jobs.worker`.
@@ -169,7 +175,9 @@ def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextI
             _ignore_signals()
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
             stopped = STOPPED & set(codes.values())
-            if stopped and set(codes.values()) <= STOPPED | {-signal.SIGTERM}:  # the agent ends the others when one has gone
+            if stopped and set(codes.values()) <= STOPPED | {
+                -signal.SIGTERM
+            }:  # the agent ends the others when one has gone
                 if in_vain(logs):
                     (logs / NO_RESTART).touch()
                 return max(stopped)
@@ -200,7 +208,9 @@ def _identified(placement: Placement) -> Iterator[Placement]:
             yield replace(placement, run_id=placement.run_id or "elastic")
         return
     assert placement.node_rank is not None
-    with checked_in(placement.head, placement.node_rank, placement.nodes, placement.run_id, placement.meeting_s) as run_id:
+    with checked_in(
+        placement.head, placement.node_rank, placement.nodes, placement.run_id, placement.meeting_s
+    ) as run_id:
         yield replace(placement, run_id=run_id)
 
 
@@ -248,13 +258,22 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
 def _numa(ranks: int) -> dict[str, Any]:
     """Return the agent's binding of ranks to NUMA nodes, as torchrun's --numa-binding.
 
-    Unless the environment sets it, ranks are bound where each has a GPU of the same number, numactl is there, and no scheduler gave this
-    process a part of the CPUs alone, which numactl would refuse to leave.
+    Unless the environment sets it, ranks are bound where each has a GPU of the same number, numactl is there, and no
+    scheduler gave this process a part of the CPUs alone, which numactl would refuse to leave.
     """
     mode = os.environ.get("MESHPAR_NUMA_BINDING")
     if not mode:
-        whole = sys.platform == "linux" and len(os.sched_getaffinity(0)) == os.cpu_count() and shutil.which("numactl") is not None
-        if not whole or "MESHPAR_FIRST_DEVICE" in os.environ or not torch.cuda.is_available() or torch.cuda.device_count() != ranks:
+        whole = (
+            sys.platform == "linux"
+            and len(os.sched_getaffinity(0)) == os.cpu_count()
+            and shutil.which("numactl") is not None
+        )
+        if (
+            not whole
+            or "MESHPAR_FIRST_DEVICE" in os.environ
+            or not torch.cuda.is_available()
+            or torch.cuda.device_count() != ranks
+        ):
             return {}
         return {"numa_options": NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)}
     modes = [each.value for each in AffinityMode]
@@ -265,8 +284,8 @@ def _numa(ranks: int) -> dict[str, Any]:
 
 def _set_environment(placement: Placement, terminal: bool) -> None:
     """Set the environment that the ranks inherit."""
-    # "Gloo connectFullMesh failed": with torch 2.13's default, restarted ranks reuse the failed ranks' TCPStore, read stale addresses
-    # there and fail every time. With this setting each start makes a new store.
+    # "Gloo connectFullMesh failed": with torch 2.13's default, restarted ranks reuse the failed ranks' TCPStore, read
+    # stale addresses there and fail every time. With this setting each start makes a new store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // placement.ranks)))

@@ -1,4 +1,6 @@
-"""Let the nodes of a replica start, stop and restart their ranks together: each start waits for all nodes, and each end reaches all."""
+"""Let the nodes of a replica start, stop and restart their ranks together: each start waits for all nodes, and each end
+reaches all.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from meshpar.launchers.agent.rank_logs import start_id
 from meshpar.launchers.agent.starting import free_port
 
 SILENT_S = 20.0
-"""Seconds without a word after which a node is lost. A killed node is noticed at once, because its connection closes."""
+"""Seconds without a word after which a node is lost. A killed node is noticed at once, because its connection closes.
+"""
 
 _BEAT_S, _ANSWER_S, _POLL_S = 1.0, 5.0, 0.05
 
@@ -45,8 +48,9 @@ class Start:
 class Meeting:
     """The connections between the nodes of one replica, from each to the first of them. A context manager.
 
-    The first node's address is in a file, because this node may return on another host. A connection shows that a node is there, and is
-    heard every second. One thread calls all methods, none of which waits for long. One node alone needs neither file nor connections.
+    The first node's address is in a file, because this node may return on another host. A connection shows that a node
+    is there, and is heard every second. One thread calls all methods, none of which waits for long. One node alone
+    needs neither file nor connections.
 
     Attributes:
         lost: a node that was lost since the last :meth:`gather`; None: all are there.
@@ -80,7 +84,9 @@ class Meeting:
             publish(self._file, self._place)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._leave()
         deadline = time.monotonic() + _ANSWER_S
         while self._left and time.monotonic() < deadline:
@@ -94,7 +100,8 @@ class Meeting:
         """Wait until all nodes of the replica are here.
 
         Returns:
-            The next start. None: ``over()``, another node told how its ranks ended, or nodes did not come within ``wait_s`` seconds.
+            The next start. None: ``over()``, another node told how its ranks ended, or nodes did not come within
+                ``wait_s`` seconds.
         """
         if self.lost is not None or self.verdict() == RETRY:
             self._series = self._starts  # the ranks are no cause of these
@@ -108,7 +115,10 @@ class Meeting:
                 self.lost = None
                 return start
             if not waiting.more(self._whom):
-                self._note(f"{self._whom} did not come within {wait_s:.0f} s; start the commands of all nodes of the replica again")
+                self._note(
+                    f"{self._whom} did not come within {wait_s:.0f} s; start the commands of all nodes of the "
+                    "replica again"
+                )
                 break
         return None
 
@@ -125,7 +135,9 @@ class Meeting:
         self._ended(self._node, code)
 
     def verdict(self) -> int | None:
-        """Return the exit code of the replica's start, which is the same on all nodes; None: ranks of a node have not ended."""
+        """Return the exit code of the replica's start, which is the same on all nodes; None: ranks of a node have not
+        ended.
+        """
         if len(self.codes) < self._nodes:
             return None
         codes = set(self.codes.values())
@@ -221,7 +233,10 @@ class Meeting:
                 self.lost = int(rest[0])
             elif word == "taken":
                 self._taken = True
-                self._note(f"another process came as {self.names(self._node)}; give each node its own --node-rank, and start it once")
+                self._note(
+                    f"another process came as {self.names(self._node)}; give each node its own --node-rank, and "
+                    "start it once"
+                )
 
     def _ended(self, node: int, code: int) -> None:
         if node not in self.codes:
@@ -296,7 +311,9 @@ class _Link:
         return [words for line in whole if (words := line.decode(errors="replace").split())]
 
     def leave(self) -> None:
-        """Send no more; a full close would discard lines on their way if the other node sent some that were not read here."""
+        """Send no more; a full close would discard lines on their way if the other node sent some that were not read
+        here.
+        """
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 

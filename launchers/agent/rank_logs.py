@@ -2,10 +2,11 @@
 
 torch's elastic agent has logs of its own (DefaultLogsSpecs, ``tee``, TailLog), which this module does not use:
 
-- It opens a file for standard output and another for standard error, empty at every restart. Here both are one file, in the order in
-  which they were written, and the starts of a rank follow each other in it.
+- It opens a file for standard output and another for standard error, empty at every restart. Here both are one file, in
+  the order in which they were written, and the starts of a rank follow each other in it.
 - It names files by the rank on its node. Here the name has the rank of the job, which is known in the rank only.
-- TailLog copies a file from its beginning. A job that an engine starts again would show the output of its earlier starts once more.
+- TailLog copies a file from its beginning. A job that an engine starts again would show the output of its earlier
+  starts once more.
 - It cannot leave a rank its terminal, which progress bars and Ctrl-C need.
 """
 
@@ -75,7 +76,9 @@ class Shown:
     def __init__(self, path: Path, to: TextIO) -> None:
         self._path, self._to = path, to
         self._position = path.stat().st_size if path.exists() else 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may be written in two parts
+        self._decoder = codecs.getincrementaldecoder("utf-8")(
+            errors="replace"
+        )  # a character may be written in two parts
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="meshpar-log", daemon=True)
 

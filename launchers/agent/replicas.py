@@ -1,6 +1,7 @@
 """Start the replicas of this node, each a job of its own that is started again when it fails: ``--elastic=replicas``.
 
-A replica that spans nodes is a job of fixed nodes. Its nodes start their ranks together, and end them together when one of them fails.
+A replica that spans nodes is a job of fixed nodes. Its nodes start their ranks together, and end them together when one
+of them fails.
 """
 
 from __future__ import annotations
@@ -72,41 +73,60 @@ class Division:
 def check_elastic(elastic: str) -> None:
     """Raise LaunchError if ``--elastic`` is not ``replicas``."""
     if elastic != "replicas":
-        raise LaunchError(f"--elastic is {elastic!r}; expected replicas (--nodes MIN:MAX is the job that restarts on fewer nodes)")
+        raise LaunchError(
+            f"--elastic is {elastic!r}; expected replicas (--nodes MIN:MAX is the job that restarts on fewer nodes)"
+        )
 
 
 def divided(mesh: MeshSpec, nodes: int, node_rank: int) -> Division:
     """Return the replicas of a resolved mesh on ``nodes`` nodes.
 
     Raises:
-        LaunchError: there is one replica, or neither of the numbers of replicas and of nodes is a multiple of the other.
+        LaunchError: there is one replica, or neither of the numbers of replicas and of nodes is a multiple of the
+            other.
     """
     count = mesh.axes.get("dp_replicate", 1)
     if count < 2:
         raise LaunchError(f"--elastic=replicas: the mesh {mesh} has one replica; write dp_replicate=2 or more")
     if count % nodes and nodes % count:
         raise LaunchError(
-            f"--elastic=replicas: {count} replicas on {nodes} nodes; expected whole replicas on each node, or whole nodes for each "
+            f"--elastic=replicas: {count} replicas on {nodes} nodes; expected whole replicas on each node, or whole "
+            "nodes for each "
             f"replica: use a multiple or a divisor of {nodes} for dp_replicate, or other --nodes"
         )
     inner = MeshSpec({**mesh.axes, "dp_replicate": 1})
     span, each = max(1, nodes // count), max(1, count // nodes)
     first = node_rank // span * each
-    return Division(count=count, here=range(first, first + each), ranks=mesh.size // count, mesh=inner, nodes=span, node=node_rank % span)
+    return Division(
+        count=count,
+        here=range(first, first + each),
+        ranks=mesh.size // count,
+        mesh=inner,
+        nodes=span,
+        node=node_rank % span,
+    )
 
 
 def launch_replicas(
-    recipe: Recipe, division: Division, head: str, node_rank: int, restarts: int | None, logs: Path | None, *, quiet: bool = False
+    recipe: Recipe,
+    division: Division,
+    head: str,
+    node_rank: int,
+    restarts: int | None,
+    logs: Path | None,
+    *,
+    quiet: bool = False,
 ) -> int:
     """Run this node's replicas until they end, and return the exit code: 0 if the job is complete.
 
-    The lighthouse runs in this process on node 0, unless ``TORCHFT_LIGHTHOUSE`` names another. This process also holds the run's folder
-    for the job, of which any replica may write.
+    The lighthouse runs in this process on node 0, unless ``TORCHFT_LIGHTHOUSE`` names another. This process also holds
+    the run's folder for the job, of which any replica may write.
 
     Args:
         recipe: of the whole job.
         division: its replicas.
-        head: ``host:port`` of the lighthouse, or a file that all nodes share, into which node 0 writes it; empty on one node.
+        head: ``host:port`` of the lighthouse, or a file that all nodes share, into which node 0 writes it; empty on one
+            node.
         node_rank: number of this node.
         restarts: how often a replica is started again; None: as often as needed.
         logs: folder of logs; None: ``logs`` in the run's folder.
@@ -130,7 +150,9 @@ def launch_replicas(
         restarts = _RESTARTS if restarts is None else restarts
         addresses = recipe.folder / "logs"  # which all nodes see, unlike a folder of ``logs``
         kept = [
-            _Replica(number, division, path, place, logs, restarts, addresses / f"replica-{number}.address", quiet=quiet)
+            _Replica(
+                number, division, path, place, logs, restarts, addresses / f"replica-{number}.address", quiet=quiet
+            )
             for number in division.here
         ]
         with handling(heard(), lambda number: _pass_on(kept, number)), ThreadPoolExecutor(len(kept)) as pool:
@@ -164,7 +186,16 @@ class _Replica:
     """A replica of this node, which is started again where it could not go on with the others."""
 
     def __init__(
-        self, number: int, division: Division, recipe: Path, place: str, logs: Path, restarts: int, address: Path, *, quiet: bool
+        self,
+        number: int,
+        division: Division,
+        recipe: Path,
+        place: str,
+        logs: Path,
+        restarts: int,
+        address: Path,
+        *,
+        quiet: bool,
     ) -> None:
         """``place``: see the ``head`` of :func:`launch_replicas`; ``address``: see the ``file`` of :class:`Meeting`."""
         name = f"replica-{number}-{division.node}" if division.node else f"replica-{number}"
@@ -182,8 +213,12 @@ class _Replica:
         self._stopped = self._signals = 0
 
     def run(self) -> int:
-        """Run the replica until it ends, and return its exit code; 0 also where the others have completed the job without it."""
-        again = (RETRY,) if self._division.nodes == 1 else (RETRY, 1)  # one node's agent has restarted the ranks after other failures
+        """Run the replica until it ends, and return its exit code; 0 also where the others have completed the job
+        without it.
+        """
+        again = (
+            (RETRY,) if self._division.nodes == 1 else (RETRY, 1)
+        )  # one node's agent has restarted the ranks after other failures
         code = RETRY
         with self._meeting as meeting:
             for _ in range(1 + self._restarts):
@@ -208,7 +243,11 @@ class _Replica:
         known = {"MESHPAR_JOB_ID": start.series, **self._environment} if self._division.nodes > 1 else self._environment
         with self._prints.open("ab") if self._prints else nullcontext() as file:
             self._process = process = subprocess.Popen(
-                self._command(start), env={**known, "TORCHFT_LIGHTHOUSE": address}, start_new_session=True, stdout=file, stderr=file
+                self._command(start),
+                env={**known, "TORCHFT_LIGHTHOUSE": address},
+                start_new_session=True,
+                stdout=file,
+                stderr=file,
             )
         while meeting.lost is None and not self._has_ended(process):
             meeting.keep()
@@ -226,16 +265,36 @@ class _Replica:
             time.sleep(_POLL_S)
         if meeting.lost is None:
             return verdict if verdict is not None else 128 + self._stopped
-        self._note(f"lost {meeting.names(meeting.lost)}; the replica's ranks end, and start again when this node is back")
+        self._note(
+            f"lost {meeting.names(meeting.lost)}; the replica's ranks end, and start again when this node is back"
+        )
         _kill(process)
         return 128 + self._stopped if self._stopped else RETRY
 
     def _command(self, start: Start) -> list[str]:
         division = self._division
-        command = [sys.executable, "-m", "meshpar.launchers", "run", "--nproc", str(division.ranks_here), "--logs", str(self._logs)]
+        command = [
+            sys.executable,
+            "-m",
+            "meshpar.launchers",
+            "run",
+            "--nproc",
+            str(division.ranks_here),
+            "--logs",
+            str(self._logs),
+        ]
         if division.nodes == 1:
             return [*command, "--restarts", str(self._restarts), str(self._recipe)]
-        place = ["--nodes", str(division.nodes), "--node-rank", str(division.node), "--head", start.head, "--run-id", start.run_id]
+        place = [
+            "--nodes",
+            str(division.nodes),
+            "--node-rank",
+            str(division.node),
+            "--head",
+            start.head,
+            "--run-id",
+            start.run_id,
+        ]
         return [*command, *place, str(self._recipe)]
 
     def _has_ended(self, process: subprocess.Popen[bytes]) -> bool:
@@ -253,7 +312,9 @@ class _Replica:
         return self._complete.exists() and not self._was_complete
 
     def _lighthouse(self) -> str:
-        """Return the lighthouse's address when it answers; empty if the job is complete, was stopped, or nothing answers for long."""
+        """Return the lighthouse's address when it answers; empty if the job is complete, was stopped, or nothing
+        answers for long.
+        """
         began = told = time.monotonic()
         while not (self._stopped or self._is_complete() or self._meeting.codes or self._meeting.lost is not None):
             self._meeting.keep()

@@ -28,7 +28,9 @@ _POLL_S = 0.2
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import large packages without looking for garbage among what they define, then or ever: a second less of a CPU's time with torch."""
+    """Import large packages without looking for garbage among what they define, then or ever: a second less of a CPU's
+    time with torch.
+    """
     gc.disable()
     try:
         yield
@@ -46,7 +48,12 @@ def adopt_srun() -> str:
         LaunchError: a variable is missing or the node list cannot be read.
     """
     known = os.environ
-    if "RANK" in known or "SLURM_PROCID" not in known or "SLURM_STEP_ID" not in known or int(known.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+    if (
+        "RANK" in known
+        or "SLURM_PROCID" not in known
+        or "SLURM_STEP_ID" not in known
+        or int(known.get("SLURM_STEP_NUM_TASKS", "1")) < 2
+    ):
         return ""
     try:
         nodes = known["SLURM_STEP_NODELIST"]
@@ -62,7 +69,8 @@ def adopt_srun() -> str:
         }
     except (KeyError, ValueError) as error:
         raise LaunchError(
-            f"this is a task of a SLURM step, but {error} is missing or cannot be read; start it with srun, or with torchrun"
+            f"this is a task of a SLURM step, but {error} is missing or cannot be read; start it with srun, or with "
+            "torchrun"
         ) from error
     for name, value in values.items():
         os.environ.setdefault(name, value)
@@ -98,9 +106,21 @@ def launch_nodes_here(recipe: Recipe, nodes: int, nproc: int) -> int:
     with tempfile.TemporaryDirectory(prefix="meshpar-") as folder:
         path = Path(folder) / f"{recipe.name}.yaml"
         path.write_text(recipe.to_yaml(), encoding="utf-8")
-        meeting = ["--nodes", str(nodes), "--nproc", str(nproc), "--head", f"127.0.0.1:{free_port()}", "--run-id", Path(folder).name]
+        meeting = [
+            "--nodes",
+            str(nodes),
+            "--nproc",
+            str(nproc),
+            "--head",
+            f"127.0.0.1:{free_port()}",
+            "--run-id",
+            Path(folder).name,
+        ]
         agent = [sys.executable, "-m", "meshpar.launchers", "run", *meeting]
-        running = [subprocess.Popen([*agent, "--node-rank", str(node), str(path)], start_new_session=True) for node in range(nodes)]
+        running = [
+            subprocess.Popen([*agent, "--node-rank", str(node), str(path)], start_new_session=True)
+            for node in range(nodes)
+        ]
         with handling(heard(), lambda number: _pass_on(running, number)):
             codes = _await(running)
     failed = [node for node, code in enumerate(codes) if code not in (0, *(128 + each for each in STOPPING))]

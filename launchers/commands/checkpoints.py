@@ -1,4 +1,6 @@
-"""``meshpar checkpoints ls, show, verify, diff, prune, pin`` and ``meshpar import``; the command line calls :func:`register`."""
+"""``meshpar checkpoints ls, show, verify, diff, prune, pin`` and ``meshpar import``; the command line calls
+:func:`register`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ Step = Annotated[Path, typer.Argument(help="A step's folder, .../latest, or a ru
 def register(app: typer.Typer, reported: Reported) -> None:
     """Add the commands to ``app``; ``reported`` converts a command's errors to a message and an exit code."""
     group = typer.Typer(no_args_is_help=True, help="List, verify, compare and prune checkpoints.")
-    for name, command in (("ls", ls), ("show", show), ("verify", verify), ("diff", diff), ("prune", prune), ("pin", pin), ("rm", rm)):
+    for name, command in (
+        ("ls", ls),
+        ("show", show),
+        ("verify", verify),
+        ("diff", diff),
+        ("prune", prune),
+        ("pin", pin),
+        ("rm", rm),
+    ):
         group.command(name)(reported(command))
     app.add_typer(group, name="checkpoints")
     app.command("import")(reported(import_model))
@@ -58,7 +68,9 @@ def diff(one: Step, other: Step, debug: Debug = False) -> None:
 def prune(
     root: Root,
     keep: Annotated[int, typer.Option(help="Number of newest steps to keep. Pinned steps are always kept.", min=1)],
-    best: Annotated[str | None, typer.Option(help="Also keep the step with the lowest value of this metric; +name: highest.")] = None,
+    best: Annotated[
+        str | None, typer.Option(help="Also keep the step with the lowest value of this metric; +name: highest.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Delete old steps and the leftovers of dead processes."""
@@ -67,7 +79,11 @@ def prune(
     print(prune_steps(_steps_in(root), keep, best=best))
 
 
-def pin(step: Step, unpin: Annotated[bool, typer.Option("--unpin", help="Remove the step's pin.")] = False, debug: Debug = False) -> None:
+def pin(
+    step: Step,
+    unpin: Annotated[bool, typer.Option("--unpin", help="Remove the step's pin.")] = False,
+    debug: Debug = False,
+) -> None:
     """Protect a step from being deleted by retention or prune."""
     from meshpar.checkpoints import pin_step
 
@@ -82,12 +98,20 @@ def rm(step: Step, debug: Debug = False) -> None:
 
 
 def import_model(
-    src: Annotated[Path, typer.Argument(help="A folder with config.json and safetensors, or checkpoint-N of Trainer's FSDP.")],
+    src: Annotated[
+        Path, typer.Argument(help="A folder with config.json and safetensors, or checkpoint-N of Trainer's FSDP.")
+    ],
     dst: Annotated[Path, typer.Argument(help="The folder of checkpoints in which to write the step.")],
-    model: Annotated[str, typer.Option(help="The model that will restore it: ours (Transformer, GPT2) or transformers.")] = "ours",
-    dtype: Annotated[str | None, typer.Option(help="Dtype of the weights: float32, bfloat16, float16; default: unchanged.")] = None,
+    model: Annotated[
+        str, typer.Option(help="The model that will restore it: ours (Transformer, GPT2) or transformers.")
+    ] = "ours",
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the weights: float32, bfloat16, float16; default: unchanged.")
+    ] = None,
     step: Annotated[int, typer.Option(help="The step's number.", min=0)] = 0,
-    config: Annotated[Path | None, typer.Option(help="The folder with the model's config.json, if SRC has none.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="The folder with the model's config.json, if SRC has none.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Convert a published model to a checkpoint that any mesh restores."""
@@ -102,7 +126,9 @@ def import_model(
         raise CheckpointError(f"--dtype: {error}") from error
     published = config_beside(config or src)
     if config is not None and not published:
-        raise CheckpointError(f"{config} has no config.json; expected the model's, as transformers saves it: correct --config")
+        raise CheckpointError(
+            f"{config} has no config.json; expected the model's, as transformers saves it: correct --config"
+        )
     rules = _rules(config or src, published, model)
     print(f"imported to {import_safetensors(src, dst, weights=rules, dtype=kind, step=step, config=published)}")
 
@@ -127,11 +153,13 @@ def _rules(src: Path, config: Mapping[str, Any], model: str) -> WeightMap:
     kind = config.get("model_type")
     if kind is None:
         raise CheckpointError(
-            f"{place(src)} has no config.json that names a model_type; expected a folder as transformers saves it, or pass --config FOLDER"
+            f"{place(src)} has no config.json that names a model_type; expected a folder as transformers saves it, "
+            "or pass --config FOLDER"
         )
     found = names_of_ours(kind)
     if found is None:
         raise CheckpointError(
-            f"{place(src)} has a model of type {kind!r}; ours are llama, qwen3 and gpt2; pass --model transformers for others"
+            f"{place(src)} has a model of type {kind!r}; ours are llama, qwen3 and gpt2; pass --model transformers "
+            "for others"
         )
     return found

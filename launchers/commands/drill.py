@@ -1,4 +1,6 @@
-"""``meshpar doctor --drill``: kill a replica of a short test job on the real machines, and report how long the recovery takes."""
+"""``meshpar doctor --drill``: kill a replica of a short test job on the real machines, and report how long the recovery
+takes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ training: {steps: 1000000, log_every: 50}
 """
 
 
-def run_drill(mesh: str, placement: Mapping[str, object], *, folder: Path | None, profile: Path | None, part_s: float) -> int:
+def run_drill(
+    mesh: str, placement: Mapping[str, object], *, folder: Path | None, profile: Path | None, part_s: float
+) -> int:
     """Run the drill and return the exit code: 0 if the others went on and the lost replica came back, 1 if not.
 
     Each node runs it. The last replica is killed, which is never on node 0 of several nodes.
@@ -37,7 +41,8 @@ def run_drill(mesh: str, placement: Mapping[str, object], *, folder: Path | None
     Args:
         mesh: of the test job, with ``dp_replicate`` of 2 or more.
         placement: the given options of ``nproc``, ``nodes``, ``node_rank`` and ``head``.
-        folder: a folder that all nodes share, in which the job has a folder of its own; None on one node: a temporary one.
+        folder: a folder that all nodes share, in which the job has a folder of its own; None on one node: a temporary
+            one.
         profile: see :func:`meshpar.launchers.commands.run.run_doctor`; None.
         part_s: seconds within which the job must start, lose the replica, and have it back.
 
@@ -48,7 +53,9 @@ def run_drill(mesh: str, placement: Mapping[str, object], *, folder: Path | None
     if profile is not None:
         raise LaunchError("--drill and --profile are two examinations; give one of them")
     if adopted(given, placement) is not None:
-        raise LaunchError("--drill starts ranks itself: run it once on each node, with --nodes, --node-rank and --folder")
+        raise LaunchError(
+            "--drill starts ranks itself: run it once on each node, with --nodes, --node-rank and --folder"
+        )
     nodes, node = node_range(str(given.get("nodes", 1)))[1], given.get("node_rank", 0)
     if nodes > 1 and folder is None:
         raise LaunchError(f"--drill on {nodes} nodes requires --folder, a folder that all of them share")
@@ -57,14 +64,21 @@ def run_drill(mesh: str, placement: Mapping[str, object], *, folder: Path | None
         source.write_text(_RECIPE, encoding="utf-8")
         recipe = load_recipe(str(source), [f"mesh={mesh}"])
     division = division_of(recipe, given)
-    job = (folder or Path(tempfile.mkdtemp(prefix="meshpar-"))).absolute() / "meshpar-drill"  # made anew: no name that a run may have
+    job = (
+        folder or Path(tempfile.mkdtemp(prefix="meshpar-"))
+    ).absolute() / "meshpar-drill"  # made anew: no name that a run may have
     data = recipe.data.model_copy(update={"paths": (str(job / "text.txt"),), "cache": str(job / "cache")})
     recipe = recipe.model_copy(update={"output": str(job), "data": data})
     if not node:
         shutil.rmtree(job, ignore_errors=True)
         job.mkdir(parents=True)
-        (job / "text.txt").write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(3000)))
-        print(f"drill: {division.count} replicas, each on {division.mesh}; replica {division.count - 1} will be killed", flush=True)
+        (job / "text.txt").write_text(
+            "".join(f"{number} times {number} is {number * number}.\n" for number in range(3000))
+        )
+        print(
+            f"drill: {division.count} replicas, each on {division.mesh}; replica {division.count - 1} will be killed",
+            flush=True,
+        )
     drill = _Drill(job, division, part_s)
     head = given.get("head") or (f"{job}.lighthouse" if nodes > 1 else "")  # beside the folder, which node 0 makes anew
     try:
@@ -76,7 +90,9 @@ def run_drill(mesh: str, placement: Mapping[str, object], *, folder: Path | None
     if not drill.over:
         return code
     if drill.missing:
-        raise LaunchError(f"no {drill.missing} within {part_s:.0f} s; see the logs in {job / 'logs'}, and give more time with --wait")
+        raise LaunchError(
+            f"no {drill.missing} within {part_s:.0f} s; see the logs in {job / 'logs'}, and give more time with --wait"
+        )
     if not node:
         print("\n".join(drill.report))
     if folder is None:
@@ -85,7 +101,9 @@ def run_drill(mesh: str, placement: Mapping[str, object], *, folder: Path | None
 
 
 def parts(records: Sequence[Mapping[str, Any]], replicas: int) -> Sequence[Mapping[str, Any]]:
-    """Return, as far as they are there, the records of all replicas after the first steps, of the loss, and of the return."""
+    """Return, as far as they are there, the records of all replicas after the first steps, of the loss, and of the
+    return.
+    """
     found: list[Mapping[str, Any]] = []
     now = replicas
     for record in records:
@@ -126,7 +144,9 @@ class _Drill:
 
     def _follow(self) -> None:
         last = self._division.count - 1
-        for number, part in enumerate(("step of all replicas", "step without the killed replica", "step with the returned replica")):
+        for number, part in enumerate(
+            ("step of all replicas", "step without the killed replica", "step with the returned replica")
+        ):
             waiting = Waiting(self._part_s)
             while len(found := parts(self._records(), self._division.count)) <= number:
                 if self._ended.wait(0.1):
@@ -137,7 +157,9 @@ class _Drill:
             if self.missing:
                 break
             if not number and last in self._division.here:
-                print(f"killed the ranks of replica {last}: processes {', '.join(map(str, self._kill(last)))}", flush=True)
+                print(
+                    f"killed the ranks of replica {last}: processes {', '.join(map(str, self._kill(last)))}", flush=True
+                )
         else:
             self.report = _told(*found[1:])
         self.over = True
@@ -145,7 +167,9 @@ class _Drill:
 
     def _records(self) -> Sequence[Mapping[str, Any]]:
         text = self._metrics()
-        return () if text == self._before else [json.loads(line) for line in text.split("\n")[:-1]]  # the last one may be half written
+        return (
+            () if text == self._before else [json.loads(line) for line in text.split("\n")[:-1]]
+        )  # the last one may be half written
 
     def _metrics(self) -> str:
         with suppress(OSError):
@@ -167,4 +191,8 @@ def _told(lost: Mapping[str, Any], back: Mapping[str, Any]) -> Sequence[str]:
     if back is lost:
         return [*told, "back: with the same step"]
     later, waited = back["time"] - lost["time"], back["replicas/seconds"]
-    return [*told, f"back: after step {back['step']}, {later:.1f} s later; the others waited {waited:.1f} s while it copied their state"]
+    return [
+        *told,
+        f"back: after step {back['step']}, {later:.1f} s later; the others waited {waited:.1f} s while it copied "
+        "their state",
+    ]

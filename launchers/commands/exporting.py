@@ -1,4 +1,6 @@
-"""``meshpar export``: export a step, or each new one beside the job that writes them; measure and push what was exported."""
+"""``meshpar export``: export a step, or each new one beside the job that writes them; measure and push what was
+exported.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def export(
         CheckpointError: options that do not fit each other, or as for :func:`meshpar.launchers.export_run`.
     """
     if held_out_text is not None and options["quantize"] is None:
-        raise CheckpointError("--measure compares a quantised export with the step's own weights; pass --quantize FORMAT as well")
+        raise CheckpointError(
+            "--measure compares a quantised export with the step's own weights; pass --quantize FORMAT as well"
+        )
     if dry_run and push_to is None:
         raise CheckpointError("--dry-run lists what --push would upload; pass --push OWNER/NAME as well")
     if every is not None and (not watched or best is not None):
@@ -65,14 +69,22 @@ def export(
         ids = None if held_out_text is None else held_out(local(step), held_out_text, options["config"])
         print(f"exported to {export_run(step, target, **options)}", flush=True)
         if ids is not None:
-            print(measure(local(step), local(target), ids, {key: options[key] for key in ("config", "layout")}), flush=True)
+            print(
+                measure(local(step), local(target), ids, {key: options[key] for key in ("config", "layout")}),
+                flush=True,
+            )
         if push_to is not None:
             write_card(local(step), local(target), push_to)
             print(push(local(target), push_to, dry_run=dry_run), flush=True)
 
     if watched:
         out = local(dst)
-        watch(local(checkpoints_in(src)), lambda step: one(step, out / step_name(read_manifest(step).step)), best=best, every=every or 1)
+        watch(
+            local(checkpoints_in(src)),
+            lambda step: one(step, out / step_name(read_manifest(step).step)),
+            best=best,
+            every=every or 1,
+        )
         return
     if push_to is not None or held_out_text is not None:
         for each in (src, dst):
@@ -80,14 +92,17 @@ def export(
     one(chosen_step(src, best), place(dst))
 
 
-def watch(root: Path, export: Callable[[Place], object], *, best: str | None = None, every: int = 1, poll_s: float = 5.0) -> None:
+def watch(
+    root: Path, export: Callable[[Place], object], *, best: str | None = None, every: int = 1, poll_s: float = 5.0
+) -> None:
     """Export each new step until no job writes the folder any more.
 
     A step is pinned while it is exported, so that retention does not delete it.
 
     Args:
         root: the folder of steps.
-        export: exports the step's folder that it is given; a CheckpointError of it is printed, and the next step is tried.
+        export: exports the step's folder that it is given; a CheckpointError of it is printed, and the next step is
+            tried.
         best: a metric (``+name``: higher is better): export a step only if it is the best so far; None: any.
         every: export each step whose number is a multiple of this.
         poll_s: seconds between two looks at the folder.

@@ -57,23 +57,32 @@ class Completer:
 
     @quiet_imports()
     def __init__(self, folder: Path) -> None:
-        """Load a folder: of a model, of peft's adapters or with a GGUF file; raises MeshparError if it has no model with a tokenizer."""
+        """Load a folder: of a model, of peft's adapters or with a GGUF file; raises MeshparError if it has no model
+        with a tokenizer.
+        """
         need_transformers()
         import transformers
 
         file = next((name for name in ("config.json", _ADAPTERS) if (folder / name).is_file()), None)
         packed = next((each.name for each in sorted(folder.glob("*.gguf"))), None) if file is None else None
         if file is None and packed is None:
-            raise MeshparError(f"{folder} has no config.json, {_ADAPTERS} or GGUF file; expected a folder written by `meshpar export`")
-        if packed is None and not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             raise MeshparError(
-                f"{folder} has no tokenizer; a run on token ids has none: export it with --config DIR, a folder with config.json and "
+                f"{folder} has no config.json, {_ADAPTERS} or GGUF file; expected a folder written by `meshpar export`"
+            )
+        if packed is None and not any(
+            (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
+        ):
+            raise MeshparError(
+                f"{folder} has no tokenizer; a run on token ids has none: export it with --config DIR, a folder with "
+                "config.json and "
                 "tokenizer.json"
             )
         options = {} if packed is None else {"gguf_file": packed}
         transformers.utils.logging.disable_progress_bar()
         try:
-            below = json.loads((folder / _ADAPTERS).read_text())["base_model_name_or_path"] if file == _ADAPTERS else folder
+            below = (
+                json.loads((folder / _ADAPTERS).read_text())["base_model_name_or_path"] if file == _ADAPTERS else folder
+            )
             config = transformers.AutoConfig.from_pretrained(below, **options)
             self.continues = not config.is_encoder_decoder
             kind = transformers.AutoModelForCausalLM if self.continues else transformers.AutoModelForSeq2SeqLM
@@ -85,7 +94,9 @@ class Completer:
         except Exception as error:  # each class of transformers has its own
             raise MeshparError(f"transformers cannot load a language model from {folder}: {brief(error)}") from error
         if found["missing_keys"]:
-            raise MeshparError(f"{folder} is not a language model, which generates text: it has no {min(found['missing_keys'])}")
+            raise MeshparError(
+                f"{folder} is not a language model, which generates text: it has no {min(found['missing_keys'])}"
+            )
         self.model.eval()
         try:
             self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, **options)
@@ -112,14 +123,19 @@ class Completer:
         if how.seed is not None:
             torch.manual_seed(how.seed)
         with torch.no_grad():
-            made = self.model.generate(**ids, max_new_tokens=how.tokens, pad_token_id=self.tokenizer.eos_token_id, **choice)
-        text = str(self.tokenizer.decode(made[0, ids["input_ids"].shape[1] * self.continues :], skip_special_tokens=True))
+            made = self.model.generate(
+                **ids, max_new_tokens=how.tokens, pad_token_id=self.tokenizer.eos_token_id, **choice
+            )
+        text = str(
+            self.tokenizer.decode(made[0, ids["input_ids"].shape[1] * self.continues :], skip_special_tokens=True)
+        )
         return text[: min((place for place in map(text.find, how.stop) if place >= 0), default=len(text))]
 
 
 @final
 class VllmCompleter:
-    """Complete text as :class:`Completer` does, with vLLM, which also runs quantised exports. Requires the package ``vllm``.
+    """Complete text as :class:`Completer` does, with vLLM, which also runs quantised exports. Requires the package
+    ``vllm``.
 
     Attributes:
         engine: the ``vllm.LLM``.
@@ -153,7 +169,9 @@ def _ids(tokenizer: Any, prompt: str, *, chat: bool) -> Mapping[str, torch.Tenso
     """Return the prompt's tokens, (1, L)."""
     if chat:
         if not tokenizer.chat_template:
-            raise MeshparError("the tokenizer has no chat template; leave out --chat, or export with the tokenizer of a chat model")
+            raise MeshparError(
+                "the tokenizer has no chat template; leave out --chat, or export with the tokenizer of a chat model"
+            )
         said = [{"role": "user", "content": prompt}]
         return tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     ids = tokenizer(prompt, return_tensors="pt")

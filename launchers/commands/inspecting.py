@@ -20,7 +20,12 @@ from meshpar.models.transformer_config import PRESETS
 
 
 def describe_recipe(
-    source: str, overrides: Sequence[str] = (), *, mesh: str | None = None, world_size: int | None = None, elastic: str | None = None
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    mesh: str | None = None,
+    world_size: int | None = None,
+    elastic: str | None = None,
 ) -> str:
     """Return a table of the parameters that a rank stores.
 
@@ -35,10 +40,16 @@ def describe_recipe(
         MeshparError: the recipe or the plan has problems.
     """
     recipe = recipe_or_shape(source, [*overrides, *([] if mesh is None else [f"mesh={mesh}"])])
-    recipe, ranks, replicas = one_replica(recipe, build.world_size_of(recipe) if world_size is None else world_size, elastic)
+    recipe, ranks, replicas = one_replica(
+        recipe, build.world_size_of(recipe) if world_size is None else world_size, elastic
+    )
     model = build.build_shape(recipe)
     made = build.plan_of(recipe).describe(
-        model, build.layout_of(recipe, model), world_size=ranks, replicas=replicas, optimizer_copies=recipe.optimizer_copies
+        model,
+        build.layout_of(recipe, model),
+        world_size=ranks,
+        replicas=replicas,
+        optimizer_copies=recipe.optimizer_copies,
     )
     return str(replace(made, optimizer_bytes=None) if isinstance(recipe.optimizer, Own) else made)
 
@@ -62,14 +73,18 @@ def one_replica(recipe: Recipe, ranks: int, elastic: str | None, nodes: int = 1)
     return division.recipe(recipe), division.ranks, division.count
 
 
-def check_recipe(source: str, overrides: Sequence[str] = (), *, world_size: int | None = None, elastic: str | None = None) -> str:
+def check_recipe(
+    source: str, overrides: Sequence[str] = (), *, world_size: int | None = None, elastic: str | None = None
+) -> str:
     """Check a recipe and return a line that says that it fits.
 
     Raises:
         RecipeError, PlanError: listing every problem.
     """
     recipe = load_recipe(source, overrides)
-    recipe, ranks, replicas = one_replica(recipe, build.world_size_of(recipe) if world_size is None else world_size, elastic)
+    recipe, ranks, replicas = one_replica(
+        recipe, build.world_size_of(recipe) if world_size is None else world_size, elastic
+    )
     problems = build.check_job(recipe, ranks, replica=replicas > 1)
     if problems:
         raise PlanError(problems)
@@ -95,7 +110,9 @@ def list_plugins() -> str:
     for group in registry.GROUPS:
         lines.append(group)
         found = sorted(entry_points(group=group), key=lambda each: each.name)
-        lines += [f"  {each.name:24} {each.value}  ({each.dist.name if each.dist else 'unknown'})" for each in found] or ["  (none)"]
+        lines += [
+            f"  {each.name:24} {each.value}  ({each.dist.name if each.dist else 'unknown'})" for each in found
+        ] or ["  (none)"]
     return "\n".join(lines)
 
 

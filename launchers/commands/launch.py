@@ -42,29 +42,50 @@ class _OfTarget(TyperCommand):
         for name in registry.names("meshpar.launchers"):
             if name in ctx.meta.get("words", ()):
                 told = inspect.getdoc(registry.plugin("meshpar.launchers", name)) or ""
-                formatter.write(f"\nOptions of {name}, as -o KEY=VALUE:\n{told.partition('Attributes:')[2].strip(chr(10))}\n")
+                formatter.write(
+                    f"\nOptions of {name}, as -o KEY=VALUE:\n{told.partition('Attributes:')[2].strip(chr(10))}\n"
+                )
 
 
 def run(
     what: Annotated[str, typer.Argument(metavar="SCRIPT_OR_RECIPE", help="A .py file, or a recipe.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's arguments, or the recipe's KEY=VALUE.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="[ARGS]...", help="The script's arguments, or the recipe's KEY=VALUE.", show_default=False
+        ),
     ] = None,
-    nproc: Annotated[str | None, typer.Option(help="Ranks on this node; default: the recipe's mesh, or one per accelerator.")] = None,
-    nodes: Annotated[str | None, typer.Option(help="Number of nodes; MIN:MAX: continue with fewer nodes when some are lost.")] = None,
-    node_rank: Annotated[int | None, typer.Option(help="Number of this node, from 0. Ranks are numbered in this order.", min=0)] = None,
+    nproc: Annotated[
+        str | None, typer.Option(help="Ranks on this node; default: the recipe's mesh, or one per accelerator.")
+    ] = None,
+    nodes: Annotated[
+        str | None, typer.Option(help="Number of nodes; MIN:MAX: continue with fewer nodes when some are lost.")
+    ] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(help="Number of this node, from 0. Ranks are numbered in this order.", min=0)
+    ] = None,
     head: Annotated[
         str | None,
-        typer.Option(help="HOST:PORT of node 0, to which all nodes connect; for replicas also a FOLDER/FILE that all nodes see."),
+        typer.Option(
+            help="HOST:PORT of node 0, to which all nodes connect; for replicas also a FOLDER/FILE that all nodes see."
+        ),
     ] = None,
     restarts: Annotated[int | None, typer.Option(help="Number of restarts of failed ranks.", min=0)] = None,
     elastic: Annotated[
         str | None, typer.Option(help="replicas: a lost replica (dp_replicate) costs the others a step, no restart.")
     ] = None,
-    rejoin_s: Annotated[int | None, typer.Option(help="With MIN:MAX: seconds without an answer after which a node is lost.", min=1)] = None,
-    wait: Annotated[int | None, typer.Option(help="Seconds within which all nodes must connect; default: 900.", min=1)] = None,
-    run_id: Annotated[str | None, typer.Option(help="Id of this start: equal on all nodes, different for each start.")] = None,
-    logs: Annotated[Path | None, typer.Option(help="Folder of logs, one file per rank; default: runs/NAME/logs.")] = None,
+    rejoin_s: Annotated[
+        int | None, typer.Option(help="With MIN:MAX: seconds without an answer after which a node is lost.", min=1)
+    ] = None,
+    wait: Annotated[
+        int | None, typer.Option(help="Seconds within which all nodes must connect; default: 900.", min=1)
+    ] = None,
+    run_id: Annotated[
+        str | None, typer.Option(help="Id of this start: equal on all nodes, different for each start.")
+    ] = None,
+    logs: Annotated[
+        Path | None, typer.Option(help="Folder of logs, one file per rank; default: runs/NAME/logs.")
+    ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT_OR_RECIPE is a module's name.")] = False,
     debug: Debug = False,
 ) -> int:
@@ -89,27 +110,44 @@ def run(
 
 
 def launch(
-    target: Annotated[str, typer.Argument(help="slurm, kubernetes, trainjob, skypilot, or another plugin of meshpar.launchers.")],
-    what: Annotated[str, typer.Argument(metavar="SCRIPT_OR_RECIPE", help="A .py file, a YAML file, or the name of a recipe.")],
+    target: Annotated[
+        str, typer.Argument(help="slurm, kubernetes, trainjob, skypilot, or another plugin of meshpar.launchers.")
+    ],
+    what: Annotated[
+        str, typer.Argument(metavar="SCRIPT_OR_RECIPE", help="A .py file, a YAML file, or the name of a recipe.")
+    ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ARGS]...", help="The recipe's KEY=VALUE, or after -- the script's arguments.", show_default=False),
+        typer.Argument(
+            metavar="[ARGS]...", help="The recipe's KEY=VALUE, or after -- the script's arguments.", show_default=False
+        ),
     ] = None,
     nodes: Annotated[int, typer.Option(help="Number of nodes.", min=1)] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="Accelerators per node; 0: run on CPUs, with --nproc.", min=0)] = 8,
     nproc: Annotated[int | None, typer.Option(help="Ranks per node; default: one per accelerator.", min=1)] = None,
     mesh: Annotated[
-        str | None, typer.Option(help="Mesh, instead of the recipe's. auto (or auto,tp=8): shards inside a node, replicas across nodes.")
+        str | None,
+        typer.Option(
+            help="Mesh, instead of the recipe's. auto (or auto,tp=8): shards inside a node, replicas across nodes."
+        ),
     ] = None,
     elastic: Annotated[
-        str, typer.Option(help="nodes: restart on fewer nodes when some are lost. replicas: a lost replica costs the others a step.")
+        str,
+        typer.Option(
+            help="nodes: restart on fewer nodes when some are lost. replicas: a lost replica costs the others a step."
+        ),
     ] = "",
-    preflight: Annotated[str | None, typer.Option(help="Effect of the doctor's findings before training: warn, fail, off.")] = None,
-    option: Annotated[list[str] | None, typer.Option("-o", "--option", help="An option of the target: -o partition=gpu")] = None,
+    preflight: Annotated[
+        str | None, typer.Option(help="Effect of the doctor's findings before training: warn, fail, off.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("-o", "--option", help="An option of the target: -o partition=gpu")
+    ] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the job.")] = False,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT_OR_RECIPE is a module's name.")] = False,
     check: Annotated[
-        str | None, typer.Option(metavar="ARGS", help="First run the script here with these arguments too: --check=--dry-run")
+        str | None,
+        typer.Option(metavar="ARGS", help="First run the script here with these arguments too: --check=--dry-run"),
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -128,7 +166,9 @@ def launch(
 
 
 Root = Annotated[Path, typer.Argument(help="Folder with the folders of runs.")]
-Launch = Annotated[Path, typer.Argument(help="A run's folder (its newest launch), or a launch's: runs/NAME/launches/001.")]
+Launch = Annotated[
+    Path, typer.Argument(help="A run's folder (its newest launch), or a launch's: runs/NAME/launches/001.")
+]
 
 
 def jobs_ls(root: Root = Path("runs"), debug: Debug = False) -> None:
@@ -164,16 +204,24 @@ def jobs_cancel(launch: Launch, debug: Debug = False) -> None:
 
 
 def doctor(
-    mesh: Annotated[str, typer.Option(help="The mesh to check; auto: shards inside a node, replicas across nodes.")] = "auto",
-    folder: Annotated[Path | None, typer.Option(help="Checkpoint folder to check: shared by all hosts, and writable.")] = None,
+    mesh: Annotated[
+        str, typer.Option(help="The mesh to check; auto: shards inside a node, replicas across nodes.")
+    ] = "auto",
+    folder: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder to check: shared by all hosts, and writable.")
+    ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Measure a hardware profile for `meshpar plan --hardware` and write it to this file.")
+        Path | None,
+        typer.Option(help="Measure a hardware profile for `meshpar plan --hardware` and write it to this file."),
     ] = None,
     drill: Annotated[
         bool, typer.Option("--drill", help="Kill a replica of a short test job and report how long the recovery takes.")
     ] = False,
     wait: Annotated[
-        float, typer.Option(help="Seconds within which all ranks must connect; with --drill: for each part of the drill.", min=1)
+        float,
+        typer.Option(
+            help="Seconds within which all ranks must connect; with --drill: for each part of the drill.", min=1
+        ),
     ] = 60.0,
     nproc: Annotated[str | None, typer.Option(help="Ranks on this node; default: one per accelerator.")] = None,
     nodes: Annotated[str | None, typer.Option(help="Number of nodes.")] = None,

@@ -1,4 +1,6 @@
-"""Where ranks run: the options of the command line, Kubeflow's variables, or another launcher that made this process a rank."""
+"""Where ranks run: the options of the command line, Kubeflow's variables, or another launcher that made this process a
+rank.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Given(_Options, total=False):
 
 
 def adopted(given: Given, placement: Mapping[str, object]) -> str | None:
-    """Return None unless this process is a rank that another launcher started; then the id of srun's step, empty under torchrun.
+    """Return None unless this process is a rank that another launcher started; then the id of srun's step, empty under
+    torchrun.
 
     Raises:
         LaunchError: the process is a rank, and options that start ranks are given.
@@ -62,7 +65,8 @@ def refuse_placement(placement: Mapping[str, object]) -> None:
     names = ", ".join("--" + {"meeting_s": "wait"}.get(name, name).replace("_", "-") for name in said(placement))
     if names:
         raise LaunchError(
-            f"{names}: this is already one of {runtime.world_size()} ranks that torchrun or srun started; leave the option out, or, "
+            f"{names}: this is already one of {runtime.world_size()} ranks that torchrun or srun started; leave the "
+            "option out, or, "
             "to start ranks from one process on each node, also pass --nodes, --node-rank and --head"
         )
 
@@ -86,14 +90,17 @@ def placed(given: Given, ranks_here: Callable[[int], int] | None = None) -> Plac
 
     Args:
         given: the options.
-        ranks_here: number of nodes -> number of ranks on this one, where no number is given; None: one for each accelerator.
+        ranks_here: number of nodes -> number of ranks on this one, where no number is given; None: one for each
+            accelerator.
 
     Raises:
         LaunchError: a number cannot be read.
     """
     least, most = node_range(str(given.get("nodes", 1)))
     ranks = ranks_on_node(given, most, ranks_here)
-    names = {"restarts", "run_id"} if most == 1 else {"node_rank", "head", "restarts", "rejoin_s", "meeting_s", "run_id"}
+    names = (
+        {"restarts", "run_id"} if most == 1 else {"node_rank", "head", "restarts", "rejoin_s", "meeting_s", "run_id"}
+    )
     more = cast("_Options", {name: value for name, value in given.items() if name in names})
     return Placement(ranks=ranks, nodes=most, least_nodes=least, **more)
 
@@ -112,7 +119,9 @@ def node_range(text: str) -> tuple[int, int]:
     """Return the smallest and the largest number of nodes of ``--nodes N`` or ``--nodes MIN:MAX``."""
     least, _, most = text.partition(":")
     if not least.isdigit() or not (most or least).isdigit() or not 1 <= int(least) <= int(most or least):
-        raise LaunchError(f"--nodes is {text!r}; expected a number, or MIN:MAX for a job that continues with fewer nodes")
+        raise LaunchError(
+            f"--nodes is {text!r}; expected a number, or MIN:MAX for a job that continues with fewer nodes"
+        )
     return int(least), int(most or least)
 
 

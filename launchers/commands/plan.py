@@ -19,16 +19,24 @@ if TYPE_CHECKING:
 def plan(
     recipe: RecipeOrShape,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set: mesh=dp_shard=-1,tp=8", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Fields to set: mesh=dp_shard=-1,tp=8", show_default=False),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes; default: as many as the mesh's ranks fill, or 1.", min=1)] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="Accelerators per node; default: the profile's.", min=1)] = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Number of nodes; default: as many as the mesh's ranks fill, or 1.", min=1)
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(help="Accelerators per node; default: the profile's.", min=1)
+    ] = None,
     hardware: Annotated[str, typer.Option(help="h100, h200, a100, b200, or the YAML file of a profile.")] = "h100",
     elastic: Annotated[
-        str | None, typer.Option(help="replicas: each replica (dp_replicate) is a job of its own, as `meshpar run` starts it.")
+        str | None,
+        typer.Option(help="replicas: each replica (dp_replicate) is a job of its own, as `meshpar run` starts it."),
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="Rank every legal mesh and setting instead.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Replay every block instead of extrapolating from a few.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Replay every block instead of extrapolating from a few.")
+    ] = False,
     html: Annotated[Path | None, typer.Option(help="Write the report as one HTML file.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the forecast as JSON.")] = None,
     debug: Debug = False,
@@ -64,9 +72,18 @@ def plan(
 
 
 def _forecasts(
-    source: str, overrides: Sequence[str], profile: Hardware, ranks: int | None, elastic: str | None, *, search: bool, full: bool
+    source: str,
+    overrides: Sequence[str],
+    profile: Hardware,
+    ranks: int | None,
+    elastic: str | None,
+    *,
+    search: bool,
+    full: bool,
 ) -> tuple[Sequence[Forecast], Ranking | None, Forecast | None]:
-    """Return the forecasts to report, the best first, the ranking of a search, and the forecast without the plan's recomputation."""
+    """Return the forecasts to report, the best first, the ranking of a search, and the forecast without the plan's
+    recomputation.
+    """
     from meshpar.errors import MeshparError
     from meshpar.forecasting.search import search as search_plans
     from meshpar.launchers import progress
@@ -94,14 +111,19 @@ def _forecasts(
     plan = build.plan_of(recipe)
     if recipe.training.objective != "causal_lm" or recipe.lora is not None or isinstance(recipe.optimizer, Own):
         raise MeshparError(
-            "--search trains a whole model on packed text with AdamW; forecast this recipe's plans one by one, without --search"
+            "--search trains a whole model on packed text with AdamW; forecast this recipe's plans one by one, "
+            "without --search"
         )
     model, copies = build.build_shape(recipe), None if elastic is None else recipe.optimizer_copies
     with progress.of_parts("steps simulated") as told:
-        ranking = search_plans(model, layout_for(model), batch_of(recipe), profile, ranks, plan=plan, told=told, optimizer_copies=copies)
+        ranking = search_plans(
+            model, layout_for(model), batch_of(recipe), profile, ranks, plan=plan, told=told, optimizer_copies=copies
+        )
     if not ranking.best:
         nearest = min(ranking.out, key=lambda each: each.peak or float("inf"))
-        raise MeshparError(f"no setting fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; use more nodes")
+        raise MeshparError(
+            f"no setting fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; use more nodes"
+        )
     return ranking.best, ranking, None
 
 
@@ -116,7 +138,11 @@ def ranks_of(mesh: str, profile: Hardware, *, search: bool) -> int:
 def _recomputation(made: Forecast, without: Forecast) -> str:
     """Return a line on the memory that recomputation saves and the time that it costs."""
     saved, more = without.memory.peak - made.memory.peak, made.cost.seconds - without.cost.seconds
-    fits = "" if without.fits else f", and without it the step {'may not fit' if without.verdict == 'may fit' else without.verdict}"
+    fits = (
+        ""
+        if without.fits
+        else f", and without it the step {'may not fit' if without.verdict == 'may fit' else without.verdict}"
+    )
     return (
         f"recomputation saves {saved / 2**30:.2f} GiB of a peak of {without.memory.peak / 2**30:.2f} "
         f"and costs {more * 1e3:,.1f} ms a step, {more / without.cost.seconds:.0%}{fits}"

@@ -1,4 +1,6 @@
-"""``meshpar quickstart``: train, resume on another mesh, export, load with transformers, complete lines; in about three minutes."""
+"""``meshpar quickstart``: train, resume on another mesh, export, load with transformers, complete lines; in about three
+minutes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from meshpar.training.samples import PackedTokens
 MESHES = {"fsdp": "dp_shard=2", "hsdp": "dp_replicate=2,dp_shard=1"}
 RANKS = 2
 OTHER_MESH, OTHER_BATCH = "tp=2", 8
-"""The mesh that resumes. Both ranks get the same data there, so a micro-batch of twice the size keeps the global batch."""
+"""The mesh that resumes. Both ranks get the same data there, so a micro-batch of twice the size keeps the global batch.
+"""
 
 STEPS_A_MINUTE = 180
 TOLERANCE = 1e-4
@@ -52,7 +55,12 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
     need_transformers()
     start = time.monotonic()
     tenth = max(2, round(STEPS_A_MINUTE * minutes / 10))
-    common = [f"output={out}", f"data.cache={out / 'data'}", f"schedule.steps={10 * tenth}", f"checkpoint.every={3 * tenth}"]
+    common = [
+        f"output={out}",
+        f"data.cache={out / 'data'}",
+        f"schedule.steps={10 * tenth}",
+        f"checkpoint.every={3 * tenth}",
+    ]
     common += [f"schedule.warmup_steps={2 * tenth}", *overrides]
     first = [*common, f"mesh={MESHES[mesh]}", f"training.steps={9 * tenth}"]
     second = [*common, f"mesh={OTHER_MESH}", f"data.micro_batch={OTHER_BATCH}", f"training.steps={10 * tenth}"]
@@ -90,12 +98,19 @@ def _tell_losses(path: Path) -> None:
 
 
 def _tell_difference(recipe: Recipe, exported: nn.Module) -> None:
-    """Print the difference between the exported model's logits and the trained one's; raise LaunchError if it exceeds rounding."""
+    """Print the difference between the exported model's logits and the trained one's; raise LaunchError if it exceeds
+    rounding.
+    """
     trained, theirs = _logits(recipe, exported)
     difference, largest = float((trained - theirs).abs().max()), float(trained.abs().max())
-    print(f"loaded as {type(exported).__name__}; its logits on held-out text differ from the trained model's by at most {difference:.1e}")
+    print(
+        f"loaded as {type(exported).__name__}; its logits on held-out text differ from the trained model's by at "
+        f"most {difference:.1e}"
+    )
     if not difference <= TOLERANCE * largest:
-        raise LaunchError(f"the exported model is not the trained one (the largest logit is {largest:.1f}); please report this")
+        raise LaunchError(
+            f"the exported model is not the trained one (the largest logit is {largest:.1f}); please report this"
+        )
 
 
 def _logits(recipe: Recipe, exported: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +138,10 @@ def _farewell(out: Path) -> str:
     commands = [
         ("show the curves", f"tensorboard --logdir {out / TENSORBOARD}"),
         ("complete your own beginning", f"meshpar generate {out / 'export'} 'def main('"),
-        ("resume on a third mesh", f"meshpar train {out / 'recipe.yaml'} mesh=dp_replicate=2 passes=auto training.steps=1000"),
+        (
+            "resume on a third mesh",
+            f"meshpar train {out / 'recipe.yaml'} mesh=dp_replicate=2 passes=auto training.steps=1000",
+        ),
         ("train on your own text", "meshpar train quickstart data.source=files data.paths=[FOLDER] output=runs/mine"),
         ("print the bytes of each of 512 ranks", "meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8"),
     ]

@@ -12,7 +12,15 @@ from meshpar import runtime
 from meshpar.errors import LaunchError
 from meshpar.launchers.agent.local import launch
 from meshpar.launchers.agent.starting import adopt_srun
-from meshpar.launchers.commands.placing import Given, adopted, first_error_of, from_kubeflow, placed, refuse_placement, said
+from meshpar.launchers.commands.placing import (
+    Given,
+    adopted,
+    first_error_of,
+    from_kubeflow,
+    placed,
+    refuse_placement,
+    said,
+)
 from meshpar.launchers.jobs.worker import run_code
 
 _RANK = "meshpar.launchers.doctor.rank"
@@ -29,8 +37,8 @@ def run(
 ) -> int:
     """Run a script, a module or a recipe, and return the exit code.
 
-    If this process is already a rank (of torchrun, or of an srun with one task per rank), it runs as that rank. Otherwise torch's elastic
-    agent starts the ranks in this process.
+    If this process is already a rank (of torchrun, or of an srun with one task per rank), it runs as that rank.
+    Otherwise torch's elastic agent starts the ranks in this process.
 
     Args:
         what: a file ending in ``.py``, a module's name, or a recipe.
@@ -39,7 +47,8 @@ def run(
             (``PET_*``) set the others.
         module: whether ``what`` is a module's name.
         logs: the folder of logs; None: ``logs`` in the recipe's output folder, or ``runs/<script>/logs``.
-        elastic: ``"replicas"``: each replica of a recipe's mesh is a job of its own, see :mod:`meshpar.launchers.agent.replicas`.
+        elastic: ``"replicas"``: each replica of a recipe's mesh is a job of its own, see
+            :mod:`meshpar.launchers.agent.replicas`.
 
     Raises:
         MeshparError: the first failing rank's error.
@@ -49,12 +58,15 @@ def run(
         raise LaunchError(f"there is no file {what}; give the path of a script, -m MODULE, or a recipe")
     given: Given = {**from_kubeflow(os.environ), **said(placement)}
     if kind == "recipe":
-        from meshpar.launchers.commands.train import run_recipe  # loads all that a job may use, which a script does without
+        from meshpar.launchers.commands.train import (
+            run_recipe,
+        )  # loads all that a job may use, which a script does without
 
         return run_recipe(what, arguments, given, placement, logs, elastic)
     if elastic is not None:
         raise LaunchError(
-            f"--elastic starts recipes; {what} is a {kind}: start one job for each replica, with TORCHFT_LIGHTHOUSE, and use "
+            f"--elastic starts recipes; {what} is a {kind}: start one job for each replica, with TORCHFT_LIGHTHOUSE, "
+            "and use "
             "meshpar.training.Replicas in its loop"
         )
     logs = logs or Path("runs") / (Path(what).stem if kind == "script" else what.rpartition(".")[2]) / "logs"
@@ -64,7 +76,9 @@ def run(
     return launch([kind, what, *arguments], placed(given), logs, sys.stdout)
 
 
-def run_doctor(mesh: str, placement: Mapping[str, object], *, folder: Path | None, profile: Path | None, wait_s: float) -> int:
+def run_doctor(
+    mesh: str, placement: Mapping[str, object], *, folder: Path | None, profile: Path | None, wait_s: float
+) -> int:
     """Run the doctor and return the exit code: 0 without findings, 1 with findings.
 
     Args:
@@ -91,7 +105,9 @@ def run_doctor(mesh: str, placement: Mapping[str, object], *, folder: Path | Non
         found = Path(logs) / "findings"
         os.environ["MESHPAR_FINDINGS"] = str(found)
         try:
-            code = launch(["module", _RANK, *arguments], placed({**given, "meeting_s": int(wait_s)}), Path(logs), sys.stdout)
+            code = launch(
+                ["module", _RANK, *arguments], placed({**given, "meeting_s": int(wait_s)}), Path(logs), sys.stdout
+            )
         except LaunchError as error:
             raise LaunchError(f"the doctor could not finish: {error}") from error
         return 1 if found.exists() else code

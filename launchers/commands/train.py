@@ -1,4 +1,6 @@
-"""Run a recipe, in this process or on ranks: ``meshpar train``, and ``meshpar run`` of a recipe on nodes or as replicas."""
+"""Run a recipe, in this process or on ranks: ``meshpar train``, and ``meshpar run`` of a recipe on nodes or as
+replicas.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from meshpar.errors import LaunchError, PlanError, RecipeError
 from meshpar.launchers.agent.local import launch_local, launch_recipe
 from meshpar.launchers.agent.replicas import Division, check_elastic, divided, launch_replicas
 from meshpar.launchers.agent.starting import adopt_srun, launch_nodes_here
-from meshpar.launchers.commands.placing import Given, accelerators, adopted, first_error_of, node_range, placed, ranks_on_node
+from meshpar.launchers.commands.placing import (
+    Given,
+    accelerators,
+    adopted,
+    first_error_of,
+    node_range,
+    placed,
+    ranks_on_node,
+)
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.job import run_job
 from meshpar.launchers.jobs.preflight import find_batch_size
@@ -53,7 +63,9 @@ def train_recipe(
     adopt_srun()
     if runtime.launched():
         if nproc is not None:
-            raise RecipeError("--nproc starts ranks, but this process is already a rank; give the number to torchrun or srun")
+            raise RecipeError(
+                "--nproc starts ranks, but this process is already a rank; give the number to torchrun or srun"
+            )
         if runtime.is_main() and not quiet:
             show(recipe)
         return run_as_rank(recipe) or 0
@@ -67,7 +79,8 @@ def train_recipe(
 
 
 def launch(recipe: Recipe, ranks: int, *, quiet: bool = False) -> int:
-    """Check a recipe on ``ranks`` ranks, then run it: in this process for one rank, otherwise on processes of this machine.
+    """Check a recipe on ``ranks`` ranks, then run it: in this process for one rank, otherwise on processes of this
+    machine.
 
     Raises:
         PlanError, RecipeError: the recipe or the plan has problems; raised before any rank starts.
@@ -87,7 +100,9 @@ def run_as_rank(recipe: Recipe) -> int:
 
 
 def check(recipe: Recipe, ranks: int, found: Sequence[str], *, replica: bool = False) -> None:
-    """Raise PlanError with the problems ``found`` and with those of a recipe, or of a ``replica``'s, on ``ranks`` ranks."""
+    """Raise PlanError with the problems ``found`` and with those of a recipe, or of a ``replica``'s, on ``ranks``
+    ranks.
+    """
     problems = [*found, *build.check_job(recipe, ranks, replica=replica)]
     if problems:
         raise PlanError(problems)
@@ -101,7 +116,12 @@ def show(recipe: Recipe) -> None:
 
 
 def run_recipe(
-    source: str, overrides: Sequence[str], given: Given, placement: Mapping[str, object], logs: Path | None, elastic: str | None
+    source: str,
+    overrides: Sequence[str],
+    given: Given,
+    placement: Mapping[str, object],
+    logs: Path | None,
+    elastic: str | None,
 ) -> int:
     """Run a recipe for ``meshpar run``; see :func:`meshpar.launchers.commands.run.run`.
 
@@ -164,5 +184,7 @@ def _ranks_here(recipe: Recipe, nodes: int) -> int:
         return accelerators()
     world = build.world_size_of(recipe)
     if world % nodes:
-        raise LaunchError(f"the mesh {recipe.mesh} has {world} ranks, which {nodes} nodes cannot share evenly; give --nproc")
+        raise LaunchError(
+            f"the mesh {recipe.mesh} has {world} ranks, which {nodes} nodes cannot share evenly; give --nproc"
+        )
     return world // nodes

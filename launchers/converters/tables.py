@@ -1,4 +1,5 @@
-"""The keys of transformers' TrainingArguments (5.23, and earlier ones) and of accelerate's YAML (1.15, FSDP versions 1 and 2).
+"""The keys of transformers' TrainingArguments (5.23, and earlier ones) and of accelerate's YAML (1.15, FSDP versions 1
+and 2).
 
 Keys that both have, ``debug``, ``parallelism_config`` and ``use_cpu``, are in accelerate's table.
 """
@@ -11,7 +12,9 @@ from meshpar.launchers.converters import values
 from meshpar.launchers.converters.values import Keys, Translated, to, truth, whole
 
 _LAUNCHER = "the launcher's: give it to torchrun, srun or `meshpar launch`"
-_DEEPSPEED = "DeepSpeed is another engine; its stages 2 and 3 are FullyShard(reshard_after_forward=False) and FullyShard()"
+_DEEPSPEED = (
+    "DeepSpeed is another engine; its stages 2 and 3 are FullyShard(reshard_after_forward=False) and FullyShard()"
+)
 _TPU = "TPUs are not supported"
 DEFAULTS = {
     "data.micro_batch": 8,
@@ -82,7 +85,8 @@ TRAINER = Keys(
         "logging_first_step": "numbers are reported every training.log_every steps",
         "logging_dir": "TensorBoard's files are in the run's folder",
         "log_on_each_node": "one rank writes",
-        "logging_nan_inf_filter": "a loss that is not finite stops the run, or is skipped with training.nonfinite: skip",
+        "logging_nan_inf_filter": "a loss that is not finite stops the run, or is skipped with training.nonfinite: "
+        "skip",
         "include_num_input_tokens_seen": "tokens are always counted",
         "include_tokens_per_second": "it is always reported",
         "log_level": "the console shows progress; --quiet leaves the recipe out",
@@ -117,7 +121,8 @@ TRAINER = Keys(
         "hub_strategy": _HUB,
         "hub_always_push": _HUB,
         "hub_revision": _HUB,
-        "dataloader_drop_last": "the last batch of an epoch is filled up with samples that do not count: none is left out",
+        "dataloader_drop_last": "the last batch of an epoch is filled up with samples that do not count: none is "
+        "left out",
         "dataloader_in_order": _FIXED,
         "dataloader_multiprocessing_context": "workers come from a forkserver",
         "remove_unused_columns": "data.field, data.target_field and data.label_field name the columns to read",
@@ -146,13 +151,25 @@ TRAINER = Keys(
     refused={
         "optim_args": (("", {}), _OPT),
         "optim_target_modules": (([],), _OPT),
-        "label_smoothing_factor": ((0, 0.0), "the token loss has no smoothing; write an objective of your own, as a plugin"),
-        "tf32": ((False,), "set torch.set_float32_matmul_precision in your own program; a recipe computes in param_dtype"),
+        "label_smoothing_factor": (
+            (0, 0.0),
+            "the token loss has no smoothing; write an objective of your own, as a plugin",
+        ),
+        "tf32": (
+            (False,),
+            "set torch.set_float32_matmul_precision in your own program; a recipe computes in param_dtype",
+        ),
         "use_liger_kernel": ((False,), "meshpar replaces no kernels; the pass Compile fuses"),
         "neftune_noise_alpha": ((0, 0.0), "embeddings get no noise"),
-        "auto_find_batch_size": ((False,), "start with `meshpar train --find-batch-size`, which tries before it trains"),
+        "auto_find_batch_size": (
+            (False,),
+            "start with `meshpar train --find-batch-size`, which tries before it trains",
+        ),
         "eval_delay": ((0, 0.0), "validation begins with training"),
-        "eval_on_start": ((False,), "validation begins after the first steps; `training.validate_every: 1` shows the beginning"),
+        "eval_on_start": (
+            (False,),
+            "validation begins after the first steps; `training.validate_every: 1` shows the beginning",
+        ),
         "save_only_model": (
             (False,),
             "a run cannot resume from a checkpoint without the optimizer; `meshpar export` writes the model alone",
@@ -160,7 +177,10 @@ TRAINER = Keys(
         "ignore_data_skip": ((False,), "a resumed run uses each sample of the epoch once"),
         "full_determinism": ((False,), "set torch.use_deterministic_algorithms in your own program"),
         "data_seed": ((), "one seed orders the data and draws the weights"),
-        "accelerator_config": (({}, ""), "write its keys in meshpar's terms: data.shuffle, data.accumulate, data.workers"),
+        "accelerator_config": (
+            ({}, ""),
+            "write its keys in meshpar's terms: data.shuffle, data.accumulate, data.workers",
+        ),
         "deepspeed": ((), _DEEPSPEED),
         "group_by_length": ((False,), "batches are padded to their longest row, in the drawn order"),
         "past_index": ((-1,), "models that carry a state from batch to batch are not trained"),
@@ -205,7 +225,11 @@ def _machines(value: object, result: Translated) -> str:
 
 
 def _compile(value: object, result: Translated) -> str:
-    backend = str((value or {}).get("dynamo_backend", "NO")).upper() if isinstance(value, Mapping) else str(value or "NO").upper()
+    backend = (
+        str((value or {}).get("dynamo_backend", "NO")).upper()
+        if isinstance(value, Mapping)
+        else str(value or "NO").upper()
+    )
     if backend == "NO":
         return "has no effect: it is the default"
     if backend != "INDUCTOR":
@@ -223,14 +247,17 @@ def _parallelism(value: object, result: Translated) -> str:
             raise ValueError(f"{name} is not known; there are {', '.join(PARALLELISM)}")
         if name in ("cp_size", "sp_size") and size not in (None, 1):
             raise ValueError(
-                f"{name}: {size} is refused: accelerate's context parallelism is not translated; remove it and add cp={size} to the "
+                f"{name}: {size} is refused: accelerate's context parallelism is not translated; remove it and add "
+                f"cp={size} to the "
                 "mesh, which splits sequences by the pass ContextParallel"
             )
     axes = {name: sizes.get(f"{name}_size") for name in ("dp_replicate", "dp_shard", "tp")}
     result.known["axes"] = {name: whole(size) for name, size in axes.items() if size not in (None, 1)}
     mesh = ",".join(f"{name}={size}" for name, size in result.known["axes"].items())
     rest = [name for name in sizes if name not in ("dp_replicate_size", "dp_shard_size", "tp_size")]
-    return f"became mesh: {mesh or 'one process'}" + (f"; {', '.join(rest)} have no effect: context parallelism is off" if rest else "")
+    return f"became mesh: {mesh or 'one process'}" + (
+        f"; {', '.join(rest)} have no effect: context parallelism is off" if rest else ""
+    )
 
 
 def _fp8(value: object, result: Translated) -> str:
@@ -268,7 +295,8 @@ ACCELERATE = Keys(
         "enable_cpu_affinity": _LAUNCHER,
     },
     refused={
-        "compute_environment": (("LOCAL_MACHINE",), "the job runs where it is started; `meshpar launch` renders SLURM and Kubernetes"),
+        "compute_environment": (("LOCAL_MACHINE",), "the job runs where it is started; `meshpar launch` renders "
+        "SLURM and Kubernetes"),
         "debug": (("", False, []), "an error inside a collective already names its module, placements and remedy"),
         "downcast_bf16": (("no", False), _TPU),
         "deepspeed_config": (({},), _DEEPSPEED),
@@ -297,7 +325,9 @@ def choose_mesh(result: Translated) -> None:
     elif result.strategy == "NO_SHARD":
         mesh, why = f"dp_replicate={ranks or -1}", "whole copies"
     elif result.strategy.startswith("HYBRID"):
-        hybrid = f"dp_replicate={nodes},dp_shard={ranks // nodes}" if ranks and nodes > 1 and ranks % nodes == 0 else "auto"
+        hybrid = (
+            f"dp_replicate={nodes},dp_shard={ranks // nodes}" if ranks and nodes > 1 and ranks % nodes == 0 else "auto"
+        )
         mesh, why = hybrid, "hybrid sharding: shards inside a node, replicas across"
     else:
         mesh, why = f"dp_shard={ranks or -1}", "full sharding"

@@ -1,4 +1,6 @@
-"""Put the keys of Trainer and accelerate that a recipe holds, and the options of FSDP1's sharding pass, in meshpar's terms."""
+"""Put the keys of Trainer and accelerate that a recipe holds, and the options of FSDP1's sharding pass, in meshpar's
+terms.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def strategy_of(options: Mapping[str, Any]) -> str:
 
 
 def _short_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options without the prefix ``fsdp_``, and with FSDP1's second name for a strategy in accelerate as ``sharding_strategy``."""
+    """Return options without the prefix ``fsdp_``, and with FSDP1's second name for a strategy in accelerate as
+    ``sharding_strategy``.
+    """
     written = {key.removeprefix("fsdp_") if isinstance(key, str) else key: value for key, value in options.items()}
     if "sharding_strategy" not in written and str(written.get("reshard_after_forward")).upper() in _STRATEGIES:
         written["sharding_strategy"] = written.pop("reshard_after_forward")
@@ -64,7 +68,8 @@ def _short_names(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trainer_options(words: Any, config: Any) -> dict[str, Any]:
-    """Return the options of the pass ``fsdp`` that a Trainer's ``fsdp: full_shard auto_wrap`` and ``fsdp_config: {...}`` mean.
+    """Return the options of the pass ``fsdp`` that a Trainer's ``fsdp: full_shard auto_wrap`` and ``fsdp_config:
+    {...}`` mean.
 
     Raises:
         ValueError: a word or the config is none of Trainer's.
@@ -82,7 +87,9 @@ def trainer_options(words: Any, config: Any) -> dict[str, Any]:
         elif str(word).upper() in _STRATEGIES:
             options["sharding_strategy"] = str(word).upper()
         else:
-            raise ValueError(f"fsdp: {word!r} is not known; there are {', '.join(map(str.lower, _STRATEGIES))}, offload, auto_wrap")
+            raise ValueError(
+                f"fsdp: {word!r} is not known; there are {', '.join(map(str.lower, _STRATEGIES))}, offload, auto_wrap"
+            )
     return options
 
 
@@ -124,7 +131,8 @@ _NO_EFFECT = {
     "use_orig_params": "FSDP2 always keeps the original parameters",
     "flatten_parameters": "FSDP2 never flattens: it shards each parameter by itself",
     "device_id": "each rank takes the device of its local rank",
-    "sync_module_states": "initial weights are the same on every rank by construction, and the ranks compare them at the start",
+    "sync_module_states": "initial weights are the same on every rank by construction, and the ranks compare them at "
+    "the start",
     "cpu_ram_efficient_loading": "models are built on the meta device, and each rank reads its own part of the weights",
     "keep_low_precision_grads": "gradients are kept in the parameters' dtype",
     "version": "it is always FSDP2",
@@ -135,7 +143,8 @@ _NO_EFFECT = {
 
 _REFUSED = {
     "ignored_modules": "FSDP2 reduces no gradients of what it ignores; freeze the modules, or leave them out of blocks",
-    "activation_checkpointing_offload": "saved activations stay on the device; offload: cpu moves parameters and optimizer state",
+    "activation_checkpointing_offload": "saved activations stay on the device; offload: cpu moves parameters and "
+    "optimizer state",
     "xla": "TPUs are not supported",
     "xla_fsdp_v2": "TPUs are not supported",
     "xla_fsdp_settings": "TPUs are not supported",
@@ -162,7 +171,9 @@ def _offload(value: object) -> tuple[dict[str, Any], str]:
 
 def _precision(value: object) -> tuple[dict[str, Any], str]:
     if isinstance(value, Mapping):
-        unknown = [key for key in value if key not in (*_PRECISION, "cast_root_forward_inputs", "keep_low_precision_grads")]
+        unknown = [
+            key for key in value if key not in (*_PRECISION, "cast_root_forward_inputs", "keep_low_precision_grads")
+        ]
         if unknown:
             raise ValueError(f"unknown key {unknown[0]!r}; there are: {', '.join(sorted(_PRECISION))}")
         return {key: each for key, each in value.items() if key in _PRECISION}, ""
@@ -179,7 +190,10 @@ def _wrap_policy(value: object) -> tuple[dict[str, Any], str]:
     if str(value).upper() == "NO_WRAP":
         return {"blocks": []}, "became blocks=[]: the whole model is one unit"
     if str(value).upper() not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
-        raise ValueError(f"expected TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP, got {value!r}; units come from the model's layout")
+        raise ValueError(
+            f"expected TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP, got {value!r}; units come from the "
+            "model's layout"
+        )
     return {}, "is the default: units are the model's blocks (blocks and min_params change them)"
 
 
@@ -200,11 +214,17 @@ def _state_dict_type(value: object) -> tuple[dict[str, Any], str]:
         return {}, "is the default"
     if name == "FULL_STATE_DICT":
         return {}, "has no effect: checkpoints are sharded, and `meshpar export` writes one whole copy from any of them"
-    raise ValueError(f"{value} is refused: a local state dict can be read on the same mesh only; checkpoints are sharded ones")
+    raise ValueError(
+        f"{value} is refused: a local state dict can be read on the same mesh only; checkpoints are sharded ones"
+    )
 
 
 def _recompute(value: object) -> tuple[dict[str, Any], str]:
-    return ({"before": "ActivationCheckpoint"}, "became the pass ActivationCheckpoint") if truth(value) else ({}, "is the default")
+    return (
+        ({"before": "ActivationCheckpoint"}, "became the pass ActivationCheckpoint")
+        if truth(value)
+        else ({}, "is the default")
+    )
 
 
 _KNOBS: Mapping[str, Callable[[Any], tuple[dict[str, Any], str]]] = {
@@ -305,7 +325,9 @@ def _put_precision(result: Translated, own: list[Any], at: Place) -> None:
     place = next((number for number, name in enumerate(names) if name in SHARDING), None)
     if result.fsdp and place is None:
         result.refuse(
-            "bf16" if "bf16" in result.known else "mixed_precision", "mixed precision needs a data-parallel pass: give a mesh", at
+            "bf16" if "bf16" in result.known else "mixed_precision",
+            "mixed precision needs a data-parallel pass: give a mesh",
+            at,
         )
         return
     if place is None:

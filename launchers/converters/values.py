@@ -1,4 +1,6 @@
-"""Foreign keys, each translated, without effect, or refused, and what the values of transformers' TrainingArguments mean."""
+"""Foreign keys, each translated, without effect, or refused, and what the values of transformers' TrainingArguments
+mean.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Translated:
     written: set[str] = field(default_factory=set)
 
     def put(self, path: str, value: object) -> None:
-        """Set a field of the recipe (``optimizer.lr``) because of the present key; a field that the recipe writes itself is a conflict."""
+        """Set a field of the recipe (``optimizer.lr``) because of the present key; a field that the recipe writes
+        itself is a conflict.
+        """
         *sections, name = path.split(".")
         target = self.data
         for section in sections:
@@ -82,7 +86,9 @@ class Translated:
 
 
 Handler = Callable[[Any, Translated], str | None]
-"""Takes a key's value, puts it where it belongs and returns what became of it (None: told already); raises ValueError to refuse it."""
+"""Takes a key's value, puts it where it belongs and returns what became of it (None: told already); raises ValueError
+to refuse it.
+"""
 
 
 @final
@@ -113,7 +119,9 @@ class Keys:
             result.note(key, f"has no effect: {self.no_effect[key]}")
         elif key in self.refused:
             harmless, reason = self.refused[key]
-            if value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless):
+            if value is None or any(
+                value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless
+            ):
                 result.note(key, "has no effect: this value is the default")
             else:
                 result.refuse(key, f"{value!r} is refused: {reason}", place)
@@ -227,7 +235,10 @@ def scheduler_options(value: object, result: Translated) -> str:
         elif key == "min_lr":
             result.put("schedule.min_ratio", float(each) / float(result.known.get("learning_rate") or 5e-5))
         else:
-            raise ValueError(f"{key} is refused: of the options of a schedule there are min_lr and min_lr_rate; see the section schedule")
+            raise ValueError(
+                f"{key} is refused: of the options of a schedule there are min_lr and min_lr_rate; see the section "
+                "schedule"
+            )
     return f"{value} became schedule.min_ratio: {result.data['schedule']['min_ratio']:g}"
 
 
@@ -270,7 +281,9 @@ def every(kind: str, path: str) -> Any:
             result.put(path, None)
             return f"{text} became {path}: null" + (" (at the end only)" if kind == "save" else "")
         if text == "best":
-            raise ValueError("'best' is refused: write save_strategy: epoch or steps; checkpoint.best keeps the best of them")
+            raise ValueError(
+                "'best' is refused: write save_strategy: epoch or steps; checkpoint.best keeps the best of them"
+            )
         steps = result.known.get(f"{kind}_steps") or result.known.get("logging_steps") or 500
         if text == "steps" and isinstance(steps, float) and 0 < steps < 1:
             return "steps, whose number is refused"  # at its own key
@@ -375,7 +388,9 @@ def resume(value: object, result: Translated) -> str:
     """Take ``resume_from_checkpoint``."""
     wanted = "auto" if value in (True, "true", "True") else str(value)
     if value in (False, "false"):
-        return "has no effect: a run resumes from its own newest checkpoint; set checkpoint.resume: never to refuse this"
+        return (
+            "has no effect: a run resumes from its own newest checkpoint; set checkpoint.resume: never to refuse this"
+        )
     result.put("checkpoint.resume", wanted)
     return f"became checkpoint.resume: {wanted}"
 

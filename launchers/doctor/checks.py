@@ -93,7 +93,11 @@ def _resolved(host: str) -> str | None:
 
 def _infiniband_ports() -> Iterator[dict[str, str]]:
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
-        read = {name: (port / name).read_text(encoding="utf-8").strip() for name in ("state", "rate") if (port / name).exists()}
+        read = {
+            name: (port / name).read_text(encoding="utf-8").strip()
+            for name in ("state", "rate")
+            if (port / name).exists()
+        }
         yield {"port": f"{port.parts[-3]}/{port.name}", "state": read.get("state", "?"), "rate": read.get("rate", "?")}
 
 
@@ -111,7 +115,9 @@ GIB = 2**30
 CLOCK_S = 2.0
 SHM = 1 * GIB
 FEW_FILES, FILES, FILES_A_RANK = 1024, 4096, 4
-"""Open files that a process needs: with 16 ranks at most, with more, and for each rank, because gloo's groups and rank 0's stores grow."""
+"""Open files that a process needs: with 16 ranks at most, with more, and for each rank, because gloo's groups and rank
+0's stores grow.
+"""
 
 
 @final
@@ -172,7 +178,9 @@ def _groups(found: Found, of: Callable[[Facts], Any]) -> dict[Any, list[Facts]]:
 def _differ(found: Found, of: Callable[[Facts], Any]) -> str:
     """Return ``X on ranks ...; Y on ranks ...``; empty if all are equal."""
     groups = _groups(found, of)
-    return "" if len(groups) < 2 else "; ".join(f"{value} on {ranks_text(members)}" for value, members in groups.items())
+    return (
+        "" if len(groups) < 2 else "; ".join(f"{value} on {ranks_text(members)}" for value, members in groups.items())
+    )
 
 
 def _of(kind: str, name: str, missing: str) -> Callable[[Facts], Any]:
@@ -194,7 +202,9 @@ def _versions(found: Found) -> Iterator[Finding]:
 def _devices(found: Found) -> Iterator[Finding]:
     where = _differ(found, lambda each: each["device"]["kind"])
     if where:
-        yield Finding(what="devices differ", where=where, do="use nodes of one kind: every step waits for the slowest device")
+        yield Finding(
+            what="devices differ", where=where, do="use nodes of one kind: every step waits for the slowest device"
+        )
     for (host, device), members in _groups(found, lambda each: (each["host"], each["device"]["id"])).items():
         if device is not None and len(members) > 1:
             yield Finding(
@@ -208,13 +218,19 @@ def _settings(found: Found) -> Iterator[Finding]:
     for name in sorted({name for each in found for name in each["settings"]}):
         where = _differ(found, _of("settings", name, "unset"))
         if where:
-            yield Finding(what=f"{name} differs between ranks", where=where, do="set the same value on every node, or unset it on all")
+            yield Finding(
+                what=f"{name} differs between ranks",
+                where=where,
+                do="set the same value on every node, or unset it on all",
+            )
 
 
 def _visible(found: Found) -> Iterator[Finding]:
     hosts = _groups(found, lambda each: each["host"])
     for name in VISIBLE:
-        values = {host: "; ".join(each["visible"].get(name, "unset") for each in members) for host, members in hosts.items()}
+        values = {
+            host: "; ".join(each["visible"].get(name, "unset") for each in members) for host, members in hosts.items()
+        }
         if len(set(values.values())) > 1:
             yield Finding(
                 what=f"{name} differs between hosts",
@@ -236,7 +252,11 @@ def _interfaces(found: Found) -> Iterator[Finding]:
             if not chosen:
                 what, where, do = "names no interface", f"{host}, which has {known}", "set it to one of these"
             elif several and all(fact["loopback"] for fact in chosen.values()):
-                what, where, do = "is the loopback interface, which reaches no other host", host, f"set it to one that does: {outward}"
+                what, where, do = (
+                    "is the loopback interface, which reaches no other host",
+                    host,
+                    f"set it to one that does: {outward}",
+                )
             elif not any(fact["up"] and fact["address"] for fact in chosen.values()):
                 what, where, do = "is down or has no address", host, f"bring it up, or choose another of {known}"
             else:
@@ -245,7 +265,9 @@ def _interfaces(found: Found) -> Iterator[Finding]:
 
 
 def _chosen(value: str, interface: str) -> bool:
-    """Return whether NCCL (for a plain name also gloo) selects an interface: ``eth`` is a prefix, ``=eth0`` exact, ``^lo`` excludes."""
+    """Return whether NCCL (for a plain name also gloo) selects an interface: ``eth`` is a prefix, ``=eth0`` exact,
+    ``^lo`` excludes.
+    """
     names = value.lstrip("^=").split(",")
     if value.startswith("^"):
         return not any(interface.startswith(name) for name in names)
@@ -259,19 +281,24 @@ def _names(found: Found) -> Iterator[Finding]:
         first = members[0]
         if first["address"] is None and "GLOO_SOCKET_IFNAME" not in first["settings"]:
             yield Finding(
-                what="the host's own name has no address", where=host, do="add it to DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME"
+                what="the host's own name has no address",
+                where=host,
+                do="add it to DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME",
             )
         elif (first["address"] or "").startswith("127.") and "GLOO_SOCKET_IFNAME" not in first["settings"]:
             yield Finding(
                 what=f"the host's own name resolves to {first['address']}, which gloo would send to the other hosts",
                 where=host,
-                do="set GLOO_SOCKET_IFNAME to the interface of the network, or remove the name's 127.x entry from /etc/hosts",
+                do="set GLOO_SOCKET_IFNAME to the interface of the network, or remove the name's 127.x entry from "
+                "/etc/hosts",
             )
 
 
 def _infiniband(found: Found) -> Iterator[Finding]:
     first = [members[0] for members in _groups(found, lambda each: each["host"]).values()]
-    where = _differ(first, lambda each: ", ".join(f"{port['port']} {port['rate']}" for port in each["infiniband"]) or "no port")
+    where = _differ(
+        first, lambda each: ", ".join(f"{port['port']} {port['rate']}" for port in each["infiniband"]) or "no port"
+    )
     if where:
         yield Finding(
             what="InfiniBand ports differ between hosts",
@@ -296,7 +323,8 @@ def _clocks(found: Found) -> Iterator[Finding]:
         yield Finding(
             what=f"clocks are {times[-1] - times[0]:.1f} s apart",
             where="; ".join(f"{each['host']} {each['clock'] - middle:+.1f} s" for each in _one_a_host(off)),
-            do="run chrony or ntpd: otherwise logs of different hosts cannot be ordered, and locks on shared file systems fail",
+            do="run chrony or ntpd: otherwise logs of different hosts cannot be ordered, and locks on shared file "
+            "systems fail",
         )
 
 
@@ -325,7 +353,9 @@ def _limits(found: Found) -> Iterator[Finding]:
 def _shm(found: Found) -> Iterator[Finding]:
     low = [each for each in _one_a_host(found) if each["shm"] is None or each["shm"]["free"] < SHM]
     if low:
-        sizes = [f"{each['host']}: {0 if each['shm'] is None else each['shm']['free'] / GIB:.2f} GiB free" for each in low]
+        sizes = [
+            f"{each['host']}: {0 if each['shm'] is None else each['shm']['free'] / GIB:.2f} GiB free" for each in low
+        ]
         yield Finding(
             what="little free space in /dev/shm, which NCCL and data workers use",
             where="; ".join(sizes),

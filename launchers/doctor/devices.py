@@ -20,7 +20,9 @@ SLOW = 0.9
 """A device that computes slower than the median of its kind by this factor is a finding: every step waits for it."""
 _SIZE, _CALLS = 8192, 20
 _HELD_BACK = {0x8: "hardware slowdown", 0x20: "temperature (software)", 0x40: "temperature", 0x80: "power brake"}
-"""Bits of NVML's clock event reasons that say that a device is not well; the others are idle clocks and limits that somebody set."""
+"""Bits of NVML's clock event reasons that say that a device is not well; the others are idle clocks and limits that
+somebody set.
+"""
 
 
 def health(identity: str | None) -> dict[str, Any] | None:
@@ -50,7 +52,10 @@ def health(identity: str | None) -> dict[str, Any] | None:
     rows = asked(nvml.nvmlDeviceGetRemappedRows) or (0, 0, 0, 0)
     links = [asked(nvml.nvmlDeviceGetNvLinkState, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
     return {
-        "uncorrected": asked(nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC) or 0,
+        "uncorrected": asked(
+            nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        )
+        or 0,
         "rows_pending": bool(rows[2]),
         "rows_failed": bool(rows[3]),
         "held_back": asked(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0,
@@ -69,11 +74,17 @@ def health_findings(found: Found) -> Iterator[Finding]:
 
     swap = "drain the node, reset or replace the device, and look at its Xid errors (dmesg | grep Xid)"
     if bad := those(lambda health: health["uncorrected"]):
-        yield Finding(what="devices have uncorrected memory errors since the driver was loaded", where=ranks_text(bad), do=swap)
+        yield Finding(
+            what="devices have uncorrected memory errors since the driver was loaded", where=ranks_text(bad), do=swap
+        )
     if bad := those(lambda health: health["rows_failed"]):
         yield Finding(what="devices cannot replace rows of their memory any more", where=ranks_text(bad), do=swap)
     if bad := those(lambda health: health["rows_pending"]):
-        yield Finding(what="devices wait for a reset to replace rows of their memory", where=ranks_text(bad), do="reset the devices")
+        yield Finding(
+            what="devices wait for a reset to replace rows of their memory",
+            where=ranks_text(bad),
+            do="reset the devices",
+        )
     for bit, reason in _HELD_BACK.items():
         if bad := [each for each, health in known if health["held_back"] & bit]:
             yield Finding(
@@ -84,14 +95,22 @@ def health_findings(found: Found) -> Iterator[Finding]:
     most = max((health["links_up"] for _, health in known), default=0)
     if bad := those(lambda health: health["links_up"] < most):
         yield Finding(
-            what=f"NVLinks are down: other devices have {most}", where=ranks_text(bad), do="check the links (nvidia-smi nvlink -s)"
+            what=f"NVLinks are down: other devices have {most}",
+            where=ranks_text(bad),
+            do="check the links (nvidia-smi nvlink -s)",
         )
     if bad := those(lambda health: (health["width"] or 0) < (health["most_width"] or 0)):
-        yield Finding(what="PCIe links are narrower than they can be", where=ranks_text(bad), do="seat the device anew, check its riser")
+        yield Finding(
+            what="PCIe links are narrower than they can be",
+            where=ranks_text(bad),
+            do="seat the device anew, check its riser",
+        )
 
 
 def product(device: torch.device, size: int = _SIZE) -> tuple[float, str]:
-    """Return the operations a second of a matrix product, and a digest of its result, which is the same on every device of a kind."""
+    """Return the operations a second of a matrix product, and a digest of its result, which is the same on every device
+    of a kind.
+    """
     ramp = torch.arange(size * size, dtype=torch.int32, device=device).view(size, size) % 251
     one = (ramp.float() / 251 - 0.5).to(torch.bfloat16)
     result = one @ one.t()
@@ -125,5 +144,6 @@ def product_findings(found: Found, products: list[tuple[float, str]]) -> Iterato
             yield Finding(
                 what=f"devices compute slower than the others of their kind, which reach {middle / 1e12:.0f} TFLOP/s",
                 where="; ".join(f"{ranks_text([each])}: {rate / 1e12:.0f}" for each, rate in slow[:8]),
-                do="check clocks, temperature and other processes there (nvidia-smi); every step waits for the slowest device",
+                do="check clocks, temperature and other processes there (nvidia-smi); every step waits for the "
+                "slowest device",
             )

@@ -1,4 +1,6 @@
-"""Examine the machines without a collective: ranks meet in a store, tell their facts, clocks, connections and the checkpoint folder."""
+"""Examine the machines without a collective: ranks meet in a store, tell their facts, clocks, connections and the
+checkpoint folder.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,10 @@ class Meeting:
             self._store = runtime.meeting_store(name, timeout_s=wait_s)
         except dist.DistError as error:
             raise LaunchError(
-                f"rank 0 does not answer at {place.get('MASTER_ADDR')}:{place.get('MASTER_PORT')} within {wait_s:.0f} s; check that its "
-                f"node runs, that its name resolves to the same address here, and that the port is open ({_first_line(error)})"
+                f"rank 0 does not answer at {place.get('MASTER_ADDR')}:{place.get('MASTER_PORT')} within "
+                f"{wait_s:.0f} s; check that its "
+                "node runs, that its name resolves to the same address here, and that the port is open "
+                f"({_first_line(error)})"
             ) from error
 
     def gather(self, name: str, value: object) -> list[Any]:
@@ -66,7 +70,10 @@ class Meeting:
         if self.rank == 0:
             found = self._collect(name)
             missing = [rank for rank in range(self.world) if rank not in found]
-            self._store.set(f"{name}/all", json.dumps({"found": [found.get(rank) for rank in range(self.world)], "missing": missing}))
+            self._store.set(
+                f"{name}/all",
+                json.dumps({"found": [found.get(rank) for rank in range(self.world)], "missing": missing}),
+            )
         told = self._told(name)
         if told["missing"]:
             self._let_read(name, set(range(self.world)) - set(told["missing"]))
@@ -81,7 +88,11 @@ class Meeting:
         """Keep the store, which may be rank 0's, open until the other ranks have read from it."""
         self._store.set(f"{name}/read/{self.rank}", "")
         deadline = time.monotonic() + _READ_S
-        while self.rank == 0 and time.monotonic() < deadline and not all(self._store.check([f"{name}/read/{rank}"]) for rank in came):
+        while (
+            self.rank == 0
+            and time.monotonic() < deadline
+            and not all(self._store.check([f"{name}/read/{rank}"]) for rank in came)
+        ):
             time.sleep(0.02)
 
     def _collect(self, name: str) -> dict[int, Any]:
@@ -112,10 +123,17 @@ def missing_text(missing: Sequence[int], found: Sequence[Mapping[str, Any] | Non
     places = []
     for rank in missing:
         node = rank // per_node if per_node else None
-        where = "" if node is None else f" (on {hosts[node]})" if node in hosts else f" (on node {node}, of which no rank connected)"
+        where = (
+            ""
+            if node is None
+            else f" (on {hosts[node]})"
+            if node in hosts
+            else f" (on node {node}, of which no rank connected)"
+        )
         places.append(f"{rank}{where}")
     return (
-        f"ranks did not connect within {wait_s:.0f} s: {', '.join(places)}; check that their nodes run, read their logs, and check that "
+        f"ranks did not connect within {wait_s:.0f} s: {', '.join(places)}; check that their nodes run, read their "
+        "logs, and check that "
         "they reach rank 0's port"
     )
 
@@ -217,7 +235,8 @@ def _connection_findings(facts: Sequence[Facts], seen: Sequence[dict[str, Any]])
         yield Finding(
             what="hosts that cannot connect to each other",
             where="; ".join(f"{here} to {there} at {address}: {why}" for here, there, address, why in failed[:8]),
-            do="open all ports between the nodes (the operating system chooses the ports of collectives), and check routes and host names",
+            do="open all ports between the nodes (the operating system chooses the ports of collectives), and check "
+            "routes and host names",
             severs=True,
         )
 
@@ -276,4 +295,7 @@ def _folder_findings(
 def summary(facts: Sequence[Facts]) -> str:
     """Return one line that lists ranks and hosts."""
     hosts = hosts_of(facts)
-    return f"{len(facts)} rank{'s' if len(facts) > 1 else ''} on {len(hosts)} host{'s' if len(hosts) > 1 else ''}: {ranks_text(facts)}"
+    return (
+        f"{len(facts)} rank{'s' if len(facts) > 1 else ''} on {len(hosts)} host{'s' if len(hosts) > 1 else ''}: "
+        f"{ranks_text(facts)}"
+    )

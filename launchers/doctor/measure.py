@@ -1,4 +1,6 @@
-"""Measure collectives on each axis of a mesh and pairs of ranks, and a hardware profile for :mod:`meshpar.forecasting.hardware`."""
+"""Measure collectives on each axis of a mesh and pairs of ranks, and a hardware profile for
+:mod:`meshpar.forecasting.hardware`.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ class PairSpeed:
 
 
 def measure(mesh: DeviceMesh, device: torch.device) -> tuple[list[AxisSpeed], list[PairSpeed]]:
-    """Measure all-reduce, all-gather and all pairs of neighbours on each axis of size > 1; the slowest pair of an axis comes first.
+    """Measure all-reduce, all-gather and all pairs of neighbours on each axis of size > 1; the slowest pair of an axis
+    comes first.
 
     On ``ep``, over which tokens travel to experts, also all-to-all.
 
@@ -95,7 +98,9 @@ def _collective(axis: str, operation: str, group: dist.ProcessGroup, size: int, 
     return AxisSpeed(axis=axis, operation=operation, ranks=size, bytes=count * 4, seconds=seconds, bus=sent / seconds)
 
 
-def _prepared(operation: str, count: int, group: dist.ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
+def _prepared(
+    operation: str, count: int, group: dist.ProcessGroup, size: int, device: torch.device
+) -> Callable[[], object]:
     whole = torch.zeros(-(-count // size) * size, device=device)
     if operation == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)
@@ -130,7 +135,9 @@ def _slowest(seconds: float, device: torch.device) -> float:
 
 
 def _pairs(axis: str, group: dist.ProcessGroup, size: int, device: torch.device) -> list[PairSpeed]:
-    """Time neighbours in both directions: even pairs, odd pairs, then the ring's end, so that a rank is in one pair at a time."""
+    """Time neighbours in both directions: even pairs, odd pairs, then the ring's end, so that a rank is in one pair at
+    a time.
+    """
     ranks = dist.get_process_group_ranks(group)
     mine = ranks.index(dist.get_rank())
     data = torch.zeros((1 << 20) // 4, device=device)
@@ -154,7 +161,10 @@ def _pairs(axis: str, group: dist.ProcessGroup, size: int, device: torch.device)
     own = [(rate, ranks[first], ranks[second]) for (first, second), rate in rates.items()]
     found: list[list[tuple[float, int, int]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, own, runtime.hosts())
-    return [PairSpeed(axis=axis, first=first, second=second, rate=rate) for rate, first, second in sorted(itertools.chain(*found))]
+    return [
+        PairSpeed(axis=axis, first=first, second=second, rate=rate)
+        for rate, first, second in sorted(itertools.chain(*found))
+    ]
 
 
 def _rounds(size: int) -> list[list[tuple[int, int]]]:
@@ -182,7 +192,9 @@ def measured_profile(facts: Sequence[Facts], device: torch.device) -> str:
         "switched": True,
     }
     hardware = Hardware.of(values, "the measured profile")
-    return to_yaml({name: _rounded(value) for name, value in (asdict(hardware) | {"peak": dict(hardware.peak)}).items()})
+    return to_yaml(
+        {name: _rounded(value) for name, value in (asdict(hardware) | {"peak": dict(hardware.peak)}).items()}
+    )
 
 
 def _rounded(value: object) -> object:
@@ -234,7 +246,9 @@ def _product(size: int, dtype: str, device: torch.device) -> Callable[[], object
 def _attention(dtype: str, device: torch.device) -> tuple[float, float]:
     """Return operations a second of causal attention, forward and backward, counted as the forecast does."""
     heads, length, dim = (32, 4096, 128) if runtime.queues(device) else (4, 512, 64)
-    query, key, value = (torch.randn(1, heads, length, dim, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(3))
+    query, key, value = (
+        torch.randn(1, heads, length, dim, device=device).to(getattr(torch, dtype)).requires_grad_() for _ in range(3)
+    )
     flops = 0.5 * 4 * heads * length**2 * dim
 
     def forward() -> torch.Tensor:
@@ -260,16 +274,28 @@ def _memory(device: torch.device, per_host: int) -> dict[str, float]:
         free, whole = torch.cuda.mem_get_info(device)
         total, taken = float(whole), float(whole - free - torch.cuda.memory_reserved(device))
     best = max(copied, added)
-    return {"memory": total, "reserved": max(0.0, taken), "memory_bandwidth": best, "memory_fraction": min(copied, added) / best}
+    return {
+        "memory": total,
+        "reserved": max(0.0, taken),
+        "memory_bandwidth": best,
+        "memory_fraction": min(copied, added) / best,
+    }
 
 
 def _links(hosts: int, per_host: int, device: torch.device, inside_a_rank: float) -> dict[str, Any]:
     """Measure the bandwidth and latency inside a host and between hosts."""
     with MeshSpec.auto(hosts * per_host, per_host).opened(device.type) as mesh:
         speeds = {(each.axis, each.operation): each for each in measure(mesh, device)[0]}
-        wait = {axis: _latency(mesh.get_group(axis), device) for axis in ("dp_shard", "dp_replicate") if mesh[axis].size() > 1}
+        wait = {
+            axis: _latency(mesh.get_group(axis), device)
+            for axis in ("dp_shard", "dp_replicate")
+            if mesh[axis].size() > 1
+        }
     inside, across = speeds.get(("dp_shard", "all_gather")), speeds.get(("dp_replicate", "all_gather"))
-    said = [f"meshpar doctor --profile on {hosts} x {per_host} {device.type}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"]
+    said = [
+        f"meshpar doctor --profile on {hosts} x {per_host} {device.type}, torch {torch.__version__}, "
+        f"{time.strftime('%Y-%m-%d')}"
+    ]
     if inside is None and across is None:
         said.append("one rank: no link was measured; the link values are those of memory; start more ranks")
     elif inside is None:

@@ -40,15 +40,19 @@ UNEVEN = 2.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Examine and print the report on rank 0; return 1 if there are findings, unless the launcher reads them from a file.
+    """Examine and print the report on rank 0; return 1 if there are findings, unless the launcher reads them from a
+    file.
 
     Args:
-        arguments: ``mesh=TEXT``, ``wait=SECONDS``, ``folder=PATH`` (checkpoints), ``profile=PATH`` (hardware profile to write).
+        arguments: ``mesh=TEXT``, ``wait=SECONDS``, ``folder=PATH`` (checkpoints), ``profile=PATH`` (hardware profile to
+            write).
     """
     given = dict(each.split("=", 1) for each in arguments)
     spec = mesh_of(given.get("mesh", "auto"))
     folder = Folder(path=Path(given["folder"])) if "folder" in given else None
-    report, profile = look(spec, default_device_type(), folder, wait_s=float(given.get("wait", WAIT_S)), profile="profile" in given)
+    report, profile = look(
+        spec, default_device_type(), folder, wait_s=float(given.get("wait", WAIT_S)), profile="profile" in given
+    )
     if runtime.is_main():
         print(report_text(report, spec), flush=True)
         if profile:
@@ -66,8 +70,11 @@ def mesh_of(text: str) -> MeshSpec:
     return MeshSpec.placed(text, world, runtime.ranks_per_node() or world)
 
 
-def look(spec: MeshSpec, kind: str, folder: Folder | None, *, wait_s: float = WAIT_S, profile: bool = False) -> tuple[Report, str]:
-    """Examine the machines, measure the mesh if the hosts can connect, and return the report and a hardware profile's text.
+def look(
+    spec: MeshSpec, kind: str, folder: Folder | None, *, wait_s: float = WAIT_S, profile: bool = False
+) -> tuple[Report, str]:
+    """Examine the machines, measure the mesh if the hosts can connect, and return the report and a hardware profile's
+    text.
 
     Every rank calls it, outside a process group.
 
@@ -85,7 +92,9 @@ def look(spec: MeshSpec, kind: str, folder: Folder | None, *, wait_s: float = WA
     meeting = Meeting(wait_s)
     report = examined(meeting, spec, device, folder)
     if any(each.severs for each in report.findings):
-        return replace(report, notes=(*report.notes, "speeds were not measured, because the ranks cannot connect to each other")), ""
+        return replace(
+            report, notes=(*report.notes, "speeds were not measured, because the ranks cannot connect to each other")
+        ), ""
     with runtime.distributed(kind, timeout_s=MEASURE_S * 2):
         report = measured(report, spec, device)
         return report, measured_profile(report.facts, device) if profile else ""
@@ -107,7 +116,8 @@ def examined(meeting: Meeting, spec: MeshSpec, device: torch.device, folder: Fol
 
 
 def measured(report: Report, spec: MeshSpec, device: torch.device) -> Report:
-    """Measure the mesh's axes, again where they are slow, and return the report with their speeds. Collective: every rank calls it.
+    """Measure the mesh's axes, again where they are slow, and return the report with their speeds. Collective: every
+    rank calls it.
 
     Accelerators also compute a product each, whose results and speeds are compared.
     """
@@ -121,7 +131,10 @@ def measured(report: Report, spec: MeshSpec, device: torch.device) -> Report:
             with watched(MEASURE_S, lambda: 0):
                 speeds, pairs = measure(mesh, device)
             report = replace(report, speeds=tuple(speeds), pairs=tuple(pairs))
-            slow = [*_speed_findings(report, spec), *_link_findings(report)]  # the same on every rank, as the speeds are
+            slow = [
+                *_speed_findings(report, spec),
+                *_link_findings(report),
+            ]  # the same on every rank, as the speeds are
             if not slow:
                 break
     return replace(report, findings=(*report.findings, *odd, *slow))
@@ -139,9 +152,11 @@ def _link_findings(report: Report) -> Iterator[Finding]:
     slow = [each for each in links if each[0] < max(LEAST_RATE, fastest / SLOW_LINK)]
     if slow:
         yield Finding(
-            what=f"links between hosts are slow: the slowest reaches {rate_text(slow[0][0])}, the fastest of all {rate_text(fastest)}",
+            what=f"links between hosts are slow: the slowest reaches {rate_text(slow[0][0])}, the fastest of all "
+            f"{rate_text(fastest)}",
             where="; ".join(f"{first} to {second}: {rate_text(rate)}" for rate, first, second in slow[:8]),
-            do="check cable, port and speed of the link (ethtool), and which interface the collectives use (NCCL_SOCKET_IFNAME)",
+            do="check cable, port and speed of the link (ethtool), and which interface the collectives use "
+            "(NCCL_SOCKET_IFNAME)",
         )
 
 
@@ -154,9 +169,11 @@ def _speed_findings(report: Report, spec: MeshSpec) -> Iterator[Finding]:
     for axis, speed in gathers.items():
         if axis not in across and fastest_across > UNEVEN * speed.bus:
             yield Finding(
-                what=f"axis {axis}, inside hosts, reaches {rate_text(speed.bus)}; one between hosts reaches {rate_text(fastest_across)}",
+                what=f"axis {axis}, inside hosts, reaches {rate_text(speed.bus)}; one between hosts reaches "
+                f"{rate_text(fastest_across)}",
                 where=f"every group of {axis}; the slowest counts",
-                do="check whether peer access or shared memory is off (NCCL_P2P_DISABLE, NCCL_SHM_DISABLE), or a link is down "
+                do="check whether peer access or shared memory is off (NCCL_P2P_DISABLE, NCCL_SHM_DISABLE), or a "
+                "link is down "
                 "(nvidia-smi topo -m)",
             )
 

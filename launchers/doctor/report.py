@@ -47,7 +47,9 @@ def spans(spec: MeshSpec, hosts: Sequence[str]) -> list[AxisSpan]:
 
 
 def placement_findings(spec: MeshSpec, hosts: Sequence[str]) -> Iterator[Finding]:
-    """Yield a finding for each axis that spans hosts and should not: tp, ep and cp always, dp_shard beside dp_replicate."""
+    """Yield a finding for each axis that spans hosts and should not: tp, ep and cp always, dp_shard beside
+    dp_replicate.
+    """
     names = list(dict.fromkeys(hosts))
     if len(names) < 2:
         return
@@ -58,14 +60,17 @@ def placement_findings(spec: MeshSpec, hosts: Sequence[str]) -> Iterator[Finding
     for span in spans(spec, hosts):
         if span.axis not in should or span.most == 1:
             continue
-        inner = math.prod(size for axis, size in spec.axes.items() if list(spec.axes).index(axis) >= list(spec.axes).index(span.axis))
+        inner = math.prod(
+            size for axis, size in spec.axes.items() if list(spec.axes).index(axis) >= list(spec.axes).index(span.axis)
+        )
         worst = next(place for place, each in enumerate(span.hosts) if len(each) == span.most)
         group = ", ".join(f"{rank} ({hosts[rank]})" for rank in span.groups[worst][:8])
         if inner > smallest:
             do = f"make {span.axis} and the axes inside it at most {smallest} together: a host has no more ranks"
         else:
-            do = "number the ranks host by host: --node-rank in the order of the hosts, all ranks of a host in one launcher " + (
-                "(SLURM: --distribution=block)"
+            do = (
+                "number the ranks host by host: --node-rank in the order of the hosts, all ranks of a host in one "
+                "launcher " + ("(SLURM: --distribution=block)")
             )
         yield Finding(
             what=f"axis {span.axis} (size {span.size}) should be inside a host and spans {span.most}",
@@ -75,7 +80,9 @@ def placement_findings(spec: MeshSpec, hosts: Sequence[str]) -> Iterator[Finding
 
 
 def price_of_sharding(spec: MeshSpec, hosts: Sequence[str]) -> str | None:
-    """Return a note if shards span hosts and hybrid sharding would keep their all-gathers inside a host; None otherwise."""
+    """Return a note if shards span hosts and hybrid sharding would keep their all-gathers inside a host; None
+    otherwise.
+    """
     names = list(dict.fromkeys(hosts))
     shard = spec.axes.get("dp_shard", 1)
     if len(names) < 2 or shard == 1 or spec.axes.get("dp_replicate", 1) > 1 or shard % len(names):
@@ -83,7 +90,10 @@ def price_of_sharding(spec: MeshSpec, hosts: Sequence[str]) -> str | None:
     if all(len(each) == 1 for span in spans(spec, hosts) if span.axis == "dp_shard" for each in span.hosts):
         return None
     better = MeshSpec({**spec.axes, "dp_replicate": len(names), "dp_shard": shard // len(names)})
-    return f"shards span {len(names)} hosts, so every all-gather crosses them; if the model fits, {better} keeps all-gathers inside a host"
+    return (
+        f"shards span {len(names)} hosts, so every all-gather crosses them; if the model fits, {better} keeps "
+        "all-gathers inside a host"
+    )
 
 
 _ROWS = 64

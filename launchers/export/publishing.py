@@ -1,4 +1,6 @@
-"""After an export: ``--measure`` what quantising does to loss and logits; ``--push`` it to the Hugging Face Hub, with a model card."""
+"""After an export: ``--measure`` what quantising does to loss and logits; ``--push`` it to the Hugging Face Hub, with a
+model card.
+"""
 
 from __future__ import annotations
 
@@ -70,10 +72,13 @@ def push(exported: Path, name: str, *, dry_run: bool) -> str:
     try:
         api = hub.HfApi()
         api.create_repo(name, private=True, exist_ok=True)
-        done = api.upload_folder(repo_id=name, folder_path=exported, commit_message=f"Export by meshpar: {exported.name}")
+        done = api.upload_folder(
+            repo_id=name, folder_path=exported, commit_message=f"Export by meshpar: {exported.name}"
+        )
     except (errors.HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
         raise MeshparError(
-            f"pushing {exported} to {name} failed: {brief(error)}; the export is complete: push it again with `hf upload {name} {exported}`"
+            f"pushing {exported} to {name} failed: {brief(error)}; the export is complete: push it again with `hf "
+            f"upload {name} {exported}`"
         ) from error
     return f"pushed to {done.commit_url}"
 
@@ -81,7 +86,14 @@ def push(exported: Path, name: str, *, dry_run: bool) -> str:
 def _card(step: Path, exported: Path, name: str) -> Iterator[str]:
     """Yield the lines of the card: recipe, data position, metrics, mesh, versions and checksums."""
     manifest, recipe = read_manifest(step), step.parent.parent / RECIPE
-    yield from ("---", yaml.safe_dump({"library_name": "transformers", "tags": ["meshpar"]}).strip(), "---", "", f"# {name}", "")
+    yield from (
+        "---",
+        yaml.safe_dump({"library_name": "transformers", "tags": ["meshpar"]}).strip(),
+        "---",
+        "",
+        f"# {name}",
+        "",
+    )
     yield f"Step {manifest.step}, saved {manifest.saved_at[:19]} UTC, exported by meshpar."
     mesh = ",".join(f"{axis}={size}" for axis, size in manifest.mesh.items()) or "none"
     rows = [
@@ -103,7 +115,9 @@ def _card(step: Path, exported: Path, name: str) -> Iterator[str]:
 def _position(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return where in its data a job was: its steps and tokens, and the position of the data itself."""
     found = {key: extra[key] for key in ("step", "tokens", "skipped") if key in extra}
-    return found | {f"data.{key}": value for key, value in (extra.get("data") or {}).items() if isinstance(value, int | str)}
+    return found | {
+        f"data.{key}": value for key, value in (extra.get("data") or {}).items() if isinstance(value, int | str)
+    }
 
 
 def _sha256(path: Path) -> str:
@@ -125,9 +139,13 @@ def held_out(step: Path, file: Path, config: Path | None = None) -> torch.Tensor
     if not file.is_file():
         raise CheckpointError(f"--measure: expected a file of text, got {file}")
     if folder is None or not (folder / "tokenizer.json").is_file():
-        raise CheckpointError("--measure needs a tokenizer to read the text, and this run has none; pass --config DIR with tokenizer.json")
+        raise CheckpointError(
+            "--measure needs a tokenizer to read the text, and this run has none; pass --config DIR with tokenizer.json"
+        )
     ids = load_tokenizer(fetched(folder)).encode(file.read_text(encoding="utf-8", errors="replace"))
-    length = min(_LENGTH, found.config.get("max_position_embeddings") or found.config.get("n_positions") or _LENGTH, len(ids))
+    length = min(
+        _LENGTH, found.config.get("max_position_embeddings") or found.config.get("n_positions") or _LENGTH, len(ids)
+    )
     if length < 2:
         raise CheckpointError(f"--measure: {file} has {len(ids)} tokens; expected 2 or more")
     count = min(_MOST, len(ids) // length)
@@ -154,7 +172,9 @@ def measure(step: Path, exported: Path, ids: torch.Tensor, names: Mapping[str, A
         with torch.no_grad():
             for row in ids[:, None]:
                 logits = [model(input_ids=row).logits[0].float() for model in (before, after)]
-                losses += torch.stack([torch.nn.functional.cross_entropy(each[:-1], row[0, 1:], reduction="sum") for each in logits])
+                losses += torch.stack(
+                    [torch.nn.functional.cross_entropy(each[:-1], row[0, 1:], reduction="sum") for each in logits]
+                )
                 worst = max(worst, float((logits[0] - logits[1]).abs().max()))
                 largest = max(largest, float(logits[0].abs().max()))
     one, other = (losses / (ids.numel() - len(ids))).tolist()
@@ -179,5 +199,7 @@ def _load(folder: Path, plain: Path) -> Any:  # noqa: ANN401 - of transformers
     except Exception as error:  # each class of transformers has its own
         raise CheckpointError(f"--measure: transformers does not load {folder.name}: {brief(error)}") from error
     if wrong := {kind: sorted(map(str, names))[:3] for kind, names in problems.items() if names}:
-        raise CheckpointError(f"--measure: transformers does not load all of {folder.name}: {wrong}; measure it in your engine")
+        raise CheckpointError(
+            f"--measure: transformers does not load all of {folder.name}: {wrong}; measure it in your engine"
+        )
     return model.eval()

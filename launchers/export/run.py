@@ -1,4 +1,6 @@
-"""``meshpar export``: write a run's model for transformers, adapters merged or in peft's format, with config and tokenizer beside it."""
+"""``meshpar export``: write a run's model for transformers, adapters merged or in peft's format, with config and
+tokenizer beside it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class Beside:
 
     Attributes:
         config: contents of ``config.json``.
-        generation: contents of ``generation_config.json``; empty: no such file, and transformers reads ``config.json`` for it.
+        generation: contents of ``generation_config.json``; empty: no such file, and transformers reads ``config.json``
+            for it.
         tokenizer: a folder with the tokenizer and its chat template; None: the run has none.
         files: other files, which replace those of the tokenizer.
     """
@@ -62,13 +65,14 @@ class Beside:
 
 
 def beside(step: Place, given: Path | None = None) -> Beside:
-    """Find the files beside the model of a step: the tokenizer, chat template and end of text with which the run trained, always.
+    """Find the files beside the model of a step: the tokenizer, chat template and end of text with which the run
+    trained, always.
 
     Args:
         step: the step's folder, in the folder of checkpoints of a run's folder.
-        given: a folder whose ``config.json`` and other files take precedence; None: the config that was saved with the step, or of
-            adapters that of the adapted weights; the run's tokenizer, otherwise that of the weights from which the run started; and the
-            generation config and processors of these weights.
+        given: a folder whose ``config.json`` and other files take precedence; None: the config that was saved with the
+            step, or of adapters that of the adapted weights; the run's tokenizer, otherwise that of the weights from
+            which the run started; and the generation config and processors of these weights.
 
     Raises:
         CheckpointError: ``given`` is not a folder, or a config cannot be read.
@@ -135,8 +139,9 @@ def weight_names(layout: str | None) -> WeightMap | None:
     """Return the rules from the saved names to the published ones.
 
     Args:
-        layout: ``own``: keep the names; ``llama``, ``qwen3``, ``gpt2``: the rules of meshpar's models; the path of a JSON file: the rules
-            of ``WeightMap.to_json``; None: the rules that were saved with the step, for which this function returns None.
+        layout: ``own``: keep the names; ``llama``, ``qwen3``, ``gpt2``: the rules of meshpar's models; the path of a
+            JSON file: the rules of ``WeightMap.to_json``; None: the rules that were saved with the step, for which this
+            function returns None.
     """
     if layout is None:
         return None
@@ -190,8 +195,16 @@ class Merged:
         scale: ``alpha / rank``.
     """
 
-    def __init__(self, base: TypedSource, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]], scale: float) -> None:
-        self.shapes, self.dtypes, self._base, self._factors, self._scale = base.shapes, base.dtypes, base, factors, scale
+    def __init__(
+        self, base: TypedSource, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]], scale: float
+    ) -> None:
+        self.shapes, self.dtypes, self._base, self._factors, self._scale = (
+            base.shapes,
+            base.dtypes,
+            base,
+            factors,
+            scale,
+        )
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         """Copy ``tensor[index]`` into ``out``."""
@@ -206,7 +219,8 @@ class Merged:
 
 
 def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
-    """Return the weights of the adapted model, to be exported tile by tile, with the result of peft's ``merge_and_unload``.
+    """Return the weights of the adapted model, to be exported tile by tile, with the result of peft's
+    ``merge_and_unload``.
 
     Args:
         src: a step of adapters, or the folder of all steps (its newest).
@@ -227,7 +241,9 @@ def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
         a, b, on = adapters[f"{layer}.lora_A.weight"], adapters[f"{layer}.lora_B.weight"], packed.get(layer)
         weight = f"{base_name(layer)}.{'weight' if on is None else on.leaf}"
         if weight not in ours.shapes():
-            raise CheckpointError(f"the weights have no {weight}, to which an adapter belongs; give the folder of the adapted weights")
+            raise CheckpointError(
+                f"the weights have no {weight}, to which an adapter belongs; give the folder of the adapted weights"
+            )
         if on is not None:
             factors[weight] = on.factors(a, b, ours.shapes()[weight][0])
         else:
@@ -236,7 +252,8 @@ def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
 
 
 def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, overwrite: bool = False) -> Place:
-    """Write the adapters in peft's format (``PeftModel.from_pretrained``), with the tokenizer, chat template and end of text of their run.
+    """Write the adapters in peft's format (``PeftModel.from_pretrained``), with the tokenizer, chat template and end of
+    text of their run.
 
     The folder appears, or replaces the old one, once it is complete.
 
@@ -260,12 +277,16 @@ def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, over
     config = config_of(settings, linear, base_model_name_or_path=str(below), fan_in_fan_out=turned, inference_mode=True)
     found = beside(open_step(src))
     with made_on_disk(target, overwrite=overwrite) as folder:
-        save_file({f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}, folder / _ADAPTERS)
+        save_file(
+            {f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}, folder / _ADAPTERS
+        )
         (folder / _ADAPTERS).flush()
         config.save_pretrained(str(folder))
         for file in (*(files_beside_weights(found.tokenizer) if found.tokenizer is not None else ()), *found.files):
             copy_file(file, folder / file.name)
-        generation = found.generation or {name: found.config[name] for name in _IDS if found.config.get(name) is not None}
+        generation = found.generation or {
+            name: found.config[name] for name in _IDS if found.config.get(name) is not None
+        }
         if generation:
             (folder / _GENERATION).write_durably((json.dumps(generation, indent=2) + "\n").encode())
     return dst
@@ -316,8 +337,10 @@ def export_run(
         best: a metric: export the step with its lowest value (``+name``: highest); None: the newest step.
         max_shard_size: largest size of one file: ``5GB``, ``500MiB``, or bytes.
         verify: see :func:`meshpar.checkpoints.export_safetensors`.
-        config: a folder whose ``config.json`` and other files take precedence, see :func:`meshpar.launchers.export.run.beside`.
-        layout: names of the weights, see :func:`meshpar.launchers.export.run.weight_names`; None: as saved with the step.
+        config: a folder whose ``config.json`` and other files take precedence, see
+            :func:`meshpar.launchers.export.run.beside`.
+        layout: names of the weights, see :func:`meshpar.launchers.export.run.weight_names`; None: as saved with the
+            step.
         quantize: format of the linear weights, see :func:`meshpar.checkpoints.export_safetensors` and
             :func:`meshpar.checkpoints.export_gguf`.
         high: patterns of modules whose weights stay.
@@ -334,9 +357,13 @@ def export_run(
     names = weight_names(layout)
     if adapters:
         if adapted is None:
-            raise CheckpointError(f"--adapters: {folder.parent.parent} is not a run that trained adapters (lora); drop --adapters")
+            raise CheckpointError(
+                f"--adapters: {folder.parent.parent} is not a run that trained adapters (lora); drop --adapters"
+            )
         if dtype or quantize or layout or config is not None:
-            raise CheckpointError("adapters are written as saved; drop --dtype, --quantize, --layout and --config, or drop --adapters")
+            raise CheckpointError(
+                "adapters are written as saved; drop --dtype, --quantize, --layout and --config, or drop --adapters"
+            )
         verify_files(folder, read_manifest(folder), verify)
         return export_adapters(folder, dst, *adapted, overwrite=overwrite)
     if adapted is not None:
@@ -347,14 +374,26 @@ def export_run(
         verify_files(folder, read_manifest(folder), verify)
         weights = merged(folder, settings, base)
     found = beside(folder, config)
-    options: dict[str, Any] = {"config": found.config, "weights": names, "verify": verify, "high": high, "overwrite": overwrite}
+    options: dict[str, Any] = {
+        "config": found.config,
+        "weights": names,
+        "verify": verify,
+        "high": high,
+        "overwrite": overwrite,
+    }
     with progress.of_bytes() as told:
         if quantize in KINDS:
             if dtype is not None:
-                raise CheckpointError(f"--dtype {dtype} does not fit --quantize {quantize}, which sets each tensor's dtype; drop --dtype")
-            return export_gguf(weights, dst, quantize, None if found.tokenizer is None else fetched(found.tokenizer), told, **options)
+                raise CheckpointError(
+                    f"--dtype {dtype} does not fit --quantize {quantize}, which sets each tensor's dtype; drop --dtype"
+                )
+            return export_gguf(
+                weights, dst, quantize, None if found.tokenizer is None else fetched(found.tokenizer), told, **options
+            )
         options |= {"beside": found.files, "generation": found.generation, "quantize": quantize}
-        return export_safetensors(weights, dst, _dtype(dtype), bytes_of(max_shard_size), found.tokenizer, told, **options)
+        return export_safetensors(
+            weights, dst, _dtype(dtype), bytes_of(max_shard_size), found.tokenizer, told, **options
+        )
 
 
 def chosen_step(src: PlaceLike, best: str | None) -> Place:
@@ -373,7 +412,8 @@ def _adapted(run: Place) -> tuple[LoRA, Place] | None:
     base = expanded(place(recipe.model.weights))
     if not base.exists():
         raise CheckpointError(
-            f"{run} holds adapters of the weights in {recipe.model.weights}, and that folder does not exist here; an export merges "
+            f"{run} holds adapters of the weights in {recipe.model.weights}, and that folder does not exist here; an "
+            "export merges "
             "both, so run it where the folder is (a relative path starts in the working directory)"
         )
     return settings, base
@@ -390,7 +430,8 @@ def _best(root: Place, metric: str) -> Place:
     step = CheckpointManager(root, best=metric).best()
     if step is None:
         raise CheckpointError(
-            f"no step in {root} has the metric {metric.removeprefix('+')!r}; `meshpar checkpoints ls` lists the metrics of each step"
+            f"no step in {root} has the metric {metric.removeprefix('+')!r}; `meshpar checkpoints ls` lists the "
+            "metrics of each step"
         )
     return Steps(root).folder(step)
 

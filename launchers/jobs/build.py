@@ -96,7 +96,12 @@ def build_model(recipe: Recipe, vocab_size: int, facts: DataFacts | None = None)
     """
     model = _model(recipe, recipe.model, vocab_size, facts or DataFacts())
     if recipe.dtype != "float32":
-        kept = {id(each) for pattern in layout_for(model).fp32 for _, child in find_modules(model, pattern) for each in child.parameters()}
+        kept = {
+            id(each)
+            for pattern in layout_for(model).fp32
+            for _, child in find_modules(model, pattern)
+            for each in child.parameters()
+        }
         for parameter in model.parameters():  # not module.to(), which also rounds buffers, such as RoPE's frequencies
             if id(parameter) not in kept:
                 parameter.data = parameter.data.to(getattr(torch, recipe.dtype))
@@ -127,7 +132,8 @@ def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) ->
         return _own_model(section, vocab_size)
     if examples_of(recipe) != "tokens":
         raise RecipeError(
-            f"model: {section.kind} predicts the next token; for the objective {recipe.training.objective} write kind: huggingface"
+            f"model: {section.kind} predicts the next token; for the objective {recipe.training.objective} write "
+            "kind: huggingface"
         )
     shape = model_config(section, vocab_size)
     positions = shape.n_positions if isinstance(shape, GPT2Config) else shape.max_positions
@@ -137,7 +143,9 @@ def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) ->
 
 
 def _own_model(section: Own, vocab_size: int) -> nn.Module:
-    """Return a model of the user's own class; a keyword ``vocab_size`` that is not written is the data's, rounded up as for our own."""
+    """Return a model of the user's own class; a keyword ``vocab_size`` that is not written is the data's, rounded up as
+    for our own.
+    """
     factory = registry.imported(section.class_)
     takes = "vocab_size" not in section.keywords and has_keyword(factory, "vocab_size")
     with torch.device("meta"):
@@ -167,7 +175,8 @@ def optimizer_of(recipe: Recipe) -> Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def own_optimizer(path: str, keywords: Mapping[str, Any], module: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of the user's own class over the module's parameters that want a gradient; vectors do not decay.
+    """Return an optimizer of the user's own class over the module's parameters that want a gradient; vectors do not
+    decay.
 
     Raises:
         RecipeError: it cannot be made, or is no torch.optim.Optimizer.
@@ -212,7 +221,9 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
     problems = list(data_problems(recipe))
     vocab_size = 1  # which fits every model
     try:
-        vocab_size = _vocabulary_for(recipe, recipe.model) or 1 if recipe.data.dataset is not None else vocab_size_of(recipe)
+        vocab_size = (
+            _vocabulary_for(recipe, recipe.model) or 1 if recipe.data.dataset is not None else vocab_size_of(recipe)
+        )
     except RecipeError as error:
         field = {"tokens": "data.paths", "dataset": "data.dataset"}.get(recipe.data.source, "data.tokenizer")
         if not any(text.endswith(str(error)) for text in problems):
@@ -229,12 +240,17 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
         spec = plan.check(model, layout, world_size=world_size)
         problems += [f"{recipe.where('mesh')}: {text}" for text in (plan_problems(spec, model) if replica else ())]
         asked = recipe.training.balance_rate, recipe.training.balance_loss
-        problems += [f"{recipe.where('training')}: {each}" for each in balance_problems(model, layout or layout_for(model), *asked)]
+        problems += [
+            f"{recipe.where('training')}: {each}"
+            for each in balance_problems(model, layout or layout_for(model), *asked)
+        ]
         if separates(recipe) and not takes_positions(model):
             problems.append(f"{recipe.where('data.documents')}: {untaken(model)}")
         problems += _uneven(recipe, plan, world_size)
         if isinstance(recipe.optimizer, OwnOptimizer):
-            problems += _optimizer_problems(recipe, model, divides=replica and any(each.divides_optimizer for each in plan.passes))
+            problems += _optimizer_problems(
+                recipe, model, divides=replica and any(each.divides_optimizer for each in plan.passes)
+            )
         missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
         problems += [f"{recipe.where('teacher.model')}.{text}; train and export the teacher first" for text in missing]
         if recipe.teacher is not None and not missing:
@@ -257,13 +273,19 @@ def _uneven(recipe: Recipe, plan: Plan, world_size: int) -> Iterator[str]:
     size = math.prod(mesh.axes[axis] for axis in axes)
     if length % size:
         where, names = recipe.where("mesh"), ", ".join(axes)
-        yield f"{where}: {names}={size} does not divide {length} positions; use a data.sequence_length that is a multiple of {size}"
+        yield (
+            f"{where}: {names}={size} does not divide {length} positions; use a data.sequence_length that is a "
+            f"multiple of {size}"
+        )
 
 
 def _objective_problems(recipe: Recipe) -> Iterator[str]:
     name = recipe.training.objective
     if "." not in name and name not in registry.names(OBJECTIVES):
-        yield f"{recipe.where('training.objective')}: no objective {name!r} is installed; {suggestion(name, registry.names(OBJECTIVES))}"
+        yield (
+            f"{recipe.where('training.objective')}: no objective {name!r} is installed; "
+            f"{suggestion(name, registry.names(OBJECTIVES))}"
+        )
     elif recipe.teacher is None:
         try:
             objective_of(recipe)
@@ -310,16 +332,25 @@ def _unwritable_folder(folder: Path) -> str | None:
 
 
 def _unmeasured(recipe: Recipe) -> Iterator[str]:
-    """Yield what a run was asked to read or to measure and cannot; one that has run so is no wrong recipe for what comes after it."""
+    """Yield what a run was asked to read or to measure and cannot; one that has run so is no wrong recipe for what
+    comes after it.
+    """
     resume = recipe.checkpoint.resume
     if resume not in ("auto", "never") and not expanded(place(resume)).exists():
-        yield f"{recipe.where('checkpoint.resume')}: there is no {resume}; expected auto, never, or the folder of a step or of a run"
+        yield (
+            f"{recipe.where('checkpoint.resume')}: there is no {resume}; expected auto, never, or the folder of a "
+            "step or of a run"
+        )
     best, data, steps = (recipe.checkpoint.best or "").removeprefix("+"), recipe.data, recipe.training.steps
     if best.startswith("val/") and not data.validates:
-        yield f"{recipe.where('checkpoint.best')}: no validation measures {best}; set data.validation_fraction or data.validation_paths"
+        yield (
+            f"{recipe.where('checkpoint.best')}: no validation measures {best}; set data.validation_fraction or "
+            "data.validation_paths"
+        )
     if recipe.profile and steps is not None and steps < PROFILED:
         yield (
-            f"{recipe.where('profile')}: a profile requires {PROFILED} steps, and training.steps is {steps}; raise it, or set profile: off"
+            f"{recipe.where('profile')}: a profile requires {PROFILED} steps, and training.steps is {steps}; raise "
+            "it, or set profile: off"
         )
 
 
@@ -329,20 +360,25 @@ def machine_problems(recipe: Recipe, ranks: int) -> list[str]:
     problems = plan_of(recipe).machine_problems(kind)
     if kind != here and not runtime.on_host(kind):
         problems.append(
-            f"{recipe.where('device')}: {kind} is not available on this machine, which has {here}; write device: {here}, or auto"
+            f"{recipe.where('device')}: {kind} is not available on this machine, which has {here}; write device: "
+            f"{here}, or auto"
         )
     elif not runtime.on_host(kind) and ranks > (devices := torch.accelerator.device_count()):
         problems.append(
-            f"{recipe.where('mesh')}: {ranks} ranks need a {kind} device each, and this machine has {devices}; start fewer (--nproc)"
+            f"{recipe.where('mesh')}: {ranks} ranks need a {kind} device each, and this machine has {devices}; start "
+            "fewer (--nproc)"
         )
     return problems
 
 
 def _check_room(recipe: Recipe, vocab_size: int, model_vocab: int, positions: int | None) -> None:
     if vocab_size > model_vocab:
-        raise RecipeError(f"the data has {vocab_size} different tokens and the model's vocab_size is {model_vocab}; raise it")
+        raise RecipeError(
+            f"the data has {vocab_size} different tokens and the model's vocab_size is {model_vocab}; raise it"
+        )
     length = recipe.data.sequence_length
     if positions is not None and length > positions:
         raise RecipeError(
-            f"data.sequence_length is {length} and the model has {positions} positions; lower it, or raise the number of positions"
+            f"data.sequence_length is {length} and the model has {positions} positions; lower it, or raise the "
+            "number of positions"
         )

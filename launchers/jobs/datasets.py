@@ -24,12 +24,26 @@ from meshpar.training.chat import ChatSource
 from meshpar.training.data import Batches, LoaderSettings, Samples
 from meshpar.training.examples import ExampleFile, ExampleSplit, prepare_examples
 from meshpar.training.records import RecordSource
-from meshpar.training.samples import LabelledExamples, MappedSamples, MixedSamples, PackedTokens, PairedExamples, tokenizers_problem
+from meshpar.training.samples import (
+    LabelledExamples,
+    MappedSamples,
+    MixedSamples,
+    PackedTokens,
+    PairedExamples,
+    tokenizers_problem,
+)
 from meshpar.training.tables import PACKED, UNPLAIN, Reading, kind_of
 from meshpar.training.template import ChatTemplate, chat_template
 from meshpar.training.text import STDLIB, SUFFIXES, TextSource
 from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
-from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens, training_texts
+from meshpar.training.tokens import (
+    TokenFile,
+    TokenSplit,
+    prepare_tokenizer,
+    prepare_tokens,
+    split_tokens,
+    training_texts,
+)
 
 _BEFORE: dict[str, Any] = {
     "data.documents": "joined",
@@ -71,8 +85,8 @@ class Data:
     """The prepared data of a run.
 
     Attributes:
-        split: training and validation files: tokens, of one source or of several, or examples if the objective requires these; or samples
-            of the user's own.
+        split: training and validation files: tokens, of one source or of several, or examples if the objective requires
+            these; or samples of the user's own.
         tokenizer: the tokenizer; None if the data is a token file, or samples, without one.
     """
 
@@ -127,7 +141,8 @@ def vocab_size_of(recipe: Recipe) -> int:
         known = own_samples(recipe, data.dataset).vocab_size
         if not known and data.tokenizer is None:
             raise RecipeError(
-                f"{data.dataset.class_} has no vocab_size, and the model takes its vocabulary from the data; write model.vocab_size"
+                f"{data.dataset.class_} has no vocab_size, and the model takes its vocabulary from the data; write "
+                "model.vocab_size"
             )
         return known or load_tokenizer(str(data.tokenizer), eos=data.eos).vocab_size
     if all(each.source == "tokens" for each in parts_of(data).values()):
@@ -138,7 +153,9 @@ def vocab_size_of(recipe: Recipe) -> int:
 
 
 def parts_of(data: DataSection) -> dict[str, DataSection]:
-    """Return the sources of a mixture by name, each as a section of its own; the section itself where there is no mixture."""
+    """Return the sources of a mixture by name, each as a section of its own; the section itself where there is no
+    mixture.
+    """
     if not data.mix:
         return {"": data}
     fields = [{**each.given(), "source": each.source, "mix": ()} for each in data.mix]
@@ -149,7 +166,8 @@ def parts_of(data: DataSection) -> dict[str, DataSection]:
 
 
 def with_local_data(recipe: Recipe) -> Recipe:
-    """Return a recipe whose data is on this machine's disk: what ``data.paths`` names by URL is copied once to ``data.cache``.
+    """Return a recipe whose data is on this machine's disk: what ``data.paths`` names by URL is copied once to
+    ``data.cache``.
 
     Raises:
         CheckpointError: a URL names nothing, or its store fails.
@@ -158,7 +176,10 @@ def with_local_data(recipe: Recipe) -> Recipe:
 
     def local(source: str, paths: Sequence[str]) -> tuple[str, ...]:
         beside = (".json", ".marks") if source == "tokens" else ()
-        return tuple(path if place(path).mounted else str(fetched(path, expanded(Path(data.cache)) / "fetched", beside)) for path in paths)
+        return tuple(
+            path if place(path).mounted else str(fetched(path, expanded(Path(data.cache)) / "fetched", beside))
+            for path in paths
+        )
 
     def moved(section: Any) -> dict[str, Any]:  # noqa: ANN401 - of the data, or of a part of a mixture
         return {name: local(section.source, getattr(section, name)) for name in ("paths", "validation_paths")}
@@ -184,7 +205,12 @@ def prepare_data(recipe: Recipe) -> Data:
         source: Any = _source(recipe, data, _inputs(data))
         validation: Any = _source(recipe, data, data.validation_paths) if data.validation_paths else None
         examples = prepare_examples(
-            source, tokenizer, cache, validation=validation, validation_fraction=data.validation_fraction, seed=recipe.seed
+            source,
+            tokenizer,
+            cache,
+            validation=validation,
+            validation_fraction=data.validation_fraction,
+            seed=recipe.seed,
         )
         return Data(split=examples, tokenizer=tokenizer)
     splits = {name: _split(recipe, each, tokenizer, cache) for name, each in parts.items()}
@@ -202,14 +228,23 @@ def _tokenizer(recipe: Recipe, texts: Sequence[DataSection], cache: Path) -> Tex
         special, end = ((), None) if named is None else (named.special, named.end)
         template = None if named is None else named.text
         return prepare_tokenizer(
-            name or "bytes", sources, cache, vocab_size=data.vocab_size, special=special, eos=data.eos or end, template=template
+            name or "bytes",
+            sources,
+            cache,
+            vocab_size=data.vocab_size,
+            special=special,
+            eos=data.eos or end,
+            template=template,
         )
     return load_tokenizer(name, eos=data.eos, template=None if named is None else named.text)
 
 
 def _named_template(texts: Sequence[DataSection]) -> ChatTemplate | None:
     """Return the template that the recipe names for its conversations; None where it names none."""
-    return next((chat_template(each.template, None) for each in texts if each.source == "chat" and each.template is not None), None)
+    return next(
+        (chat_template(each.template, None) for each in texts if each.source == "chat" and each.template is not None),
+        None,
+    )
 
 
 def untried(recipe: Recipe) -> Iterator[str]:
@@ -217,11 +252,16 @@ def untried(recipe: Recipe) -> Iterator[str]:
     if examples_of(recipe) == "labels":
         yield "the labels of the data are counted when the job starts, which checks the size of the model's head then"
     if short := _short_vocabulary(recipe, whole=False):
-        yield f"only the beginning of the text was tried, and {short.partition(':')[0]}; the job reads all of it when it starts"
+        yield (
+            f"only the beginning of the text was tried, and {short.partition(':')[0]}; the job reads all of it "
+            "when it starts"
+        )
 
 
 def _short_vocabulary(recipe: Recipe, *, whole: bool) -> str:
-    """Return why a BPE of a short text, which is read ``whole``, or of the beginning of another has too few ids; else nothing."""
+    """Return why a BPE of a short text, which is read ``whole``, or of the beginning of another has too few ids; else
+    nothing.
+    """
     texts = [each for each in parts_of(recipe.data).values() if each.source != "tokens"]
     if recipe.data.tokenizer != "bpe" or not texts:
         return ""
@@ -250,9 +290,13 @@ def _split(recipe: Recipe, section: DataSection, tokenizer: TextTokenizer | None
     source: Any = _source(recipe, section, _inputs(section), tokenizer)
     if isinstance(source, ChatSource):
         _check_template(recipe, source.template, tokenizer)
-    validation: Any = _source(recipe, section, section.validation_paths, tokenizer) if section.validation_paths else None
+    validation: Any = (
+        _source(recipe, section, section.validation_paths, tokenizer) if section.validation_paths else None
+    )
     fraction = 0.0 if validation is not None else section.validation_fraction
-    return prepare_tokens(source, tokenizer, cache, validation=validation, validation_fraction=fraction, seed=recipe.seed)
+    return prepare_tokens(
+        source, tokenizer, cache, validation=validation, validation_fraction=fraction, seed=recipe.seed
+    )
 
 
 def _inputs(section: DataSection) -> tuple[str, ...]:
@@ -289,11 +333,20 @@ def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
     for part in parts_of(data).values():
         if part.source == "tokens":
             binary = [expanded(Path(path)) for path in part.paths]
-            files += [each for path in binary for each in (path, path.with_suffix(".json"), path.with_suffix(".marks")) if each.is_file()]
+            files += [
+                each
+                for path in binary
+                for each in (path, path.with_suffix(".json"), path.with_suffix(".marks"))
+                if each.is_file()
+            ]
         elif part.source not in ("stdlib", "dataset") and part.paths != (STDLIB,):
             files += TextSource(inputs=part.paths, suffixes=SUFFIXES.get(part.source, ())).files()
     stats = {str(path): path.stat() for path in files}
-    return {"settings": settings, "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}, "batch": batch}
+    return {
+        "settings": settings,
+        "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "batch": batch,
+    }
 
 
 def same_but_documents(fingerprint: str, now: Samples) -> bool:
@@ -304,16 +357,24 @@ def same_but_documents(fingerprint: str, now: Samples) -> bool:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str] = ()) -> list[str]:
-    """Return how two origins of :func:`origin_of` differ, one text each; batches and settings that are ``allowed`` to differ aside."""
+    """Return how two origins of :func:`origin_of` differ, one text each; batches and settings that are ``allowed`` to
+    differ aside.
+    """
     old, new = _BEFORE | before["settings"], now["settings"]
     found = [
-        f"{name} was {old[name]!r} and is {new[name]!r}" for name in new if name in old and name not in allowed and old[name] != new[name]
+        f"{name} was {old[name]!r} and is {new[name]!r}"
+        for name in new
+        if name in old and name not in allowed and old[name] != new[name]
     ]
     old, new = before["files"], now["files"]
     found += [f"{name} is missing from data.paths" for name in old if name not in new]
     found += [f"{name} was not in data.paths" for name in new if name not in old]
     for name in old.keys() & new.keys():
-        sizes = f"it had {old[name][0]:,} bytes and has {new[name][0]:,}" if old[name][0] != new[name][0] else "modified since the save"
+        sizes = (
+            f"it had {old[name][0]:,} bytes and has {new[name][0]:,}"
+            if old[name][0] != new[name][0]
+            else "modified since the save"
+        )
         found += [f"{name} has changed ({sizes})"] if list(old[name]) != list(new[name]) else []
     return found
 
@@ -371,7 +432,8 @@ def _check_epochs(recipe: Recipe, train: Batches) -> None:
     mix, steps = getattr(train.samples, "mix", None), recipe.training.steps
     if mix is not None and mix.total is not None and steps is not None and steps > train.steps_per_epoch:
         raise RecipeError(
-            f"{recipe.where('training.steps')}: the epochs of the sources in data.mix give {train.steps_per_epoch:,} steps, and "
+            f"{recipe.where('training.steps')}: the epochs of the sources in data.mix give {train.steps_per_epoch:,} "
+            "steps, and "
             f"training.steps is {steps:,}; lower it, or raise their epochs"
         )
 
@@ -420,12 +482,17 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: 
         return LabelledExamples(file, length=section.sequence_length)
     start = par.layout.config.get("decoder_start_token_id")
     return PairedExamples(
-        file, length=section.sequence_length, target_length=section.target_length, start_id=file.pad_id if start is None else start
+        file,
+        length=section.sequence_length,
+        target_length=section.target_length,
+        start_id=file.pad_id if start is None else start,
     )
 
 
 def data_notes(recipe: Recipe) -> list[str]:
-    """Return what a person must know of the data, such as fields that nothing reads; the beginning of each file is read."""
+    """Return what a person must know of the data, such as fields that nothing reads; the beginning of each file is
+    read.
+    """
     found = dict[str, None]()
     for section in parts_of(recipe.data).values() if recipe.data.source != "dataset" else ():
         for path in (*section.paths, *section.validation_paths) if section.source not in ("stdlib", "tokens") else ():
@@ -461,7 +528,10 @@ def data_problems(recipe: Recipe) -> Iterator[str]:
         yield f"{recipe.where('data.mix')}: {problem}"
     if all_read and (short := _short_vocabulary(recipe, whole=True)):
         yield f"{recipe.where('data.vocab_size')}: {short}"
-    if all(section.source != "stdlib" for section in parts_of(recipe.data).values()) and examples_of(recipe) == "tokens":
+    if (
+        all(section.source != "stdlib" for section in parts_of(recipe.data).values())
+        and examples_of(recipe) == "tokens"
+    ):
         few = _too_few(recipe, max(0, most - 1) // recipe.data.sequence_length + 1)
         if few:
             yield f"{recipe.where('data.micro_batch')}: {few}"
@@ -496,8 +566,12 @@ def _looked_at(recipe: Recipe, section: DataSection, path: str) -> _Look:
     read: Iterator[Any] = text.pieces(_PIECE) if isinstance(text, TextSource) else text.documents()
     deque(islice(read, _PIECES_READ), maxlen=0)
     files = text.files()
-    plain = section.source != "chat" and all(kind_of(each) not in UNPLAIN and each.suffix not in PACKED for each in files)
-    most = sum(each.stat().st_size + 1 for each in files) if plain else sys.maxsize  # a byte is at least one token, with an end a document
+    plain = section.source != "chat" and all(
+        kind_of(each) not in UNPLAIN and each.suffix not in PACKED for each in files
+    )
+    most = (
+        sum(each.stat().st_size + 1 for each in files) if plain else sys.maxsize
+    )  # a byte is at least one token, with an end a document
     return _Look(most, tuple(text.reading.notes()))
 
 
@@ -524,7 +598,8 @@ def _too_few(recipe: Recipe, most: int) -> str:
         return ""
     length = f" of {section.sequence_length} tokens" if examples_of(recipe) == "tokens" else ""
     return (
-        f"a micro-batch has {section.micro_batch} samples{length}, and the training data has only {most}; lower data.micro_batch, or give "
+        f"a micro-batch has {section.micro_batch} samples{length}, and the training data has only {most}; lower "
+        "data.micro_batch, or give "
         "more data"
     )
 
@@ -535,10 +610,16 @@ def _source(
     reading = Reading(skip=section.bad_rows == "skip")
     match examples_of(recipe):
         case "pairs":
-            return RecordSource(inputs=inputs, kind="pairs", field=section.field, output_field=section.target_field, reading=reading)
+            return RecordSource(
+                inputs=inputs, kind="pairs", field=section.field, output_field=section.target_field, reading=reading
+            )
         case "labels":
-            return RecordSource(inputs=inputs, kind="labels", field=section.field, output_field=section.label_field, reading=reading)
+            return RecordSource(
+                inputs=inputs, kind="labels", field=section.field, output_field=section.label_field, reading=reading
+            )
     if section.source == "chat":
         return ChatSource(inputs=inputs, template=chat_template(section.template, tokenizer), reading=reading)
     suffixes = SUFFIXES.get(section.source, ())
-    return TextSource(inputs=inputs, field=section.field, separator=section.separator, suffixes=suffixes, reading=reading)
+    return TextSource(
+        inputs=inputs, field=section.field, separator=section.separator, suffixes=suffixes, reading=reading
+    )

@@ -1,4 +1,6 @@
-"""Fit a recipe to an elastic job: to the remaining ranks, or as one of several replicas, of which the leading one reports."""
+"""Fit a recipe to an elastic job: to the remaining ranks, or as one of several replicas, of which the leading one
+reports.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ WHOLE = "MESHPAR_ELASTIC"
 
 
 def fitted(recipe: Recipe, world_size: int) -> Recipe:
-    """Return the recipe on a mesh of ``world_size`` ranks, with the same global batch; unchanged outside of an elastic job.
+    """Return the recipe on a mesh of ``world_size`` ranks, with the same global batch; unchanged outside of an elastic
+    job.
 
-    More, or smaller, micro-batches compensate for lost data ranks. If the remaining data ranks do not divide the batch, the nearest batch
-    that they divide is used, and a note reports the change.
+    More, or smaller, micro-batches compensate for lost data ranks. If the remaining data ranks do not divide the batch,
+    the nearest batch that they divide is used, and a note reports the change.
 
     Raises:
         LaunchError: no legal mesh fits; the message has the reason.
@@ -33,8 +36,13 @@ def fitted(recipe: Recipe, world_size: int) -> Recipe:
         return recipe
     before, now = _meshes(recipe.mesh, whole, world_size)
     data = _divided(recipe.data, _data_ranks(before), _data_ranks(now))
-    batch, kept = (each.micro_batch * each.accumulate * _data_ranks(mesh) for each, mesh in ((recipe.data, before), (data, now)))
-    steps = f"a step of {data.accumulate} x {data.micro_batch} a data rank instead of {recipe.data.accumulate} x {recipe.data.micro_batch}"
+    batch, kept = (
+        each.micro_batch * each.accumulate * _data_ranks(mesh) for each, mesh in ((recipe.data, before), (data, now))
+    )
+    steps = (
+        f"a step of {data.accumulate} x {data.micro_batch} a data rank instead of {recipe.data.accumulate} x "
+        f"{recipe.data.micro_batch}"
+    )
     changed = f"{kept} in all instead of {batch}, which {_data_ranks(now)} ranks do not divide"
     what = f"{batch} in all as before" if kept == batch else changed
     note = f"{world_size} of {whole} ranks are left: mesh {now}, {steps}: {what}"
@@ -54,7 +62,9 @@ def _meshes(text: str, whole: int, left: int) -> tuple[MeshSpec, MeshSpec]:
 
 
 def _divided(data: DataSection, before: int, now: int) -> DataSection:
-    """Return the micro-batches of ``now`` data ranks whose batch equals that of ``before``, or is nearest; none is larger than before."""
+    """Return the micro-batches of ``now`` data ranks whose batch equals that of ``before``, or is nearest; none is
+    larger than before.
+    """
     each = max(1, round(data.micro_batch * data.accumulate * before / now))
     micro_batch = max(size for size in range(1, data.micro_batch + 1) if each % size == 0)
     return data.model_copy(update={"micro_batch": micro_batch, "accumulate": each // micro_batch})
@@ -65,20 +75,29 @@ def _data_ranks(spec: MeshSpec) -> int:
 
 
 def replica_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield what ``--elastic=replicas`` does not support in a recipe, one line each; the plan's and the data's own come with them."""
+    """Yield what ``--elastic=replicas`` does not support in a recipe, one line each; the plan's and the data's own come
+    with them.
+    """
     if recipe.teacher is not None:
         yield f"{recipe.where('teacher')}: --elastic=replicas does not support a teacher; remove one of the two"
     if recipe.training.balance_rate or recipe.training.balance_loss:
         yield (
-            f"{recipe.where('training')}: --elastic=replicas sums gradients over replicas, but not the counts of chosen experts; set "
+            f"{recipe.where('training')}: --elastic=replicas sums gradients over replicas, but not the counts of "
+            "chosen experts; set "
             "balance_rate and balance_loss to 0"
         )
     if recipe.kept != recipe.folder:
-        yield f"{recipe.where('output')}: --elastic=replicas requires an output folder that every node sees, got {recipe.output}"
+        yield (
+            f"{recipe.where('output')}: --elastic=replicas requires an output folder that every node sees, got "
+            f"{recipe.output}"
+        )
     if recipe.profile:
         yield f"{recipe.where('profile')}: --elastic=replicas writes no profile; set profile: false"
     if recipe.data.workers:
-        yield f"{recipe.where('data.workers')}: --elastic=replicas reads data in the training process; set data.workers: 0"
+        yield (
+            f"{recipe.where('data.workers')}: --elastic=replicas reads data in the training process; set "
+            "data.workers: 0"
+        )
 
 
 @final

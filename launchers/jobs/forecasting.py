@@ -37,7 +37,9 @@ def batch_of(recipe: Recipe) -> Batch:
     )
 
 
-def forecast_job(recipe: Recipe, hardware: Hardware | str, ranks: int, *, plan: Plan | None = None, **options: Any) -> Forecast:
+def forecast_job(
+    recipe: Recipe, hardware: Hardware | str, ranks: int, *, plan: Plan | None = None, **options: Any
+) -> Forecast:
     """Forecast a recipe's step: its model with adapters, its objective, and its teacher.
 
     Args:
@@ -96,8 +98,12 @@ class ForecastFeedback:
     A forecast that fails, or is late, is one line of output and does not affect the job.
     """
 
-    def __init__(self, recipe: Recipe, hardware: str, console: Reporter, counted: Literal["cuda", "cpu"] = "cuda") -> None:
-        """Start the forecast in another process. ``counted``: device type; ``"cuda"`` also counts the bytes of its tensors."""
+    def __init__(
+        self, recipe: Recipe, hardware: str, console: Reporter, counted: Literal["cuda", "cpu"] = "cuda"
+    ) -> None:
+        """Start the forecast in another process. ``counted``: device type; ``"cuda"`` also counts the bytes of its
+        tensors.
+        """
         self._recipe, self._hardware, self._console, self._counted = recipe, hardware, console, counted
         self._forecast: Any = None
         self._failure = ""
@@ -121,7 +127,9 @@ class ForecastFeedback:
         made = self._forecast
         data_ranks = made.trace.data_size
         seconds = made.batch.tokens * data_ranks / record["tokens_per_second"]
-        peak = int(record["memory_gib"] * 2**30) if self._counted == "cuda" else None  # on a CPU it is the whole process
+        peak = (
+            int(record["memory_gib"] * 2**30) if self._counted == "cuda" else None
+        )  # on a CPU it is the whole process
         told = feedback(made, peak=peak, seconds=seconds)
         for line in told.lines:
             self._console.note(f"forecast: {line}")

@@ -127,7 +127,9 @@ def _trainer(
         build.schedule_of(recipe, par.data_size * (replicas or 1)),
         settings,
         validation=validation,
-        checkpointer=Saver(manager, saved, recipe.checkpoint.best, made_of[0], before=lambda: _keep(recipe, METRICS, TENSORBOARD)),
+        checkpointer=Saver(
+            manager, saved, recipe.checkpoint.best, made_of[0], before=lambda: _keep(recipe, METRICS, TENSORBOARD)
+        ),
         scaler=LossScaler() if build.wants_scaler(recipe) else None,
         flops_per_token=None if replicas else flops_per_token(par.module),  # of all replicas, on the devices of one
     )
@@ -158,7 +160,9 @@ def _report(recipe: Recipe, par: Parallelized, trainer: Trainer, stack: contextl
 
 
 def _profiled(data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer, folder: Path) -> Any:  # noqa: ANN401 - stands in for Batches
-    from meshpar.training.profile import Profiled  # loads the profiler and the forecast's recorder, which other jobs do without
+    from meshpar.training.profile import (
+        Profiled,
+    )  # loads the profiler and the forecast's recorder, which other jobs do without
 
     return Profiled(data, par, optimizer, folder)
 
@@ -175,18 +179,30 @@ class Saver:
         origin: Mapping[str, Any] | None = None,
         before: Callable[[], object] = lambda: None,
     ) -> None:
-        """``saved``: the whole model, or its adapters; ``best``: the metric whose best step is kept; ``origin``: of the data;
+        """``saved``: the whole model, or its adapters; ``best``: the metric whose best step is kept; ``origin``: of the
+        data;
         ``before``: called before each save."""
         self._manager, self._saved, self._best = manager, saved, (best or "").removeprefix("+")
         self._origin, self._before = origin, before
 
     def save(
-        self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any], *, replace: bool = True
+        self,
+        step: int,
+        par: Parallelized,
+        optimizer: torch.optim.Optimizer,
+        extra: dict[str, Any],
+        *,
+        replace: bool = True,
     ) -> object:
         """Save and commit. Collective."""
         metrics: Mapping[str, float] = {name: value for name, value in extra["metrics"].items() if math.isfinite(value)}
         if self._best and self._best not in metrics and runtime.is_main():
-            log.warning("checkpoint.best: step %d has no %s and cannot be it; it has %s", step, self._best, ", ".join(metrics) or "none")
+            log.warning(
+                "checkpoint.best: step %d has no %s and cannot be it; it has %s",
+                step,
+                self._best,
+                ", ".join(metrics) or "none",
+            )
         extra = extra if self._origin is None else {**extra, "origin": self._origin}
         self._before()
         # An existing step is a damaged one, before which the run resumed.
@@ -210,18 +226,13 @@ def _teacher(recipe: Recipe, data: datasets.Data, kind: str) -> nn.Module | None
     return with_weights(par, recipe.teacher.model, recipe.seed).module
 
 
-def _resume(
-    recipe: Recipe,
-    manager: CheckpointManager,
-    par: Saved,
-    trainer: Trainer,
-    origin: Mapping[str, Any],
-) -> str:
+def _resume(recipe: Recipe, manager: CheckpointManager, par: Saved, trainer: Trainer, origin: Mapping[str, Any]) -> str:
     """Restore the checkpoint that the recipe selects, and describe it; empty for a new run."""
     wanted, own = recipe.checkpoint.resume, manager.latest()
     if wanted == "never" and own is not None:
         raise RecipeError(
-            f"checkpoint.resume is never, but {manager.root} holds step {own}; choose another output, delete it, or set resume: auto"
+            f"checkpoint.resume is never, but {manager.root} holds step {own}; choose another output, delete it, or "
+            "set resume: auto"
         )
     source, step = manager, own
     if own is None and wanted not in ("auto", "never"):
@@ -234,7 +245,11 @@ def _resume(
     restored = source.restore(par, trainer.optimizer, None if source is manager else step, fallback=source is manager)
     before = restored.extra.get("origin")
     differ = [] if before is None else datasets.changes(before, origin, recipe.checkpoint.allow)
-    if recipe.checkpoint.allow and not differ and datasets.same_but_documents(restored.extra["data"]["data"], trainer.data.samples):
+    if (
+        recipe.checkpoint.allow
+        and not differ
+        and datasets.same_but_documents(restored.extra["data"]["data"], trainer.data.samples)
+    ):
         restored.extra["data"]["data"] = trainer.data.samples.fingerprint
     older = {} if before is None else {"batch": before["batch"]}  # a state had none of its own at first
     try:
@@ -242,9 +257,14 @@ def _resume(
     except RecipeError as error:
         if not differ:
             raise
-        allowed = "" if not any(each.startswith("data.documents ") for each in differ) else ", set checkpoint.allow: [data.documents]"
+        allowed = (
+            ""
+            if not any(each.startswith("data.documents ") for each in differ)
+            else ", set checkpoint.allow: [data.documents]"
+        )
         raise RecipeError(
-            f"{recipe.where('data')}: the checkpoint {restored.folder} was saved with other data: {'; '.join(differ)}; restore the files "
+            f"{recipe.where('data')}: the checkpoint {restored.folder} was saved with other data: "
+            f"{'; '.join(differ)}; restore the files "
             f"and settings that changed{allowed}, or start a new run in another output folder"
         ) from error
     told = f"{restored.folder}{'' if restored.same_mesh else ', saved on another mesh'}"
@@ -264,8 +284,14 @@ def _other_batch(recipe: Recipe, before: int, trainer: Trainer) -> str:
         instead = trainer.data.steps_until(trainer.settings.epochs, before)
         then = f"{left:,} steps are left instead of {instead:,}, and the learning rate follows the samples"
     else:
-        then = f"the {left:,} steps that are left of training.steps have {left * now:,} samples instead of {left * before:,}"
-    return f"\nWARNING: a step had {before:,} samples before and has {now:,} from now on, on {ranks} data ranks{keep}; {then}"
+        then = (
+            f"the {left:,} steps that are left of training.steps have {left * now:,} samples instead of "
+            f"{left * before:,}"
+        )
+    return (
+        f"\nWARNING: a step had {before:,} samples before and has {now:,} from now on, on {ranks} data "
+        f"ranks{keep}; {then}"
+    )
 
 
 def _model_only(source: CheckpointManager, step: int) -> Place | None:
@@ -283,10 +309,14 @@ def _model_only(source: CheckpointManager, step: int) -> Place | None:
 def _begin_from(folder: Place, recipe: Recipe, trainer: Trainer, own_step: int | None) -> str:
     """Read the first weights from a step that contains a model alone, and describe their origin."""
     if recipe.lora is not None:
-        raise RecipeError(f"{folder} contains a model without adapters; export it (`meshpar export`) and set model.weights to the export")
+        raise RecipeError(
+            f"{folder} contains a model without adapters; export it (`meshpar export`) and set model.weights to the "
+            "export"
+        )
     if own_step:
         raise RecipeError(
-            f"{folder} contains only a model, so the run would begin at step 0, and step {own_step} would remain the newest; import it "
+            f"{folder} contains only a model, so the run would begin at step 0, and step {own_step} would remain the "
+            "newest; import it "
             "as step 0, or into another folder and set checkpoint.resume to that"
         )
     trainer.par.materialize(weights=published_model(folder), ignore=recipe.model.ignore)
@@ -314,14 +344,18 @@ def _begin_folder(recipe: Recipe, data: datasets.Data) -> None:
 
 
 def _keep(recipe: Recipe, *names: str) -> None:
-    """Copy files of the folder on this machine to the run's store, where that is another place. Losing them ends no training."""
+    """Copy files of the folder on this machine to the run's store, where that is another place. Losing them ends no
+    training.
+    """
     if runtime.is_main():
         with told_only(f"cannot copy {', '.join(names)} to {recipe.kept}"):
             carried([recipe.folder / name for name in names], recipe.kept)
 
 
 def _take_up(recipe: Recipe) -> None:
-    """Get the metrics of a run that another machine began or continued from its store; other lines of this one are set aside."""
+    """Get the metrics of a run that another machine began or continued from its store; other lines of this one are set
+    aside.
+    """
     here = recipe.folder / METRICS
     if not (recipe.kept / METRICS).exists():
         return
@@ -337,7 +371,9 @@ def _take_up(recipe: Recipe) -> None:
 
 @contextlib.contextmanager
 def _new_steps_noted(trainer: Trainer) -> Iterator[None]:
-    """Note the first new step of this start for the launcher, which does not start a job without new steps again and again."""
+    """Note the first new step of this start for the launcher, which does not start a job without new steps again and
+    again.
+    """
     if "MESHPAR_LOGS" not in os.environ:
         yield
         return
@@ -347,7 +383,9 @@ def _new_steps_noted(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except MeshparError as error:
-        if error.__cause__ is None:  # of training itself, such as a loss that is not finite; a lost peer or a store has an error below it
+        if (
+            error.__cause__ is None
+        ):  # of training itself, such as a loss that is not finite; a lost peer or a store has an error below it
             failed_at(logs, trainer.step)
         raise
 
@@ -355,7 +393,11 @@ def _new_steps_noted(trainer: Trainer) -> Iterator[None]:
 def _reporters(recipe: Recipe, trainer: Trainer, step: int) -> tuple[Reporter, ...]:
     board = [TensorBoard(recipe.folder / TENSORBOARD, step=step)] if recipe.training.tensorboard else []
     unit = getattr(objective_factory(recipe.training.objective), "unit", "tok")
-    return (Console(lambda: trainer.total_steps, step=step, unit=unit), JsonLines(recipe.folder / METRICS, step=step), *board)
+    return (
+        Console(lambda: trainer.total_steps, step=step, unit=unit),
+        JsonLines(recipe.folder / METRICS, step=step),
+        *board,
+    )
 
 
 def _sequences(recipe: Recipe, batch: int) -> str:
@@ -376,12 +418,16 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
         f"{parameters:,} parameters{part} on {str(par.spec) or 'one process'} ({par.device.type}){passes}",
         f"{data.samples}, {data.steps_per_epoch:,} steps an epoch; a step: {batch:,} {_sequences(recipe, batch)} "
         f"({recipe.data.micro_batch} x {recipe.data.accumulate} micro-batches x {ranks} data ranks)",
-        f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over {schedule.steps:,} steps"
+        f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over "
+        f"{schedule.steps:,} steps"
         f"{f' of {trainer.batch:,} samples' if trainer.follows_samples and trainer.batch != batch else ''}",
     ]
     if trainer.complete and not trainer.owes_validation:
         kind = "steps" if settings.steps is not None and trainer.step >= settings.steps else "epochs"
-        lines.append(f"all {getattr(settings, kind)} {kind} are done already, after step {trainer.step}; raise training.{kind} to continue")
+        lines.append(
+            f"all {getattr(settings, kind)} {kind} are done already, after step {trainer.step}; raise "
+            f"training.{kind} to continue"
+        )
     elif come_from:
         lines += f"resuming after step {trainer.step} from {come_from}".split("\n")
     for reporter in trainer.reporters[:1]:

@@ -1,4 +1,6 @@
-"""Build the models of transformers for an objective, and give a model its first weights: drawn, read, or read except for a new head."""
+"""Build the models of transformers for an objective, and give a model its first weights: drawn, read, or read except
+for a new head.
+"""
 
 from __future__ import annotations
 
@@ -91,19 +93,29 @@ def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFa
 
 
 def _refuse_unknown(fields: Mapping[str, Any], known: Any, model: Any) -> None:  # noqa: ANN401 - a config of transformers
-    """Refuse fields that neither the config's class nor the model's module names: transformers accepts any field and ignores it."""
+    """Refuse fields that neither the config's class nor the model's module names: transformers accepts any field and
+    ignores it.
+    """
     module = inspect.getmodule(model[0] if isinstance(model, tuple) else model)
     # Some models read fields that their config does not declare.
     words = set(re.findall(r"\w+", "" if module is None else inspect.getsource(module)))
-    unknown = [name for name in fields if not (name.startswith("_") or hasattr(known, name) or hasattr(known, f"_{name}") or name in words)]
+    unknown = [
+        name
+        for name in fields
+        if not (name.startswith("_") or hasattr(known, name) or hasattr(known, f"_{name}") or name in words)
+    ]
     if unknown:
         listed = "; ".join(f"{name} ({suggestion(name, known.to_dict())})" for name in unknown)
-        raise RecipeError(f"config: transformers has no such field of {known.model_type}: {listed}; correct its name, or leave it out")
+        raise RecipeError(
+            f"config: transformers has no such field of {known.model_type}: {listed}; correct its name, or leave it out"
+        )
 
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Convert an error of transformers about a config's values: each class of its models checks, or does not check, in its own way."""
+    """Convert an error of transformers about a config's values: each class of its models checks, or does not check, in
+    its own way.
+    """
     try:
         yield
     except Exception as error:
@@ -116,7 +128,8 @@ def _ids(head: str, facts: DataFacts) -> dict[str, Any]:
 
 
 def with_weights(par: Parallelized, section: Model, seed: int, *, adapters: bool = False) -> Parallelized:
-    """Give a parallel model, with or without new adapters, the first weights of its recipe section, and return the model.
+    """Give a parallel model, with or without new adapters, the first weights of its recipe section, and return the
+    model.
 
     Raises:
         RecipeError: ``new`` matches no parameter.
@@ -133,11 +146,15 @@ def with_weights(par: Parallelized, section: Model, seed: int, *, adapters: bool
 
 
 def weights_problems(module: nn.Module, layout: ModelLayout, section: Model, *, adapters: bool = False) -> list[str]:
-    """Return why the ranks could not read a section's weights into a model, by the headers of the files: in seconds for any size."""
+    """Return why the ranks could not read a section's weights into a model, by the headers of the files: in seconds for
+    any size.
+    """
     if section.weights is None or not expanded(section.weights).exists():
         return []  # a folder that is missing is told by folder_problems
     try:
-        fit = initialize.compared(module, layout, _first_weights(module, section, 0, adapters=adapters)[0], ignore=section.ignore)
+        fit = initialize.compared(
+            module, layout, _first_weights(module, section, 0, adapters=adapters)[0], ignore=section.ignore
+        )
     except (MeshparError, OSError) as error:
         return [str(error) if isinstance(error, MeshparError) else brief(error)]
     more = [f"and {len(fit.problems) - _TOLD} more like these"] if len(fit.problems) > _TOLD else []
@@ -146,7 +163,9 @@ def weights_problems(module: nn.Module, layout: ModelLayout, section: Model, *, 
 
 
 def _first_weights(module: nn.Module, section: Model, seed: int, *, adapters: bool) -> tuple[TypedSource, set[str]]:
-    """Return the weights of a section that has some, and the names of the parameters that are drawn from the seed instead."""
+    """Return the weights of a section that has some, and the names of the parameters that are drawn from the seed
+    instead.
+    """
     assert section.weights is not None
     source: TypedSource = weights_in(expanded(section.weights))
     if adapters:

@@ -1,4 +1,6 @@
-"""Before a job trains: the doctor (``preflight: warn | fail | off``), and the largest micro-batch (``--find-batch-size``)."""
+"""Before a job trains: the doctor (``preflight: warn | fail | off``), and the largest micro-batch
+(``--find-batch-size``).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ _STEPS = 3
 def opened(recipe: Recipe, data: datasets.Data, kind: str) -> Iterator[torch.device]:
     """Run the doctor, then open a job's process group as :func:`meshpar.runtime.distributed` does.
 
-    ``warn`` prints the findings, ``fail`` ends the job with them before training, ``off`` skips the doctor, and so does a single process.
+    ``warn`` prints the findings, ``fail`` ends the job with them before training, ``off`` skips the doctor, and so does
+    a single process.
 
     Raises:
         PreflightError: the findings, the same on every rank.
@@ -59,7 +62,9 @@ def opened(recipe: Recipe, data: datasets.Data, kind: str) -> Iterator[torch.dev
 
 
 def patience_s(recipe: Recipe) -> float:
-    """Return the time-out of collectives in seconds: longer than the watchdog's, which names the ranks that did not arrive."""
+    """Return the time-out of collectives in seconds: longer than the watchdog's, which names the ranks that did not
+    arrive.
+    """
     if runtime.replica()[1]:
         return recipe.patience + _SKEW_S  # the other replicas go on by then
     return max(runtime.DEFAULT_TIMEOUT_S, (recipe.watchdog or 0.0) + _LATER_S)
@@ -93,7 +98,8 @@ class Trial:
 
 
 def find_batch_size(recipe: Recipe, run: Callable[[Recipe], int], memory: int | None) -> Recipe:
-    """Return the recipe with the largest micro-batch that fits. A step keeps its number of samples, in fewer micro-batches.
+    """Return the recipe with the largest micro-batch that fits. A step keeps its number of samples, in fewer
+    micro-batches.
 
     Args:
         recipe: the recipe; a step of a data rank has ``data.micro_batch`` x ``data.accumulate`` samples.
@@ -105,7 +111,10 @@ def find_batch_size(recipe: Recipe, run: Callable[[Recipe], int], memory: int | 
         SystemExit: a signal stopped a trial.
     """
     if memory is None and runtime.on_host(build.device_type(recipe)):
-        raise RecipeError("--find-batch-size on a CPU needs --memory 4GiB, or another limit per rank: there is no device memory to fill")
+        raise RecipeError(
+            "--find-batch-size on a CPU needs --memory 4GiB, or another limit per rank: there is no device memory to "
+            "fill"
+        )
     whole = recipe.data.micro_batch * recipe.data.accumulate
     sizes, best = [each for each in range(1, whole + 1) if whole % each == 0], 0
     low, high = 0, len(sizes) - 1
@@ -114,15 +123,23 @@ def find_batch_size(recipe: Recipe, run: Callable[[Recipe], int], memory: int | 
         trial = try_batch(recipe, run, sizes[middle])
         fits = trial.peak is not None and (memory is None or trial.peak <= memory)
         used = "runs out of memory" if trial.peak is None else f"{trial.peak / 2**30:.2f} GiB a rank"
-        print(f"micro-batch {trial.micro_batch}: {used}{'' if fits or trial.peak is None else ', too much'}", file=sys.stderr, flush=True)
+        print(
+            f"micro-batch {trial.micro_batch}: {used}{'' if fits or trial.peak is None else ', too much'}",
+            file=sys.stderr,
+            flush=True,
+        )
         if fits:
             best, low = sizes[middle], middle + 1
         else:
             high = middle - 1
     if not best:
-        raise RecipeError("not even a micro-batch of 1 fits; shard more (mesh), recompute (ActivationCheckpoint) or shorten the sequence")
+        raise RecipeError(
+            "not even a micro-batch of 1 fits; shard more (mesh), recompute (ActivationCheckpoint) or shorten the "
+            "sequence"
+        )
     print(
-        f"found: data.micro_batch={best} data.accumulate={whole // best}, {whole} samples per data rank and step, as before",
+        f"found: data.micro_batch={best} data.accumulate={whole // best}, {whole} samples per data rank and step, as "
+        "before",
         file=sys.stderr,
     )
     return _with(recipe, [f"data.micro_batch={best}", f"data.accumulate={whole // best}"])
@@ -143,8 +160,18 @@ def try_batch(recipe: Recipe, run: Callable[[Recipe], int], size: int) -> Trial:
             f"training.steps={_STEPS}",
             "training.epochs=null",
         ]
-        overrides += ["training.log_every=1", "training.validate_every=null", "training.tensorboard=false", "checkpoint.resume=auto"]
-        overrides += ["data.validation_fraction=0", "data.validation_paths=[]", f"schedule.steps={_STEPS}", "schedule.warmup_steps=0"]
+        overrides += [
+            "training.log_every=1",
+            "training.validate_every=null",
+            "training.tensorboard=false",
+            "checkpoint.resume=auto",
+        ]
+        overrides += [
+            "data.validation_fraction=0",
+            "data.validation_paths=[]",
+            f"schedule.steps={_STEPS}",
+            "schedule.warmup_steps=0",
+        ]
         overrides += ["checkpoint.every=null", "checkpoint.best=null", "training.forecast=false"]
         try:
             stopped = run(_with(recipe, overrides))

@@ -59,7 +59,11 @@ def main() -> int:
         record(folder, rank, error, hide=__file__)
         if rank:  # the launcher shows rank 0's log, and the error itself once
             traceback.print_exc()
-        if isinstance(error, MeshparError) and exit_code(error) in (NO_USE, RETRY) and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0":
+        if (
+            isinstance(error, MeshparError)
+            and exit_code(error) in (NO_USE, RETRY)
+            and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
+        ):
             os.kill(os.getppid(), signal.SIGTERM)  # the agent restarts ranks whatever their error is
         return 1
 
@@ -83,7 +87,9 @@ def run_recipe(path: str) -> int:
 
 
 def run_code(kind: str, what: str, arguments: Sequence[str]) -> int:
-    """Run a script or a module as ``python WHAT ARGS`` does: as ``__main__``, so that spawned processes can load its file."""
+    """Run a script or a module as ``python WHAT ARGS`` does: as ``__main__``, so that spawned processes can load its
+    file.
+    """
     sys.argv = [what, *arguments]
     if signal.SIGUSR1 in heard():
         signal.signal(signal.SIGUSR1, _unheard)
@@ -101,9 +107,12 @@ def run_code(kind: str, what: str, arguments: Sequence[str]) -> int:
 
 
 def _unheard(number: int, frame: FrameType | None) -> NoReturn:
-    """End a script that was told that its time is over, and does not listen: this is no stop with a checkpoint, but a failure."""
+    """End a script that was told that its time is over, and does not listen: this is no stop with a checkpoint, but a
+    failure.
+    """
     error = LaunchError(
-        "SIGUSR1 asked the script to save and stop, but the script has no handler for it, so nothing is saved; set one by "
+        "SIGUSR1 asked the script to save and stop, but the script has no handler for it, so nothing is saved; set "
+        "one by "
         "signal.signal(signal.SIGUSR1, ...), save a checkpoint, and end with sys.exit(128 + signal.SIGUSR1)"
     )
     record(Path(os.environ["MESHPAR_LOGS"]), int(os.environ["RANK"]), error)
@@ -111,7 +120,9 @@ def _unheard(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def end_with_parent() -> None:
-    """Make the kernel send SIGTERM (checkpoint and stop) to this process when its parent is killed; one that does not end is killed."""
+    """Make the kernel send SIGTERM (checkpoint and stop) to this process when its parent is killed; one that does not
+    end is killed.
+    """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)

@@ -1,4 +1,6 @@
-"""Problems of a recipe whose fields are right by themselves: fields that are wrong together, and arguments that a class does not take."""
+"""Problems of a recipe whose fields are right by themselves: fields that are wrong together, and arguments that a class
+does not take.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ def _length_problems(recipe: Recipe) -> Conflicts:
     if training.steps is None and training.epochs is None:
         yield ("training",), "set the length of the training: steps, epochs or both"
     if training.validate_every is not None and not data.validates:
-        yield ("training", "validate_every"), "there is no validation data; set data.validation_fraction or data.validation_paths"
+        yield (
+            ("training", "validate_every"),
+            "there is no validation data; set data.validation_fraction or data.validation_paths",
+        )
     length = schedule.steps or training.steps
     if length is not None and schedule.warmup_steps > length:
         yield ("schedule", "warmup_steps"), f"{schedule.warmup_steps} steps of warm-up do not fit in {length} steps"
@@ -58,7 +63,10 @@ def _length_problems(recipe: Recipe) -> Conflicts:
             ("training", "epochs"),
             "a mixture ends with the epochs of its sources; set training.steps, and epochs in data.mix",
         )
-    for place, value in ((("training", "validate_every"), training.validate_every), (("checkpoint", "every"), recipe.checkpoint.every)):
+    for place, value in (
+        (("training", "validate_every"), training.validate_every),
+        (("checkpoint", "every"), recipe.checkpoint.every),
+    ):
         if endless and value == "epoch":
             yield place, "a mixture with a source that repeats without end has no epoch; set a number of steps"
 
@@ -69,7 +77,10 @@ def _source_problems(recipe: Recipe) -> Conflicts:
     if data.source == "stdlib" and data.paths:
         yield ("data", "paths"), "stdlib needs no paths; for files of your own write source: files"
     if (data.source == "dataset") != (data.dataset is not None):
-        yield ("data", "source"), "a dataset of your own is written dataset: {class: mypackage.Dataset}, without another source"
+        yield (
+            ("data", "source"),
+            "a dataset of your own is written dataset: {class: mypackage.Dataset}, without another source",
+        )
     if data.validation_dataset is not None and (data.dataset is None or data.validation_fraction):
         yield ("data", "validation_dataset"), "requires data.dataset, and excludes validation_fraction"
     if data.source == "dataset" and (data.paths or data.validation_paths):
@@ -85,7 +96,8 @@ def _source_problems(recipe: Recipe) -> Conflicts:
             if kind_of(Path(path)) not in ("", *suffixes) and not expanded(Path(path)).is_dir():
                 yield (
                     ("data", "mix" if data.mix else "paths"),
-                    f"source: {each.source} reads files ending in {' or '.join(suffixes)}, got {path!r}{as_lines(expanded(Path(path)))}",
+                    f"source: {each.source} reads files ending in {' or '.join(suffixes)}, got "
+                    f"{path!r}{as_lines(expanded(Path(path)))}",
                 )
     if data.validation_paths and data.validation_fraction:
         yield ("data", "validation_fraction"), "set either validation_paths or validation_fraction, not both"
@@ -95,7 +107,10 @@ def _mix_problems(recipe: Recipe) -> Conflicts:
     """Yield what is wrong with a mixture of sources."""
     data = recipe.data
     if (data.source == "mix") != bool(data.mix):
-        yield ("data", "mix"), "a mixture is written mix: [{source: files, paths: [...], weight: 0.7}, ...], without another source"
+        yield (
+            ("data", "mix"),
+            "a mixture is written mix: [{source: files, paths: [...], weight: 0.7}, ...], without another source",
+        )
     if data.mix and (data.paths or data.validation_paths or data.template):
         yield ("data", "mix"), "paths, validation_paths and template are written in each source of the mix"
     if len({*mixed_names(data)}) < len(data.mix):
@@ -107,7 +122,8 @@ def _mix_problems(recipe: Recipe) -> Conflicts:
         if bool(each.paths) == (each.source == "stdlib") or (each.source == "tokens" and len(each.paths) > 1):
             yield (
                 ("data", "mix"),
-                f"source: {each.source} with paths {list(each.paths)}; expected none for stdlib, one for tokens, else one or more",
+                f"source: {each.source} with paths {list(each.paths)}; expected none for stdlib, one for tokens, "
+                "else one or more",
             )
         if each.name and not each.name.replace("-", "").replace("_", "").isalnum():
             yield ("data", "mix"), f"name {each.name!r} is part of a metric's; use letters, digits, - and _"
@@ -123,7 +139,10 @@ def _chat_problems(recipe: Recipe) -> Conflicts:
     templates = {each.template for each in data.mix if each.source == "chat"}
     if len(templates) > 1:
         named = " and ".join(sorted(each or "that of the tokenizer" for each in templates))
-        yield ("data", "mix"), f"the conversations have several templates, {named}, and a model learns one; set one template for all"
+        yield (
+            ("data", "mix"),
+            f"the conversations have several templates, {named}, and a model learns one; set one template for all",
+        )
     unnamed = [each for each in (data.mix or (data,)) if each.source == "chat" and each.template is None]
     if unnamed and data.tokenizer in (None, "bytes", "bpe") and recipe.model.weights is None:
         yield (
@@ -136,7 +155,10 @@ def _tokenizer_problems(recipe: Recipe) -> Conflicts:
     """Yield what is wrong with the tokenizer and with packing."""
     data, weights = recipe.data, recipe.model.weights
     if data.packing == "best_fit" and data.documents == "joined":
-        yield ("data", "packing"), "best_fit keeps documents whole, and documents: joined makes one text of them; use one of the two"
+        yield (
+            ("data", "packing"),
+            "best_fit keeps documents whole, and documents: joined makes one text of them; use one of the two",
+        )
     if data.source == "tokens" and data.tokenizer in ("bytes", "bpe"):
         yield (
             ("data", "tokenizer"),
@@ -146,11 +168,20 @@ def _tokenizer_problems(recipe: Recipe) -> Conflicts:
     if there and data.tokenizer is None and data.source not in ("tokens", "dataset"):
         yield (
             ("data", "tokenizer"),
-            f"missing: {weights} has no tokenizer.json; name the folder of the tokenizer that the weights were trained with, "
+            f"missing: {weights} has no tokenizer.json; name the folder of the tokenizer that the weights were "
+            "trained with, "
             "or write bytes or bpe for another one",
         )
-    if data.eos is not None and data.tokenizer in (None, "bytes") and weights is None and data.source not in ("tokens", "dataset"):
-        yield ("data", "eos"), "tokenizer bytes ends a document with its own token; remove data.eos, or use another tokenizer"
+    if (
+        data.eos is not None
+        and data.tokenizer in (None, "bytes")
+        and weights is None
+        and data.source not in ("tokens", "dataset")
+    ):
+        yield (
+            ("data", "eos"),
+            "tokenizer bytes ends a document with its own token; remove data.eos, or use another tokenizer",
+        )
 
 
 def _objective_problems(recipe: Recipe) -> Conflicts:
@@ -165,11 +196,15 @@ def _objective_problems(recipe: Recipe) -> Conflicts:
         yield ("teacher",), f"the objective {training.objective} {words}"
     examples = getattr(factory, "examples", "tokens")
     if examples != "tokens" and data.mix:
-        yield ("data", "mix"), f"the objective {training.objective} learns from {examples}, and a mixture contains texts"
+        yield (
+            ("data", "mix"),
+            f"the objective {training.objective} learns from {examples}, and a mixture contains texts",
+        )
     if examples != "tokens" and data.source not in ("stdlib", "jsonl", "csv", "parquet", "dataset"):
         yield (
             ("data", "source"),
-            f"the objective {training.objective} learns from stdlib, jsonl, csv or parquet, which hold two fields, got {data.source!r}",
+            f"the objective {training.objective} learns from stdlib, jsonl, csv or parquet, which hold two fields, "
+            f"got {data.source!r}",
         )
 
 

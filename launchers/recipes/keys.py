@@ -22,7 +22,11 @@ from meshpar.training.settings import TrainSettings
 _WEIGHTS = sections.OwnModel
 _SECTIONS: tuple[tuple[str, type[BaseModel], tuple[type, ...]], ...] = (
     ("", Recipe, (Recipe,)),
-    ("model, kind: transformer", sections.TransformerSection, (TransformerConfig, sections.TransformerSection, _WEIGHTS)),
+    (
+        "model, kind: transformer",
+        sections.TransformerSection,
+        (TransformerConfig, sections.TransformerSection, _WEIGHTS),
+    ),
     ("model, kind: gpt2", sections.GPT2Section, (GPT2Config, _WEIGHTS)),
     ("model, kind: huggingface", sections.HuggingFaceSection, (sections.HuggingFaceSection,)),
     ("model, class: package.module.Name", sections.OwnModel, (sections.Own, sections.OwnModel)),
@@ -64,7 +68,12 @@ def _lines() -> Iterator[str]:
         yield f"## {title or 'The recipe'}\n"
         yield "| key | type | default | meaning |"
         yield "| --- | --- | --- | --- |"
-        own = {each.name: each.default for source in sources if dataclasses.is_dataclass(source) for each in dataclasses.fields(source)}
+        own = {
+            each.name: each.default
+            for source in sources
+            if dataclasses.is_dataclass(source)
+            for each in dataclasses.fields(source)
+        }
         meanings = {name: text for source in sources for name, text in attributes(source).items()}
         for name, field in section.model_fields.items():
             if field.default == "own":
@@ -72,7 +81,11 @@ def _lines() -> Iterator[str]:
             takes = "fields" if name in _NAMED else describe_type(field.annotation)
             written = name in inspect.get_annotations(section)  # the section's own field, in place of its dataclass's
             value = field.get_default(call_default_factory=True)
-            default = (field.description or "required") if field.is_required() else _default(value if written else own.get(name, value))
+            default = (
+                (field.description or "required")
+                if field.is_required()
+                else _default(value if written else own.get(name, value))
+            )
             yield f"| `{field.alias or name}` | {_cell(takes)} | {_cell(default)} | {_cell(meanings.get(name, ''))} |"
         yield ""
 

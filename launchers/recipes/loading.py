@@ -1,4 +1,6 @@
-"""Read recipes: find the file, put foreign keys in meshpar's terms, fill in what the file leaves out, and report every problem."""
+"""Read recipes: find the file, put foreign keys in meshpar's terms, fill in what the file leaves out, and report every
+problem.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def shipped() -> dict[str, Path]:
     """Return the recipes that come with meshpar."""
     folder = resources.files("meshpar.launchers.recipes")
     return {
-        Path(each.name).stem: Path(str(each)) for each in sorted(folder.iterdir(), key=lambda one: one.name) if each.name.endswith(".yaml")
+        Path(each.name).stem: Path(str(each))
+        for each in sorted(folder.iterdir(), key=lambda one: one.name)
+        if each.name.endswith(".yaml")
     }
 
 
@@ -84,7 +88,9 @@ def _name_kinds(data: dict[str, Any]) -> None:
 
 
 def _find_own_code(data: dict[str, Any], document: Document) -> None:
-    """Make the recipe's folder importable if the recipe names something by import path, and write the folder into the recipe."""
+    """Make the recipe's folder importable if the recipe names something by import path, and write the folder into the
+    recipe.
+    """
 
     def inside(*path: str) -> Any:
         found: Any = data
@@ -93,9 +99,16 @@ def _find_own_code(data: dict[str, Any], document: Document) -> None:
         return found
 
     sections = (("model",), ("teacher", "model"), ("optimizer",), ("data", "dataset"), ("data", "validation_dataset"))
-    passes = [each for place in (("passes",), ("teacher", "passes")) for each in (inside(*place) or ()) if isinstance(inside(*place), list)]
+    passes = [
+        each
+        for place in (("passes",), ("teacher", "passes"))
+        for each in (inside(*place) or ())
+        if isinstance(inside(*place), list)
+    ]
     names = [name for each in passes for name in (each if isinstance(each, Mapping) else (each,))]
-    if any(inside(*place, "class") for place in sections) or any("." in str(each) for each in (inside("training", "objective"), *names)):
+    if any(inside(*place, "class") for place in sections) or any(
+        "." in str(each) for each in (inside("training", "objective"), *names)
+    ):
         data["code"] = inside("code") or str(Path(document.name).absolute().parent)
         make_importable(expanded(Path(str(data["code"]))))
 
@@ -105,12 +118,16 @@ def _find(source: str | Path) -> Document:
     if str(source) in known and not Path(source).is_file():
         return read_document(known[str(source)])
     if not Path(source).is_file():
-        raise UnknownRecipeError(f"no recipe file {source}, and none of that name comes with meshpar; {suggestion(str(source), known)}")
+        raise UnknownRecipeError(
+            f"no recipe file {source}, and none of that name comes with meshpar; {suggestion(str(source), known)}"
+        )
     return read_document(Path(source))
 
 
 def _read_plan(data: dict[str, Any], document: Document, problems: list[str], at: Place = ()) -> list[str]:
-    """Put model, mesh and passes of a mapping in the form that the recipe has, and return what is to be told about old names."""
+    """Put model, mesh and passes of a mapping in the form that the recipe has, and return what is to be told about old
+    names.
+    """
     if isinstance(data.get("model"), Mapping):
         data["model"] = {"kind": "own" if "class" in data["model"] else "transformer", **data["model"]}
     notes = convert_keys(data, document, problems, at)

@@ -1,6 +1,7 @@
 """What a recipe names: passes, an objective, or a class of the user's own, found, checked and made; and converters.
 
-Converters are plugins that put another trainer's keys in a recipe's terms, so that the recipe's reader knows none of them.
+Converters are plugins that put another trainer's keys in a recipe's terms, so that the recipe's reader knows none of
+them.
 """
 
 from __future__ import annotations
@@ -98,12 +99,16 @@ def _installed() -> Iterator[Converter]:
 
 
 def make_importable(folder: Path) -> None:
-    """Let modules of ``folder`` be imported, after all installed ones: a file there called like a package does not hide the package."""
+    """Let modules of ``folder`` be imported, after all installed ones: a file there called like a package does not hide
+    the package.
+    """
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
-def own_problems(factory: object, keywords: Mapping[str, Any], document: Document, place: Place, given: tuple[str, ...] = ()) -> list[str]:
+def own_problems(
+    factory: object, keywords: Mapping[str, Any], document: Document, place: Place, given: tuple[str, ...] = ()
+) -> list[str]:
     """Return what is wrong with the keywords of a class or function, one line each with file and line.
 
     Args:
@@ -115,7 +120,8 @@ def own_problems(factory: object, keywords: Mapping[str, Any], document: Documen
     """
     if not callable(factory) or (not isinstance(factory, type) and not inspect.isroutine(factory)):
         return [
-            f"{document.where((*place, name))}: {type(factory).__name__} is an object already and accepts no keywords" for name in keywords
+            f"{document.where((*place, name))}: {type(factory).__name__} is an object already and accepts no keywords"
+            for name in keywords
         ]
     try:
         found = validate(section_of_call(factory, given), dict(keywords), document, place)
@@ -125,7 +131,8 @@ def own_problems(factory: object, keywords: Mapping[str, Any], document: Documen
 
 
 def make_own(factory: Any, keywords: Mapping[str, Any], *arguments: Any, **given: Any) -> Any:
-    """Return what a class or function makes of its keywords, which :func:`own_problems` has checked; an object is returned as it is.
+    """Return what a class or function makes of its keywords, which :func:`own_problems` has checked; an object is
+    returned as it is.
 
     Raises:
         RecipeError: it raises an error, or its keywords do not fit.
@@ -150,7 +157,9 @@ def has_keyword(factory: Any, name: str) -> bool:
 
 
 def objective_factory(name: str) -> Any:
-    """Return what makes the objective called ``name``: a plugin, or what stands at an import path; raises MeshparError without one."""
+    """Return what makes the objective called ``name``: a plugin, or what stands at an import path; raises MeshparError
+    without one.
+    """
     return registry.plugin(OBJECTIVES, name)
 
 
@@ -169,14 +178,17 @@ def make_objective(name: str, options: Mapping[str, Any], teacher: nn.Module | N
     made = make_own(factory, options, **({_TEACHER: teacher} if wants_teacher(factory) else {}))
     missing = [each for each in ("tokens", "loss") if not callable(getattr(made, each, None))]
     if missing:
-        raise RecipeError(f"{name} has no {' and no '.join(missing)}; an objective has tokens(batch) and loss(model, batch)")
+        raise RecipeError(
+            f"{name} has no {' and no '.join(missing)}; an objective has tokens(batch) and loss(model, batch)"
+        )
     return made
 
 
 def read_passes(
     raw: object, mesh: MeshSpec | str | None, document: Document, problems: list[str], at: Place = ()
 ) -> tuple[list[Written], list[str]]:
-    """Return the passes of a recipe, resolved, and what is to be told about old names; what is wrong goes to ``problems``.
+    """Return the passes of a recipe, resolved, and what is to be told about old names; what is wrong goes to
+    ``problems``.
 
     Args:
         raw: what stands under ``passes``; None or ``auto``: the passes that the mesh's axes call for.
@@ -189,7 +201,8 @@ def read_passes(
         return default_passes(mesh), []
     if not isinstance(raw, list):
         problems.append(
-            f"{document.where((*at, 'passes'))}: expected a list of passes (- FullyShard, or - FullyShard: {{offload: cpu}}), got {raw!r}"
+            f"{document.where((*at, 'passes'))}: expected a list of passes (- FullyShard, or - FullyShard: "
+            f"{{offload: cpu}}), got {raw!r}"
         )
         return [], []
     passes: list[Written] = []
@@ -198,7 +211,9 @@ def read_passes(
         place: Place = (*at, "passes", number)
         name, options = next(iter(item.items())) if isinstance(item, Mapping) and len(item) == 1 else (item, {})
         if not isinstance(name, str) or not (options is None or isinstance(options, Mapping)):
-            problems.append(f"{document.where(place)}: expected a pass's name, or one name with its options, got {item!r}")
+            problems.append(
+                f"{document.where(place)}: expected a pass's name, or one name with its options, got {item!r}"
+            )
             continue
         place = (*place, name) if isinstance(item, Mapping) else place
         translated = convert_pass(name, options or {})
@@ -216,7 +231,11 @@ def default_passes(mesh: MeshSpec | str | None) -> list[Written]:
         return []
     if isinstance(mesh, str) and not is_auto(mesh):
         mesh = MeshSpec(mesh)
-    axes = {"dp_replicate", "dp_shard", *(axis for axis, _ in BY_AXIS if axis in str(mesh))} if isinstance(mesh, str) else set(mesh.axes)
+    axes = (
+        {"dp_replicate", "dp_shard", *(axis for axis, _ in BY_AXIS if axis in str(mesh))}
+        if isinstance(mesh, str)
+        else set(mesh.axes)
+    )
     names = [name for axis, name in BY_AXIS if axis in axes]
     if "dp_shard" in axes:
         names.append("HybridShard" if "dp_replicate" in axes else "FullyShard")
@@ -250,9 +269,13 @@ def _checked(written: Written, document: Document, place: Place, problems: list[
         yield {name: plain.model_dump(mode="json", exclude_unset=True) if plain is not None else options}
 
 
-def _made(name: str, options: Mapping[str, Any], document: Document, place: Place, problems: list[str]) -> Iterator[Pass]:
+def _made(
+    name: str, options: Mapping[str, Any], document: Document, place: Place, problems: list[str]
+) -> Iterator[Pass]:
     if "." not in name and name not in registry.names(PASSES):
-        problems.append(f"{document.where(place)}: no pass {name!r} is installed; {suggestion(name, registry.names(PASSES))}")
+        problems.append(
+            f"{document.where(place)}: no pass {name!r} is installed; {suggestion(name, registry.names(PASSES))}"
+        )
         return
     try:
         factory: Any = registry.plugin(PASSES, name)
@@ -270,7 +293,9 @@ def _made(name: str, options: Mapping[str, Any], document: Document, place: Plac
         problems.append(f"{document.where(place)}: {error}")
 
 
-def _validated(factory: type, options: Mapping[str, Any], document: Document, place: Place, problems: list[str]) -> Section | None:
+def _validated(
+    factory: type, options: Mapping[str, Any], document: Document, place: Place, problems: list[str]
+) -> Section | None:
     found = validate(section_of(factory), dict(options), document, place)
     if isinstance(found, Section):
         return found

@@ -36,19 +36,23 @@ class Recipe(Section):
         name: name of the run; default: the recipe file's name.
         seed: seed of initial weights, order of the data and dropout.
         device: type of the devices; ``auto``: the accelerator if there is one, else the CPU.
-        preflight: run the doctor's checks before training: ``warn`` logs findings, ``fail`` ends the job on any finding.
+        preflight: run the doctor's checks before training: ``warn`` logs findings, ``fail`` ends the job on any
+            finding.
         watchdog: seconds without progress after which every rank prints its stack trace and the job ends; None: never.
-        patience: seconds that replicas (``--elastic=replicas``) wait for a replica that does not answer, before they continue without it.
-        optimizer_copies: number of replicas (``--elastic=replicas``) that hold each parameter's optimizer state, if ``HybridShard`` has
+        patience: seconds that replicas (``--elastic=replicas``) wait for a replica that does not answer, before they
+            continue without it.
+        optimizer_copies: number of replicas (``--elastic=replicas``) that hold each parameter's optimizer state, if
+            ``HybridShard`` has
             ``optimizer: world``; 1: the loss of a replica ends the job, which resumes from the newest checkpoint.
         profile: write a profile of a few early steps to the run's folder (:mod:`meshpar.training.profile`).
-        output: the run's folder; default: ``runs/NAME``. A URL in an object store (``s3://bucket/run``) keeps its logs in
+        output: the run's folder; default: ``runs/NAME``. A URL in an object store (``s3://bucket/run``) keeps its logs
+            in
             ``runs/s3/bucket/run``.
         code: folder from which your own classes are imported; None: the recipe's folder.
         mesh: axes and sizes; empty: one process.
         passes: passes with their options, in order; default: the passes that the mesh's axes require.
-        dtype: dtype of the stored parameters, their gradients and the optimizer state. Modules that the layout keeps in float32 stay
-            float32. A pass computes in its own ``param_dtype``.
+        dtype: dtype of the stored parameters, their gradients and the optimizer state. Modules that the layout keeps in
+            float32 stay float32. A pass computes in its own ``param_dtype``.
         model: see the sections below; the same applies to the other headings.
         teacher: the frozen teacher of a distillation.
         lora: adapters; nothing else is trained.
@@ -97,8 +101,12 @@ class Recipe(Section):
 
     @property
     def folder(self) -> Path:
-        """The run's folder on this machine: ``output``, and where that is a URL, a folder for logs, metrics and the board."""
-        return storage.either(self.kept, disk=expanded, store=lambda kept: Path("runs", *kept.root.split("://"), kept.key))
+        """The run's folder on this machine: ``output``, and where that is a URL, a folder for logs, metrics and the
+        board.
+        """
+        return storage.either(
+            self.kept, disk=expanded, store=lambda kept: Path("runs", *kept.root.split("://"), kept.key)
+        )
 
     @property
     def kept(self) -> storage.Place:
@@ -159,4 +167,8 @@ def _model_text(section: Any) -> dict[str, Any]:
 
 def _written(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that have a value: in a model's section, none means the shape's default."""
-    return {name: _written(value) if isinstance(value, dict) else value for name, value in fields.items() if value is not None}
+    return {
+        name: _written(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if value is not None
+    }

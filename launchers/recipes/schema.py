@@ -35,7 +35,9 @@ _TYPES: Mapping[Any, str] = {
 class Section(BaseModel):
     """Fields under one heading: no other keys, no conversions, no changes afterwards."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, protected_namespaces=()
+    )
 
     def given(self) -> dict[str, Any]:
         """Return the fields that were written, with nested sections as their objects."""
@@ -48,13 +50,17 @@ _S = TypeVar("_S", bound=Section)
 def parse_dtype(text: object) -> torch.dtype:
     """Return the dtype called ``bfloat16``, ``bf16``, ``torch.bfloat16``, ...; raises ValueError for anything else."""
     name = str(text).removeprefix("torch.")
-    value = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}.get(name, name), None)
+    value = getattr(
+        torch, {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}.get(name, name), None
+    )
     if not isinstance(value, torch.dtype):
         raise ValueError(f"expected a dtype such as float32, bfloat16 or float16, got {text!r}")
     return value
 
 
-Dtype = Annotated[torch.dtype, PlainValidator(parse_dtype), PlainSerializer(lambda value: str(value).removeprefix("torch."))]
+Dtype = Annotated[
+    torch.dtype, PlainValidator(parse_dtype), PlainSerializer(lambda value: str(value).removeprefix("torch."))
+]
 
 
 @cache
@@ -65,7 +71,8 @@ def section_of(cls: type, *, partial: bool = True, without: tuple[str, ...] = ()
 
     Args:
         cls: the dataclass.
-        partial: None stands for the dataclass's own default, in every field; otherwise fields have the defaults of the dataclass.
+        partial: None stands for the dataclass's own default, in every field; otherwise fields have the defaults of the
+            dataclass.
         without: fields that a recipe does not write in this section.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
@@ -79,7 +86,8 @@ def section_of(cls: type, *, partial: bool = True, without: tuple[str, ...] = ()
 
 @cache
 def section_of_call(factory: Callable[..., Any], without: tuple[str, ...] = ()) -> type[Section]:
-    """Return the section whose fields are the keywords of a class or function, with their types as far as they are annotated.
+    """Return the section whose fields are the keywords of a class or function, with their types as far as they are
+    annotated.
 
     Keywords that take functions or modules are left out, as are those in ``without``.
     """
@@ -92,12 +100,16 @@ def section_of_call(factory: Callable[..., Any], without: tuple[str, ...] = ()) 
             fields[each.name] = (_adapted(hint), ... if each.default is each.empty else each.default)
     takes_more = any(each.kind == each.VAR_KEYWORD for each in parameters)
     settings = ConfigDict(**{**Section.model_config, "extra": "allow" if takes_more else "forbid"})
-    base = types.new_class("_Keywords", (Section,), exec_body=lambda body: body.update(model_config=settings, __module__=__name__))
+    base = types.new_class(
+        "_Keywords", (Section,), exec_body=lambda body: body.update(model_config=settings, __module__=__name__)
+    )
     return create_model(getattr(factory, "__name__", "options"), __base__=base, **fields)
 
 
 def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a dataclass's fields, or of the keywords of a class or function; Any where there is none that can be read."""
+    """Return the types of a dataclass's fields, or of the keywords of a class or function; Any where there is none that
+    can be read.
+    """
     if dataclasses.is_dataclass(factory):
         return typing.get_type_hints(factory, include_extras=True)
     home = sys.modules[factory.__module__].__dict__
@@ -108,13 +120,17 @@ def _hint(annotation: object, home: dict[str, Any]) -> Any:
     if annotation is inspect.Parameter.empty:
         return Any
     try:
-        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"it": annotation}), home, include_extras=True)["it"]
+        return typing.get_type_hints(
+            types.SimpleNamespace(__annotations__={"it": annotation}), home, include_extras=True
+        )["it"]
     except (NameError, TypeError):  # a name that is imported for type checkers alone
         return Any
 
 
 def build(cls: Callable[..., Any], section: Section, *arguments: Any, **given: Any) -> Any:
-    """Return the object of a section made by :func:`section_of` or :func:`section_of_call`, with what is ``given`` beside it."""
+    """Return the object of a section made by :func:`section_of` or :func:`section_of_call`, with what is ``given``
+    beside it.
+    """
     hints = _hints(cls)
     values = {}
     for name in section.model_fields_set & {*hints, *(section.model_extra or ())}:
@@ -135,7 +151,10 @@ def validate(model: type[_S], data: object, document: Document, place: Place = (
         by_place: dict[Place, list[ErrorDetails]] = {}
         for each in error.errors():
             by_place.setdefault(_in_data(each, data), []).append(each)
-        return [f"{document.where((*place, *where))}: {_message(where, errors, data, model)}" for where, errors in by_place.items()]
+        return [
+            f"{document.where((*place, *where))}: {_message(where, errors, data, model)}"
+            for where, errors in by_place.items()
+        ]
 
 
 def describe_type(hint: object) -> str:
@@ -159,7 +178,11 @@ def _words(hint: object) -> Iterator[str]:
     elif origin is tuple and Ellipsis not in get_args(hint):
         yield f"a list of {len(get_args(hint))}"
     elif origin is not None or hint in (dict, list, tuple):
-        yield "a mapping" if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)) else "a list"
+        yield (
+            "a mapping"
+            if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping))
+            else "a list"
+        )
     elif isinstance(hint, type) and issubclass(hint, BaseModel):
         yield f"fields ({', '.join(_keys(hint))})"
     else:
@@ -190,7 +213,9 @@ def _in_data(error: ErrorDetails, data: object) -> Place:
     """Return the place in the data of pydantic's location, which also names branches of unions."""
     place: list[str | int] = []
     for part in error["loc"]:
-        if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int) and part < len(data)):
+        if (isinstance(data, dict) and part in data) or (
+            isinstance(data, list) and isinstance(part, int) and part < len(data)
+        ):
             data = cast(Any, data)[part]
             place.append(part)
     return (*place, error["loc"][-1]) if error["type"] == "missing" and isinstance(data, dict) else tuple(place)
@@ -199,18 +224,25 @@ def _in_data(error: ErrorDetails, data: object) -> Place:
 def _message(place: Place, errors: list[ErrorDetails], data: object, model: type[BaseModel]) -> str:
     error = errors[0]
     inside = place and isinstance(place[-1], int)
-    owner, hint = _field(model, error["loc"] if inside else tuple(part for part in error["loc"] if isinstance(part, str)))
+    owner, hint = _field(
+        model, error["loc"] if inside else tuple(part for part in error["loc"] if isinstance(part, str))
+    )
     value, context = _value(data, place), error.get("ctx", {})
     match error["type"]:
         case "extra_forbidden":
-            return f"unknown key; {suggestion(str(place[-1]), _keys(owner), others='; `meshpar check --keys` prints all')}"
+            return (
+                f"unknown key; {suggestion(str(place[-1]), _keys(owner), others='; `meshpar check --keys` prints all')}"
+            )
         case "missing" if isinstance(place[-1], str) and place[-1] == error["loc"][-1]:
             return f"missing; expected {describe_type(hint)}"
         case "value_error":
             return str(context["error"])
         case "union_tag_invalid":
             name, tags = str(context["discriminator"]).strip("'"), str(context["expected_tags"]).replace(", 'own'", "")
-            return f"{name} must be one of {tags}, got {context['tag']!r}; for a class of your own write class: package.module.Name"
+            return (
+                f"{name} must be one of {tags}, got {context['tag']!r}; for a class of your own write class: "
+                "package.module.Name"
+            )
         case kind if kind.startswith(("greater", "less")):
             return f"{error['msg'].replace('Input should', 'must')}, got {value!r}"
     return f"expected {describe_type(hint)}, got {value!r}"

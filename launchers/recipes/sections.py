@@ -50,11 +50,15 @@ class HuggingFaceSection(Section):
     """A model of transformers.
 
     Attributes:
-        config: contents of a ``config.json``, or the folder that contains one; None: that of ``weights``. Nothing is downloaded.
+        config: contents of a ``config.json``, or the folder that contains one; None: that of ``weights``. Nothing is
+            downloaded.
         head: type of the head; None: the objective's (for packed text ``causal_lm``).
-        weights: folder of safetensors, or of files of ``torch.save``, to start from; None: initial weights from the seed.
-        new: patterns of parameters that are initialised from the seed although weights are given: ``classifier`` on a pretrained encoder.
-        ignore: patterns of tensors, or of modules, in the weights that the model does not have: ``lm_head`` under a classifier.
+        weights: folder of safetensors, or of files of ``torch.save``, to start from; None: initial weights from the
+            seed.
+        new: patterns of parameters that are initialised from the seed although weights are given: ``classifier`` on a
+            pretrained encoder.
+        ignore: patterns of tensors, or of modules, in the weights that the model does not have: ``lm_head`` under a
+            classifier.
     """
 
     kind: Literal["huggingface"] = "huggingface"
@@ -87,7 +91,8 @@ class OwnModel(Own):
     """A model of your own: ``{class: mypackage.Model, dim: 512}``.
 
     Attributes:
-        weights: folder of safetensors, or of files of ``torch.save``, to start from; None: initial weights from the seed.
+        weights: folder of safetensors, or of files of ``torch.save``, to start from; None: initial weights from the
+            seed.
         ignore: patterns of tensors, or of modules, in the weights that the model does not have.
     """
 
@@ -104,10 +109,12 @@ def model_config(section: Any, vocab_size: int) -> TransformerConfig | GPT2Confi
 
     Args:
         section: of the recipe.
-        vocab_size: of the data. A transformer that names neither a preset nor its own gets it, rounded up to a multiple of 64, which
-            every usual tensor axis divides.
+        vocab_size: of the data. A transformer that names neither a preset nor its own gets it, rounded up to a multiple
+            of 64, which every usual tensor axis divides.
     """
-    given = {name: value for name, value in section.given().items() if name not in ("kind", "preset", "weights", "ignore")}
+    given = {
+        name: value for name, value in section.given().items() if name not in ("kind", "preset", "weights", "ignore")
+    }
     if section.kind == "gpt2":
         return GPT2Config(**given)
     given |= {"rope_scaling": RopeScaling(**section.rope_scaling.given())} if section.rope_scaling is not None else {}
@@ -170,11 +177,13 @@ class DataSection(Section):
     """The data, and its division into batches.
 
     Attributes:
-        source: ``stdlib`` (the source of Python's standard library; for pairs of texts: its functions and the first sentence of their
-            docstrings; for labels: its lines and their modules), ``files`` (text), ``jsonl``, ``csv``, ``parquet`` (also Arrow files and
-            folders of ``datasets``), ``chat`` (conversations in such tables, whose assistant tokens are the labels; or ``paths:
-            [stdlib]``), ``tokens`` (a ``.bin`` and its ``.json``), ``mix``, or ``dataset``. Text may be compressed by gzip or zstd.
-        mix: several sources, interleaved by weight: ``[{source: files, paths: [code], weight: 0.7}, {source: chat, ...}]``.
+        source: ``stdlib`` (the source of Python's standard library; for pairs of texts: its functions and the first
+            sentence of their docstrings; for labels: its lines and their modules), ``files`` (text), ``jsonl``,
+            ``csv``, ``parquet`` (also Arrow files and folders of ``datasets``), ``chat`` (conversations in such tables,
+            whose assistant tokens are the labels; or ``paths: [stdlib]``), ``tokens`` (a ``.bin`` and its ``.json``),
+            ``mix``, or ``dataset``. Text may be compressed by gzip or zstd.
+        mix: several sources, interleaved by weight: ``[{source: files, paths: [code], weight: 0.7}, {source: chat,
+            ...}]``.
         template: chat template of ``chat``: ``chatml``, ``llama3``, or a Jinja file; None: the tokenizer's own.
         dataset: a class of your own, ``{class: mypackage.Dataset, ...keywords}``: samples that need no tokenizer.
         validation_dataset: the class of the validation data, written like ``dataset``.
@@ -183,14 +192,17 @@ class DataSection(Section):
         target_field: key of the target text, if the objective requires pairs of texts.
         label_field: key of the label, if the objective requires labels.
         separator: text that separates the documents of a file; None: a file is one document.
-        bad_rows: ``refuse``: a row of a table that cannot be used (no text, not JSON, no conversation) is an error; ``skip``: such rows are
-            left out, and every start prints how many.
-        tokenizer: ``bytes``, ``bpe`` (trained on the text) or a folder with a ``tokenizer.json``; None: that of ``model.weights``, else
+        bad_rows: ``refuse``: a row of a table that cannot be used (no text, not JSON, no conversation) is an error;
+            ``skip``: such rows are left out, and every start prints how many.
+        tokenizer: ``bytes``, ``bpe`` (trained on the text) or a folder with a ``tokenizer.json``; None: that of
+            ``model.weights``, else
             ``bytes`` for text, none for tokens.
         vocab_size: vocabulary size of a trained BPE.
         eos: token that ends a document, if the tokenizer's folder does not name one.
-        documents: ``separate``: the documents of a packed sample do not attend to each other; ``joined``: they do, as one text.
-        packing: ``cut``: cut documents where a sample ends; ``best_fit``: pad samples, and cut no document that fits one.
+        documents: ``separate``: the documents of a packed sample do not attend to each other; ``joined``: they do, as
+            one text.
+        packing: ``cut``: cut documents where a sample ends; ``best_fit``: pad samples, and cut no document that fits
+            one.
         sequence_length: tokens of a sample; a text with a target or a label is cut to this length.
         target_length: tokens of a target text, which is cut to this length.
         micro_batch: samples of a data rank in one forward pass.
@@ -261,7 +273,8 @@ class OptimizerSection(_AdamWFields):
 
 @final
 class OwnOptimizer(Own):
-    """An optimizer of your own: ``{class: mypackage.Lion, lr: 1e-4, weight_decay: 0.1}``, called with parameters like torch's.
+    """An optimizer of your own: ``{class: mypackage.Lion, lr: 1e-4, weight_decay: 0.1}``, called with parameters like
+    torch's.
 
     Attributes:
         lr: peak learning rate of the schedule.
@@ -278,7 +291,9 @@ Optimizer = Annotated[OptimizerSection | OwnOptimizer, Field(discriminator="name
 
 @final
 class ScheduleSection(_ScheduleFields):
-    """The learning rate over the run, see :class:`meshpar.training.optimizer.Schedule`; its peak is the optimizer's ``lr``."""
+    """The learning rate over the run, see :class:`meshpar.training.optimizer.Schedule`; its peak is the optimizer's
+    ``lr``.
+    """
 
 
 @final
@@ -290,8 +305,8 @@ class TrainingSection(_TrainFields):
         objective_options: options of the objective.
         loss_scaling: scale the loss for float16; None: if a pass computes in float16.
         tensorboard: write TensorBoard scalars.
-        forecast: forecast the job during its first steps and print the comparison: on an accelerator with a built-in profile, or with the
-            profile named here (``h100``, or a file written by ``meshpar doctor --profile``).
+        forecast: forecast the job during its first steps and print the comparison: on an accelerator with a built-in
+            profile, or with the profile named here (``h100``, or a file written by ``meshpar doctor --profile``).
     """
 
     objective: str = "causal_lm"
@@ -310,10 +325,10 @@ class CheckpointSection(Section):
         keep: number of newest checkpoints to keep; None: all.
         best: metric (``val/loss``; ``+name`` for the highest) whose best step is also kept.
         background: write during training; the optimizer waits only until the state is copied.
-        staging: with ``background`` and an output in an object store: folder on each host's disk for files that wait for their upload;
-            None: host memory.
-        resume: ``auto`` resumes from the newest undamaged checkpoint in the output folder; ``never`` refuses a folder that has one; a path
-            or a URL (of a step or a run) is used if the output folder has none.
+        staging: with ``background`` and an output in an object store: folder on each host's disk for files that wait
+            for their upload; None: host memory.
+        resume: ``auto`` resumes from the newest undamaged checkpoint in the output folder; ``never`` refuses a folder
+            that has one; a path or a URL (of a step or a run) is used if the output folder has none.
         allow: settings that may differ from those of the resumed run: ``[data.documents]``.
     """
 

@@ -1,7 +1,9 @@
 """YAML as recipes are written: line numbers for messages, no key twice, and ``1e-4`` is a number.
 
-ruamel.yaml 0.19, which reads YAML 1.2, would replace the resolvers below and nothing else: it stops at the first duplicate key, reads
-``2020-01-01`` as a date and ``.5e3`` as text, returns containers and numbers of its own, and writes short lists over several lines.
+ruamel.yaml 0.19, which reads YAML 1.2, would replace the resolvers below and nothing else: it stops at the first
+duplicate key, reads
+``2020-01-01`` as a date and ``.5e3`` as text, returns containers and numbers of its own, and writes short lists over
+several lines.
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ class _Loader(yaml.SafeLoader):
 
 _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("float", "int", "timestamp")}
 _Loader.yaml_implicit_resolvers = {
-    first: [each for each in resolvers if each[0] not in _REPLACED] for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first: [each for each in resolvers if each[0] not in _REPLACED]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?[0-9][0-9_]*\Z"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"(?:[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"),
+    re.compile(
+        r"(?:[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
+    ),
     list("-+.0123456789"),
 )
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(str(node.value).replace("_", "")))
@@ -183,7 +188,9 @@ def _set(data: object, place: Place, value: object) -> None:
 def _enter(data: object, part: str | int, place: Place) -> Any:
     """Return what lies under ``part``; a part of a list may be its number, or the name of a pass in it."""
     if isinstance(data, list) and isinstance(part, str):
-        places = [number for number, item in enumerate(data) if item == part or (isinstance(item, dict) and part in item)]
+        places = [
+            number for number, item in enumerate(data) if item == part or (isinstance(item, dict) and part in item)
+        ]
         if places:
             data[places[0]] = {part: {}} if data[places[0]] == part else data[places[0]]
             data = data[places[0]]

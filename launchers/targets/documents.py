@@ -34,8 +34,8 @@ def fill_yaml(
 ) -> str:
     """Return the text of a YAML template with its ``@{name}`` replaced, and with what the files ``patches`` add.
 
-    A scalar that is ``@{name}`` alone becomes the value itself, and an empty value removes its key or list item. The comment at the top of
-    the template is kept. ``kept`` returns the documents that the file has, the job last.
+    A scalar that is ``@{name}`` alone becomes the value itself, and an empty value removes its key or list item. The
+    comment at the top of the template is kept. ``kept`` returns the documents that the file has, the job last.
 
     Raises:
         LaunchError: a patch cannot be read, or changes a value of the template.
@@ -49,9 +49,14 @@ def fill_yaml(
             kinds = {each.get("kind", ""): each for each in documents}
             kind = patch.get("kind", documents[-1].get("kind", ""))
             if kind not in kinds:
-                raise LaunchError(f"{name} is a patch of a {kind}; expected one of {', '.join(kinds)}, or no kind for {list(kinds)[-1]}")
+                raise LaunchError(
+                    f"{name} is a patch of a {kind}; expected one of {', '.join(kinds)}, or no kind for "
+                    f"{list(kinds)[-1]}"
+                )
             _add(kinds[kind], patch, kind, name)
-    return Template(head).substitute(values) + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return Template(head).substitute(values) + yaml.dump_all(
+        documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000
+    )
 
 
 def _filled(node: object, values: Mapping[str, object]) -> object:
@@ -87,7 +92,9 @@ def _add(into: dict[str, Any], patch: dict[str, Any], place: str, name: str) -> 
             into[key] = value
         elif isinstance(old, dict) and isinstance(value, dict):
             _add(old, value, here, name)
-        elif isinstance(old, list) and isinstance(value, list) and all(isinstance(each, dict) for each in (*old, *value)):
+        elif (
+            isinstance(old, list) and isinstance(value, list) and all(isinstance(each, dict) for each in (*old, *value))
+        ):
             named = {each["name"]: each for each in old if "name" in each and "mountPath" not in each}
             for item in value:
                 if item.get("name") in named:
@@ -96,5 +103,6 @@ def _add(into: dict[str, Any], patch: dict[str, Any], place: str, name: str) -> 
                     old.append(item)
         elif old != value:
             raise LaunchError(
-                f"patch {name} sets {here} to {value!r}, and meshpar writes {old!r}; use an option (-o), or edit the job file"
+                f"patch {name} sets {here} to {value!r}, and meshpar writes {old!r}; use an option (-o), or edit the "
+                "job file"
             )

@@ -22,7 +22,9 @@ from meshpar.training.settings import Bound, bound_problems
 
 Port = Annotated[int, Bound(ge=1, le=65535)]
 Shell = NewType("Shell", str)
-"""The type of an option with lines of shell. Every other option of a target is one line, because job files have lines of their own."""
+"""The type of an option with lines of shell. Every other option of a target is one line, because job files have lines
+of their own.
+"""
 
 RECIPE, MESH, COMMAND = "recipe.resolved.yaml", "mesh.json", "command.txt"
 """Files that are written beside the job file."""
@@ -42,12 +44,13 @@ class Job:
         folder: this launch's own folder in ``run``, into which all files are written.
         recipe: text of the resolved recipe; empty for a script.
         script: a script or ``-m MODULE`` and its arguments, as ``meshpar run`` takes them; empty for a recipe.
-        mesh: the resolved mesh of a recipe, with ranks in the order of the nodes; None for a script, which makes its own.
+        mesh: the resolved mesh of a recipe, with ranks in the order of the nodes; None for a script, which makes its
+            own.
         nodes: number of nodes.
         gpus_per_node: accelerators per node; 0: the job runs on CPUs.
         ranks_per_node: ranks per node.
-        elastic: ``"nodes"``: the job continues with fewer nodes when some are lost; ``"replicas"``: each replica is a job of its own;
-            empty: neither.
+        elastic: ``"nodes"``: the job continues with fewer nodes when some are lost; ``"replicas"``: each replica is a
+            job of its own; empty: neither.
         command: the ``meshpar launch`` command that renders this job.
     """
 
@@ -79,7 +82,9 @@ class Job:
 
     @property
     def label(self) -> str:
-        """A name of this launch alone that Kubernetes accepts, also with what it appends for pods: at most 44 characters."""
+        """A name of this launch alone that Kubernetes accepts, also with what it appends for pods: at most 44
+        characters.
+        """
         return f"{dns_label(self.name)[:40].rstrip('-')}-{self.folder.name}"
 
     @property
@@ -90,7 +95,12 @@ class Job:
     def mesh_json(self, mesh: MeshSpec) -> str:
         """Return the mesh as JSON: its axes, and the node, local rank and coordinates of each rank."""
         ranks = [
-            {"rank": rank, "node": rank // self.ranks_per_node, "local_rank": rank % self.ranks_per_node, **mesh.coordinates(rank)}
+            {
+                "rank": rank,
+                "node": rank // self.ranks_per_node,
+                "local_rank": rank % self.ranks_per_node,
+                **mesh.coordinates(rank),
+            }
             for rank in range(mesh.size)
         ]
         rows = ",\n  ".join(json.dumps(each) for each in ranks)
@@ -124,11 +134,12 @@ class Launched:
 class Target(Protocol):
     """A plugin of the group ``meshpar.launchers``: a dataclass whose fields are the target's options.
 
-    An option is ``str``, ``int``, ``bool``, or ``tuple[str, ...]`` if it can be given several times. Bounds of numbers are annotations of
-    the fields (:class:`meshpar.training.settings.Bound`).
+    An option is ``str``, ``int``, ``bool``, or ``tuple[str, ...]`` if it can be given several times. Bounds of numbers
+    are annotations of the fields (:class:`meshpar.training.settings.Bound`).
 
     Attributes:
-        shares_disks: whether the job sees the files of the machine that launches it. If not, the job checks them when it starts.
+        shares_disks: whether the job sees the files of the machine that launches it. If not, the job checks them when
+            it starts.
     """
 
     shares_disks: ClassVar[bool] = True
@@ -150,7 +161,9 @@ class Target(Protocol):
         ...
 
     def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
-        """Return each job's number or name in the engine, and its state in the engine's words; empty: the engine does not know it."""
+        """Return each job's number or name in the engine, and its state in the engine's words; empty: the engine does
+        not know it.
+        """
         raise self._no_commands()
 
     def status(self, job: Launched) -> str:
@@ -177,14 +190,20 @@ def ask(command: Sequence[str], limit_s: float = ANSWER_S) -> str:
     """
     told = shlex.join(command)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=limit_s, stdin=subprocess.DEVNULL
+        )
     except FileNotFoundError as error:
         raise LaunchError(f"{command[0]} is not installed here; on a machine that has it, run: {told}") from error
     except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"{command[0]} did not answer within {limit_s:.0f} s; check that its server runs, then repeat: {told}") from error
+        raise LaunchError(
+            f"{command[0]} did not answer within {limit_s:.0f} s; check that its server runs, then repeat: {told}"
+        ) from error
     if done.returncode:
         lines = [
-            line for line in (done.stderr.strip() or done.stdout.strip()).splitlines() if not re.match(r"[EWI]\d{4} ", line)
+            line
+            for line in (done.stderr.strip() or done.stdout.strip()).splitlines()
+            if not re.match(r"[EWI]\d{4} ", line)
         ]  # kubectl's log
         why = "\n".join(list(dict.fromkeys(lines))[-5:])
         raise LaunchError(f"{told} ended with {done.returncode}: {why}")
@@ -211,7 +230,9 @@ def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
         key = key.strip().replace("-", "_")
         if not equals or key not in fields:
             listed = suggestion(key, fields)
-            problems.append(f"{text!r}: {name} has no such option, written as KEY=VALUE; {listed}{_passed_on(fields, text)}")
+            problems.append(
+                f"{text!r}: {name} has no such option, written as KEY=VALUE; {listed}{_passed_on(fields, text)}"
+            )
             continue
         try:
             if hints[key] == tuple[str, ...]:
@@ -280,6 +301,8 @@ def _is_empty(line: str, values: Mapping[str, object]) -> bool:
 
 
 def dns_label(name: str) -> str:
-    """Return a valid Kubernetes name, also for a Service: lower case, digits and dashes, a letter first, at most 50 characters."""
+    """Return a valid Kubernetes name, also for a Service: lower case, digits and dashes, a letter first, at most 50
+    characters.
+    """
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return (label if label[:1].isalpha() else f"job-{label}")[:50].rstrip("-")  # pods add an index

@@ -1,4 +1,6 @@
-"""Kubernetes, by kubectl: an Indexed Job, whose index is the node rank, a JobSet of one, or a TrainJob of Kubeflow Trainer v2."""
+"""Kubernetes, by kubectl: an Indexed Job, whose index is the node rank, a JobSet of one, or a TrainJob of Kubeflow
+Trainer v2.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ KUEUE = "kueue.x-k8s.io/queue-name"
 """Label with the LocalQueue of a job; Kueue starts the job, which is created suspended."""
 
 _BOUNDED = ["--request-timeout=20s"]
-_PODS = {"Job": "batch.kubernetes.io/job-name", "JobSet": "jobset.sigs.k8s.io/jobset-name", "TrainJob": "jobset.sigs.k8s.io/jobset-name"}
+_PODS = {
+    "Job": "batch.kubernetes.io/job-name",
+    "JobSet": "jobset.sigs.k8s.io/jobset-name",
+    "TrainJob": "jobset.sigs.k8s.io/jobset-name",
+}
 """Label of a job's pods, by the job's kind; a TrainJob makes a JobSet of its own name."""
 _PART = "node"  # name of a JobSet's only replicated job
 # OpenShift runs containers as users without a home folder.
@@ -36,7 +42,9 @@ class OnKubernetes(Target):
     shares_disks: ClassVar[bool] = False
 
     def submit(self, path: Path) -> Sequence[str]:
-        """Return the kubectl command that submits the job; unlike ``apply`` it leaves objects of another run as they are."""
+        """Return the kubectl command that submits the job; unlike ``apply`` it leaves objects of another run as they
+        are.
+        """
         return ["kubectl", "create", "-f", str(path)]
 
     def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
@@ -70,7 +78,10 @@ def _selected(job: Launched) -> list[str]:
     except (OSError, yaml.YAMLError, StopIteration) as error:
         raise LaunchError(f"cannot read the job file {job.file}: {error}; restore it from `meshpar launch`") from error
     namespace = ours["metadata"].get("namespace")
-    return [*([f"--namespace={namespace}"] if namespace else []), f"--selector={_PODS[ours['kind']]}={ours['metadata']['name']}"]
+    return [
+        *([f"--namespace={namespace}"] if namespace else []),
+        f"--selector={_PODS[ours['kind']]}={ours['metadata']['name']}",
+    ]
 
 
 def _state(job: Mapping[str, Any]) -> str:
@@ -93,14 +104,16 @@ class Kubernetes(OnKubernetes):
         claim: the PersistentVolumeClaim mounted at ``workdir``; empty: an empty folder that is deleted with the pod.
         workdir: working directory of the job; relative paths of the recipe start here.
         restarts: how many times a node's pod is restarted; with ``jobset``, how many times all pods are.
-        jobset: render a JobSet (``jobset.x-k8s.io/v1alpha2``), which restarts all pods together, instead of an Indexed Job.
+        jobset: render a JobSet (``jobset.x-k8s.io/v1alpha2``), which restarts all pods together, instead of an Indexed
+            Job.
         kueue: Kueue's LocalQueue, which starts the job; empty: none.
         volcano: Volcano's queue, which starts all pods together; empty: none.
         port: the port of node 0 to which the nodes connect.
         cpu, memory: limits of a node; empty: none.
         shm: size of /dev/shm; NCCL and data workers need more than the 64 MiB of a container.
         grace_s: seconds between SIGTERM, after which a checkpoint is written, and SIGKILL.
-        patch: a YAML file with further fields of the job file, or with a document of another ``kind``; can be given several times.
+        patch: a YAML file with further fields of the job file, or with a document of another ``kind``; can be given
+            several times.
     """
 
     image: str = "meshpar:latest"
@@ -128,7 +141,8 @@ class Kubernetes(OnKubernetes):
         output = str(yaml.safe_load(job.recipe)["output"]) if job.recipe else ""
         if not self.claim and "://" not in output and not output.startswith("/"):
             yield (
-                f"without -o claim=NAME, {self.workdir} is a folder that each pod has for itself and loses at its end, with the run's "
+                f"without -o claim=NAME, {self.workdir} is a folder that each pod has for itself and loses at its "
+                "end, with the run's "
                 "checkpoints and logs"
             )
 
@@ -137,7 +151,10 @@ class Kubernetes(OnKubernetes):
         name = job.label
         head = f"{name}-{_PART}-0-0.{name}" if self.jobset else f"{name}-0.{name}"
         storage = {"persistentVolumeClaim": {"claimName": self.claim}} if self.claim else {"emptyDir": {}}
-        options = f'--nodes={job.nodes} --nproc={job.ranks_per_node} --node-rank="$JOB_COMPLETION_INDEX" --head={head}:{self.port}'
+        options = (
+            f'--nodes={job.nodes} --nproc={job.ranks_per_node} --node-rank="$JOB_COMPLETION_INDEX" '
+            f"--head={head}:{self.port}"
+        )
         values = {
             **_shared(self, job),
             "scheduler": "volcano" if self.volcano else "",
@@ -175,7 +192,9 @@ class Kubernetes(OnKubernetes):
 
 
 def _validate(text: str) -> None:
-    """Check a patched file against Kubernetes's schema if kubernetes-validate is installed; otherwise kubectl does when it is submitted."""
+    """Check a patched file against Kubernetes's schema if kubernetes-validate is installed; otherwise kubectl does when
+    it is submitted.
+    """
     try:
         import kubernetes_validate
     except ImportError:
@@ -183,14 +202,21 @@ def _validate(text: str) -> None:
     for document in yaml.safe_load_all(text):
         known = document
         if document["kind"] == "JobSet":  # the Job inside of it; the cluster checks the rest
-            known = {**document, "apiVersion": "batch/v1", "kind": "Job", **document["spec"]["replicatedJobs"][0]["template"]}
+            known = {
+                **document,
+                "apiVersion": "batch/v1",
+                "kind": "Job",
+                **document["spec"]["replicatedJobs"][0]["template"],
+            }
         if document["kind"] == "PodGroup":
             continue
         try:
             kubernetes_validate.validate(known, kubernetes_validate.latest_version(), strict=True)
         except kubernetes_validate.ValidationError as error:
             place = ".".join(map(str, error.path))
-            raise LaunchError(f"the patched {document['kind']} is not valid: {place}: {error.message}; correct the patch") from error
+            raise LaunchError(
+                f"the patched {document['kind']} is not valid: {place}: {error.message}; correct the patch"
+            ) from error
 
 
 @final
@@ -205,7 +231,8 @@ class TrainJob(OnKubernetes):
         workdir: working directory of the job; empty: the image's.
         kueue: Kueue's LocalQueue, which starts the job; empty: none.
         cpu, memory: limits of a node; empty: none.
-        patch: a YAML file with further fields of the job file, or with a document of another ``kind``; can be given several times.
+        patch: a YAML file with further fields of the job file, or with a document of another ``kind``; can be given
+            several times.
     """
 
     image: str = "meshpar:latest"

@@ -16,13 +16,17 @@ LAUNCH = "launch.json"
 
 
 def list_jobs(root: Path) -> str:
-    """Return a table of the launches of the runs in ``root``, or of the run ``root``: folder, target, number or name in the engine, state.
+    """Return a table of the launches of the runs in ``root``, or of the run ``root``: folder, target, number or name in
+    the engine, state.
 
     Raises:
         LaunchError: there are none.
     """
     depths = ("", "*/", "*/*/")  # not all of it: checkpoints have many files
-    found = [_read(path) for path in sorted((path for depth in depths for path in root.glob(f"{depth}launches/*/{LAUNCH}")), key=_number)]
+    found = [
+        _read(path)
+        for path in sorted((path for depth in depths for path in root.glob(f"{depth}launches/*/{LAUNCH}")), key=_number)
+    ]
     if not found:
         raise LaunchError(f"no launches in {root}; expected {root}/NAME/launches/001, which `meshpar launch` writes")
     known: dict[Path, tuple[str, str]] = {}
@@ -35,12 +39,17 @@ def list_jobs(root: Path) -> str:
             states = [("", "?")] * len(mine)
             notes.append(f"note: {error}")
         known.update(zip((job.folder for _, job in mine), states))
-    rows = [(str(_short(job.folder)), name, known[job.folder][0] or "-", _state(known[job.folder][1], job)) for name, _, job in found]
+    rows = [
+        (str(_short(job.folder)), name, known[job.folder][0] or "-", _state(known[job.folder][1], job))
+        for name, _, job in found
+    ]
     return "\n".join([*table(("LAUNCH", "TARGET", "JOB", "STATE"), rows), *notes])
 
 
 def job_status(folder: Path) -> str:
-    """Return a launch's state and the engine's own description of its job; ``folder`` is the launch's, or its run's (the newest launch)."""
+    """Return a launch's state and the engine's own description of its job; ``folder`` is the launch's, or its run's
+    (the newest launch).
+    """
     name, target, job = _read(_file(folder))
     ((number, state),) = target.states([job])
     head = f"{_short(job.folder)}: {name} {number or job.label}, {_state(state, job)}"
@@ -58,7 +67,9 @@ def show_logs(folder: Path, *, follow: bool) -> int:
     try:
         return subprocess.run(command, check=False).returncode
     except FileNotFoundError as error:
-        raise LaunchError(f"{command[0]} is not installed here; read the ranks' logs in {job.folder.parent.parent / 'logs'}") from error
+        raise LaunchError(
+            f"{command[0]} is not installed here; read the ranks' logs in {job.folder.parent.parent / 'logs'}"
+        ) from error
 
 
 def cancel_job(folder: Path) -> str:
@@ -83,9 +94,15 @@ def _short(folder: Path) -> Path:
 
 
 def _file(folder: Path) -> Path:
-    found = folder / LAUNCH if (folder / LAUNCH).exists() else max(folder.glob(f"launches/*/{LAUNCH}"), key=_number, default=None)
+    found = (
+        folder / LAUNCH
+        if (folder / LAUNCH).exists()
+        else max(folder.glob(f"launches/*/{LAUNCH}"), key=_number, default=None)
+    )
     if found is None:
-        raise LaunchError(f"{folder} is no launch; expected a run's folder, such as runs/NAME, or one of runs/NAME/launches")
+        raise LaunchError(
+            f"{folder} is no launch; expected a run's folder, such as runs/NAME, or one of runs/NAME/launches"
+        )
     return found
 
 
@@ -100,7 +117,11 @@ def _read(path: Path) -> tuple[str, Target, Launched]:
         read = json.loads(path.read_text(encoding="utf-8"))
         name, options = read["target"], read["options"]
         folder = path.parent.absolute()
-        job = Launched(folder=folder, file=folder / read["file"], label=read["label"], submitted=read.get("submitted", ""))
+        job = Launched(
+            folder=folder, file=folder / read["file"], label=read["label"], submitted=read.get("submitted", "")
+        )
     except (OSError, ValueError, KeyError) as error:
-        raise LaunchError(f"cannot read {path} ({error}); launch the job again, or use the commands of its engine") from error
+        raise LaunchError(
+            f"cannot read {path} ({error}); launch the job again, or use the commands of its engine"
+        ) from error
     return name, make_target(name, registry.plugin("meshpar.launchers", name), options), job

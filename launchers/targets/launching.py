@@ -62,8 +62,10 @@ def launch_job(
         nodes: number of nodes.
         gpus_per_node: accelerators per node; 0: run on CPUs.
         nproc: ranks per node; None: one per accelerator.
-        mesh: replaces the recipe's mesh. ``auto`` (or ``auto,cp=2,tp=4``): shards and the written axes inside a node, replicas across.
-        elastic: ``"nodes"``: continue with fewer nodes when some are lost; ``"replicas"``: a lost replica costs a step; empty: neither.
+        mesh: replaces the recipe's mesh. ``auto`` (or ``auto,cp=2,tp=4``): shards and the written axes inside a node,
+            replicas across.
+        elastic: ``"nodes"``: continue with fewer nodes when some are lost; ``"replicas"``: a lost replica costs a step;
+            empty: neither.
         preflight: ``warn``, ``fail`` or ``off``; None: the recipe's value, or ``warn`` if that is ``off``.
         options: options of the target, ``partition=gpu``.
         submit: whether to submit the job.
@@ -75,7 +77,9 @@ def launch_job(
     """
     ranks = nproc or gpus_per_node
     if not ranks:
-        raise LaunchError("the number of ranks per node is 0; pass --gpus-per-node, or for CPUs --gpus-per-node 0 --nproc RANKS")
+        raise LaunchError(
+            "the number of ranks per node is 0; pass --gpus-per-node, or for CPUs --gpus-per-node 0 --nproc RANKS"
+        )
     plugin = make_target(target, registry.plugin("meshpar.launchers", target), options)
     if elastic not in ("", *ELASTIC):
         raise LaunchError(f"--elastic is {elastic!r}; expected {' or '.join(ELASTIC)}")
@@ -86,7 +90,10 @@ def launch_job(
     if module or what.endswith(".py"):
         run, work = _script(what, arguments, module=module, mesh=mesh, preflight=preflight, elastic=elastic)
         if check is None:
-            notes = ["the script is not checked here; --check ARGUMENTS first runs it with these in one process, such as --check=--dry-run"]
+            notes = [
+                "the script is not checked here; --check ARGUMENTS first runs it with these in one process, such as "
+                "--check=--dry-run"
+            ]
         else:
             _run_check(["-m", what] if module else [what], [*arguments, *shlex.split(check)])
     elif check is not None:
@@ -100,12 +107,18 @@ def launch_job(
             recipe = _hybrid(recipe)
         wanted = "warn" if preflight is None and recipe.preflight == "off" else recipe.preflight
         recipe = recipe.model_copy(update={"mesh": str(spec), "preflight": wanted}).noting(recipe.notes)
-        notes = [*recipe.notes, *_problems_or_notes(recipe, spec, nodes, gpus_per_node, elastic, shares_disks=plugin.shares_disks)]
+        notes = [
+            *recipe.notes,
+            *_problems_or_notes(recipe, spec, nodes, gpus_per_node, elastic, shares_disks=plugin.shares_disks),
+        ]
         run, work = recipe.folder.absolute(), {"name": recipe.name, "recipe": recipe.to_yaml(), "mesh": spec}
     job, files = _written(plugin, run, {**work, **place, "command": ("meshpar", *sys.argv[1:])})
     path = job.folder / next(iter(files))
     mesh_text = f", {job.mesh}" if job.mesh else ""
-    told = [f"{job.name}: {nodes * ranks} ranks{mesh_text} on {nodes} x {ranks}", *(f"  {job.folder / name}" for name in files)]
+    told = [
+        f"{job.name}: {nodes * ranks} ranks{mesh_text} on {nodes} x {ranks}",
+        *(f"  {job.folder / name}" for name in files),
+    ]
     told += [f"note: {note}" for note in (*notes, *plugin.notes(job))]
     command = plugin.submit(path)
     note: Mapping[str, object] = {"target": target, "options": list(options), "file": path.name, "label": job.label}
@@ -138,9 +151,15 @@ def _script(
     """Return a script's folder of runs, and the job's fields that describe the script."""
     if not module and not Path(what).is_file():
         raise LaunchError(f"there is no file {what}; give the path of a script, -m MODULE, or a recipe")
-    for option, given in (("--mesh", mesh), ("--preflight", preflight), ("--elastic=replicas", elastic == "replicas" or None)):
+    for option, given in (
+        ("--mesh", mesh),
+        ("--preflight", preflight),
+        ("--elastic=replicas", elastic == "replicas" or None),
+    ):
         if given is not None:
-            raise LaunchError(f"{option} is for recipes, and {what} is a {'module' if module else 'script'}; leave it out")
+            raise LaunchError(
+                f"{option} is for recipes, and {what} is a {'module' if module else 'script'}; leave it out"
+            )
     name = what.rpartition(".")[2] if module else Path(what).stem
     return (Path("runs") / name).absolute(), {"name": name, "script": (*(["-m"] if module else []), what, *arguments)}
 
@@ -151,7 +170,9 @@ def _run_check(script: Sequence[str], arguments: Sequence[str]) -> None:
     try:
         code = subprocess.run([sys.executable, *script, *arguments], timeout=CHECK_S, check=False).returncode
     except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"the check {told} did not end within {CHECK_S} s; give it less to do, or leave out --check") from error
+        raise LaunchError(
+            f"the check {told} did not end within {CHECK_S} s; give it less to do, or leave out --check"
+        ) from error
     if code:
         raise LaunchError(f"the check {told} ended with exit code {code}; correct the script or its arguments")
 
@@ -176,7 +197,10 @@ def _written(plugin: Target, run: Path, fields: Mapping[str, Any]) -> tuple[Job,
 
 def _hybrid(recipe: Recipe) -> Recipe:
     """Return the recipe with HybridShard instead of FullyShard, because ``mesh: auto`` puts replicas across nodes."""
-    passes = tuple({"HybridShard" if name == "FullyShard" else name: given for name, given in each.items()} for each in recipe.passes)
+    passes = tuple(
+        {"HybridShard" if name == "FullyShard" else name: given for name, given in each.items()}
+        for each in recipe.passes
+    )
     note = "mesh auto: FullyShard became HybridShard, with the same options" if passes != recipe.passes else None
     return recipe.model_copy(update={"passes": passes}).noting([*recipe.notes, *([note] if note else [])])
 
@@ -193,7 +217,9 @@ def _problems_or_notes(
     problems = list(replica_problems(recipe)) if replica and seen is None else []
     problems += [] if seen is None else build.check_job(seen, ranks, replica=replica)
     if gpus_per_node and recipe.device == "cpu":
-        problems.append(f"the recipe has device: cpu and the job has {gpus_per_node} GPUs per node; remove one of the two")
+        problems.append(
+            f"the recipe has device: cpu and the job has {gpus_per_node} GPUs per node; remove one of the two"
+        )
     if not gpus_per_node and recipe.device not in ("auto", "cpu"):
         problems.append(f"the recipe has device: {recipe.device} and the job has no GPUs; pass --gpus-per-node")
     if problems:
@@ -202,7 +228,9 @@ def _problems_or_notes(
 
 
 def _seen_from_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
-    """Return the recipe without files that are not on this machine, None if the model is one of them, and a note for each file."""
+    """Return the recipe without files that are not on this machine, None if the model is one of them, and a note for
+    each file.
+    """
     notes: list[str] = []
 
     def absent(field: str, *paths: object) -> bool:
@@ -223,7 +251,14 @@ def _seen_from_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
     )
     missing = [absent(field, *paths) for field, paths in fields]
     if any(missing):
-        other = {"source": "stdlib", "paths": (), "validation_paths": (), "validation_fraction": 0.1, "mix": (), "template": None}
+        other = {
+            "source": "stdlib",
+            "paths": (),
+            "validation_paths": (),
+            "validation_fraction": 0.1,
+            "mix": (),
+            "template": None,
+        }
         data = data.model_copy(update=other)
     if absent("data.tokenizer", tokenizer):
         data = data.model_copy(update={"tokenizer": None})
@@ -232,8 +267,15 @@ def _seen_from_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
         recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"resume": "auto"})})
     models = [("model", recipe.model), *([] if recipe.teacher is None else [("teacher.model", recipe.teacher.model)])]
     configs: list[tuple[str, Any]] = [(name, each) for name, each in models]
-    unknown = [absent(f"{name}.config", each.config) for name, each in configs if isinstance(getattr(each, "config", None), str)]
+    unknown = [
+        absent(f"{name}.config", each.config)
+        for name, each in configs
+        if isinstance(getattr(each, "config", None), str)
+    ]
     gone = [absent(f"{name}.weights", each.weights) for name, each in configs]
     if any(unknown) or any(gone[1:]):
-        return None, [*notes, "the plan is checked when the job starts, because the model's files are not on this machine"]
+        return None, [
+            *notes,
+            "the plan is checked when the job starts, because the model's files are not on this machine",
+        ]
     return recipe.model_copy(update={"data": data.model_copy(update={"cache": "."}), "output": "."}), notes

@@ -23,11 +23,12 @@ class SkyPilot(Target):
     Attributes:
         accelerators: SkyPilot's name of the GPU, such as H100 or H100:8; required for a job with GPUs.
         setup: lines of shell that prepares a node.
-        bucket: storage of the runs, such as ``s3://runs``, in which each run has a folder of its own; empty: the nodes' disks, whose
-            content is lost with the nodes.
+        bucket: storage of the runs, such as ``s3://runs``, in which each run has a folder of its own; empty: the nodes'
+            disks, whose content is lost with the nodes.
         port: the port of node 0 to which the nodes connect.
         restarts: how many times a managed job is restarted after a failure.
-        patch: a YAML file with further fields of the job file, or with a document of another ``kind``; can be given several times.
+        patch: a YAML file with further fields of the job file, or with a document of another ``kind``; can be given
+            several times.
     """
 
     shares_disks: ClassVar[bool] = False
@@ -50,7 +51,8 @@ class SkyPilot(Target):
         name, _, count = self.accelerators.partition(":")
         if count and count != str(job.gpus_per_node):
             raise LaunchError(
-                f"accelerators={self.accelerators} and --gpus-per-node {job.gpus_per_node} are two numbers of GPUs; write "
+                f"accelerators={self.accelerators} and --gpus-per-node {job.gpus_per_node} are two numbers of GPUs; "
+                "write "
                 f"-o accelerators={name}, or --gpus-per-node {count}"
             )
         values = {
@@ -64,16 +66,25 @@ class SkyPilot(Target):
             "setup": self.setup,
             "mounts": self._mounts(job.run) if self.bucket else {},
             "port": self.port,
-            "recipe": f'recipe=$(mktemp -d)/recipe.yaml\nprintf %s {shlex.quote(job.recipe)} > "$recipe"' if job.recipe else "",
+            "recipe": f'recipe=$(mktemp -d)/recipe.yaml\nprintf %s {shlex.quote(job.recipe)} > "$recipe"'
+            if job.recipe
+            else "",
             "work": shlex.join(job.script) or '"$recipe"',
         }
         return {"job.yaml": fill_yaml("skypilot.yaml", values, self.patch), **job.files()}
 
     def _mounts(self, run: Path) -> Mapping[str, object]:
-        """Return the bucket's folder of a run, mounted where the job writes: below the working directory, or at its absolute path."""
+        """Return the bucket's folder of a run, mounted where the job writes: below the working directory, or at its
+        absolute path.
+        """
         inside = run.is_relative_to(Path.cwd())
         folder = run.relative_to(Path.cwd() if inside else "/")
-        return {f"~/sky_workdir/{folder}" if inside else str(run): {"source": f"{self.bucket.rstrip('/')}/{folder}", "mode": "MOUNT"}}
+        return {
+            f"~/sky_workdir/{folder}" if inside else str(run): {
+                "source": f"{self.bucket.rstrip('/')}/{folder}",
+                "mode": "MOUNT",
+            }
+        }
 
     def submit(self, path: Path) -> Sequence[str]:
         """Return the SkyPilot command that submits a managed job, which SkyPilot recovers when its machines are lost."""

@@ -1,4 +1,6 @@
-"""SLURM: a batch script with one task per node, each an elastic agent, or an array of replicas; failed jobs are requeued."""
+"""SLURM: a batch script with one task per node, each an elastic agent, or an array of replicas; failed jobs are
+requeued.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,18 @@ from meshpar.training.settings import Bound, Count
 
 _OPTIONS = ("time", "partition", "account", "qos", "constraint", "reservation", "gres", "cpus-per-task")
 _WRITTEN = {
-    *("job-name", "chdir", "output", "open-mode", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "exclusive", "requeue"),
+    *(
+        "job-name",
+        "chdir",
+        "output",
+        "open-mode",
+        "nodes",
+        "ntasks",
+        "ntasks-per-node",
+        "gpus-per-node",
+        "exclusive",
+        "requeue",
+    ),
     *("no-requeue", "no-kill", "signal", "wrap"),
 }
 _OUTPUT = "slurm-*.out"
@@ -54,14 +67,17 @@ class Slurm(Target):
         signal_s: seconds before the time limit at which the job writes a checkpoint and is requeued.
         max_requeues: how many times a job that failed is requeued. Requeues at the time limit are not counted.
         restarts: how many times the ranks of an elastic job restart within one start of the job.
-        rejoin_s: for an elastic job: seconds without an answer after which a node is lost, and then seconds in which others may join.
+        rejoin_s: for an elastic job: seconds without an answer after which a node is lost, and then seconds in which
+            others may join.
         meshpar: path of the command on the nodes; empty: what ``setup`` puts on the path, else this environment's.
         sbatch: further options of sbatch, ``--mem=0 --exclude=n7``; can be given several times.
-        image: container image with meshpar installed, in which each node's task runs; empty: no container. For pyxis such as
-            ``registry#team/train:1`` or ``train.sqsh``, for apptainer such as ``train.sif`` or ``docker://team/train:1``.
+        image: container image with meshpar installed, in which each node's task runs; empty: no container. For pyxis
+            such as
+            ``registry#team/train:1`` or ``train.sqsh``, for apptainer such as ``train.sif`` or
+            ``docker://team/train:1``.
         container: runtime of the image: ``pyxis`` or ``apptainer``.
-        mounts: further folders that the container sees under the same path, or as ``SOURCE:TARGET``; it always sees the working directory
-            and the run's folder. Can be given several times.
+        mounts: further folders that the container sees under the same path, or as ``SOURCE:TARGET``; it always sees the
+            working directory and the run's folder. Can be given several times.
         setup: lines of shell that run first, such as ``module load cuda``.
     """
 
@@ -101,15 +117,22 @@ class Slurm(Target):
                 yield f"sbatch: meshpar writes --{name}, which its batch script depends on; leave it out"
             elif name == "array" and not value.endswith("%1"):
                 tasks = value.partition("%")[0]
-                yield f"sbatch: the tasks of --array={value} would train in one folder; write --array={tasks}%1 to run them in turn"
+                yield (
+                    f"sbatch: the tasks of --array={value} would train in one folder; write --array={tasks}%1 to "
+                    "run them in turn"
+                )
         if self.container not in ("pyxis", "apptainer"):
             yield f"container={self.container}: expected pyxis or apptainer"
         limit = _seconds(self.time) if self.time else math.inf
         if limit is None:
-            yield f"time={self.time}: expected MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS[:MINUTES[:SECONDS]] or UNLIMITED"
+            yield (
+                f"time={self.time}: expected MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, "
+                "DAYS-HOURS[:MINUTES[:SECONDS]] or UNLIMITED"
+            )
         elif limit <= self.signal_s + _EARLY_S:
             yield (
-                f"time={self.time} is {limit:.0f} s; it must be above {self.signal_s + _EARLY_S} s: signal_s={self.signal_s} for the "
+                f"time={self.time} is {limit:.0f} s; it must be above {self.signal_s + _EARLY_S} s: "
+                f"signal_s={self.signal_s} for the "
                 f"checkpoint, and SLURM's signal may come {_EARLY_S} s earlier; raise time, or lower signal_s"
             )
 
@@ -170,7 +193,10 @@ class Slurm(Target):
             gpus = ["--nv"] if job.gpus_per_node else []
             return shlex.join(["apptainer", "exec", *gpus, "--bind", mounts, "--pwd", cwd, self.image]) + " "
         pairs = ",".join(each if ":" in each else f"{each}:{each}" for each in mounts.split(","))
-        return shlex.join([f"--container-image={self.image}", f"--container-mounts={pairs}", f"--container-workdir={cwd}"]) + " "
+        return (
+            shlex.join([f"--container-image={self.image}", f"--container-mounts={pairs}", f"--container-workdir={cwd}"])
+            + " "
+        )
 
     def _placement(self, job: Job) -> str:
         """Return the options of ``meshpar run``, some with variables of the batch script."""
@@ -179,7 +205,9 @@ class Slurm(Target):
             span = _nodes_of_a_replica(job)
             node = "SLURM_ARRAY_TASK_ID" if span == 1 else f"((SLURM_ARRAY_TASK_ID * {span} + SLURM_NODEID))"
             return f'{place} \\\n  --node-rank="${node}" --head="$MESHPAR_LOGS/head" --logs="$MESHPAR_LOGS"'
-        nodes = f"1:{job.nodes} --restarts={self.restarts} --rejoin-s={self.rejoin_s}" if job.elastic else str(job.nodes)
+        nodes = (
+            f"1:{job.nodes} --restarts={self.restarts} --rejoin-s={self.rejoin_s}" if job.elastic else str(job.nodes)
+        )
         place = f"--nodes={nodes} --nproc={job.ranks_per_node}"
         return f'{place} \\\n  --node-rank="$SLURM_NODEID" --head="$MESHPAR_HEAD" --run-id="$MESHPAR_RUN_ID"'
 
@@ -188,14 +216,25 @@ class Slurm(Target):
         return ["sbatch", str(path)]
 
     def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
-        """Return numbers and states by squeue, for jobs that it has forgotten by sacct, and without accounting by the job's own marker."""
+        """Return numbers and states by squeue, for jobs that it has forgotten by sacct, and without accounting by the
+        job's own marker.
+        """
         rows = _queue()
         known = [_numbers(job, rows) for job in jobs]
         ended: dict[str, str] = {}
         gone = sorted({number for numbers in known for number in numbers} - {number for number, *_ in rows})
         if gone:
             with suppress(LaunchError):  # a cluster without accounting
-                done = ask(["sacct", "--noheader", "--parsable2", "--allocations", "--format=JobIDRaw,State", f"--jobs={','.join(gone)}"])
+                done = ask(
+                    [
+                        "sacct",
+                        "--noheader",
+                        "--parsable2",
+                        "--allocations",
+                        "--format=JobIDRaw,State",
+                        f"--jobs={','.join(gone)}",
+                    ]
+                )
                 ended = dict(line.split("|", 1) for line in done.splitlines())
         found = []
         for job, numbers in zip(jobs, known):
@@ -208,7 +247,15 @@ class Slurm(Target):
         """Return what squeue says of the job."""
         numbers = ",".join(_numbers(job, _queue()))
         with suppress(LaunchError):  # squeue refuses a number that it has forgotten
-            return ask(["squeue", "--noheader", "--states=all", f"--jobs={numbers}", "--format=%i: %T for %M of %l on %N, reason: %r"])
+            return ask(
+                [
+                    "squeue",
+                    "--noheader",
+                    "--states=all",
+                    f"--jobs={numbers}",
+                    "--format=%i: %T for %M of %l on %N, reason: %r",
+                ]
+            )
         return ""
 
     def logs(self, job: Launched, *, follow: bool) -> Sequence[str]:
@@ -224,7 +271,9 @@ class Slurm(Target):
 
 
 def _nodes_of_a_replica(job: Job) -> int:
-    """Return over how many nodes a replica spans; 1 where a node has whole replicas, or the job has none that may be lost."""
+    """Return over how many nodes a replica spans; 1 where a node has whole replicas, or the job has none that may be
+    lost.
+    """
     return divided(job.mesh, job.nodes, 0).nodes if job.elastic == "replicas" and job.mesh is not None else 1
 
 
@@ -240,9 +289,13 @@ def _queue() -> list[list[str]]:
 
 
 def _numbers(job: Launched, rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the numbers of a launch's jobs: from its submission, from its output, and from SLURM if it was submitted by hand."""
+    """Return the numbers of a launch's jobs: from its submission, from its output, and from SLURM if it was submitted
+    by hand.
+    """
     own = re.findall(r"^Submitted batch job (\d+)", job.submitted)
-    wrote = [re.findall(r"\d+", path.stem)[0] for path in job.folder.glob(_OUTPUT)]  # of an array's task, with its number behind
+    wrote = [
+        re.findall(r"\d+", path.stem)[0] for path in job.folder.glob(_OUTPUT)
+    ]  # of an array's task, with its number behind
     queued = [number for number, _, file in rows if file == str(job.file)]
     return sorted({*own, *wrote, *queued}, key=int)
 

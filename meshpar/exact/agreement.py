@@ -1,4 +1,6 @@
-"""Compare ranks: the batch and the random state of those that work on one sample together, the gradients of those that keep one copy."""
+"""Compare ranks: the batch and the random state of those that work on one sample together, the gradients of those that
+keep one copy.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ PLACES = (
 )
 """Where ranks meet, besides the forwards of blocks: a message can name these places of other ranks, too."""
 _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-"""Of the models that all ranks of a default group made together: a rank may simulate others alone, or have made some in another group."""
+"""Of the models that all ranks of a default group made together: a rank may simulate others alone, or have made some in
+another group.
+"""
 
 
 @final
@@ -74,7 +78,8 @@ class Agreement:
         self._later: Later | None = None
 
     def begin(self, *, draws: bool) -> None:
-        """Compare as in the first steps; the ranks of ``same_axes`` draw the same random numbers outside of what is split.
+        """Compare as in the first steps; the ranks of ``same_axes`` draw the same random numbers outside of what is
+        split.
 
         Collective where the last backward's comparison is not looked at yet.
         """
@@ -85,7 +90,8 @@ class Agreement:
         self._batches, self._wholes, self._looks = Looks(), Looks(), Looks()
 
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
-        """Check that all ranks are at the same place of their loop before they exchange something there; the error names the places.
+        """Check that all ranks are at the same place of their loop before they exchange something there; the error
+        names the places.
 
         Each time on a CPU; beside an accelerator the first times, and while the module evaluates.
 
@@ -106,7 +112,8 @@ class Agreement:
         return [True] * len(numbers)
 
     def batch(self, inputs: object) -> None:
-        """Compare the arguments of a forward on ranks of ``same_axes``: every time on a CPU, on an accelerator the first times.
+        """Compare the arguments of a forward on ranks of ``same_axes``: every time on a CPU, on an accelerator the
+        first times.
 
         Raises:
             MeshparError: on every rank of the axis alike.
@@ -122,12 +129,14 @@ class Agreement:
                 raise MeshparError(f"ranks of {axis} got different batches; {_SAME_BATCH}")
             if not all(agree):
                 raise MeshparError(
-                    f"ranks of {axis} have different random states, and the model draws random numbers where they must be the same; "
+                    f"ranks of {axis} have different random states, and the model draws random numbers where they "
+                    "must be the same; "
                     "call par.manual_seed(seed) before training"
                 )
 
     def whole(self, batch: object) -> None:
-        """Compare the batches of ``par.split`` on ranks that share samples: every time on a CPU, on an accelerator the first times.
+        """Compare the batches of ``par.split`` on ranks that share samples: every time on a CPU, on an accelerator the
+        first times.
 
         Raises:
             MeshparError: on every rank of the axis alike.
@@ -158,7 +167,8 @@ class Agreement:
         (alike,) = self._meeting.meet(place, [zlib.crc32(trained.encode())])
         if not alike:
             raise MeshparError(
-                f"data ranks train different parameters in {name or 'the outermost block'}: requires_grad differs; set it alike on every "
+                f"data ranks train different parameters in {name or 'the outermost block'}: requires_grad differs; "
+                "set it alike on every "
                 "rank"
             )
 
@@ -173,11 +183,14 @@ class Agreement:
         return self.differs and (not runtime.queues(self._device) or self._backwards < Looks.FIRST)
 
     def backward(self) -> None:
-        """Check that all ranks begin a backward together: collectives of a unit that one still calls would pair up with this one's."""
+        """Check that all ranks begin a backward together: collectives of a unit that one still calls would pair up with
+        this one's.
+        """
         self._meeting.meet("a backward")
 
     def micro_batches(self, left: int) -> None:
-        """Check that all ranks are equally far in their step: 0 without a micro-batch in it here, 1 before the last one, 2 before others.
+        """Check that all ranks are equally far in their step: 0 without a micro-batch in it here, 1 before the last
+        one, 2 before others.
 
         Raises:
             MeshparError: on every rank alike, or where the others do not come in time.
@@ -187,7 +200,8 @@ class Agreement:
         if not all(self.meet("a micro-batch of par.accumulate", [left])):
             here = ("has none", "is at its last", "has more")[left]
             raise MeshparError(
-                f"ranks have different numbers of micro-batches in one step (this rank {here}), so that some would wait forever; pass "
+                f"ranks have different numbers of micro-batches in one step (this rank {here}), so that some would "
+                "wait forever; pass "
                 "the same number to par.accumulate on every rank, for instance by dropping the rest of an epoch"
             )
         self._meeting.counted(left)
@@ -195,7 +209,8 @@ class Agreement:
     def settings(self, optimizer: Optimizer) -> None:
         """Compare an optimizer's settings, such as its learning rate, before its step.
 
-        Every time on a CPU. Beside an accelerator the first times; then they travel with what the next backward exchanges.
+        Every time on a CPU. Beside an accelerator the first times; then they travel with what the next backward
+        exchanges.
 
         Raises:
             MeshparError: on every rank alike, or where the others do not step in time.
@@ -211,8 +226,10 @@ class Agreement:
         number = zlib.crc32(" ".join(listed).encode())
         if not all(self.meet("an optimizer's step", [number])):
             raise MeshparError(
-                f"ranks step {type(optimizer).__name__} with different settings, this rank with {', '.join(dict.fromkeys(listed))}; "
-                "set them alike on every rank: give a schedule that reads a loss the mean over all ranks, par.data_sum(loss) / "
+                f"ranks step {type(optimizer).__name__} with different settings, this rank with "
+                f"{', '.join(dict.fromkeys(listed))}; "
+                "set them alike on every rank: give a schedule that reads a loss the mean over all ranks, "
+                "par.data_sum(loss) / "
                 "par.loss_size"
             )
         self._meeting.counted(number)
@@ -220,11 +237,12 @@ class Agreement:
     def gradients(self, unused: list[nn.Parameter]) -> None:
         """Compare which gradients a backward left: on a CPU every time.
 
-        Beside an accelerator the first times, and where a rank did not use a parameter; else the exchange runs beside the next step, after
-        which it is looked at.
+        Beside an accelerator the first times, and where a rank did not use a parameter; else the exchange runs beside
+        the next step, after which it is looked at.
 
         Args:
-            unused: parameters that this rank did not use, and whose gradient counts as zero; those that no rank used lose it.
+            unused: parameters that this rank did not use, and whose gradient counts as zero; those that no rank used
+                lose it.
 
         Raises:
             MeshparError: on every rank that takes part alike.
@@ -263,10 +281,11 @@ class Agreement:
         return [self._mesh.get_group(axis) for axis in self._data_axes]
 
     def _same_parameters(self, unused: list[nn.Parameter], *, look: bool) -> None:
-        """Check that all data ranks have gradients for the same parameters, and drop the zeros of those that no rank used.
+        """Check that all data ranks have gradients for the same parameters, and drop the zeros of those that no rank
+        used.
 
-        Parameters that a rank did not use count as zero in the reduction. On a rank whose backward did not reach the unit at all, FSDP2
-        would join gradients of different parameters without an error.
+        Parameters that a rank did not use count as zero in the reduction. On a rank whose backward did not reach the
+        unit at all, FSDP2 would join gradients of different parameters without an error.
         """
         zeros = {id(each) for each in unused}
         trained = list(self._module.named_parameters())
@@ -280,15 +299,19 @@ class Agreement:
             self._later = later
 
     def _same_buffers(self) -> None:
-        """Check that data ranks hold the same persistent buffers, which a forward may have computed from this rank's part of the batch."""
+        """Check that data ranks hold the same persistent buffers, which a forward may have computed from this rank's
+        part of the batch.
+        """
         buffers = {name: each for name, each in state(self._module) if not isinstance(each, nn.Parameter)}
         if not buffers:
             return
         agree = same(torch.stack([digest(each).to(self._device) for each in buffers.values()]), self.data_groups())
         if odd := [name for name, equal in zip(buffers, agree) if not equal]:
             raise MeshparError(
-                f"data ranks hold different values of the buffers {', '.join(odd[:6])}, each computed from its own part of the batch, "
-                "while one process computes them from the whole; sum their input over the ranks (par.data_sum), or, where ranks may "
+                f"data ranks hold different values of the buffers {', '.join(odd[:6])}, each computed from its own "
+                "part of the batch, "
+                "while one process computes them from the whole; sum their input over the ranks (par.data_sum), or, "
+                "where ranks may "
                 "differ, register the buffers with persistent=False"
             )
 
@@ -302,7 +325,8 @@ def _number() -> int:
 class Meeting:
     """Small exchanges of all ranks, through the hosts where a process group joins them; each tells where its rank is.
 
-    Every exchange has the same size and is a maximum, so that ranks at different places learn of it, whatever they came for.
+    Every exchange has the same size and is a maximum, so that ranks at different places learn of it, whatever they came
+    for.
 
     Args:
         model: the name of the module's class.
@@ -335,7 +359,8 @@ class Meeting:
             here, *agree = _spans(mine)
         except RuntimeError as error:
             raise MeshparError(
-                f"this rank is at {place}, and the other ranks did not come there in time: every rank must call the module, and train and "
+                f"this rank is at {place}, and the other ranks did not come there in time: every rank must call the "
+                "module, and train and "
                 f"evaluate with it, equally often. The wait ended with: {first_line(error)}"
             ) from error
         if here[0] != here[1]:
@@ -343,8 +368,10 @@ class Meeting:
             raise MeshparError(
                 f"ranks are at different places of their loops: this rank is at {place}, another one at "
                 f"{other or 'another place, or with another model'}. Every rank must run "
-                "the same calls in the same order: as many batches (also in evaluation: drop or pad the rest), steps and sums. All data "
-                "ranks gather and reduce a block together: call every block on every rank, or make a skipped part one block with its "
+                "the same calls in the same order: as many batches (also in evaluation: drop or pad the rest), steps "
+                "and sums. All data "
+                "ranks gather and reduce a block together: call every block on every rank, or make a skipped part "
+                "one block with its "
                 "neighbours (blocks=...)"
             )
         return [high == low for high, low in agree[: len(numbers)]]
@@ -377,21 +404,28 @@ class Later:
             self._work.wait()
         (most_counted, *most), (least_counted, *least) = self._both.view(2, -1).tolist()
         if any(high and not -low for high, low in zip(most, least)):
-            without = [name for (name, each), mark in zip(self._trained, self._marks) if each.requires_grad and not mark]
+            without = [
+                name for (name, each), mark in zip(self._trained, self._marks) if each.requires_grad and not mark
+            ]
             raise MeshparError(
-                f"data ranks have gradients for different parameters; here these have none: {', '.join(without[:6]) or '(all have one)'}; "
-                "call the same blocks on every rank; to leave out a block, multiply its output by 0 instead of skipping it"
+                "data ranks have gradients for different parameters; here these have none: "
+                f"{', '.join(without[:6]) or '(all have one)'}; "
+                "call the same blocks on every rank; to leave out a block, multiply its output by 0 instead of "
+                "skipping it"
             )
         if most_counted != -least_counted:
             raise MeshparError(
-                "ranks took different steps: other settings of an optimizer (a learning rate that follows a rank's own loss), or another "
+                "ranks took different steps: other settings of an optimizer (a learning rate that follows a rank's "
+                "own loss), or another "
                 "number of steps; step on every rank alike"
             )
         return most
 
 
 def _plain(value: object) -> object:
-    """Return an optimizer's setting as all ranks print it; reading a tensor on a device would wait, and the device is each rank's own."""
+    """Return an optimizer's setting as all ranks print it; reading a tensor on a device would wait, and the device is
+    each rank's own.
+    """
     if isinstance(value, tuple):
         return tuple(_plain(each) for each in value)
     if isinstance(value, Tensor):
@@ -418,17 +452,20 @@ def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> No
     for axis in axes:
         if odd := differing_gradients(module, axis, mesh.get_group(axis), mesh.device_type):
             raise MeshparError(
-                f"ranks of {axis} have different gradients for parameters that each keeps whole: {', '.join(odd[:6])}; where such a module "
-                "sees a slice of the heads or features, give it the style 'grad_sum' in the layout's tensor-parallel table; where it "
+                f"ranks of {axis} have different gradients for parameters that each keeps whole: "
+                f"{', '.join(odd[:6])}; where such a module "
+                "sees a slice of the heads or features, give it the style 'grad_sum' in the layout's tensor-parallel "
+                "table; where it "
                 "draws random numbers, draw them from a generator with the same seed on these ranks"
             )
 
 
 def differing_gradients(module: nn.Module, axis: str, group: dist.ProcessGroup, device_type: str) -> list[str]:
-    """Return the names of parameters that every rank of ``axis`` keeps whole and whose gradients have different norms there.
+    """Return the names of parameters that every rank of ``axis`` keeps whole and whose gradients have different norms
+    there.
 
-    A replicated parameter that sees a slice of the heads or features has a part of its gradient on each rank. A gradient
-    that is zero in theory, and so is rounding noise, does not count.
+    A replicated parameter that sees a slice of the heads or features has a part of its gradient on each rank. A
+    gradient that is zero in theory, and so is rounding noise, does not count.
 
     Collective over ``group``, the ranks of ``axis``, on a device of ``device_type``; parameters may be on the host.
     """
@@ -450,7 +487,9 @@ def _norm(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def digest_of(values: object, device: torch.device) -> Tensor:
-    """Return a 64-bit digest of the tensors and plain values in ``values``, nested as they may be; DTensors are left out."""
+    """Return a 64-bit digest of the tensors and plain values in ``values``, nested as they may be; DTensors are left
+    out.
+    """
     total = torch.zeros((), dtype=torch.int64, device=device)
     for each in leaves(values):
         if isinstance(each, DTensor):
@@ -464,7 +503,8 @@ def digest_of(values: object, device: torch.device) -> Tensor:
 
 
 def leaves(values: object, *, objects: bool = False, around: tuple[int, ...] = ()) -> Iterator[Any]:
-    """Yield what is in lists, tuples, mappings and dataclasses, in order; with ``objects``, in attributes of other objects, too.
+    """Yield what is in lists, tuples, mappings and dataclasses, in order; with ``objects``, in attributes of other
+    objects, too.
 
     An object that is ``around`` itself (``around`` has the ids of objects) is not entered again.
     """

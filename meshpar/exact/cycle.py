@@ -1,8 +1,8 @@
 """Forward, backward, step: what each finds in a parallel module, whatever loop it stands in, and what is refused there.
 
-A module on a mesh differs from a plain one in what has to happen around a forward (weights are gathered, and must be those of the last
-optimizer step) and after a backward (gradients are reduced, compared between ranks, handed to hooks). Here is the one door through which
-every call of the module goes, and the one place where a backward ends.
+A module on a mesh differs from a plain one in what has to happen around a forward (weights are gathered, and must be
+those of the last optimizer step) and after a backward (gradients are reduced, compared between ranks, handed to hooks).
+Here is the one door through which every call of the module goes, and the one place where a backward ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from meshpar.replicas import Looks
 from meshpar.state.full import guard_optimizer, refuse_reduced
 
 _WRITTEN = (
-    "a parameter was written through .data between two forwards of an evaluation, which share their gathered weights; write through the "
+    "a parameter was written through .data between two forwards of an evaluation, which share their gathered "
+    "weights; write through the "
     "parameter itself, under torch.no_grad()"
 )
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
@@ -84,7 +85,9 @@ class Comparisons(Protocol):
         """Before an optimizer's step."""
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
-        """After a backward that left gradients, zeros for what was ``unused`` here; those that no rank used lose theirs."""
+        """After a backward that left gradients, zeros for what was ``unused`` here; those that no rank used lose
+        theirs.
+        """
 
 
 class LossComparison(Protocol):
@@ -110,7 +113,9 @@ class Cycle:
         same_axes: the axes whose ranks see the same samples.
     """
 
-    def __init__(self, module: nn.Module, explanation: Explanation, replaced: list[Tensor], same_axes: Collection[str]) -> None:
+    def __init__(
+        self, module: nn.Module, explanation: Explanation, replaced: list[Tensor], same_axes: Collection[str]
+    ) -> None:
         self.module, self._same_axes = module, frozenset(same_axes)
         self.placed = Placed(module)
         self.agreement: Comparisons | None = None
@@ -136,7 +141,9 @@ class Cycle:
         self._begun: set[_Forward] = set()
         self._backward = -1  # the number of the one that runs
         self._cut_short, self._errors = False, 0
-        self._versions: dict[Tensor, int] = {}  # of parameters, since the last forward or the beginning of the backward that runs
+        self._versions: dict[
+            Tensor, int
+        ] = {}  # of parameters, since the last forward or the beginning of the backward that runs
         self._left: list[tuple[Tensor, Tensor, int]] = []
         self._had_gradient: set[int] = set()
         self._outside: dict[nn.Module, ExitStack] = {}
@@ -159,7 +166,11 @@ class Cycle:
 
         set_forward(module, dispatch)
         for name in dir(type(module)):
-            if hasattr(nn.Module, name) or name.startswith("_") or not inspect.isfunction(inspect.getattr_static(type(module), name)):
+            if (
+                hasattr(nn.Module, name)
+                or name.startswith("_")
+                or not inspect.isfunction(inspect.getattr_static(type(module), name))
+            ):
                 continue
             if PUBLISHED.fullmatch(name):
                 self.register_method(name)
@@ -170,7 +181,11 @@ class Cycle:
         if self._keeps:
             module.train = functools.partial(self._train, module.train)
         _LIVING[next(_NUMBERS)] = self
-        while_lives(self, "backwards", functools.partial(_torch.check_backwards, refuse_reduced, _before_every_backward, _after_failures))
+        while_lives(
+            self,
+            "backwards",
+            functools.partial(_torch.check_backwards, refuse_reduced, _before_every_backward, _after_failures),
+        )
         while_lives(self, "steps", functools.partial(_torch.before_steps, _before_every_step))
         one_process(self, _inside)
 
@@ -200,13 +215,16 @@ class Cycle:
         if self._depth or _torch.in_backward():
             raise MeshparError("par.adopt is called inside of a forward or a backward; call it between two steps")
         if not self.reducing:
-            raise MeshparError("par.adopt is called between the micro-batches of par.accumulate; call it after the loop")
+            raise MeshparError(
+                "par.adopt is called between the micro-batches of par.accumulate; call it after the loop"
+            )
         self.reshard()
         self._refuse_left()
         self._units.hide()
         if moved := self._units.moved():
             raise ParallelError(
-                f"{moved[0]} moved into another unit after plan.apply, whose ranks would not gather it there; move and tie parameters "
+                f"{moved[0]} moved into another unit after plan.apply, whose ranks would not gather it there; move "
+                "and tie parameters "
                 "across blocks before plan.apply, or put a module with parameters of its own there"
             )
         return self.placed.came(names, self._units.shards)
@@ -216,7 +234,9 @@ class Cycle:
         return self.placed.left(self._units.shards())
 
     def adopted(self, gone: Iterable[Tensor]) -> None:
-        """See the module after :meth:`came`, when the passes have placed what came; ``gone`` are parameters that it lost."""
+        """See the module after :meth:`came`, when the passes have placed what came; ``gone`` are parameters that it
+        lost.
+        """
         self._gone.update({id(each): weakref.ref(each) for each in gone})
         _torch.begin_anew(self.module)
         self._units.look()
@@ -273,7 +293,9 @@ class Cycle:
     # Forward
 
     def register_method(self, name: str) -> None:
-        """Let the module's method ``name`` enter as ``forward`` does: with gathered weights, this rank's inputs, and these checks."""
+        """Let the module's method ``name`` enter as ``forward`` does: with gathered weights, this rank's inputs, and
+        these checks.
+        """
         module: Any = self.module
         bound = getattr(module, name, None)
         if not callable(bound):
@@ -306,7 +328,9 @@ class Cycle:
         try:
             with _outside_inference_mode(), _parts_called():
                 self._before_forward(args, kwargs)
-                run = self._explanation.told if self.split_test is None and self.mixing_test is None else self._first_run
+                run = (
+                    self._explanation.told if self.split_test is None and self.mixing_test is None else self._first_run
+                )
                 buffers = list(self._recomputed_buffers()) if torch.is_grad_enabled() else []
                 versions = {} if self.whole is None else self.whole.versions()
                 if not self._units.modules and torch.is_grad_enabled():
@@ -325,7 +349,8 @@ class Cycle:
                     self._after_forward(output)
                 else:
                     if self._shards is not None:
-                        self._shards.changed()  # an evaluation's weights may be swapped back before the backward of an earlier forward
+                        # an evaluation's weights may be swapped back before the backward of an earlier forward
+                        self._shards.changed()
                     if self._keeps and not self.module.training and self._trains:
                         self._units.keep()
                         self._kept = True
@@ -346,7 +371,9 @@ class Cycle:
 
     @_torch.eager
     def _first_run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Try a split of positions on the first forward, and a split of features on the first whose gradients are wanted."""
+        """Try a split of positions on the first forward, and a split of features on the first whose gradients are
+        wanted.
+        """
         if self.mixing_test is not None:
             self.mixing_test.run(inner, args, kwargs)
             self.mixing_test = None
@@ -367,13 +394,17 @@ class Cycle:
         if not self._ready:
             name = next((name for name, parameter in self.module.named_parameters() if parameter.is_meta), None)
             if name is not None:
-                raise MeshparError(f"{name} has no values yet; call par.materialize(seed=...) or (weights=...) before the first forward")
+                raise MeshparError(
+                    f"{name} has no values yet; call par.materialize(seed=...) or (weights=...) before the first "
+                    "forward"
+                )
             self._ready = True
         self._mark()
         if self.splits_positions:
             self._refuse_whole_sequences(args, kwargs)
         self.check_parameters()
-        # Parameters that an earlier forward left gathered may be older than the last step: any code may have changed the shards since.
+        # Parameters that an earlier forward left gathered may be older than the last step: any code may have changed
+        # the shards since.
         if not self._serves():
             self._units.reshard()
         self._entrances.begin()
@@ -389,7 +420,8 @@ class Cycle:
         return any(each.requires_grad for each in self.module.parameters())
 
     def _serves(self) -> bool:
-        """Tell whether what the last forward left gathered serves this one: both only evaluate, and no rank wrote a shard meanwhile.
+        """Tell whether what the last forward left gathered serves this one: both only evaluate, and no rank wrote a
+        shard meanwhile.
 
         Collective where the last forward left something. It follows from forwards and modes alone whether it did.
         """
@@ -412,7 +444,8 @@ class Cycle:
     def _gather_shards(self) -> None:
         """Start to gather over replicas before a forward: any code may have written since the last one.
 
-        The micro-batches of one step share what the first gathered. Every rank comes here alike: what it does follows from forwards.
+        The micro-batches of one step share what the first gathered. Every rank comes here alike: what it does follows
+        from forwards.
         """
         if self._shards is None:
             return
@@ -429,15 +462,22 @@ class Cycle:
         named = dict(zip(inspect.signature(type(self.module).forward).parameters, (None, *args))) | dict(kwargs)
         if any(named.get(each) is not None for each in ("labels", "shift_labels")):
             raise MeshparError(
-                "the module got labels, but each rank has only a part of the positions: a model that shifts labels loses one label at the "
-                "end of each part, and its mean covers the part alone; compute the sum of the loss from the logits and aligned labels, "
+                "the module got labels, but each rank has only a part of the positions: a model that shifts labels "
+                "loses one label at the "
+                "end of each part, and its mean covers the part alone; compute the sum of the loss from the logits "
+                "and aligned labels, "
                 "and multiply it by par.token_scale"
             )
-        ids = (each for each in leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim == 2 and not each.is_floating_point())
+        ids = (
+            each
+            for each in leaves((args, kwargs))
+            if isinstance(each, Tensor) and each.ndim == 2 and not each.is_floating_point()
+        )
         length = next((each.shape[1] for each in ids), None)
         if self.parts and length is not None and length not in self.parts:
             raise MeshparError(
-                f"the module got {length} positions, and par.split gave parts of {sorted(self.parts)}: pass every batch "
+                f"the module got {length} positions, and par.split gave parts of {sorted(self.parts)}: pass every "
+                "batch "
                 "through par.split, also in evaluation"
             )
 
@@ -459,8 +499,10 @@ class Cycle:
             self._without_grad.add(unit)
         elif _torch.in_backward() and unit in self._without_grad:
             raise MeshparError(
-                "the model recomputes a block by torch.utils.checkpoint(use_reentrant=True), whose backward inside a backward sharding "
-                "may reduce more than once; use checkpoint(..., use_reentrant=False), or ActivationCheckpoint() in the plan"
+                "the model recomputes a block by torch.utils.checkpoint(use_reentrant=True), whose backward inside a "
+                "backward sharding "
+                "may reduce more than once; use checkpoint(..., use_reentrant=False), or ActivationCheckpoint() in "
+                "the plan"
             )
         elif not _torch.in_backward():
             self._without_grad.discard(unit)
@@ -513,7 +555,9 @@ class Cycle:
         if _torch.in_backward():
             return
         self._forget_cleared()
-        if self._kept:  # since an evaluation, whose weights may have been swapped back; of this rank alone: the ranks still ask
+        if (
+            self._kept
+        ):  # since an evaluation, whose weights may have been swapped back; of this rank alone: the ranks still ask
             self._units.reshard()
         if self._units.modules:
             self._entrances.look(roots)
@@ -530,14 +574,17 @@ class Cycle:
         """Refuse parameters that somebody changed between a forward and its backward, which gathers them once more."""
         if (name := self._units.turned()) is not None and self._entrances.reached(roots):
             raise MeshparError(
-                f"requires_grad of {name} changed between a forward and its backward, so that its gradient would be lost; freeze and "
+                f"requires_grad of {name} changed between a forward and its backward, so that its gradient would be "
+                "lost; freeze and "
                 "unfreeze parameters before the forward, or after the backward"
             )
         if self._written_since(self._versions) is not None and self._entrances.reached(roots):
             self._refuse_written_since(self._versions)
 
     def _versions_now(self) -> dict[Tensor, int]:
-        """Return numbers that change when somebody writes parameters, other than by ``.data``; autograd knows nothing of a DTensor's."""
+        """Return numbers that change when somebody writes parameters, other than by ``.data``; autograd knows nothing
+        of a DTensor's.
+        """
         held = self._units.shards() if self._units.modules else self.module.parameters()
         return {each: each._version for each in held}
 
@@ -549,7 +596,8 @@ class Cycle:
         if written is not None:
             name = next((name for name, each in self.module.named_parameters() if each is written), "a parameter")
             raise MeshparError(
-                f"{name} was written between a forward and the end of its backward, which may use the new values; write after the "
+                f"{name} was written between a forward and the end of its backward, which may use the new values; "
+                "write after the "
                 "backward. par.averaged(decay) may evaluate other weights in between"
             )
 
@@ -559,19 +607,22 @@ class Cycle:
             _refuse_second_order()
             if forward.done:
                 raise MeshparError(
-                    "a second backward runs through one forward (retain_graph=True), whose weights data parallelism has freed; add the "
+                    "a second backward runs through one forward (retain_graph=True), whose weights data parallelism "
+                    "has freed; add the "
                     "losses and run one backward, or run the forward again"
                 )
             if forward.errors != self._errors:
                 raise MeshparError(
-                    "an error ended an earlier backward, and the forward of this one came before it; clear the gradients by "
+                    "an error ended an earlier backward, and the forward of this one came before it; clear the "
+                    "gradients by "
                     "optimizer.zero_grad() and run the forward again"
                 )
             if forward.steps != self._steps:
                 raise MeshparError(STALE)
         elif forward.done and self._selective:
             raise MeshparError(
-                "a second backward runs through one forward (retain_graph=True), whose saved results selective recomputation has freed; "
+                "a second backward runs through one forward (retain_graph=True), whose saved results selective "
+                "recomputation has freed; "
                 "add the losses and run one backward, or use ActivationCheckpoint(mode='full')"
             )
         self._refuse_written_since(forward.versions)
@@ -614,7 +665,9 @@ class Cycle:
     def _end_backward(self) -> None:
         self._close_backward()
         if (name := self._units.take_lost()) is not None:
-            raise MeshparError(f"{name} was written in a backward, by a hook; write after it, outside of the module's calls")
+            raise MeshparError(
+                f"{name} was written in a backward, by a hook; write after it, outside of the module's calls"
+            )
         versions, self._versions = self._versions, {}
         if not any(each._post_accumulate_grad_hooks for each in versions):
             self._refuse_written_since(versions)
@@ -627,14 +680,16 @@ class Cycle:
             self.agreement.gradients(unused)
         if any(each.grad is None and each._post_accumulate_grad_hooks for each in unused):
             raise MeshparError(
-                "a post-accumulate-grad hook ran for a parameter that no rank used in this backward; use every parameter in "
+                "a post-accumulate-grad hook ran for a parameter that no rank used in this backward; use every "
+                "parameter in "
                 "each step, or change gradients between backward and step instead"
             )
         self._run_hooks([each for each in self._units.hooked() if each.grad is not None])
 
     def _refuse_hooks(self) -> None:
         raise MeshparError(
-            "a hook on a parameter gets the gradient of one backward, but here several are added up before it can run; change "
+            "a hook on a parameter gets the gradient of one backward, but here several are added up before it can "
+            "run; change "
             "gradients between the last backward and the step instead, or run one backward a step"
         )
 
@@ -653,17 +708,22 @@ class Cycle:
     # Step
 
     def _before_step(self, optimizer: Optimizer) -> Optimizer:
-        """Check a step of ``optimizer`` and return what steps: itself, or for Adafactor what knows the norms of sharded parameters."""
+        """Check a step of ``optimizer`` and return what steps: itself, or for Adafactor what knows the norms of sharded
+        parameters.
+        """
         held = [each for group in optimizer.param_groups for each in group["params"]]
         if old := _count(held, self._replaced):
             raise MeshparError(
-                f"{type(optimizer).__name__} holds {old} parameters from before plan.apply, which the module no longer has, so it would "
+                f"{type(optimizer).__name__} holds {old} parameters from before plan.apply, which the module no "
+                "longer has, so it would "
                 "train nothing; build the optimizer after plan.apply, from par.module.parameters()"
             )
         if old := _count(held, self._gone):
             raise MeshparError(
-                f"{type(optimizer).__name__} holds {old} parameters from before par.adopt, which the module no longer has; call "
-                "par.adopt(..., optimizer=optimizer) and then optimizer.add_param_group, or build another optimizer from "
+                f"{type(optimizer).__name__} holds {old} parameters from before par.adopt, which the module no "
+                "longer has; call "
+                "par.adopt(..., optimizer=optimizer) and then optimizer.add_param_group, or build another optimizer "
+                "from "
                 "par.module.parameters()"
             )
         own = {id(each) for each in (*self.module.parameters(), *self._units.shards())}
@@ -674,18 +734,25 @@ class Cycle:
             self.check_parameters()
         if isinstance(optimizer, torch.optim.LBFGS) and any(unevenly_split(each) for each in held):
             raise MeshparError(
-                "LBFGS flattens all parameters into one vector, which torch cannot do with parameters that are split unevenly over ranks; "
+                "LBFGS flattens all parameters into one vector, which torch cannot do with parameters that are split "
+                "unevenly over ranks; "
                 "use Replicate(), or an optimizer that updates each element, or each parameter, alone"
             )
         if isinstance(optimizer, torch.optim.LBFGS) and not all(map(_torch.flattens, held)):
             raise MeshparError(
-                "LBFGS flattens all parameters into one vector, which torch before 2.13 cannot do with parameters that are split along "
+                "LBFGS flattens all parameters into one vector, which torch before 2.13 cannot do with parameters "
+                "that are split along "
                 "another dimension than the first; use a newer torch, AdamW or SGD, or a mesh without tp"
             )
-        if isinstance(optimizer, torch.optim.LBFGS) and len({each.device_mesh for each in held if isinstance(each, DTensor)}) > 1:
+        if (
+            isinstance(optimizer, torch.optim.LBFGS)
+            and len({each.device_mesh for each in held if isinstance(each, DTensor)}) > 1
+        ):
             raise MeshparError(
-                "LBFGS flattens all parameters into one vector, which torch cannot do with parameters on several meshes, such as divided "
-                "experts and the rest; use a mesh without ep, or an optimizer that updates each element, or each parameter, alone"
+                "LBFGS flattens all parameters into one vector, which torch cannot do with parameters on several "
+                "meshes, such as divided "
+                "experts and the rest; use a mesh without ep, or an optimizer that updates each element, or each "
+                "parameter, alone"
             )
         if self.agreement is not None:
             self.agreement.settings(optimizer)
@@ -715,10 +782,14 @@ class Cycle:
         """Refuse to go on with the gradients of a step or a backward that was left; forget those that somebody cleared."""
         self._forget_cleared()
         if self._cut_short:
-            raise MeshparError("an error ended a backward, so the gradients are incomplete; call optimizer.zero_grad() after such an error")
+            raise MeshparError(
+                "an error ended a backward, so the gradients are incomplete; call optimizer.zero_grad() after such "
+                "an error"
+            )
         if self._left:
             raise MeshparError(
-                "par.accumulate was left before its last micro-batch, so that the gradients of this step were never reduced; call "
+                "par.accumulate was left before its last micro-batch, so that the gradients of this step were never "
+                "reduced; call "
                 "optimizer.zero_grad() after leaving it, or run all micro-batches"
             )
 
@@ -732,7 +803,9 @@ class Cycle:
             self._cut_short = bool(self._left) or any(bool(grad.count_nonzero()) for grad in grads)
 
     def reshard(self) -> None:
-        """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained and saved."""
+        """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained and
+        saved.
+        """
         self._unwind()
         if not self._depth and not _torch.in_backward():
             self._units.reshard()
@@ -774,7 +847,9 @@ def _before_every_step(
 
 @final
 class _Forward:
-    """One forward: how many optimizer steps and errors in backwards came before it, and whether a backward has been through it."""
+    """One forward: how many optimizer steps and errors in backwards came before it, and whether a backward has been
+    through it.
+    """
 
     def __init__(self, steps: int, errors: int, versions: Mapping[Tensor, int]) -> None:
         self.steps, self.errors, self.versions, self.done = steps, errors, versions, False
@@ -783,7 +858,8 @@ class _Forward:
 def _refuse_second_order() -> None:
     if torch.is_grad_enabled():
         raise MeshparError(
-            "a gradient of a gradient (create_graph=True) needs weights that data parallelism has freed by then; use a mesh of tensor "
+            "a gradient of a gradient (create_graph=True) needs weights that data parallelism has freed by then; use "
+            "a mesh of tensor "
             "parallelism alone, or compute the penalty from finite differences"
         )
 
@@ -792,14 +868,17 @@ def _refuse_changed(buffers: Iterable[tuple[nn.Module, str, Tensor, int]]) -> No
     for child, name, before, version in buffers:
         if child._buffers[name] is not before or before._version != version:
             raise MeshparError(
-                f"{class_name(child)} changes its buffer {name!r} in forward, which recomputation would do twice; leave such "
+                f"{class_name(child)} changes its buffer {name!r} in forward, which recomputation would do twice; "
+                "leave such "
                 "blocks out: ActivationCheckpoint(blocks=...)"
             )
 
 
 @contextmanager
 def _parts_called() -> Iterator[None]:
-    """Let torch's attention and encoder layers call their parts in evaluation, too, instead of a kernel that reads the parts' weights."""
+    """Let torch's attention and encoder layers call their parts in evaluation, too, instead of a kernel that reads the
+    parts' weights.
+    """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -809,7 +888,9 @@ def _parts_called() -> Iterator[None]:
 
 
 def _is_of_a_library(kind: type, name: str) -> bool:
-    """Tell whether a method comes from torch or transformers, whose methods beside forward compute nothing with weights."""
+    """Tell whether a method comes from torch or transformers, whose methods beside forward compute nothing with
+    weights.
+    """
     owner = next(each for each in kind.__mro__ if name in vars(each))
     return owner.__module__.startswith(("torch.", "transformers."))
 

@@ -1,11 +1,13 @@
-"""The ways by which a backward comes into a unit: each gathers the unit's weights, whatever tensor the backward starts from.
+"""The ways by which a backward comes into a unit: each gathers the unit's weights, whatever tensor the backward starts
+from.
 
-FSDP2 gathers a unit for backward where a gradient reaches one of its outputs. A loss that a block keeps as an attribute leads into the
-block by another way, and its weights are free by then. Autograd numbers the nodes of its graph in the order in which they are made, so
-the numbers at the beginning and at the end of a unit's forward tell which nodes are its own. Before a backward runs, its graph is looked
-through once, a microsecond a node: where an edge leads from elsewhere into a unit's own nodes, and not to its outputs, the node gets the
-hook that FSDP2 gives to outputs. (Hooks on saved tensors would find every use of a weight, too, but cost more, take the place of a user's
-own, and keep autograd from noticing that a saved tensor was changed in place.)
+FSDP2 gathers a unit for backward where a gradient reaches one of its outputs. A loss that a block keeps as an attribute
+leads into the block by another way, and its weights are free by then. Autograd numbers the nodes of its graph in the
+order in which they are made, so the numbers at the beginning and at the end of a unit's forward tell which nodes are
+its own. Before a backward runs, its graph is looked through once, a microsecond a node: where an edge leads from
+elsewhere into a unit's own nodes, and not to its outputs, the node gets the hook that FSDP2 gives to outputs. (Hooks on
+saved tensors would find every use of a weight, too, but cost more, take the place of a user's own, and keep autograd
+from noticing that a saved tensor was changed in place.)
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from meshpar.errors import MeshparError
 from meshpar.exact.agreement import leaves
 
 STALE = (
-    "an optimizer changed weights between a forward and its backward, and the backward would use the new weights; run the backward "
+    "an optimizer changed weights between a forward and its backward, and the backward would use the new weights; "
+    "run the backward "
     "before the step, or the forward again after it"
 )
 _MOST = 1 << 17

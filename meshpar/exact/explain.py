@@ -19,26 +19,32 @@ _Cause = tuple[str, str, str]
 """(pattern of the message, likely cause, remedy)"""
 
 _SHAPES: _Cause = (
-    r"(?i)\b(sizes?|shapes?|dimensions?|normalized_shape)\b|not enough values to unpack|too many values to unpack|out of range",
+    r"(?i)\b(sizes?|shapes?|dimensions?|normalized_shape)\b|not enough values to unpack|too many values to "
+    r"unpack|out of range",
     "the code assumes all heads or features, but this rank holds its share of them",
-    "take the count from the tensor: x.unflatten(-1, (-1, head_dim)) instead of x.view(batch, length, heads, head_dim), "
+    "take the count from the tensor: x.unflatten(-1, (-1, head_dim)) instead of x.view(batch, length, heads, "
+    "head_dim), "
     "x.chunk(3, dim=-1) instead of x.split(width, dim=-1)",
 )
 _WHOLE: _Cause = (
     r"mat1 and mat2 shapes cannot be multiplied",
     "it has no style, so its weight is whole, but its input is this rank's part, the output of a 'colwise' layer",
-    "give it the style 'rowwise' in the tensor-parallel table ('{module}': 'rowwise'), or leave the layer before it whole",
+    "give it the style 'rowwise' in the tensor-parallel table ('{module}': 'rowwise'), or leave the layer before it "
+    "whole",
 )
 _OUTSIDE: _Cause = (
     r"mixed torch\.Tensor and DTensor",
     "a parameter that is split over the mesh is used outside its own module, together with a plain tensor",
-    "call the module that owns the weight (x = self.head(x)) instead of using its weight directly, or take that module out of the "
+    "call the module that owns the weight (x = self.head(x)) instead of using its weight directly, or take that "
+    "module out of the "
     "tensor-parallel table: TensorParallel(styles={{NAME: None}})",
 )
 _OUTSIDE_BLOCK: _Cause = (
     r"mixed torch\.Tensor and DTensor",
-    "a parameter is used where its weights are not gathered: outside of its block, or of a call of the outermost module",
-    "call the module that owns it (x = self.head(x)), or par.module; let a method of the model's own enter by par.register_method(name)",
+    "a parameter is used where its weights are not gathered: outside of its block, or of a call of the outermost "
+    "module",
+    "call the module that owns it (x = self.head(x)), or par.module; let a method of the model's own enter by "
+    "par.register_method(name)",
 )
 _GATHERED = r"mixed torch\.Tensor and DTensor|setStorage|storage of size 0|must be 2-D|size mismatch"
 _DTYPES: _Cause = (
@@ -58,29 +64,36 @@ _COMPILED: _Cause = (
 _IN_PLACE: _Cause = (
     r"is a view and is being modified inplace",
     "it changes its input in place, and the plan passes that input as a view, whose gradient torch cannot track",
-    "write x = x + y instead of x += y, and F.relu(x) instead of F.relu(x, inplace=True), where x is the input of a block",
+    "write x = x + y instead of x += y, and F.relu(x) instead of F.relu(x, inplace=True), where x is the input of a "
+    "block",
 )
 _ASSIGNED: _Cause = (
     r"cannot assign .* as parameter|Cannot assign non-leaf Tensor to parameter",
-    "code in a forward assigns a weight, or what it computed from one, to a parameter's name; in a forward weights are gathered tensors",
-    "put such code on the module before plan.apply (torch.nn.utils.parametrizations); keep what a loss reads in a list or a dict",
+    "code in a forward assigns a weight, or what it computed from one, to a parameter's name; in a forward weights "
+    "are gathered tensors",
+    "put such code on the module before plan.apply (torch.nn.utils.parametrizations); keep what a loss reads in a "
+    "list or a dict",
 )
 _GONE: _Cause = (
     r"[Cc]onnection (?:closed|reset)|[Tt]imed out|timeout",
     "another rank left its loop, or its job, or runs another number of forwards and backwards",
-    "run the same number of steps on every rank, and look at the first error of all ranks' logs; cut the data to the same length, "
+    "run the same number of steps on every rank, and look at the first error of all ranks' logs; cut the data to the "
+    "same length, "
     "DistributedSampler(..., drop_last=True)",
 )
 _TRANSFORMS: _Cause = (
     r"functorch transforms|forward AD",
     "torch.func (jvp, vmap, grad) and forward-mode derivatives do not go through the exchanges of tensor parallelism",
-    "use a mesh without tp, on which they equal one process's (FullyShard(), Replicate()); torch.autograd.grad works under tp, also with "
+    "use a mesh without tp, on which they equal one process's (FullyShard(), Replicate()); torch.autograd.grad works "
+    "under tp, also with "
     "create_graph=True",
 )
 _SHARE: _Cause = (
     "",
-    "not known; under this plan each rank computes with its share of the heads or features, which an operation may refuse",
-    "run the model without the plan: if it fails in the same way, the model is at fault; otherwise correct the styles {inside} in the "
+    "not known; under this plan each rank computes with its share of the heads or features, which an operation may "
+    "refuse",
+    "run the model without the plan: if it fails in the same way, the model is at fault; otherwise correct the "
+    "styles {inside} in the "
     "tensor-parallel table, or keep the layers there whole (the style None)",
 )
 """For an error of torch's own that no other cause fits. A :class:`ParallelError` is a RuntimeError, too."""
@@ -104,7 +117,8 @@ class Explanation:
         self._causes = (*shares, _IN_PLACE, _DTYPES, _COMPILED, _ASSIGNED, _GONE)
 
     def told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return ``run(*args, **kwargs)``. Costs nothing while nothing is raised: the inner module is found in the traceback.
+        """Return ``run(*args, **kwargs)``. Costs nothing while nothing is raised: the inner module is found in the
+        traceback.
 
         Raises:
             ParallelError: in the place of an error whose cause is known.
@@ -134,7 +148,8 @@ class Explanation:
             return None
         why, remedy = cause
         return (
-            f"{name or 'the outermost module'} ({class_name(culprit)}) failed under {self._plan_text}: {first_line(error)}\n"
+            f"{name or 'the outermost module'} ({class_name(culprit)}) failed under {self._plan_text}: "
+            f"{first_line(error)}\n"
             f"  at: {line}\n"
             f"  holds: {_placements(culprit)}\n"
             f"  likely cause: {why}\n"
@@ -142,7 +157,9 @@ class Explanation:
         )
 
     def _outside_of_its_block(self, text: str, name: str, frames: list[tuple[Any, str]]) -> tuple[str, str] | None:
-        """Return cause and remedy where a module was called without the block around it, whose weights are then not gathered."""
+        """Return cause and remedy where a module was called without the block around it, whose weights are then not
+        gathered.
+        """
         if self._unit_pass is None or not re.search(_GATHERED, text):
             return None
         running = {id(owner) for owner, _ in frames}
@@ -156,13 +173,16 @@ class Explanation:
                 called = next(each for each, child in unit.named_modules(prefix=around) if id(child) in running)
                 return (
                     f"{called} is called from outside of {around}, and its weights are gathered with that block alone",
-                    f"make it a block of its own too, {self._unit_pass}(blocks=(..., '{called}')), beside the layout's blocks; or "
+                    f"make it a block of its own too, {self._unit_pass}(blocks=(..., '{called}')), beside the "
+                    "layout's blocks; or "
                     f"{self._unit_pass}(blocks=()), which gathers the whole model at once",
                 )
         return None
 
     def _innermost(self, frames: list[tuple[Any, str]]) -> tuple[str, nn.Module, str]:
-        """Return name, module and source line of the deepest frame whose ``self`` is a module outside torch and meshpar."""
+        """Return name, module and source line of the deepest frame whose ``self`` is a module outside torch and
+        meshpar.
+        """
         names = {id(child): name for name, child in self._module.named_modules()}
         best: tuple[str, nn.Module, str] = ("", self._module, "unknown")
         for owner, where in frames:
@@ -187,7 +207,9 @@ def _placements(module: nn.Module) -> str:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
-            held.append(f"{name} {tuple(parameter.shape)} as {', '.join(f'{axis}:{placement}' for axis, placement in axes)}")
+            held.append(
+                f"{name} {tuple(parameter.shape)} as {', '.join(f'{axis}:{placement}' for axis, placement in axes)}"
+            )
         else:
             held.append(f"{name} {tuple(parameter.shape)} whole")
         if len(held) == 4:

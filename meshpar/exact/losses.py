@@ -1,7 +1,7 @@
 """Compare the losses from which ranks that share their samples and positions start a backward.
 
-What is made inside of a split module may leave it by another way than its output: by an attribute, a list, a hook. Each rank then has that
-of its own heads or features, and a loss that takes it in differs between the ranks.
+What is made inside of a split module may leave it by another way than its output: by an attribute, a list, a hook. Each
+rank then has that of its own heads or features, and a loss that takes it in differs between the ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ class Losses:
         Collective over the axes.
         """
         self._looked += 1
-        plain = [each.detach() for each in roots if isinstance(each, Tensor) and not isinstance(each, DTensor) and each.numel() == 1]
+        plain = [
+            each.detach()
+            for each in roots
+            if isinstance(each, Tensor) and not isinstance(each, DTensor) and each.numel() == 1
+        ]
         kind = max((each.dtype for each in plain), key=lambda each: torch.finfo(each).eps, default=torch.float64)
         mine = torch.zeros((), device=self._device, dtype=torch.float64)
         for each in plain:
@@ -62,9 +66,12 @@ class Losses:
             most, least = both[0].item(), -both[1].item()
             if most != least and not most - least <= allowed * max(abs(most), abs(least), _LEAST):
                 raise ParallelError(
-                    f"ranks of {axis} compute the same samples together, but their backward starts from different losses: from {least:.6g} "
-                    f"to {most:.6g}, here {mine.item():.6g}. A value made inside of a split module entered the loss by another way than "
-                    "the module's output (an attribute, a list, a hook), and each rank has that of its own heads or features; leave that "
+                    f"ranks of {axis} compute the same samples together, but their backward starts from different "
+                    f"losses: from {least:.6g} "
+                    f"to {most:.6g}, here {mine.item():.6g}. A value made inside of a split module entered the loss "
+                    "by another way than "
+                    "the module's output (an attribute, a list, a hook), and each rank has that of its own heads or "
+                    "features; leave that "
                     "module and the layers in it whole, TensorParallel(styles={'blocks.*.attn': None}), or draw "
                     "random numbers of the loss alike on these ranks"
                 )

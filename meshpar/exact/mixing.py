@@ -1,9 +1,10 @@
-"""Test that a model computes the same on parts of a sequence as on the whole: in the first forward, before anybody trusts it.
+"""Test that a model computes the same on parts of a sequence as on the whole: in the first forward, before anybody
+trusts it.
 
-Names cannot tell whether something else than attention mixes positions, or counts them itself. So the beginning of the first batch runs
-twice without gradients: whole on every rank, as the model was written, and split over the ranks. Where the results differ, a block of each
-kind runs once more with attention cut, so that no position sees another, and one position made NaN: whatever brings a NaN to another
-position is named.
+Names cannot tell whether something else than attention mixes positions, or counts them itself. So the beginning of the
+first batch runs twice without gradients: whole on every rank, as the model was written, and split over the ranks. Where
+the results differ, a block of each kind runs once more with attention cut, so that no position sees another, and one
+position made NaN: whatever brings a NaN to another position is named.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ from meshpar.patterns import class_name
 log = logging.getLogger(__name__)
 
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
-"""How far the results may be off, relative to the largest: of float32, and of 16 bits, in which a router may choose otherwise."""
+"""How far the results may be off, relative to the largest: of float32, and of 16 bits, in which a router may choose
+otherwise.
+"""
 _LONGEST = 256
 _UNTRIED = "whether parts of a sequence compute what the whole does was not tried"
 _ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
 _REMEDY = (
-    "only attention exchanges positions, through transformers' attention interface or in the modules of ModelLayout.attention, which "
-    "call meshpar.attention: use a mesh without cp for this model, or name the module, ContextParallel(mixers=(...)), so that each rank "
+    "only attention exchanges positions, through transformers' attention interface or in the modules of "
+    "ModelLayout.attention, which "
+    "call meshpar.attention: use a mesh without cp for this model, or name the module, "
+    "ContextParallel(mixers=(...)), so that each rank "
     "computes it on whole sequences; Plan(..., verify=False) skips this test"
 )
 
@@ -69,7 +74,9 @@ class MixingTest:
 
         Collective: every rank calls it.
         """
-        length = next((each.shape[1] for each in leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim > 1), None)
+        length = next(
+            (each.shape[1] for each in leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim > 1), None
+        )
         if length is None:
             return
         short, part = self._beginning(length, args, kwargs)
@@ -109,7 +116,9 @@ class MixingTest:
             size = off(mine, have, 0.0)
             if size > self._tolerance(have):
                 self._agree(True)
-                raise ParallelError(f"{self._culprit(forward, *part)}, of which each rank has a part (off by {size:.1e}); {_REMEDY}")
+                raise ParallelError(
+                    f"{self._culprit(forward, *part)}, of which each rank has a part (off by {size:.1e}); {_REMEDY}"
+                )
             if self._agree(False):
                 raise ParallelError(f"{self._culprit(forward, *part)}, of which each rank has a part; {_REMEDY}")
 
@@ -124,14 +133,18 @@ class MixingTest:
             return
         try:
             with self._exchange.unsplit():
-                counted = _hidden(forward(*args, **{name: each for name, each in kwargs.items() if name != "position_ids"}))
+                counted = _hidden(
+                    forward(*args, **{name: each for name, each in kwargs.items() if name != "position_ids"})
+                )
         except (*_ERRORS, MeshparError) as error:
             _unless_out_of_memory(error)
             return  # it needs them
         if counted is not None and off(counted, want, 0.0) > self._tolerance(want):
             raise ParallelError(
-                f"{class_name(self._module)} computes other values without position_ids than with the 0, 1, 2, ... of par.split, "
-                "so it counts its positions itself; put its positions into the batch as position_ids, or use a mesh without cp"
+                f"{class_name(self._module)} computes other values without position_ids than with the 0, 1, 2, ... "
+                "of par.split, "
+                "so it counts its positions itself; put its positions into the batch as position_ids, or use a mesh "
+                "without cp"
             )
 
     def _tolerance(self, output: Tensor) -> float:
@@ -156,11 +169,18 @@ class MixingTest:
 
         short = tree_map(joined, (args, dict(kwargs)))
         if alike and all(alike):
-            raise MeshparError("every rank got the same positions, which are not this rank's part; call the model with par.split(batch)")
+            raise MeshparError(
+                "every rank got the same positions, which are not this rank's part; call the model with "
+                "par.split(batch)"
+            )
 
         def own(value: object) -> Any:
             split = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == end
-            return value.index_select(1, exchange.rows(end, value.device)) if split and isinstance(value, Tensor) else value
+            return (
+                value.index_select(1, exchange.rows(end, value.device))
+                if split and isinstance(value, Tensor)
+                else value
+            )
 
         return short, tree_map(own, short)
 
@@ -173,7 +193,10 @@ class MixingTest:
         """Return the narrowest dtype in which the model computes, down to 16 bits."""
         if any((known := installed(each)) is not None and known.product is not None for each in self._module.modules()):
             return torch.bfloat16  # float8's products, whose scale is that of all positions of a tensor
-        held = {each.dtype for each in self._module.parameters() if each.is_floating_point()} | {output.dtype, *self._seen}
+        held = {each.dtype for each in self._module.parameters() if each.is_floating_point()} | {
+            output.dtype,
+            *self._seen,
+        }
         return min(held, key=lambda each: torch.finfo(each).bits)
 
     def _culprit(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> str:
@@ -190,7 +213,9 @@ class MixingTest:
 
     def _tries(self, name: str, found: list[str]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            length = next((each.shape[1] for each in leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim > 2), None)
+            length = next(
+                (each.shape[1] for each in leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim > 2), None
+            )
             if length is None or found:
                 return
             try:
@@ -214,7 +239,9 @@ class MixingTest:
         def spoil(value: object) -> Any:
             if callable(getattr(value, "update", None)):
                 return None  # a cache of keys and values, which this run must not fill
-            if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1 and value.shape[1] == length):
+            if not (
+                isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1 and value.shape[1] == length
+            ):
                 return value
             spoiled = value.detach().clone()
             spoiled[:, length // 2] = float("nan")
@@ -233,7 +260,10 @@ class MixingTest:
 def _hidden(output: object) -> Tensor | None:
     """Return the first floating-point output that has positions: logits (B, L, V)."""
     parts = output if isinstance(output, Tensor | tuple | list | Mapping) else vars(output)
-    found = next((each for each in leaves(parts) if isinstance(each, Tensor) and each.is_floating_point() and each.ndim > 1), None)
+    found = next(
+        (each for each in leaves(parts) if isinstance(each, Tensor) and each.is_floating_point() and each.ndim > 1),
+        None,
+    )
     return found.to_local() if isinstance(found, DTensor) else found
 
 
@@ -243,7 +273,9 @@ def _unless_out_of_memory(error: BaseException) -> None:
 
 
 def _spread(value: object, length: int, *, inside: bool = True) -> bool:
-    """Return whether another position than the middle is NaN, in (B, L, ...); ``inside`` a block also in (B * L, D), (B, D, L + some)."""
+    """Return whether another position than the middle is NaN, in (B, L, ...); ``inside`` a block also in (B * L, D),
+    (B, D, L + some).
+    """
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 2:
         return False
     if value.shape[1] == length:

@@ -1,8 +1,9 @@
 """Give operators on DTensors the results of one process where torch would give others without an error, or refuse them.
 
-A parameter of a parallel module is a DTensor, of which each rank holds a part. Torch ignores ``tensor.data = value``, draws random numbers
-for each part as if it were the whole, and loses writes into rows that it has gathered. Here the first two are one process's, and the
-third is refused; so is an operator that torch cannot run on parts, in words that say what to do.
+A parameter of a parallel module is a DTensor, of which each rank holds a part. Torch ignores ``tensor.data = value``,
+draws random numbers for each part as if it were the whole, and loses writes into rows that it has gathered. Here the
+first two are one process's, and the third is refused; so is an operator that torch cannot run on parts, in words that
+say what to do.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def one_process(owner: object, inside: Callable[[], bool]) -> None:
     """
     while_lives(owner, "data", functools.partial(_torch.change_attributes, _assign, _refuse_numpy))
     while_lives(
-        owner, "operators", functools.partial(_torch.change_operators, _draw, functools.partial(_refuse_unknown, inside), _refuse_lost)
+        owner,
+        "operators",
+        functools.partial(_torch.change_operators, _draw, functools.partial(_refuse_unknown, inside), _refuse_lost),
     )
 
 
@@ -49,8 +52,10 @@ def _assign(tensor: DTensor, value: object) -> bool:
         if not isinstance(tensor, nn.Parameter):
             return False
         raise ParallelError(
-            f"parameter.data was assigned a {_named(value)}, and the parameter is a {_named(tensor)}, of which this rank holds a part; "
-            "assign a tensor made from it (parameter.data * 0.9), or write whole tensors by par.load_state_dict({name: whole}, "
+            f"parameter.data was assigned a {_named(value)}, and the parameter is a {_named(tensor)}, of which this "
+            "rank holds a part; "
+            "assign a tensor made from it (parameter.data * 0.9), or write whole tensors by "
+            "par.load_state_dict({name: whole}, "
             "strict=False)"
         )
     with torch.no_grad():
@@ -62,7 +67,8 @@ def _assign(tensor: DTensor, value: object) -> bool:
 
 def _refuse_numpy(tensor: DTensor) -> NoReturn:
     raise ParallelError(
-        f"numpy() of a {_named(tensor)}, of which this rank holds a part; use tensor.full_tensor().numpy() on every rank. What is written "
+        f"numpy() of a {_named(tensor)}, of which this rank holds a part; use tensor.full_tensor().numpy() on every "
+        "rank. What is written "
         "into that does not reach the parameter: write it back by par.load_state_dict({name: whole}, strict=False)"
     )
 
@@ -100,7 +106,11 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _part(whole: object, like: DTensor) -> object:
     if not isinstance(whole, Tensor):
         return whole
-    return _placed(whole[held_by_this_rank(like)].contiguous(), like) if whole.shape == like.shape else _placed(whole, like, whole=True)
+    return (
+        _placed(whole[held_by_this_rank(like)].contiguous(), like)
+        if whole.shape == like.shape
+        else _placed(whole, like, whole=True)
+    )
 
 
 def _placed(part: object, like: DTensor, *, whole: bool = False) -> object:
@@ -108,18 +118,22 @@ def _placed(part: object, like: DTensor, *, whole: bool = False) -> object:
         return part
     if whole:
         return DTensor.from_local(part, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
-    return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _refuse_unknown(inside: Callable[[], bool], op: Any, error: Exception) -> None:
     if not inside():
         raise ParallelError(
-            f"torch cannot run {op} on a parameter, or a gradient, of which each rank holds a part ({first_line(error)}); {_REMEDY}"
+            f"torch cannot run {op} on a parameter, or a gradient, of which each rank holds a part "
+            f"({first_line(error)}); {_REMEDY}"
         ) from error
 
 
 def _refuse_lost() -> NoReturn:
     raise ParallelError(
-        "a part of a DTensor (a row, a slice, a flat view) was written in place, but ranks hold other parts of it, so that this one was "
+        "a part of a DTensor (a row, a slice, a flat view) was written in place, but ranks hold other parts of it, "
+        "so that this one was "
         f"gathered and the write would be lost; {_REMEDY}"
     )

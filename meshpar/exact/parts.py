@@ -1,4 +1,6 @@
-"""Adafactor on sharded parameters: torch's own step, on parts of tensors whose norms and means are those of the whole tensors."""
+"""Adafactor on sharded parameters: torch's own step, on parts of tensors whose norms and means are those of the whole
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ from meshpar.placements import local_tensor, placed_like, shard_dim, undivided
 
 @final
 class Part:
-    """This rank's part of a tensor: its shape, norms and means are those of the whole tensor, everything else is computed on the part.
+    """This rank's part of a tensor: its shape, norms and means are those of the whole tensor, everything else is
+    computed on the part.
 
-    It has the operations of ``torch.optim.Adafactor``, which factors the last two dims, and raises an error at any other.
+    It has the operations of ``torch.optim.Adafactor``, which factors the last two dims, and raises an error at any
+    other.
 
     Args:
         local: this rank's part, written in place.
@@ -36,7 +40,11 @@ class Part:
     @classmethod
     def of(cls, tensor: Tensor | None) -> Any:
         """Return this rank's part of a DTensor; a plain tensor is its own part."""
-        return cls(local_tensor(tensor), tensor.shape, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else tensor
+        return (
+            cls(local_tensor(tensor), tensor.shape, tensor.device_mesh, tensor.placements)
+            if isinstance(tensor, DTensor)
+            else tensor
+        )
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,9 +66,13 @@ class Part:
         return self._shape[dim]
 
     def norm(self, p: object = 2, dim: int | None = None, keepdim: bool = False, **others: object) -> Any:
-        """Return the 2-norm of the whole tensor, or of its vectors along ``dim``. Collective over the axes that divide them."""
+        """Return the 2-norm of the whole tensor, or of its vectors along ``dim``. Collective over the axes that divide
+        them.
+        """
         if p not in (2, "fro") or keepdim != (dim is not None) or any(each is not None for each in others.values()):
-            raise NotImplementedError(f"norm(p={p}, dim={dim}, keepdim={keepdim}, {others}) of a part is none that Adafactor computes")
+            raise NotImplementedError(
+                f"norm(p={p}, dim={dim}, keepdim={keepdim}, {others}) of a part is none that Adafactor computes"
+            )
         squares = torch.linalg.vector_norm(self.local, 2, dim, keepdim, dtype=self._wide()).square_()
         dims = range(self.dim()) if dim is None else (dim % self.dim(),)
         norm = self._over_ranks(squares, dims).sqrt_().to(self.dtype)
@@ -72,8 +84,13 @@ class Part:
         return self._along(self._over_ranks(total, (dim % self.dim(),)).div_(self.size(dim)).to(self.dtype), dim)
 
     def __matmul__(self, row: Part) -> Part:
-        """Return the outer product of a column, whose last dim is 1, and a row; each axis divides one of them at most, or both alike."""
-        placements = [theirs if shard_dim(mine) is None else mine for mine, theirs in zip(self._placements, row._placements, strict=True)]
+        """Return the outer product of a column, whose last dim is 1, and a row; each axis divides one of them at most,
+        or both alike.
+        """
+        placements = [
+            theirs if shard_dim(mine) is None else mine
+            for mine, theirs in zip(self._placements, row._placements, strict=True)
+        ]
         return Part(self.local @ row.local, (*self._shape[:-1], row._shape[-1]), self._mesh, placements)
 
     def _wide(self) -> torch.dtype:
@@ -81,7 +98,9 @@ class Part:
 
     def _over_ranks(self, sums: Tensor, dims: Sequence[int]) -> Tensor:
         """Add up sums along ``dims`` over the axes that divide these."""
-        total = sums.to(self._mesh.device_type)  # offloaded parameters are on the host, where an accelerator's groups cannot reduce
+        total = sums.to(
+            self._mesh.device_type
+        )  # offloaded parameters are on the host, where an accelerator's groups cannot reduce
         for axis, placement in enumerate(self._placements):
             if shard_dim(placement) in dims and self._mesh.size(axis) > 1:
                 dist.all_reduce(total, group=self._mesh.get_group(axis))
@@ -105,22 +124,31 @@ for _name in ("__neg__", "__mul__", "add_", "mul_", "div_", "lerp_", "square_", 
 
 
 def adafactor_by_parts(parameter: Tensor, grad: Tensor, state: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the parts of a parameter, of its gradient and of the factors in its state, which are divided as the parameter is.
+    """Return the parts of a parameter, of its gradient and of the factors in its state, which are divided as the
+    parameter is.
 
     Raises:
         MeshparError: the state is not of this parameter.
     """
     if not isinstance(parameter, DTensor):
         return parameter, grad, state
-    if isinstance(grad, DTensor) and grad.placements != parameter.placements:  # sums that tensor parallelism left partial
+    if (
+        isinstance(grad, DTensor) and grad.placements != parameter.placements
+    ):  # sums that tensor parallelism left partial
         grad = grad.redistribute(placements=parameter.placements)
-    for key, reduced in (("row_var", {parameter.ndim - 1}), ("col_var", {parameter.ndim - 2}), ("variance", set[int]())):
+    for key, reduced in (
+        ("row_var", {parameter.ndim - 1}),
+        ("col_var", {parameter.ndim - 2}),
+        ("variance", set[int]()),
+    ):
         if key in state:
             shape = tuple(1 if dim in reduced else size for dim, size in enumerate(parameter.shape))
             if state[key].shape != shape:
                 raise MeshparError(
-                    f"Adafactor's {key} has shape {tuple(state[key].shape)}, and of a parameter of shape {tuple(parameter.shape)} it has "
-                    f"{shape}; restore the optimizer by CheckpointManager, or load the state of an Adafactor of this model"
+                    f"Adafactor's {key} has shape {tuple(state[key].shape)}, and of a parameter of shape "
+                    f"{tuple(parameter.shape)} it has "
+                    f"{shape}; restore the optimizer by CheckpointManager, or load the state of an Adafactor of this "
+                    "model"
                 )
             state[key] = placed_like(state[key], parameter, reduced)
     return Part.of(parameter), Part.of(grad), {key: Part.of(value) for key, value in state.items()}

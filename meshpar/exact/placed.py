@@ -29,7 +29,9 @@ class Placed:
     def record(self) -> None:
         """Take the module's parameters as they are now for those of the plan."""
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(self._module.modules())
-        self._held = [(child, dict(child._parameters), tuple(child._modules.values())) for child in self._module.modules()]
+        self._held = [
+            (child, dict(child._parameters), tuple(child._modules.values())) for child in self._module.modules()
+        ]
         self._kinds = [(child, type(child), class_name(child)) for child, _, _ in self._held]
         self._names = {name: id(value) for name, value in self._module.named_parameters(remove_duplicate=False)}
 
@@ -45,36 +47,49 @@ class Placed:
         if all(_same(child, parameters, children) for child, parameters, children in self._held):
             self._check_kinds()
             return
-        now, known = dict(self._module.named_parameters(remove_duplicate=False)), {*self._names.values(), *map(id, shards())}
+        now, known = (
+            dict(self._module.named_parameters(remove_duplicate=False)),
+            {*self._names.values(), *map(id, shards())},
+        )
         if names := [name for name, value in now.items() if id(value) not in known]:
             came = "was replaced by another tensor" if names[0] in self._names else "came into the module"
             new = self._new_modules(names)
             raise ParallelError(
                 f"{', '.join(names[:6])} {came} after plan.apply: no pass places it or reduces its gradient. "
                 + (
-                    f"Call {_call(new)} on every rank, and hand the parameters that it returns to optimizer.add_param_group"
+                    f"Call {_call(new)} on every rank, and hand the parameters that it returns to "
+                    "optimizer.add_param_group"
                     if new
-                    else "Put a parameter into a new module and call par.adopt with its name; copy values into the parameters that are "
-                    "there (par.load_state_dict); register as a buffer what forward assigns. torch.func.functional_call with other "
+                    else "Put a parameter into a new module and call par.adopt with its name; copy values into the "
+                    "parameters that are "
+                    "there (par.load_state_dict); register as a buffer what forward assigns. "
+                    "torch.func.functional_call with other "
                     "weights cannot work on a parallel module (par.averaged(decay) evaluates averages)"
                 )
             )
         held: dict[int, set[str]] = {}
         for name, value in now.items():
             held.setdefault(id(value), set()).add(name.rpartition(".")[2])
-        gone = [name for name, number in self._names.items() if name.rpartition(".")[2] not in held.get(number, ()) and name not in now]
+        gone = [
+            name
+            for name, number in self._names.items()
+            if name.rpartition(".")[2] not in held.get(number, ()) and name not in now
+        ]
         if gone := gone or _tied_since(self._names, now):
             raise ParallelError(
-                f"{', '.join(gone[:6])} left the module after plan.apply, or became another's, and the ranks would still gather and reduce "
+                f"{', '.join(gone[:6])} left the module after plan.apply, or became another's, and the ranks would "
+                "still gather and reduce "
                 f"it; call {_call(self._new_modules(gone))} on every rank"
             )
         self._check_kinds()
-        self.record()  # modules without parameters, the same parameters in other modules, or others that units have taken
+        # modules without parameters, the same parameters in other modules, or others that units have taken
+        self.record()
 
     def _check_kinds(self) -> None:
         if changed := next((name for child, kind, name in self._kinds if type(child) is not kind), None):
             raise ParallelError(
-                f"the class of a {changed} in the module was replaced after plan.apply, whose passes have changed what a call of it does; "
+                f"the class of a {changed} in the module was replaced after plan.apply, whose passes have changed "
+                "what a call of it does; "
                 "give it its class before plan.apply, or replace its forward"
             )
 
@@ -96,12 +111,16 @@ class Placed:
             owner = name.rpartition(".")[0]
             if self._module.get_submodule(owner) in self.modules:
                 raise ParallelError(
-                    f"{name} came into {owner or 'the model'}, a module that the plan placed; par.adopt takes new modules: replace "
-                    f"{owner or 'a module in it'} by a new one that has the parameter, or register the parameter in a new module in it"
+                    f"{name} came into {owner or 'the model'}, a module that the plan placed; par.adopt takes new "
+                    "modules: replace "
+                    f"{owner or 'a module in it'} by a new one that has the parameter, or register the parameter in "
+                    "a new module in it"
                 )
         if others := [name for name in came if not any(_within(name, each) for each in names)]:
             call = _call([*names, *self._new_modules(others)])
-            raise ParallelError(f"{', '.join(others[:6])} came into the module, too; adopt all new modules at once: {call}")
+            raise ParallelError(
+                f"{', '.join(others[:6])} came into the module, too; adopt all new modules at once: {call}"
+            )
         return came
 
     def _check_came(self, name: str) -> None:
@@ -110,12 +129,18 @@ class Placed:
         except AttributeError:
             if name in dict(self._module.named_parameters(remove_duplicate=False)):
                 raise ParallelError(
-                    f'{name} is a parameter; par.adopt takes the name of a new module: par.adopt("{name.rpartition(".")[0]}")'
+                    f"{name} is a parameter; par.adopt takes the name of a new module: "
+                    f'par.adopt("{name.rpartition(".")[0]}")'
                 ) from None
             near = suggestion(name, (each for each, _ in self._module.named_modules() if each))
-            raise ParallelError(f"the model has no module {name!r}; par.adopt takes the name of a new module, {near}") from None
+            raise ParallelError(
+                f"the model has no module {name!r}; par.adopt takes the name of a new module, {near}"
+            ) from None
         if all(each in self.modules for each in found.modules()):
-            raise ParallelError(f"{name or 'the model'} is placed already, with all modules in it; par.adopt takes modules that came since")
+            raise ParallelError(
+                f"{name or 'the model'} is placed already, with all modules in it; par.adopt takes modules that came "
+                "since"
+            )
 
     def _new_modules(self, names: Iterable[str]) -> list[str]:
         """Return the outermost new modules in which parameters called ``names`` are, or were."""

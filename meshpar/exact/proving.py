@@ -45,7 +45,9 @@ def prove(
         meeting = Meeting(size)
         copies = [copy.deepcopy(module).eval() for _ in range(size)]
         groups = [SimulatedGroup(meeting, rank) for rank in range(size)]
-        contexts = [context for rank in range(size) if (context := install(copies[rank], mesh, groups[rank], rank)) is not None]
+        contexts = [
+            context for rank in range(size) if (context := install(copies[rank], mesh, groups[rank], rank)) is not None
+        ]
         if not contexts:
             why = f"the pass that splits axis {axis!r} cannot be tried without processes (Pass.split)"
             return Verification(modules={}, differences=(), skipped={"": why}, seconds=0.0)

@@ -25,7 +25,9 @@ class Run:
     """One run of a block: fresh leaves for parameters and inputs, outputs, gradients."""
 
     def __init__(self, parameters: Mapping[str, Tensor], inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        self.parameters = {name: each.detach().requires_grad_(each.is_floating_point()) for name, each in parameters.items()}
+        self.parameters = {
+            name: each.detach().requires_grad_(each.is_floating_point()) for name, each in parameters.items()
+        }
         self.inputs: list[Tensor] = []
         self._args, self._kwargs = tree_map(self._leaf, inputs)
 
@@ -40,11 +42,17 @@ class Run:
     def outputs(self, unit: nn.Module) -> list[Tensor]:
         with torch.enable_grad():
             output = unit.forward(*self._args, **self._kwargs)
-        return [each for each in leaves(output) if isinstance(each, Tensor) and each.is_floating_point() and each.requires_grad]
+        return [
+            each
+            for each in leaves(output)
+            if isinstance(each, Tensor) and each.is_floating_point() and each.requires_grad
+        ]
 
     def gradients(self, outputs: list[Tensor], cotangents: list[Tensor]) -> dict[str, Tensor]:
         named = {**self.parameters, **{f"input {place}": each for place, each in enumerate(self.inputs)}}
-        if outputs:  # all leaves are fresh, and torch.autograd.grad does not run through a model's own reentrant checkpoint
+        if (
+            outputs
+        ):  # all leaves are fresh, and torch.autograd.grad does not run through a model's own reentrant checkpoint
             torch.autograd.backward(outputs, cotangents)
         return {name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in named.items()}
 
@@ -53,7 +61,12 @@ class Run:
 def holding(unit: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Let a module compute with other parameters, under every name that one has."""
     by_id = {id(each): parameters[name] for name, each in unit.named_parameters()}
-    places = [(child._parameters, key, value) for child in unit.modules() for key, value in child._parameters.items() if id(value) in by_id]
+    places = [
+        (child._parameters, key, value)
+        for child in unit.modules()
+        for key, value in child._parameters.items()
+        if id(value) in by_id
+    ]
     try:
         for owner, key, value in places:
             owner[key] = by_id[id(value)]  # type: ignore[assignment]
@@ -65,10 +78,14 @@ def holding(unit: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]
 
 @contextmanager
 def quiet(unit: nn.Module, *, autocast: bool = False) -> Iterator[None]:
-    """Let a block run without random numbers, sharding, rounding of its buffers and autocast, and put back what it changed of itself."""
+    """Let a block run without random numbers, sharding, rounding of its buffers and autocast, and put back what it
+    changed of itself.
+    """
     modules = list(unit.modules())
     training = [each.training for each in modules]
-    buffers = [(each._buffers, key, value) for each in modules for key, value in each._buffers.items() if value is not None]
+    buffers = [
+        (each._buffers, key, value) for each in modules for key, value in each._buffers.items() if value is not None
+    ]
     hooks = [(each, each._forward_pre_hooks, each._forward_hooks) for each in modules if isinstance(each, FSDPModule)]
     try:
         for each in modules:
@@ -79,7 +96,10 @@ def quiet(unit: nn.Module, *, autocast: bool = False) -> Iterator[None]:
             set_recomputed(each, False)
         for each, _, _ in hooks:
             each._forward_pre_hooks, each._forward_hooks = type(each._forward_pre_hooks)(), type(each._forward_hooks)()
-        with in_its_own_place(unit), nullcontext() if autocast else torch.amp.autocast(_device_type(unit), enabled=False):
+        with (
+            in_its_own_place(unit),
+            nullcontext() if autocast else torch.amp.autocast(_device_type(unit), enabled=False),
+        ):
             yield
     finally:
         for each, was in zip(modules, training):
@@ -94,7 +114,9 @@ def quiet(unit: nn.Module, *, autocast: bool = False) -> Iterator[None]:
 
 @contextmanager
 def as_evaluated(module: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[set[torch.dtype]]:
-    """Let a module run without random numbers, recomputation and compiled blocks; yield the dtypes of what ``blocks`` are called with."""
+    """Let a module run without random numbers, recomputation and compiled blocks; yield the dtypes of what ``blocks``
+    are called with.
+    """
     modules: list[Any] = list(module.modules())
     before = [(each.training, each._compiled_call_impl) for each in modules]
     seen: set[torch.dtype] = set()
@@ -119,7 +141,11 @@ def as_evaluated(module: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[set
 @contextmanager
 def plain_products(unit: nn.Module) -> Iterator[None]:
     """Let linear layers multiply as torch does: float8's rounding differs between a part and the whole."""
-    held = [(known, known.product) for each in unit.modules() if (known := installed(each)) is not None and known.product is not None]
+    held = [
+        (known, known.product)
+        for each in unit.modules()
+        if (known := installed(each)) is not None and known.product is not None
+    ]
     try:
         for known, _ in held:
             known.product = None
@@ -181,7 +207,9 @@ def noise(like: Tensor, seed: int) -> Tensor:
 
 
 def off(want: Tensor, have: Tensor, floor: float) -> float:
-    """Return the largest difference over the largest value; a tensor that holds rounding noise is measured by ``floor`` / TOLERANCE."""
+    """Return the largest difference over the largest value; a tensor that holds rounding noise is measured by ``floor``
+    / TOLERANCE.
+    """
     if want.shape != have.shape:
         return float("inf")
     if not want.numel():

@@ -1,8 +1,9 @@
-"""Test that a split block computes what the block computes: on a batch, one block of each kind, before anybody trusts it.
+"""Test that a split block computes what the block computes: on a batch, one block of each kind, before anybody trusts
+it.
 
-Names cannot tell whether the code between two projections survives the split: it may take a standard deviation over features, mix
-positions, or scale a weight. So the block runs twice on the same input in float32 or wider, without random numbers: once as its author
-wrote it, with whole weights, and once split; outputs and gradients are compared.
+Names cannot tell whether the code between two projections survives the split: it may take a standard deviation over
+features, mix positions, or scale a weight. So the block runs twice on the same input in float32 or wider, without
+random numbers: once as its author wrote it, with whole weights, and once split; outputs and gradients are compared.
 """
 
 from __future__ import annotations
@@ -21,7 +22,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshpar.errors import ParallelError
 from meshpar.exact.agreement import leaves
-from meshpar.exact.trial import Run, gathered, holding, joined, local_slice, noise, off, plain_products, quiet, slice_like, wide
+from meshpar.exact.trial import (
+    Run,
+    gathered,
+    holding,
+    joined,
+    local_slice,
+    noise,
+    off,
+    plain_products,
+    quiet,
+    slice_like,
+    wide,
+)
 from meshpar.passes.installed import as_written
 from meshpar.passes.local import strides
 from meshpar.passes.random import is_dropout
@@ -35,11 +48,17 @@ from meshpar.replicas import digest
 log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3
-"""How far a split block may be off, relative to the largest value: far above float32's rounding, far below what a wrong split does."""
+"""How far a split block may be off, relative to the largest value: far above float32's rounding, far below what a wrong
+split does.
+"""
 LARGEST = 1 << 27
-"""Parameters of a block up to which it is tried: one block whole, its gradients and a second copy are held, 2 GiB in float32."""
+"""Parameters of a block up to which it is tried: one block whole, its gradients and a second copy are held, 2 GiB in
+float32.
+"""
 INPUTS = 1 << 26
-"""Elements of a block's inputs, whole along the sequence, beyond which its first samples are tried; one may have twice as many."""
+"""Elements of a block's inputs, whole along the sequence, beyond which its first samples are tried; one may have twice
+as many.
+"""
 _MASKED = 8
 _SAME, _LOOKED_AT = 1e-2, 1 << 20
 _SHORTER = "compare it on a shorter batch by par.verify(batch), or by plan.prove(module, batch) before a launch"
@@ -80,7 +99,9 @@ class Verification:
 
     def __str__(self) -> str:
         tried = [f"{name}: {size:.1e}" for name, size in self.modules.items()]
-        return "\n".join([f"split as written, largest difference ({self.seconds:.1f} s):", *tried, *map(str, self.differences)])
+        return "\n".join(
+            [f"split as written, largest difference ({self.seconds:.1f} s):", *tried, *map(str, self.differences)]
+        )
 
 
 @final
@@ -147,14 +168,17 @@ class SplitTest:
                 unit: Any = self._module.get_submodule(name)
                 handles = [unit.register_forward_pre_hook(self._remember(name), with_kwargs=True)]
                 if self._context.random is not None:
-                    draws = [(inner, child) for inner, child in unit.named_modules() if is_dropout(child) and child.training]
+                    draws = [
+                        (inner, child) for inner, child in unit.named_modules() if is_dropout(child) and child.training
+                    ]
                     handles += [child.register_forward_hook(self._remember_mask(name, inner)) for inner, child in draws]
                 for handle in handles:
                     stack.callback(handle.remove)
             yield
 
     def returned(self, output: object) -> None:
-        """Remember which trained tensors of the module's output are a rank's part, and are not said to be one by being a DTensor.
+        """Remember which trained tensors of the module's output are a rank's part, and are not said to be one by being
+        a DTensor.
 
         Collective over the tensor axis.
         """
@@ -166,7 +190,9 @@ class SplitTest:
                 norms, marks = gather_values(mine[None], self._context.group).T
                 size = float((marks.max() - marks.min()) / norms.max())
                 if size > _SAME:
-                    self._returned.append(Difference(module="", what=f"returns other values on each rank (output {place})", size=size))
+                    self._returned.append(
+                        Difference(module="", what=f"returns other values on each rank (output {place})", size=size)
+                    )
 
     def _remember(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: object, kwargs: object) -> None:
@@ -182,12 +208,20 @@ class SplitTest:
         """
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         rows = next((len(each) for each in tensors if each.ndim > 1), 1)
-        each, samples = (sum(each.numel() for each in tensors if (each.ndim > 1 and len(each) == rows) == cut) for cut in (False, True))
+        each, samples = (
+            sum(each.numel() for each in tensors if (each.ndim > 1 and len(each) == rows) == cut)
+            for cut in (False, True)
+        )
         counts = torch.tensor([[each, samples]], device=self._device())
-        each, samples = (int(most) * (1 if whole else self._context.size) for most in gather_values(counts, self._context.group).amax(0))
+        each, samples = (
+            int(most) * (1 if whole else self._context.size)
+            for most in gather_values(counts, self._context.group).amax(0)
+        )
         keep = max(1, min(rows, rows * INPUTS // max(1, each + samples)))
         if (held := each + samples * keep // max(1, rows)) > 2 * INPUTS:
-            return _Seen(why=f"its input has {held:,} elements in one sample, expected at most {2 * INPUTS:,}; {_SHORTER}")
+            return _Seen(
+                why=f"its input has {held:,} elements in one sample, expected at most {2 * INPUTS:,}; {_SHORTER}"
+            )
 
         def copied(value: object) -> Any:
             cut = isinstance(value, Tensor) and value.ndim > 1 and len(value) == rows
@@ -201,7 +235,9 @@ class SplitTest:
             if inner not in seen.masks and isinstance(output, Tensor):
                 x = args[0].detach()
                 zeros = (output.detach() == 0) & (x != 0)
-                told = int(zeros.sum()) if bool((x != x.flatten()[0]).any()) else 0  # equal constants may be of different parts
+                told = (
+                    int(zeros.sum()) if bool((x != x.flatten()[0]).any()) else 0
+                )  # equal constants may be of different parts
                 seen.masks[inner] = (digest(x), digest(zeros), told)
 
         return hook
@@ -227,7 +263,9 @@ class SplitTest:
             tried[name] = max(sizes.values(), default=0.0)
             worst = sorted(((size, what) for what, size in sizes.items() if not size <= TOLERANCE), reverse=True)
             found += [Difference(module=name, what=what, size=size) for size, what in worst]
-        return Verification(modules=tried, differences=tuple(found), skipped=skipped, seconds=time.perf_counter() - start)
+        return Verification(
+            modules=tried, differences=tuple(found), skipped=skipped, seconds=time.perf_counter() - start
+        )
 
     def _masks_agree(self, name: str, seen: _Seen) -> Iterator[Difference]:
         """Yield dropouts whose masks are the same where ranks hold different parts, or differ where they hold the same."""
@@ -238,7 +276,9 @@ class SplitTest:
             same_input, same_mask = (bool((table[:, column] == table[0, column]).all()) for column in (0, 1))
             if same_input != same_mask:
                 what = (
-                    "draws the same mask for parts of different ranks" if same_mask else "draws other masks on ranks with the same values"
+                    "draws the same mask for parts of different ranks"
+                    if same_mask
+                    else "draws other masks on ranks with the same values"
                 )
                 yield Difference(module=f"{name}.{inner}", what=what, size=1.0)
 
@@ -271,7 +311,9 @@ class SplitTest:
                 return self._compare(expected, cotangents, wanted, both, both.outputs(unit), split)
 
     def _refuse_split_inputs(self, seen: _Seen, heads: set[str]) -> None:
-        """Raise where other inputs than the hidden states differ between ranks: keys of an earlier layer, of which nobody has the whole."""
+        """Raise where other inputs than the hidden states differ between ranks: keys of an earlier layer, of which
+        nobody has the whole.
+        """
         hidden = [seen.args[0] if seen.args else None, *(seen.kwargs.get(each) for each in self._context.inputs)]
         others = list(leaves((seen.args, {key: value for key, value in seen.kwargs.items() if key not in heads})))
         given = [each for each in others if isinstance(each, Tensor) and not any(each is known for known in hidden)]
@@ -344,7 +386,9 @@ class SplitTest:
         return {each for region in regions for each in region.local_inputs}
 
     def _gathered(self, seen: _Seen, heads: set[str], *, hidden: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the inputs as one process would hand them in: whole along the sequence, and with all heads where they are this rank's."""
+        """Return the inputs as one process would hand them in: whole along the sequence, and with all heads where they
+        are this rank's.
+        """
         args, kwargs, group = list(seen.args), dict(seen.kwargs), self._context.group
         for key in heads.intersection(kwargs):
             if isinstance(kwargs[key], Tensor):
@@ -372,21 +416,34 @@ def verified(verification: Verification) -> Verification:
     for name, why in verification.skipped.items():
         log.warning("the split of %s was not verified: %s", name or "the model", why)
     if verification.differences:
-        listed = "\n  ".join(f"{each.module or 'the model'}: {each.what}, off by {each.size:.1e}" for each in verification.differences[:8])
+        listed = "\n  ".join(
+            f"{each.module or 'the model'}: {each.what}, off by {each.size:.1e}"
+            for each in verification.differences[:8]
+        )
         raise ParallelError(
             f"these modules compute other values split over ranks than whole:\n  {listed}\n"
-            "check their styles in the layout's tensor-parallel table: a module between two projections that works across features or "
-            "heads cannot be split ('colwise_gather' joins the features before it, 'head' those of the model's output; {pattern: None} "
-            "leaves it whole); a whole module that sees a part needs 'grad_sum'; a whole module that sees whole features needs None; a "
-            "module that mixes positions does not work under sequence_parallel; a forward that was replaced after plan.apply belongs "
+            "check their styles in the layout's tensor-parallel table: a module between two projections that works "
+            "across features or "
+            "heads cannot be split ('colwise_gather' joins the features before it, 'head' those of the model's "
+            "output; {pattern: None} "
+            "leaves it whole); a whole module that sees a part needs 'grad_sum'; a whole module that sees whole "
+            "features needs None; a "
+            "module that mixes positions does not work under sequence_parallel; a forward that was replaced after "
+            "plan.apply belongs "
             "before it; Plan(..., verify=False) skips this test"
         )
     return verification
 
 
 def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]) -> Iterator[str]:
-    """Yield the modules to try: one block of each kind, embeddings and heads beside them, or the model where other styles stand outside."""
-    outside = [name for name in context.styles if not _contains(blocks, name) and not any(each.startswith(f"{name}.") for each in blocks)]
+    """Yield the modules to try: one block of each kind, embeddings and heads beside them, or the model where other
+    styles stand outside.
+    """
+    outside = [
+        name
+        for name in context.styles
+        if not _contains(blocks, name) and not any(each.startswith(f"{name}.") for each in blocks)
+    ]
     alone = [name for name in outside if context.styles[name].stands_alone]
     if len(alone) < len(outside):
         yield ""
@@ -404,7 +461,9 @@ def _contains(blocks: Sequence[str], name: str) -> bool:
 
 
 def _kind(block: nn.Module, name: str, place: int, context: Context) -> Any:
-    """Return what two blocks of one kind have in common: classes, shapes, styles, and plain settings but for their own number."""
+    """Return what two blocks of one kind have in common: classes, shapes, styles, and plain settings but for their own
+    number.
+    """
     facts = []
     for inner, child in block.named_modules():
         settings = tuple(

@@ -65,9 +65,10 @@ def forecast(
         optimizer: makes the module's optimizer, importable by name; None: AdamW.
         depth: ``"probes"`` replays two and three blocks and extrapolates; ``"all"`` replays every block.
         device: device type whose attention kernels and allocator are simulated.
-        replicas: number of replicas of :class:`meshpar.training.Replicas`, each a job of its own with this plan, whose every block is
-            replayed; 1: no such job.
-        optimizer_copies: as :class:`meshpar.training.Replicas` takes it. The forecast is of the replica with the most optimizer state.
+        replicas: number of replicas of :class:`meshpar.training.Replicas`, each a job of its own with this plan, whose
+            every block is replayed; 1: no such job.
+        optimizer_copies: as :class:`meshpar.training.Replicas` takes it. The forecast is of the replica with the most
+            optimizer state.
 
     Raises:
         PlanError: the problems that :meth:`meshpar.Plan.check` finds.
@@ -103,7 +104,8 @@ def evaluated(trace: Trace, profile: Hardware, job: Simulation, replayed: str) -
     memory, timed, ranks = trace.memory(), cost(trace, profile), job.world_size * job.replicas
     each = f", each of {job.replicas} replicas" if job.replicas > 1 else ""
     return Forecast(
-        title=f"{type(job.model).__name__}, {with_unit(trace.parameters)} parameters, on {ranks} x {profile.name}: {job.plan}{each}",
+        title=f"{type(job.model).__name__}, {with_unit(trace.parameters)} parameters, on {ranks} x {profile.name}: "
+        f"{job.plan}{each}",
         mesh=job.mesh,
         hardware=profile,
         batch=job.batch,
@@ -132,7 +134,8 @@ def on_nodes(plan: Plan, profile: Hardware, world_size: int) -> Plan:
 def trace_of(job: Simulation, layout: ModelLayout, depth: str = "probes") -> tuple[Trace, str]:
     """Return the trace of ``job`` at its model's whole depth, and whether it was replayed or extrapolated from probes.
 
-    A plan whose phases have several stretches of blocks, such as one that gathers all units ahead, cannot be extrapolated and is replayed.
+    A plan whose phases have several stretches of blocks, such as one that gathers all units ahead, cannot be
+    extrapolated and is replayed.
     """
     depths = None
     if depth == "probes":
@@ -148,7 +151,8 @@ def trace_of(job: Simulation, layout: ModelLayout, depth: str = "probes") -> tup
 def probes(job: Simulation, depths: Depths) -> list[Simulation]:
     """Return two jobs of a few blocks to extrapolate from, or the job itself if that saves nothing.
 
-    Replicas divide optimizer state by whole parameters, so that the share of the fullest does not grow by the same number with each block.
+    Replicas divide optimizer state by whole parameters, so that the share of the fullest does not grow by the same
+    number with each block.
     """
     period = math.lcm(*(each.period for each in job.plan.passes))
     ahead = max((each.blocks_ahead for each in job.plan.passes), default=1)

@@ -1,7 +1,8 @@
 """Times for a trace on a hardware profile: a pure function of the two.
 
-The host issues the trace's events in order; each stream works off what it was given; an event starts when its stream, what its stream
-waits for, and the host are there. Nothing is assumed about overlap: it follows from FSDP2's own streams, which the trace has.
+The host issues the trace's events in order; each stream works off what it was given; an event starts when its stream,
+what its stream waits for, and the host are there. Nothing is assumed about overlap: it follows from FSDP2's own
+streams, which the trace has.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Cost:
         exposed: axis -> seconds in which the main stream waited for it.
         idle: seconds in which the main stream waited for the host.
         tokens_per_second: tokens per second of all ranks.
-        mfu: model FLOP utilisation: operations without recomputation, attention's whole square, over the peak (as PaLM and torchtitan
-            count).
+        mfu: model FLOP utilisation: operations without recomputation, attention's whole square, over the peak (as PaLM
+            and torchtitan count).
         spans: the timeline.
         ends: end of each event of the trace, in seconds.
     """
@@ -132,7 +133,9 @@ class _Clock:
         if event.kind == "collective" and event.stream == "compute":
             self.exposed[sent.axis] += took
         self.busy_until = max(self.busy_until, end)
-        self.spans.append(Span(lane=lane, name=f"{sent.kind} {sent.axis}", phase=phase, scope=event.scope, start=start, end=end))
+        self.spans.append(
+            Span(lane=lane, name=f"{sent.kind} {sent.axis}", phase=phase, scope=event.scope, start=start, end=end)
+        )
         return end
 
     def _compute(self, phase: str, event: Event) -> float:
@@ -153,7 +156,9 @@ class _Clock:
         end = self.free[event.stream] = start + took
         if event.stream == "compute":
             self.computing[kind] += took
-        self.spans.append(Span(lane=event.stream, name=event.name, phase=phase, scope=event.scope, start=start, end=end))
+        self.spans.append(
+            Span(lane=event.stream, name=event.name, phase=phase, scope=event.scope, start=start, end=end)
+        )
         return end
 
 

@@ -1,8 +1,9 @@
-"""A simulated accelerator on a torch without one: streams and events that only remember what waits for what, and kernels.
+"""A simulated accelerator on a torch without one: streams and events that only remember what waits for what, and
+kernels.
 
-FSDP2 drives its own all-gather, reduce-scatter and all-reduce streams through ``torch.<device>``; with this device in their place its
-real program runs, and the recorder sees which stream each operator was issued on. :func:`install` changes torch for the whole
-process: only the simulation's own process calls it.
+FSDP2 drives its own all-gather, reduce-scatter and all-reduce streams through ``torch.<device>``; with this device in
+their place its real program runs, and the recorder sees which stream each operator was issued on. :func:`install`
+changes torch for the whole process: only the simulation's own process calls it.
 """
 
 from __future__ import annotations
@@ -175,7 +176,9 @@ def install() -> None:
 
 
 def begin(recorder: object) -> None:
-    """Start a step whose events ``recorder`` takes; None: leave waits unheard. The work of earlier steps counts as done."""
+    """Start a step whose events ``recorder`` takes; None: leave waits unheard. The work of earlier steps counts as
+    done.
+    """
     Stream.recorder, Stream.current = recorder, _COMPUTE
     for stream in Stream.everyone:
         stream.last = -1
@@ -183,13 +186,15 @@ def begin(recorder: object) -> None:
 
 @contextmanager
 def kernels_of(target: str, *, documents: bool = False) -> Iterator[None]:
-    """Send attention and RMS normalisation to the kernels that ``target`` would run; on an unknown device torch takes none of them.
+    """Send attention and RMS normalisation to the kernels that ``target`` would run; on an unknown device torch takes
+    none of them.
 
-    Attention on ``"cuda"``: flash attention in half precision without a mask; the memory-efficient kernel in float32 or with a mask, where
-    each head has its own keys; else the plain computation, which holds the scores. ``"cpu"``: torch's flash attention for CPUs, and with
-    dropout the plain computation.
+    Attention on ``"cuda"``: flash attention in half precision without a mask; the memory-efficient kernel in float32 or
+    with a mask, where each head has its own keys; else the plain computation, which holds the scores. ``"cpu"``:
+    torch's flash attention for CPUs, and with dropout the plain computation.
 
-    ``documents``: samples have several documents, which models of transformers find in ``position_ids`` and keep apart by a mask.
+    ``documents``: samples have several documents, which models of transformers find in ``position_ids`` and keep apart
+    by a mask.
     """
     # Not a TorchFunctionMode: torch 2.13's autograd threads of a device written in Python abort under one.
     attention, norm = F.scaled_dot_product_attention, F.rms_norm
@@ -199,8 +204,8 @@ def kernels_of(target: str, *, documents: bool = False) -> Iterator[None]:
     if target == "cuda":
         F.rms_norm = partial(_normalised, norm)
     if packed is not None:
-        # It looks into position_ids for packed samples, and where values cannot be read it supposes some, whose mask flash attention cannot
-        # take.
+        # It looks into position_ids for packed samples, and where values cannot be read it supposes some, whose mask
+        # flash attention cannot take.
         setattr(masks, packed.__name__, lambda position_ids: None)
     try:
         yield
@@ -225,18 +230,28 @@ def _attend(
     if target == "cpu":
         if dropout_p:
             return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale)
-        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
     channels = query.shape[-1]
     if query.dtype in _HALF and not masked and channels <= _MOST_CHANNELS and channels % _CHANNELS_STEP == 0:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if query.shape[1] == key.shape[1]:
         bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
-        return aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, dropout_p, is_causal, scale=scale
+        )[0]
     return _plain(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
 def _plain(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
 ) -> Tensor:
     """Compute attention step by step, as torch's math kernel does."""
     groups = query.shape[1] // key.shape[1]
@@ -251,7 +266,11 @@ def _plain(
 
 
 def _normalised(
-    plain: Callable[..., Tensor], x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    plain: Callable[..., Tensor],
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Tensor:
     """Take the fused kernel where CUDA has it: one dim, one dtype."""
     if len(normalized_shape) == 1 and weight is not None and weight.dtype == x.dtype:

@@ -1,7 +1,8 @@
 """A deep model's trace from those of two shallow ones, and a large micro-batch's from two small ones.
 
-Between ``d`` and ``d + p`` like blocks a step differs by one stretch of events in each pass over the model, and in amounts that grow by
-the same number with each block. Both are found by laying the two traces side by side; where they do not fit, nothing is guessed.
+Between ``d`` and ``d + p`` like blocks a step differs by one stretch of events in each pass over the model, and in
+amounts that grow by the same number with each block. Both are found by laying the two traces side by side; where they
+do not fit, nothing is guessed.
 """
 
 from __future__ import annotations
@@ -48,8 +49,13 @@ def widened(one: Trace, two: Trace, times: int) -> Trace:
     phases = []
     for first, second in _pairs(one, two):
         if len(first.events) != len(second.events):
-            raise MeshparError(f"the {first.name} of one sample and of two differ in more than amounts; simulate the micro-batch itself")
-        phases.append(Phase(name=first.name, events=tuple(_grown(a, b, times - 1) for a, b in zip(first.events, second.events))))
+            raise MeshparError(
+                f"the {first.name} of one sample and of two differ in more than amounts; simulate the micro-batch "
+                "itself"
+            )
+        phases.append(
+            Phase(name=first.name, events=tuple(_grown(a, b, times - 1) for a, b in zip(first.events, second.events)))
+        )
     return replace(one, tokens=one.tokens * times, held=_line(one.held, two.held, times - 1), phases=tuple(phases))
 
 
@@ -115,12 +121,18 @@ _IMPOSSIBLE = 1 << 40
 
 
 def _misfits(pairs: Any) -> list[int]:
-    """Return, for each length, how many of the first pairs differ in amounts; a pair that differs in kind makes it impossible."""
+    """Return, for each length, how many of the first pairs differ in amounts; a pair that differs in kind makes it
+    impossible.
+    """
     total, counts = 0, [0]
     for a, b in pairs:
         if _kind(a) != _kind(b):
             total += _IMPOSSIBLE
-        elif a.memory != b.memory or a.collective != b.collective or (a.flops, a.moved, a.shape) != (b.flops, b.moved, b.shape):
+        elif (
+            a.memory != b.memory
+            or a.collective != b.collective
+            or (a.flops, a.moved, a.shape) != (b.flops, b.moved, b.shape)
+        ):
             total += 1
         counts.append(total)
     return counts
@@ -130,7 +142,15 @@ def _kind(event: Event) -> tuple[Any, ...]:
     """Return what two events must share for one to be the other in a larger model."""
     sent = event.collective
     what = None if sent is None else (sent.kind, sent.axis, sent.dtype)
-    return event.kind, event.name, event.stream, event.recomputed, what, tuple(held_by for held_by, _ in event.memory), len(event.shape)
+    return (
+        event.kind,
+        event.name,
+        event.stream,
+        event.recomputed,
+        what,
+        tuple(held_by for held_by, _ in event.memory),
+        len(event.shape),
+    )
 
 
 def _grown(a: Event, b: Event, times: int) -> Event:

@@ -17,7 +17,9 @@ from meshpar.training.metrics import PEAK_FLOPS
 Verdict = Literal["fits", "may fit", "does not fit"]
 
 RESERVED_RANGE = (1.07, 1.35)
-"""Bytes that torch's allocator reserves, over the forecast peak of tensors: least and most of the published runs that report it."""
+"""Bytes that torch's allocator reserves, over the forecast peak of tensors: least and most of the published runs that
+report it.
+"""
 
 
 def reserved_range(peak: float) -> tuple[float, float]:
@@ -32,20 +34,22 @@ class Hardware:
 
     Attributes:
         name: name of the profile.
-        peak: dtype -> floating-point operations per second, dense, as the maker states them; float8 stands for both of its formats. A
-            profile may name a device of :data:`meshpar.training.metrics.PEAK_FLOPS` instead.
+        peak: dtype -> floating-point operations per second, dense, as the maker states them; float8 stands for both of
+            its formats. A profile may name a device of :data:`meshpar.training.metrics.PEAK_FLOPS` instead.
         memory: bytes of device memory.
         reserved: bytes of this memory that tensors cannot use: the driver's context, collectives' buffers.
         memory_bandwidth: bytes per second of device memory, as stated by the maker.
         matmul: fraction of ``peak`` that a large matrix product sustains at full power.
         attention_forward, attention_backward: fractions of ``peak`` that fused attention sustains.
-        clock: share of the full-power card's clock that this card's power limit allows under load; 1.0 for the full-power card.
+        clock: share of the full-power card's clock that this card's power limit allows under load; 1.0 for the
+            full-power card.
         tile: size of a matrix product's dim at which it reaches half of its fraction.
         memory_fraction: fraction of ``memory_bandwidth`` that element-wise kernels reach.
         node: accelerators in a node.
-        node_bandwidth: bytes per second that an accelerator sends to the others of its node (one direction), as stated by the maker.
-        switched: a switch connects the node, so any two accelerators reach ``node_bandwidth``; otherwise each pair has its share of the
-            links.
+        node_bandwidth: bytes per second that an accelerator sends to the others of its node (one direction), as stated
+            by the maker.
+        switched: a switch connects the node, so any two accelerators reach ``node_bandwidth``; otherwise each pair has
+            its share of the links.
         node_fraction: fraction of ``node_bandwidth`` that collectives reach.
         network_bandwidth: bytes per second that an accelerator sends to other nodes.
         network_fraction: fraction of ``network_bandwidth`` that collectives reach.
@@ -91,7 +95,8 @@ class Hardware:
         path = known.get(str(source), Path(source))
         if not path.is_file():
             raise MeshparError(
-                f"no hardware profile {source}; {suggestion(str(source), known)}; or give a YAML file with the fields of Hardware"
+                f"no hardware profile {source}; {suggestion(str(source), known)}; or give a YAML file with the "
+                "fields of Hardware"
             )
         data = need("yaml").safe_load(path.read_text())
         return cls.of(data, str(source))
@@ -110,7 +115,8 @@ class Hardware:
         made = cls(**{name: _number(name, value, where) for name, value in data.items()})  # type: ignore[arg-type]
         if not 0 <= made.reserved < made.memory:
             raise MeshparError(
-                f"hardware profile {where}: reserved is {made.reserved:g} bytes of a memory of {made.memory:g}; expected a part of it"
+                f"hardware profile {where}: reserved is {made.reserved:g} bytes of a memory of {made.memory:g}; "
+                "expected a part of it"
             )
         return made
 
@@ -120,7 +126,9 @@ class Hardware:
         return self.memory - self.reserved
 
     def verdict(self, peak: float) -> Verdict:
-        """Return whether what an allocator reserves for tensors of ``peak`` bytes has room: in every case, in some, or in none."""
+        """Return whether what an allocator reserves for tensors of ``peak`` bytes has room: in every case, in some, or
+        in none.
+        """
         least, most = reserved_range(peak)
         return "fits" if most <= self.room else "may fit" if least <= self.room else "does not fit"
 
@@ -132,7 +140,10 @@ class Hardware:
         """
         if dtype == FLOAT8 and FLOAT8 not in self.peak:
             known = ", ".join(self.peak)
-            raise MeshparError(f"{self.name} has no speed for float8 (its peak has {known}); leave Float8 out, or add peak.float8 to it")
+            raise MeshparError(
+                f"{self.name} has no speed for float8 (its peak has {known}); leave Float8 out, or add peak.float8 "
+                "to it"
+            )
         return self.peak.get(dtype, self.peak["float32"])
 
 
@@ -151,7 +162,8 @@ def _number(name: str, value: object, where: str) -> object:
         value = PEAK_FLOPS.get(value, value) if isinstance(value, str) else value
         if not isinstance(value, Mapping) or "float32" not in value:
             raise MeshparError(
-                f"hardware profile {where}: peak maps dtypes to operations a second and has float32, or names a device such as H100; "
+                f"hardware profile {where}: peak maps dtypes to operations a second and has float32, or names a "
+                "device such as H100; "
                 f"got {value!r}"
             )
         return {str(dtype): _number(f"peak.{dtype}", number, where) for dtype, number in value.items()}
@@ -159,6 +171,9 @@ def _number(name: str, value: object, where: str) -> object:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise MeshparError(f"hardware profile {where}: {name} is {value!r}, expected a number") from None
-    if number < 0 or (number == 0 and name not in ("reserved", "contention", "launch", "host", "node_latency", "network_latency", "tile")):
+    if number < 0 or (
+        number == 0
+        and name not in ("reserved", "contention", "launch", "host", "node_latency", "network_latency", "tile")
+    ):
         raise MeshparError(f"hardware profile {where}: {name} is {value!r}, expected a positive number")
     return int(number) if name == "node" else number

@@ -19,7 +19,13 @@ _COLOURS = dict(
         strict=True,
     )
 )
-_LANES = {"compute": "#2f5d8a", "gather": "#e0a030", "gather-copy": "#f0cf8f", "reduce": "#b5544d", "replicate": "#8e5ea2"}
+_LANES = {
+    "compute": "#2f5d8a",
+    "gather": "#e0a030",
+    "gather-copy": "#f0cf8f",
+    "reduce": "#b5544d",
+    "replicate": "#8e5ea2",
+}
 _WIDTH, _POINTS, _SHOWN = 1000, 700, 20
 
 
@@ -69,9 +75,16 @@ def _figures(forecast: Forecast) -> str:
         (_time(timed.seconds), f"step, {_time(least)} to {_time(most)} (± {ERROR_RANGE:.0%})"),
         (f"{timed.tokens_per_second:,.0f}", f"tokens/s, {timed.tokens_per_second / forecast.world_size:,.0f} a rank"),
         (f"{timed.mfu:.1%}", "MFU"),
-        (with_unit(forecast.trace.parameters), f"parameters, {forecast.trace.exact['parameters'] / GIB:.3f} GiB of them a rank"),
+        (
+            with_unit(forecast.trace.parameters),
+            f"parameters, {forecast.trace.exact['parameters'] / GIB:.3f} GiB of them a rank",
+        ),
     ]
-    return "<div class=f>" + "".join(f"<div><b>{value}</b><span>{label}</span></div>" for value, label in figures) + "</div>"
+    return (
+        "<div class=f>"
+        + "".join(f"<div><b>{value}</b><span>{label}</span></div>" for value, label in figures)
+        + "</div>"
+    )
 
 
 def _stacks(forecasts: Sequence[Forecast]) -> str:
@@ -86,15 +99,25 @@ def _stacks(forecasts: Sequence[Forecast]) -> str:
         for name in HELD:
             size = each.memory.held.get(name, 0)
             title = f"<title>{name}: {size / GIB:.2f} GiB</title>"
-            drawn.append(f"<rect x={left:.1f} y={top + 17} width={size * scale:.1f} height=20 fill={_COLOURS[name]}>{title}</rect>")
+            drawn.append(
+                f"<rect x={left:.1f} y={top + 17} width={size * scale:.1f} height=20 "
+                f"fill={_COLOURS[name]}>{title}</rect>"
+            )
             left += size * scale
         drawn.append(f"<text x={left + 6:.1f} y={top + 32}>{each.memory.peak / GIB:.1f} GiB</text>")
     height = len(forecasts) * 46
-    drawn.append(f'<line x1={room * scale:.1f} x2={room * scale:.1f} y1=0 y2={height} stroke="#b5544d" stroke-dasharray="4 3"/>')
-    keys = "".join(
-        f'<i style="background:{_COLOURS[name]}"></i>{name}' for name in HELD if any(each.memory.held.get(name) for each in forecasts)
+    drawn.append(
+        f'<line x1={room * scale:.1f} x2={room * scale:.1f} y1=0 y2={height} stroke="#b5544d" stroke-dasharray="4 3"/>'
     )
-    return f"<svg viewBox='0 0 {_WIDTH} {height}'>{''.join(drawn)}</svg><div class=k>{keys}; dashed: what tensors can have</div>"
+    keys = "".join(
+        f'<i style="background:{_COLOURS[name]}"></i>{name}'
+        for name in HELD
+        if any(each.memory.held.get(name) for each in forecasts)
+    )
+    return (
+        f"<svg viewBox='0 0 {_WIDTH} {height}'>{''.join(drawn)}</svg><div class=k>{keys}; dashed: what tensors "
+        "can have</div>"
+    )
 
 
 def _curve(forecast: Forecast) -> str:
@@ -113,7 +136,8 @@ def _curve(forecast: Forecast) -> str:
         points.append(f"{at * _WIDTH / _POINTS:.1f},{200 - 190 * last / most:.1f}")
     area = f"<polygon points='0,200 {' '.join(points)} {_WIDTH},200' fill='#4f8fc0' fill-opacity=.35 stroke='#2f5d8a'/>"
     phases = "".join(
-        f"<text x={start * _WIDTH / total:.0f} y=216>{name}</text><line x1={start * _WIDTH / total:.0f} x2={start * _WIDTH / total:.0f} "
+        f"<text x={start * _WIDTH / total:.0f} y=216>{name}</text><line x1={start * _WIDTH / total:.0f} "
+        f"x2={start * _WIDTH / total:.0f} "
         'y1=0 y2=204 stroke="#c9d3db"/>'
         for name, start in _phase_starts(forecast)
         if name not in ("start", "optimizer")
@@ -137,7 +161,10 @@ def _few_blocks(forecast: Forecast) -> tuple[float, float]:
 
 
 def _exposed(forecast: Forecast) -> str:
-    return ", ".join(f"{axis} {_time(seconds)}" for axis, seconds in forecast.cost.exposed.items() if seconds > 5e-5) or "nothing"
+    return (
+        ", ".join(f"{axis} {_time(seconds)}" for axis, seconds in forecast.cost.exposed.items() if seconds > 5e-5)
+        or "nothing"
+    )
 
 
 def _timeline(forecast: Forecast, start: float, end: float) -> str:
@@ -159,7 +186,8 @@ def _timeline(forecast: Forecast, start: float, end: float) -> str:
         top, colour = place * 26, _LANES.get(name, "#5aa469")
         parts.append(f"<text x=0 y={top + 15}>{escape(name)}</text>")
         parts += [
-            f"<rect x={120 + x:.1f} y={top + 3} width={max(width, 0.3):.1f} height=17 fill={colour}><title>{escape(what)}</title></rect>"
+            f"<rect x={120 + x:.1f} y={top + 3} width={max(width, 0.3):.1f} height=17 "
+            f"fill={colour}><title>{escape(what)}</title></rect>"
             for x, width, what in drawn
         ]
     return f"<svg viewBox='0 0 {_WIDTH} {len(lanes) * 26 + 6}'>{''.join(parts)}</svg>"
@@ -170,14 +198,20 @@ def _mesh(forecast: Forecast) -> str:
     node = min(forecast.hardware.node, forecast.world_size)
     if forecast.world_size % node:
         return f"<small>{escape(str(forecast.mesh))} does not fill nodes of {node}</small>"
-    return f"{mesh_svg(forecast.mesh, node)}<small>One colour: a group of the axis. Red: it crosses the network.</small>"
+    return (
+        f"{mesh_svg(forecast.mesh, node)}<small>One colour: a group of the axis. Red: it crosses the network.</small>"
+    )
 
 
 def _collectives(forecast: Forecast) -> str:
-    head = "<tr><th>phase<th>kind<th>axis<th class=n>count<th class=n>MiB each<th>dtype<th>where<th class=n>ms together</tr>"
+    head = (
+        "<tr><th>phase<th>kind<th>axis<th class=n>count<th class=n>MiB each<th>dtype<th>where<th class=n>ms "
+        "together</tr>"
+    )
     body = "".join(
         f"<tr><td>{row['phase']}<td>{row['kind']}<td>{row['axis']}={row['ranks']}<td class=n>{row['count']:,}"
-        f"<td class=n>{row['bytes'] / 2**20:,.3f}<td>{row['dtype']}<td>{row['where']}<td class=n>{row['seconds'] * 1e3:,.2f}</tr>"
+        f"<td class=n>{row['bytes'] / 2**20:,.3f}<td>{row['dtype']}<td>{row['where']}<td "
+        f"class=n>{row['seconds'] * 1e3:,.2f}</tr>"
         for row in rows(forecast)
     )
     return f"<table>{head}{body}</table>"
@@ -189,7 +223,9 @@ def _lints(forecast: Forecast) -> str:
     prices = [_time(each.seconds) if each.seconds else f"{each.size / GIB:.2f} GiB" for each in forecast.lints]
     return (
         "<ul>"
-        + "".join(f"<li><b>{each.name}</b>, {price}: {escape(each.text)}</li>" for each, price in zip(forecast.lints, prices))
+        + "".join(
+            f"<li><b>{each.name}</b>, {price}: {escape(each.text)}</li>" for each, price in zip(forecast.lints, prices)
+        )
         + "</ul>"
     )
 
@@ -204,14 +240,19 @@ def _ranking(ranking: Ranking) -> str:
         f"<tr><td>{escape(str(each.settings))}<td>{escape(each.problem)}</tr>"
         for each in sorted(ranking.out, key=lambda e: e.peak)[:_SHOWN]
     )
-    rest = f"<h2>Settings that do not ({len(ranking.out)}), the nearest to fitting first</h2><table>{out}</table>" if out else ""
+    rest = (
+        f"<h2>Settings that do not ({len(ranking.out)}), the nearest to fitting first</h2><table>{out}</table>"
+        if out
+        else ""
+    )
     return f"<table>{head}{body}</table>{rest}"
 
 
 def _row(each: Candidate) -> str:
     least, most = (size / GIB for size in reserved_range(each.peak))
     return (
-        f"<tr><td>{escape(str(each.settings))}<td class=n>{each.tokens_per_second:,.0f}<td class=n>{each.peak / GIB:.1f}"
+        f"<tr><td>{escape(str(each.settings))}<td class=n>{each.tokens_per_second:,.0f}<td "
+        f"class=n>{each.peak / GIB:.1f}"
         f"<td class=n>{least:.0f} to {most:.0f}<td>{each.verdict}</tr>"
     )
 

@@ -44,7 +44,9 @@ def lints(trace: Trace, timed: Cost, hardware: Hardware) -> tuple[Lint, ...]:
         *_exposed(timed),
         *_spanning(trace, hardware),
     ]
-    matter = [each for each in found if each.seconds > _SMALLEST * timed.seconds or each.size > _SMALLEST * hardware.memory]
+    matter = [
+        each for each in found if each.seconds > _SMALLEST * timed.seconds or each.size > _SMALLEST * hardware.memory
+    ]
     return tuple(sorted(matter, key=lambda each: (-each.seconds, -each.size)))
 
 
@@ -57,8 +59,10 @@ def _float32(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
     if share and half > single:
         yield Lint(
             name="float32",
-            text=f"{share:.0%} of the operations are in float32, which {hardware.name} computes at 1/{half / single:.0f} of the speed of "
-            "bfloat16: set param_dtype=bfloat16 in the pass that shards or replicates; parameters and optimizer state stay float32",
+            text=f"{share:.0%} of the operations are in float32, which {hardware.name} computes at "
+            f"1/{half / single:.0f} of the speed of "
+            "bfloat16: set param_dtype=bfloat16 in the pass that shards or replicates; parameters and optimizer "
+            "state stay float32",
             seconds=seconds,
         )
 
@@ -72,7 +76,9 @@ def _tensor_parallel(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
         for event in phase.events
         if event.collective is not None and event.collective.axis == "tp" and event.scope
     ]
-    gathers = [event.collective for event in forward if event.collective is not None and event.collective.kind == "all_gather"]
+    gathers = [
+        event.collective for event in forward if event.collective is not None and event.collective.kind == "all_gather"
+    ]
     passes = sum(phase.name == "forward" for phase in trace.phases)
     wanted = 2 * trace.depth * passes
     if len(gathers) > wanted:
@@ -80,7 +86,8 @@ def _tensor_parallel(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
         each = sending_time(gathers[0], hardware)
         yield Lint(
             name="redundant tensor-parallel collectives",
-            text=f"{len(gathers) // (trace.depth * passes)} all-gathers a block forward where 2 would do (and as many more reductions in "
+            text=f"{len(gathers) // (trace.depth * passes)} all-gathers a block forward where 2 would do (and as "
+            "many more reductions in "
             "backward): give attention and feed-forward layer the style 'region', so that their projections share one",
             seconds=2 * extra * each,
         )
@@ -89,7 +96,11 @@ def _tensor_parallel(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
 def _padding(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
     """The padding that FSDP gathers, because dim 0 does not divide by the ranks."""
     shards = trace.axes.get("dp_shard", 1)
-    gathers = [sent for phase, sent in trace.collectives() if phase == "forward" and sent.axis == "dp_shard" and sent.kind == "all_gather"]
+    gathers = [
+        sent
+        for phase, sent in trace.collectives()
+        if phase == "forward" and sent.axis == "dp_shard" and sent.kind == "all_gather"
+    ]
     passes = sum(phase.name == "forward" for phase in trace.phases)
     if not gathers or shards == 1:
         return
@@ -101,7 +112,8 @@ def _padding(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
         seconds = sum(sending_time(each, hardware) for each in gathers) / passes * waste / (1 + waste)
         yield Lint(
             name="padding",
-            text=f"{waste:.0%} of what dp_shard={shards} gathers is padding, because parameters' first dims do not divide by it: fewer "
+            text=f"{waste:.0%} of what dp_shard={shards} gathers is padding, because parameters' first dims do not "
+            "divide by it: fewer "
             "shards with replicas beside them (HybridShard), or more tensor parallelism",
             seconds=seconds,
             size=int(trace.exact["parameters"] * waste / (1 + waste)),
@@ -119,7 +131,8 @@ def _logits(trace: Trace) -> Iterator[Lint]:
         if phase == "forward" and event.collective is not None and event.collective.axis == "tp" and not event.scope
     ]
     ranks = trace.axes.get("tp", 1)
-    # The embedding's reduction comes first and is as large as the hidden states, which sequence parallelism gathers for the head.
+    # The embedding's reduction comes first and is as large as the hidden states, which sequence parallelism gathers for
+    # the head.
     whole = [each for each in gathered[1:] if each.kind == "all_gather" and each.size > gathered[0].size]
     if ranks > 1 and whole:
         largest = max(each.size for each in whole)
@@ -139,7 +152,9 @@ def _attention(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
         "_softmax": "plain attention, which holds the scores (float32 with grouped heads)",
     }
     for name, what in slow.items():
-        calls = [event for phase, event in trace.events() if event.name == name and event.scope and not event.recomputed]
+        calls = [
+            event for phase, event in trace.events() if event.name == name and event.scope and not event.recomputed
+        ]
         if calls:
             size = max(sum(change for _, change in each.memory if change > 0) for each in calls)
             seconds = sum(each.moved for each in calls) * 3 / (hardware.memory_bandwidth * hardware.memory_fraction)
@@ -172,7 +187,8 @@ def _exposed(timed: Cost) -> Iterator[Lint]:
     for axis, seconds in timed.exposed.items():
         help_ = {
             "tp": "fewer ranks on tp, or a larger micro-batch",
-            "dp_shard": "a larger micro-batch, prefetch_forward=1, or shards inside a node with replicas across (HybridShard)",
+            "dp_shard": "a larger micro-batch, prefetch_forward=1, or shards inside a node with replicas across "
+            "(HybridShard)",
             "dp_replicate": "more accumulation, or fewer replicas",
         }.get(axis, "a larger micro-batch")
         yield Lint(
@@ -183,7 +199,9 @@ def _exposed(timed: Cost) -> Iterator[Lint]:
 
 
 def _spanning(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
-    sent: list[Collective] = [each for _, each in trace.collectives() if each.axis == "tp" and placement(each, hardware)[1] > 1]
+    sent: list[Collective] = [
+        each for _, each in trace.collectives() if each.axis == "tp" and placement(each, hardware)[1] > 1
+    ]
     if sent:
         yield Lint(
             name="tensor parallelism across nodes",

@@ -1,4 +1,6 @@
-"""Costs of operators before any hardware is known: operations, bytes moved (also by operators that a compiler joins), bytes sent."""
+"""Costs of operators before any hardware is known: operations, bytes moved (also by operators that a compiler joins),
+bytes sent.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ COLLECTIVES: dict[Any, str] = {
     functional.broadcast.default: "broadcast",
     c10d.barrier.default: "barrier",
 }
-"""Operators that cross the network. One that is not here and looks like one is refused by the recorder, never overlooked."""
+"""Operators that cross the network. One that is not here and looks like one is refused by the recorder, never
+overlooked.
+"""
 
 FLOAT8 = "float8"
 """The profiles' key for the speed of products of eight-bit numbers, in either format."""
@@ -51,7 +55,13 @@ def is_view(func: Any) -> bool:
     """Tell operators that make no tensor of their own: views, and questions about tensors."""
     returns = func._schema.returns
     aliased = bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
-    return aliased or func._schema.name in ("prim::device", "aten::is_same_size", "aten::_unsafe_view", "aten::is_pinned", "aten::detach")
+    return aliased or func._schema.name in (
+        "prim::device",
+        "aten::is_same_size",
+        "aten::_unsafe_view",
+        "aten::is_pinned",
+        "aten::detach",
+    )
 
 
 def moves_nothing(func: Any) -> bool:
@@ -60,12 +70,16 @@ def moves_nothing(func: Any) -> bool:
 
 
 def matrix_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return (batch, m, k, n) of a matrix product, (batch x heads, queries, keys, channels) of attention, () of anything else."""
+    """Return (batch, m, k, n) of a matrix product, (batch x heads, queries, keys, channels) of attention, () of
+    anything else.
+    """
     if func in _PRODUCTS:
         left, right = (args[place].shape for place in _PRODUCTS[func])
         batch = left[0] if len(left) == 3 else 1
         return (batch, left[-2], left[-1], right[-1])
-    if func is aten._grouped_mm.default:  # a product for each expert; one dim of each side or of both is divided among the experts
+    if (
+        func is aten._grouped_mm.default
+    ):  # a product for each expert; one dim of each side or of both is divided among the experts
         left, right, experts = args[0].shape, args[1].shape, (args[2] if len(args) > 2 else kwargs["offs"]).shape[0]
         rows = left[-2] // experts if len(left) == 2 and len(right) == 3 else left[-2]
         inner = left[-1] // experts if len(left) == 2 and len(right) == 2 else left[-1]
@@ -78,7 +92,9 @@ def matrix_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
 
 
 def computing_dtype(func: object, outputs: Sequence[Tensor]) -> str:
-    """Return the dtype at whose speed the operator computes: its result's, or float8 whatever its products are handed out in."""
+    """Return the dtype at whose speed the operator computes: its result's, or float8 whatever its products are handed
+    out in.
+    """
     if func is aten._scaled_mm.default:
         return FLOAT8
     return str(outputs[0].dtype).removeprefix("torch.") if outputs else ""
@@ -91,7 +107,9 @@ def is_attention(func: Any) -> bool:
 
 
 def floating_point(func: Any, shape: tuple[int, ...]) -> int:
-    """Return the operations of a product or of attention (its whole square, causal or not; backward does five products for two)."""
+    """Return the operations of a product or of attention (its whole square, causal or not; backward does five products
+    for two).
+    """
     if not shape:
         return 0
     batch, rows, inner, columns = shape

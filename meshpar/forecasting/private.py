@@ -1,14 +1,17 @@
-"""Functions of torch that the simulation needs and torch has not made public: the one place of the forecast that names them.
+"""Functions of torch that the simulation needs and torch has not made public: the one place of the forecast that names
+them.
 
 Only the simulation's own process calls these, but for :func:`hidden_propagation`.
 
-- ``_setup_privateuseone_for_python_backend``: a device whose streams are written in Python (pytorch/pytorch#155101). It goes when torch
-  offers simulated devices, or a public form of this.
-- ``FakeTensorMode.avoid_device_init``: otherwise ``torch.tensor(x, device=...)`` would be made on the device that does not exist.
-- ``ShardingPropagator._propagate_tensor_meta_non_cached``: DTensor runs operators on fake tensors of the global size to learn shapes;
-  nothing of that is allocated, so the recorder must not see it.
+- ``_setup_privateuseone_for_python_backend``: a device whose streams are written in Python (pytorch/pytorch#155101). It
+  goes when torch offers simulated devices, or a public form of this.
+- ``FakeTensorMode.avoid_device_init``: otherwise ``torch.tensor(x, device=...)`` would be made on the device that does
+  not exist.
+- ``ShardingPropagator._propagate_tensor_meta_non_cached``: DTensor runs operators on fake tensors of the global size to
+  learn shapes; nothing of that is allocated, so the recorder must not see it.
 - ``meta_grouped_mm``: knows bfloat16 alone, and devices multiply groups of any floating dtype.
-- ``_chunk_with_empty``: FSDP2 makes a view for every rank's chunk and uses one; with thousands of ranks that takes minutes.
+- ``_chunk_with_empty``: FSDP2 makes a view for every rank's chunk and uses one; with thousands of ranks that takes
+  minutes.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ __all__ = ["FakeTensor", "Settled", "fake_mode", "hidden_propagation", "register
 
 
 def register_device(name: str, module: object) -> None:
-    """Let torch know the simulated device ``name``, driven by ``module``, and the fake process group serve it; once a process."""
+    """Let torch know the simulated device ``name``, driven by ``module``, and the fake process group serve it; once a
+    process.
+    """
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(name, backend_module=module)
@@ -54,7 +59,9 @@ def grouped_mm_shape(
     """Return an empty result of a grouped product, of inputs of any dtype."""
     from torch._meta_registrations import meta_grouped_mm
 
-    shaped = meta_grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16), offs, None if bias is None else bias.to(torch.bfloat16))
+    shaped = meta_grouped_mm(
+        a.to(torch.bfloat16), b.to(torch.bfloat16), offs, None if bias is None else bias.to(torch.bfloat16)
+    )
     return shaped.to(out_dtype or a.dtype)
 
 
@@ -68,7 +75,9 @@ def settle(par: Parallelized, device_type: str) -> None:
     assert par.cycle is not None, "apply gives it one"
     par.cycle.split_test = None
     if isinstance(par.cycle.losses, Losses):
-        par.cycle.losses = SentLosses(list(par.cycle.losses.groups.values()) if not runtime.queues(device_type) else [], par.device)
+        par.cycle.losses = SentLosses(
+            list(par.cycle.losses.groups.values()) if not runtime.queues(device_type) else [], par.device
+        )
     if not isinstance(par.cycle.agreement, Agreement):
         return
     par.cycle.agreement = Settled(par, par.cycle.agreement, on_cpu=not runtime.queues(device_type))
@@ -160,7 +169,9 @@ class Settled:
         self.meet("a step")
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
-        """Send which parameters have a gradient; simulated ranks all use the same. Beside an accelerator the hosts send it meanwhile."""
+        """Send which parameters have a gradient; simulated ranks all use the same. Beside an accelerator the hosts send
+        it meanwhile.
+        """
         if self._on_cpu and self._real.differs:
             count = 1 + sum(1 for _ in self._par.module.parameters())
             dist.all_reduce(torch.empty(2 * count, dtype=torch.int64, device=self._par.device))

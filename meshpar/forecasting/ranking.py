@@ -34,7 +34,8 @@ class Settings:
         micro_batch: samples in one forward pass.
         beside: passes that are not varied.
         fixed: sizes of their axes that are not varied.
-        copies: the replicas are jobs of their own, of which so many hold each parameter's optimizer state where ``world``; 0: one job.
+        copies: the replicas are jobs of their own, of which so many hold each parameter's optimizer state where
+            ``world``; 0: one job.
     """
 
     replicas: int
@@ -51,7 +52,9 @@ class Settings:
     def mesh(self) -> MeshSpec:
         """Return the mesh, without axes of size 1 other than ``dp_shard``."""
         axes = {"dp_replicate": self.replicas, "dp_shard": self.shards, "tp": self.tp}
-        return MeshSpec({name: size for name, size in axes.items() if size > 1 or name == "dp_shard"} | dict(self.fixed))
+        return MeshSpec(
+            {name: size for name, size in axes.items() if size > 1 or name == "dp_shard"} | dict(self.fixed)
+        )
 
     def job(self) -> MeshSpec:
         """Return the mesh of one job: of one replica, where each is a job of its own."""
@@ -66,7 +69,11 @@ class Settings:
         if self.recompute != "none":
             passes.append(ActivationCheckpoint(mode="full" if self.recompute == "full" else "selective"))
         if "dp_shard" not in claimed:
-            common: dict[str, Any] = {"reshard_after_forward": self.reshard, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+            common: dict[str, Any] = {
+                "reshard_after_forward": self.reshard,
+                "param_dtype": torch.bfloat16,
+                "reduce_dtype": torch.float32,
+            }
             optimizer: Literal["replica", "world"] = "world" if self.world else "replica"
             passes.append(HybridShard(optimizer=optimizer, **common) if self.replicas > 1 else FullyShard(**common))
         return sorted(passes, key=lambda each: each.stage)
@@ -74,7 +81,9 @@ class Settings:
     def __str__(self) -> str:
         kept = "" if self.reshard else ", parameters kept gathered"
         again = "no recomputation" if self.recompute == "none" else f"{self.recompute} recomputation"
-        return f"{self.mesh()}; micro-batch {self.micro_batch}; {again}{kept}{', optimizer=world' if self.world else ''}"
+        return (
+            f"{self.mesh()}; micro-batch {self.micro_batch}; {again}{kept}{', optimizer=world' if self.world else ''}"
+        )
 
 
 @final
@@ -104,8 +113,8 @@ class Ranking:
 
     Attributes:
         best: forecasts of the first candidates, each replayed with its own mesh and settings.
-        groups: candidates that fit or may fit, in groups whose speeds the forecast cannot tell apart; the fastest group first, and in each
-            those that fit first.
+        groups: candidates that fit or may fit, in groups whose speeds the forecast cannot tell apart; the fastest group
+            first, and in each those that fit first.
         out: those that do not, with the reason.
     """
 
@@ -120,7 +129,9 @@ class Ranking:
 
 
 def alike(candidates: Iterable[Candidate]) -> tuple[tuple[Candidate, ...], ...]:
-    """Return candidates in groups, the fastest first: what is slower than a group's fastest by less than the forecast's error is in it."""
+    """Return candidates in groups, the fastest first: what is slower than a group's fastest by less than the forecast's
+    error is in it.
+    """
     groups = list[list[Candidate]]()
     for each in sorted(candidates, key=lambda each: -each.tokens_per_second):
         if groups and each.tokens_per_second >= groups[-1][0].tokens_per_second * (1 - ERROR_RANGE):
@@ -173,5 +184,8 @@ def group_title(groups: Sequence[Sequence[Candidate]], place: int) -> str:
     if len(slower) == 1:
         return "the fastest setting" if place == 0 else f"one setting, {slower[0]:.0%} slower"
     which = "the fastest" if place == 0 else f"{slower[0]:.0%} to {slower[-1]:.0%} slower"
-    same = f"within {ERROR_RANGE:.0%}, the error of the forecast: it cannot tell which is faster; those that fit come first"
+    same = (
+        f"within {ERROR_RANGE:.0%}, the error of the forecast: it cannot tell which is faster; those that fit "
+        "come first"
+    )
     return f"{which}, {len(slower)} settings {same if place == 0 else 'that it cannot tell apart'}"

@@ -1,7 +1,8 @@
 """The recorder: one dispatch mode that writes down a training step, simulated or real.
 
-It sees every operator below autograd and below DTensor: what is allocated and freed (by watching storages), what is computed, and
-what crosses the network, on which stream. It costs a real step some time on the host and changes nothing in it.
+It sees every operator below autograd and below DTensor: what is allocated and freed (by watching storages), what is
+computed, and what crosses the network, on which stream. It costs a real step some time on the host and changes nothing
+in it.
 """
 
 from __future__ import annotations
@@ -88,11 +89,14 @@ class Recorder(TorchDispatchMode):
 
     Args:
         axes: mesh axis -> its process group's name; collectives of other groups are named after their size.
-        current_stream: returns the simulated device's current stream; None on a real device, where everything is one stream.
+        current_stream: returns the simulated device's current stream; None on a real device, where everything is one
+            stream.
         rounding: bytes to which an allocator rounds every storage.
     """
 
-    def __init__(self, axes: Mapping[str, str], *, current_stream: Callable[[], Any] | None = None, rounding: int = 1) -> None:
+    def __init__(
+        self, axes: Mapping[str, str], *, current_stream: Callable[[], Any] | None = None, rounding: int = 1
+    ) -> None:
         super().__init__()
         self.axes, self.current_stream, self.rounding = dict(axes), current_stream, rounding
         self.events: list[Event] = []
@@ -136,13 +140,18 @@ class Recorder(TorchDispatchMode):
     def send(self, collective: Collective) -> None:
         """Record a collective that does not go through a process group of the mesh, and for which this rank waits."""
         self._fuse()
-        self._append(Event(kind="collective", name=collective.kind, stream=self._stream(), scope=self.scope, collective=collective))
+        self._append(
+            Event(
+                kind="collective", name=collective.kind, stream=self._stream(), scope=self.scope, collective=collective
+            )
+        )
 
     def wait(self, stream: Stream, target: int) -> None:
-        """A simulated stream waits for an event, if it has not waited for it, or for a later one of the same stream, already.
+        """A simulated stream waits for an event, if it has not waited for it, or for a later one of the same stream,
+        already.
 
-        FSDP2 waits anew for each of its groups at the end of a backward (torch 2.11) or for the last (2.13), by when there is nothing to
-        wait for.
+        FSDP2 waits anew for each of its groups at the end of a backward (torch 2.11) or for the last (2.13), by when
+        there is nothing to wait for.
         """
         if target >= len(self.events):
             return
@@ -222,7 +231,9 @@ class Recorder(TorchDispatchMode):
             self._collective(func, args, outputs)
             return
         if func.namespace in ("c10d", "_c10d_functional"):
-            raise MeshparError(f"the forecast does not know the collective {func}; it would be missing from the plan: report it")
+            raise MeshparError(
+                f"the forecast does not know the collective {func}; it would be missing from the plan: report it"
+            )
         fresh = [each for each in outputs if each.device.type != "meta" and self._watch(each)]
         if operators.is_view(func) and not fresh:
             return
@@ -248,7 +259,9 @@ class Recorder(TorchDispatchMode):
         )
 
     def _collective(self, func: Any, args: Any, outputs: list[Tensor]) -> None:
-        from torch.distributed._tools.fake_collectives import CollectiveOp  # loads Inductor, which who only names hardware does without
+        from torch.distributed._tools.fake_collectives import (
+            CollectiveOp,
+        )  # loads Inductor, which who only names hardware does without
 
         group = CollectiveOp.get_process_group(func, args)
         ranks = dist.get_process_group_ranks(group)
@@ -293,7 +306,11 @@ class Recorder(TorchDispatchMode):
     def _fuse(self) -> None:
         moved = self._fusion.close()
         if moved:
-            last = next(place for place in range(len(self.events) - 1, -1, -1) if self.events[place].moved and not self.events[place].shape)
+            last = next(
+                place
+                for place in range(len(self.events) - 1, -1, -1)
+                if self.events[place].moved and not self.events[place].shape
+            )
             self.events[last] = _with(self.events[last], fused=moved)
 
     def _watch(self, tensor: Tensor, held_by: str = "") -> bool:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 _WIDTH = 118
 MEMORY_RANGE = 0.10
-"""Part of the forecast's peak by which a device's own count may differ: its allocator keeps fragments, compilation saves activations."""
+"""Part of the forecast's peak by which a device's own count may differ: its allocator keeps fragments, compilation
+saves activations.
+"""
 
 
 def with_unit(count: int) -> str:
@@ -101,7 +103,11 @@ def as_data(forecast: Forecast) -> dict[str, Any]:
         "mesh": dict(forecast.mesh.axes),
         "world_size": forecast.world_size,
         "hardware": forecast.hardware.name,
-        "batch": {"sequence": forecast.batch.sequence, "micro_batch": forecast.batch.micro_batch, "accumulate": forecast.batch.accumulate},
+        "batch": {
+            "sequence": forecast.batch.sequence,
+            "micro_batch": forecast.batch.micro_batch,
+            "accumulate": forecast.batch.accumulate,
+        },
         "replayed": forecast.replayed,
         "parameters": trace.parameters,
         "rank_bytes": dict(trace.exact),
@@ -126,7 +132,10 @@ def as_data(forecast: Forecast) -> dict[str, Any]:
             "exposed": dict(timed.exposed),
             "idle": timed.idle,
         },
-        "lints": [{"name": each.name, "text": each.text, "seconds": each.seconds, "bytes": each.size} for each in forecast.lints],
+        "lints": [
+            {"name": each.name, "text": each.text, "seconds": each.seconds, "bytes": each.size}
+            for each in forecast.lints
+        ],
     }
 
 
@@ -163,7 +172,10 @@ def _verdict(forecast: Forecast) -> str:
 def reserved_text(forecast: Forecast) -> str:
     """Return the memory that an allocator reserves, and how much there is."""
     least, most = reserved_range(forecast.memory.peak)
-    return f"for which an allocator reserves {least / GIB:.1f} to {most / GIB:.1f} GiB of {forecast.hardware.room / GIB:.1f}"
+    return (
+        f"for which an allocator reserves {least / GIB:.1f} to {most / GIB:.1f} GiB of "
+        f"{forecast.hardware.room / GIB:.1f}"
+    )
 
 
 def _table(title: str, *, show_header: bool = True) -> Table:
@@ -199,8 +211,12 @@ def _time(forecast: Forecast) -> Table:
     timed = forecast.cost
     least, most = forecast.seconds
     table = _table("Time of a step", show_header=False)
-    table.add_row("step", f"{timed.seconds * 1e3:,.1f} ms, {least * 1e3:,.1f} to {most * 1e3:,.1f} (± {ERROR_RANGE:.0%})")
-    table.add_row("tokens/s", f"{timed.tokens_per_second:,.0f}, {timed.tokens_per_second / forecast.world_size:,.0f} a rank")
+    table.add_row(
+        "step", f"{timed.seconds * 1e3:,.1f} ms, {least * 1e3:,.1f} to {most * 1e3:,.1f} (± {ERROR_RANGE:.0%})"
+    )
+    table.add_row(
+        "tokens/s", f"{timed.tokens_per_second:,.0f}, {timed.tokens_per_second / forecast.world_size:,.0f} a rank"
+    )
     model, done = (forecast.trace.flops(recomputed=each) / 1e12 for each in (False, True))
     again = f"; {done:,.2f} TFLOP with recomputation" if done > model else ""
     table.add_row("MFU", f"{timed.mfu:.1%} ({model:,.2f} TFLOP a rank{again})")
@@ -236,14 +252,23 @@ def feedback(forecast: Forecast, *, peak: int | None, seconds: float) -> Feedbac
         seconds: of a step, warm.
     """
     planned, lines, warnings = forecast.cost.seconds, [], []
-    lines.append(f"step: forecast {planned * 1e3:,.1f} ms, measured {seconds * 1e3:,.1f} ms ({seconds / planned - 1:+.1%})")
+    lines.append(
+        f"step: forecast {planned * 1e3:,.1f} ms, measured {seconds * 1e3:,.1f} ms ({seconds / planned - 1:+.1%})"
+    )
     if abs(seconds / planned - 1) > ERROR_RANGE:
         slower = "the profile is of another machine, the data loader delays the step, or a link is slow"
         cause = slower if seconds > planned else "the profile is of a slower machine"
-        warnings.append(f"a step takes {seconds / planned:.2f} times the forecast for {forecast.hardware.name}: {cause}")
+        warnings.append(
+            f"a step takes {seconds / planned:.2f} times the forecast for {forecast.hardware.name}: {cause}"
+        )
     if peak is not None:
         expected = forecast.memory.peak
-        lines.append(f"peak memory: forecast {expected / 2**30:,.2f} GiB, measured {peak / 2**30:,.2f} GiB ({peak / expected - 1:+.1%})")
+        lines.append(
+            f"peak memory: forecast {expected / 2**30:,.2f} GiB, measured {peak / 2**30:,.2f} GiB "
+            f"({peak / expected - 1:+.1%})"
+        )
         if abs(peak / expected - 1) > MEMORY_RANGE:
-            warnings.append(f"peak memory is {peak / expected:.2f} times the forecast: the model or its batch differs from the plan")
+            warnings.append(
+                f"peak memory is {peak / expected:.2f} times the forecast: the model or its batch differs from the plan"
+            )
     return Feedback(lines=tuple(lines), warnings=tuple(warnings))

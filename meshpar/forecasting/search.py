@@ -25,7 +25,16 @@ from meshpar.forecasting.step import Batch
 from meshpar.forecasting.trace import Collective, Event, Memory, Phase, Trace
 from meshpar.layout import ModelLayout
 from meshpar.mesh import MeshSpec, divisors
-from meshpar.passes import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, Pass, Replicate, TensorParallel
+from meshpar.passes import (
+    ActivationCheckpoint,
+    ContextParallel,
+    ExpertParallel,
+    FullyShard,
+    HybridShard,
+    Pass,
+    Replicate,
+    TensorParallel,
+)
 from meshpar.plan import Plan
 
 RECOMPUTE = ("none", "selective", "full")
@@ -56,9 +65,10 @@ def search(
 ) -> Ranking:
     """Rank every legal mesh and setting.
 
-    Meshes: ``tp`` within a node (with sequence parallelism and a split loss), shards from what is left of a node to all ranks,
-    replicas beside them. For each: resharding or not, three ways of recomputation, micro-batches from 1. Where a sample is long (16,384
-    tokens or more) and the model allows it, also ``cp`` within a node; where the layout names experts, also ``ep`` within a node.
+    Meshes: ``tp`` within a node (with sequence parallelism and a split loss), shards from what is left of a node to all
+    ranks, replicas beside them. For each: resharding or not, three ways of recomputation, micro-batches from 1. Where a
+    sample is long (16,384 tokens or more) and the model allows it, also ``cp`` within a node; where the layout names
+    experts, also ``ep`` within a node.
 
     Args:
         model: on the meta device, with like blocks.
@@ -66,15 +76,15 @@ def search(
         batch: of a data rank; its micro-batch is varied.
         hardware: the profile.
         world_size: number of ranks; whole nodes.
-        plan: has passes that every candidate keeps: those that compile, change the precision, or come from another package. An axis that
-            only these claim keeps its size.
+        plan: has passes that every candidate keeps: those that compile, change the precision, or come from another
+            package. An axis that only these claim keeps its size.
         recompute: ways of recomputation to try, of ``none``, ``selective`` and ``full``.
         micro_batches: numbers of samples in one forward to try.
         top: how many of the best are replayed on their own meshes.
         workers: processes that simulate; None: one for each core, 8 at most.
         told: called every half second with what is simulated, how many steps of it are done, and how many there are.
-        optimizer_copies: the replicas are jobs of their own, each inside of a node, of which so many hold each parameter's optimizer state
-            where they divide it; None: one job.
+        optimizer_copies: the replicas are jobs of their own, each inside of a node, of which so many hold each
+            parameter's optimizer state where they divide it; None: one job.
 
     Raises:
         MeshparError: no mesh is legal, or the model's blocks are not alike.
@@ -83,7 +93,9 @@ def search(
     workers = workers or min(8, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
     def simulates(what: str) -> _Simulate:
-        return functools.partial(simulate, workers=workers, told=None if told is None else functools.partial(told, what))
+        return functools.partial(
+            simulate, workers=workers, told=None if told is None else functools.partial(told, what)
+        )
 
     degrees, candidates = _degrees(given)
     if not degrees:
@@ -97,20 +109,28 @@ def search(
         candidates += _candidates(asked, degrees, recompute, (True,), samples, simulates(asked.kept))
     if not candidates:
         raise MeshparError(
-            f"{world_size} ranks are one replica, in nodes of {hardware.node}, and --elastic=replicas needs two; use more nodes"
+            f"{world_size} ranks are one replica, in nodes of {hardware.node}, and --elastic=replicas needs two; use "
+            "more nodes"
         )
     groups = alike(each for each in candidates if not each.problem)
     out = tuple(each for each in candidates if each.problem)
     first = [each.settings for group in groups for each in group][:top]
     chosen = [_simulation(given, each, ranks_per_node=hardware.node) for each in first]
     best = sorted(
-        _replayed(chosen, given.depths, hardware, simulates("the best")), key=lambda each: (not each.fits, -each.cost.tokens_per_second)
+        _replayed(chosen, given.depths, hardware, simulates("the best")),
+        key=lambda each: (not each.fits, -each.cost.tokens_per_second),
     )
     return Ranking(best=tuple(best), groups=groups, out=out)
 
 
 def _given(
-    model: nn.Module, layout: ModelLayout, batch: Batch, hardware: Hardware, world_size: int, plan: Plan | None, copies: int | None
+    model: nn.Module,
+    layout: ModelLayout,
+    batch: Batch,
+    hardware: Hardware,
+    world_size: int,
+    plan: Plan | None,
+    copies: int | None,
 ) -> _Asked:
     """Return the question of a search with the passes and axes of ``plan`` that every candidate keeps.
 
@@ -133,7 +153,9 @@ def _given(
         copies=copies or 0,
     )
     if left or min(fixed.values(), default=1) < 1:
-        raise MeshparError(f"the search keeps {asked.kept}, which must be sizes that divide {world_size} ranks; write them in the mesh")
+        raise MeshparError(
+            f"the search keeps {asked.kept}, which must be sizes that divide {world_size} ranks; write them in the mesh"
+        )
     return asked
 
 
@@ -187,7 +209,9 @@ def _grown_together(micro_batches: Sequence[int]) -> list[list[int]]:
 
 
 def _gathered(asked: _Asked, family: _Family) -> int:
-    """Return bytes that a rank holds in any case: where parameters stay gathered, the whole of its part of them in bfloat16."""
+    """Return bytes that a rank holds in any case: where parameters stay gathered, the whole of its part of them in
+    bfloat16.
+    """
     tp, _, reshard = family
     count = sum(each.numel() for each in asked.model.parameters())
     return 0 if reshard else count * torch.bfloat16.itemsize // (tp * math.prod(asked.fixed.values()))
@@ -217,10 +241,14 @@ def _widen(known: dict[tuple[_Family, int], tuple[Trace, Trace]], family: _Famil
     return True
 
 
-def _probed(asked: _Asked, wanted: Sequence[tuple[_Family, int]], simulates: _Simulate) -> dict[tuple[_Family, int], tuple[Trace, Trace]]:
+def _probed(
+    asked: _Asked, wanted: Sequence[tuple[_Family, int]], simulates: _Simulate
+) -> dict[tuple[_Family, int], tuple[Trace, Trace]]:
     pairs = [probes(_typical(asked, *each), asked.depths) for each in wanted]
     if any(len(pair) != 2 for pair in pairs):
-        raise MeshparError(f"a model of {asked.depths.blocks} blocks has none to spare for probes; forecast its plans one by one")
+        raise MeshparError(
+            f"a model of {asked.depths.blocks} blocks has none to spare for probes; forecast its plans one by one"
+        )
     traces = iter(simulates([job for pair in pairs for job in pair]) if pairs else [])
     return {each: (next(traces), next(traces)) for each in wanted}
 
@@ -231,7 +259,9 @@ def _deepened(
     known: dict[tuple[_Family, int], tuple[Trace, Trace]],
     simulates: _Simulate,
 ) -> dict[tuple[_Family, int], Trace]:
-    """Return the traces of the whole depth; what cannot be extrapolated is simulated, and is also its probes in ``known`` then."""
+    """Return the traces of the whole depth; what cannot be extrapolated is simulated, and is also its probes in
+    ``known`` then.
+    """
     whole, uneven = dict[tuple[_Family, int], Trace](), list[tuple[_Family, int]]()
     for each in wanted:
         try:
@@ -246,7 +276,9 @@ def _deepened(
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """The question of a search: the arguments of :func:`search`, and ``world_size`` without the axes that are ``fixed``."""
+    """The question of a search: the arguments of :func:`search`, and ``world_size`` without the axes that are
+    ``fixed``.
+    """
 
     model: nn.Module
     layout: ModelLayout
@@ -258,7 +290,9 @@ class _Asked:
     fixed: Mapping[str, int]
     copies: int
 
-    def settings(self, tp: int, recompute: str, reshard: bool, *, replicas: int, shards: int, micro_batch: int) -> Settings:
+    def settings(
+        self, tp: int, recompute: str, reshard: bool, *, replicas: int, shards: int, micro_batch: int
+    ) -> Settings:
         return Settings(
             replicas=replicas,
             shards=shards,
@@ -293,7 +327,9 @@ def _degrees(asked: _Asked) -> tuple[list[int], list[Candidate]]:
     for tp in (size for size in range(1, asked.hardware.node + 1) if asked.hardware.node % size == 0):
         settings = asked.settings(tp, "none", True, replicas=1, shards=max(1, asked.world_size // tp), micro_batch=1)
         try:
-            Plan(settings.mesh(), settings.passes()).check(asked.model, asked.layout, asked.world_size * math.prod(asked.fixed.values()))
+            Plan(settings.mesh(), settings.passes()).check(
+                asked.model, asked.layout, asked.world_size * math.prod(asked.fixed.values())
+            )
             legal.append(tp)
         except PlanError as error:
             refused.append(_out(settings, 0, "; ".join(error.problems)))
@@ -314,7 +350,9 @@ def _simulation(asked: _Asked, settings: Settings, *, ranks_per_node: int | None
 
 
 def _typical(asked: _Asked, family: _Family, size: int) -> Simulation:
-    """Return the job that stands for a family: with replicas where there can be any in it, so that their reductions are in the trace."""
+    """Return the job that stands for a family: with replicas where there can be any in it, so that their reductions are
+    in the trace.
+    """
     ranks = asked.world_size // family[0]
     replicas = 2 if asked.replicates and not asked.copies and ranks % 2 == 0 and ranks > 2 else 1
     return _simulation(asked, asked.settings(*family, replicas=replicas, shards=ranks // replicas, micro_batch=size))
@@ -331,7 +369,9 @@ def _splits(asked: _Asked, tp: int) -> Iterator[tuple[int, int]]:
         shards *= 2
 
 
-def _estimates(asked: _Asked, pair: tuple[Trace, Trace], memory: Memory, family: _Family, size: int) -> Iterator[Candidate]:
+def _estimates(
+    asked: _Asked, pair: tuple[Trace, Trace], memory: Memory, family: _Family, size: int
+) -> Iterator[Candidate]:
     shards_then, hardware = pair[0].axes["dp_shard"], asked.hardware
     for replicas, shards in _splits(asked, family[0]):
         settings = asked.settings(*family, replicas=replicas, shards=shards, micro_batch=size)
@@ -343,25 +383,35 @@ def _estimates(asked: _Asked, pair: tuple[Trace, Trace], memory: Memory, family:
             if asked.copies:  # each of which has whole parameters and gradients
                 held -= state["optimizer"] * (replicas - min(asked.copies, replicas)) // (shards * replicas)
             else:
-                held = sum(state.values()) // (shards * replicas) + state["parameters"] * torch.bfloat16.itemsize // (width * shards)
+                held = sum(state.values()) // (shards * replicas) + state["parameters"] * torch.bfloat16.itemsize // (
+                    width * shards
+                )
         peak = others + held
         if (verdict := hardware.verdict(peak)) == "does not fit":
             parts = {name: value for name, value in memory.held.items() if name not in state} | {"model state": held}
             most = max(parts, key=lambda name: parts[name])
-            yield _out(settings, peak, f"needs {gib_reserved(peak)} GiB of {hardware.room / 2**30:.0f}, most of it {most}")
+            yield _out(
+                settings, peak, f"needs {gib_reserved(peak)} GiB of {hardware.room / 2**30:.0f}, most of it {most}"
+            )
             continue
         few, more = (cost(_on_mesh(trace, replicas, shards), hardware).seconds for trace in pair)
         seconds = more + (asked.depths.blocks - pair[1].depth) * (more - few) / max(1, pair[1].depth - pair[0].depth)
         seconds += _between_jobs(settings, state["parameters"] // shards, hardware) if asked.copies else 0.0
-        beside = pair[0].data_size // (pair[0].axes.get("dp_replicate", 1) * shards_then)  # batches over axes of passes that stay
+        beside = pair[0].data_size // (
+            pair[0].axes.get("dp_replicate", 1) * shards_then
+        )  # batches over axes of passes that stay
         speed = pair[0].tokens * beside * replicas * shards / seconds
         yield Candidate(settings=settings, tokens_per_second=speed, peak=peak, verdict=verdict)
 
 
 def _between_jobs(settings: Settings, parameters: int, hardware: Hardware) -> float:
-    """Return the seconds in which replicas that are jobs of their own exchange gradients, and new values where they divide state."""
+    """Return the seconds in which replicas that are jobs of their own exchange gradients, and new values where they
+    divide state.
+    """
     whole, replicas = "float32", settings.replicas
-    sums = Collective(kind="all_reduce", axis="dp_replicate", ranks=replicas, stride=settings.job().size, size=parameters, dtype=whole)
+    sums = Collective(
+        kind="all_reduce", axis="dp_replicate", ranks=replicas, stride=settings.job().size, size=parameters, dtype=whole
+    )
     lacking = parameters * (replicas - min(settings.copies, replicas)) // replicas
     values = sending_time(replace(sums, kind="send", size=lacking), hardware) if settings.world and lacking else 0.0
     return sending_time(sums, hardware) + values
@@ -388,7 +438,9 @@ def _on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:
     return replace(trace, axes=dict(trace.axes) | {"dp_replicate": replicas, "dp_shard": shards}, phases=phases)
 
 
-def _replayed(chosen: Sequence[Simulation], depths: Depths, hardware: Hardware, simulates: _Simulate) -> Iterator[Forecast]:
+def _replayed(
+    chosen: Sequence[Simulation], depths: Depths, hardware: Hardware, simulates: _Simulate
+) -> Iterator[Forecast]:
     """Yield the forecasts of the chosen on their own meshes."""
     jobs = [probes(job, depths) for job in chosen]
     traces = iter(simulates([each for some in jobs for each in some]) if jobs else [])

@@ -1,4 +1,6 @@
-"""A training step of one rank out of thousands, simulated: the real passes on a model without memory, in a process of its own."""
+"""A training step of one rank out of thousands, simulated: the real passes on a model without memory, in a process of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -83,16 +85,20 @@ class Simulation:
         return MeshSpec({**inner.axes, "dp_replicate": self.replicas}, ranks_per_node=inner.ranks_per_node)
 
 
-def simulate(jobs: Sequence[Simulation], *, workers: int = 1, told: Callable[[int, int], None] | None = None) -> list[Trace]:
+def simulate(
+    jobs: Sequence[Simulation], *, workers: int = 1, told: Callable[[int, int], None] | None = None
+) -> list[Trace]:
     """Return the traces of ``jobs``, simulated in ``workers`` processes beside this one.
 
     ``told`` is called with how many are done and how many there are, every half second.
 
-    The processes are not concurrent.futures.ProcessPoolExecutor's: its workers always import the caller's script, which trains once
-    more where it has no guard, and the interpreter waits for them at its end, so that a job would wait for its forecast.
+    The processes are not concurrent.futures.ProcessPoolExecutor's: its workers always import the caller's script, which
+    trains once more where it has no guard, and the interpreter waits for them at its end, so that a job would wait for
+    its forecast.
 
     Raises:
-        MeshparError: a plan that does not fit its model, a step that fails, or a model that cannot be sent to another process.
+        MeshparError: a plan that does not fit its model, a step that fails, or a model that cannot be sent to another
+            process.
     """
     if not jobs:
         return []
@@ -123,15 +129,19 @@ def simulate(jobs: Sequence[Simulation], *, workers: int = 1, told: Callable[[in
 def _send(jobs: Sequence[Simulation], where: Path) -> None:
     if multiprocessing.current_process().name == PROCESS:
         raise MeshparError(
-            "the forecast imports the script that defines this model, and the script asks for a forecast as it is imported; "
+            "the forecast imports the script that defines this model, and the script asks for a forecast as it is "
+            "imported; "
             'put what it does under if __name__ == "__main__":'
         )
     try:
-        sent = [pickle.dumps(job) for job in jobs]  # each for itself: jobs share models, and a simulation changes its own
+        sent = [
+            pickle.dumps(job) for job in jobs
+        ]  # each for itself: jobs share models, and a simulation changes its own
         where.with_suffix(".jobs").write_bytes(pickle.dumps((_preparation(sent), sent)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise MeshparError(
-            f"the forecast runs in a process of its own, to which this plan or model cannot be sent: {error}; define classes and functions "
+            f"the forecast runs in a process of its own, to which this plan or model cannot be sent: {error}; define "
+            "classes and functions "
             "at the top of a module, and build the model on the meta device"
         ) from error
 
@@ -146,7 +156,9 @@ def _start(places: Sequence[Path]) -> subprocess.Popen[bytes]:
 def _preparation(sent: Sequence[bytes]) -> dict[str, Any]:
     """Return the data with which another process can unpickle ``sent``, as multiprocessing's spawn prepares a process."""
     data = {key: value for key, value in spawn.get_preparation_data(PROCESS).items() if key != "authkey"}
-    if not any(b"__main__" in each for each in sent):  # then nothing needs the script itself, and it need not be guarded
+    if not any(
+        b"__main__" in each for each in sent
+    ):  # then nothing needs the script itself, and it need not be guarded
         data = {key: value for key, value in data.items() if not key.startswith("init_main")}
     return data
 
@@ -167,9 +179,14 @@ def _collect(where: Path, places: Sequence[Path], ended: Sequence[int]) -> list[
     answer = where.with_suffix(".traces")
     if not answer.exists():
         lines = [
-            line for each in places if (file := each.with_suffix(".err")).exists() for line in file.read_text(errors="replace").splitlines()
+            line
+            for each in places
+            if (file := each.with_suffix(".err")).exists()
+            for line in file.read_text(errors="replace").splitlines()
         ]
-        raise MeshparError(f"the simulation ended without an answer, exit code {max(ended, key=abs)}: " + "\n".join(lines[-15:]))
+        raise MeshparError(
+            f"the simulation ended without an answer, exit code {max(ended, key=abs)}: " + "\n".join(lines[-15:])
+        )
     result = pickle.loads(answer.read_bytes())
     if isinstance(result, Exception):
         raise result
@@ -217,23 +234,30 @@ def like_blocks(model: nn.Module, layout: ModelLayout) -> tuple[str, int]:
     lists = {name.rpartition(".")[0] for name, _ in blocks}
     if len(lists) != 1 or not isinstance(model.get_submodule(next(iter(lists))), nn.ModuleList):
         where = sorted(lists) or "no list"
-        raise MeshparError(f"blocks are in {where}; only those of one nn.ModuleList can be extrapolated: replay the full depth")
+        raise MeshparError(
+            f"blocks are in {where}; only those of one nn.ModuleList can be extrapolated: replay the full depth"
+        )
     kinds = {_signature(block) for _, block in blocks}
     if len(kinds) > 1:
         raise MeshparError(
-            f"the blocks of {next(iter(lists))} are of {len(kinds)} kinds, so a few do not represent the rest: replay the full depth"
+            f"the blocks of {next(iter(lists))} are of {len(kinds)} kinds, so a few do not represent the rest: "
+            "replay the full depth"
         )
     return next(iter(lists)), len(blocks)
 
 
 def _signature(block: nn.Module) -> tuple[Any, ...]:
-    """Return what two blocks must share to compute alike: classes, shapes, and plain settings other than their own number."""
+    """Return what two blocks must share to compute alike: classes, shapes, and plain settings other than their own
+    number.
+    """
     parts: list[Any] = []
     for name, child in block.named_modules():
         plain = {key: value for key, value in vars(child).items() if isinstance(value, bool | int | float | str)}
         settings = tuple(sorted((key, repr(value)) for key, value in plain.items() if not key.endswith(("idx", "id"))))
         parts.append((name, type(child).__qualname__, settings))
-        parts += [(key, tuple(value.shape), value.dtype) for key, value in child._parameters.items() if value is not None]
+        parts += [
+            (key, tuple(value.shape), value.dtype) for key, value in child._parameters.items() if value is not None
+        ]
     return tuple(parts)
 
 
@@ -242,7 +266,8 @@ def run(job: Simulation) -> Trace:
     from meshpar.training.optimizer import AdamWSettings, build_adamw
 
     plan, compiled = _uncompiled(job.plan)
-    # One thread: an error in a thread that autograd keeps for a device written in Python ends the process without a word.
+    # One thread: an error in a thread that autograd keeps for a device written in Python ends the process without a
+    # word.
     single = torch.autograd.set_multithreading_enabled(False)
     with (
         single,
@@ -260,7 +285,9 @@ def run(job: Simulation) -> Trace:
             initialize.allocate(frozen.module, frozen.device, frozen.home)
             private.settle(frozen, job.device)
             beside.append(frozen.module)
-        optimizer = build_adamw(par.module, AdamWSettings(fused=True)) if job.optimizer is None else job.optimizer(par.module)
+        optimizer = (
+            build_adamw(par.module, AdamWSettings(fused=True)) if job.optimizer is None else job.optimizer(par.module)
+        )
         _fill_state(par.module, optimizer)
         device.begin(None)
         recorder = Recorder(
@@ -273,7 +300,14 @@ def run(job: Simulation) -> Trace:
         batches = [job.batch.tensors(par.device) for _ in range(job.batch.accumulate)]
         reduce = (lambda: None) if replicas is None else replicas.reduce
         trace = record_step(
-            par, optimizer, batches, loss=job.loss, reduce_each=job.batch.reduce_each, reduce=reduce, beside=beside, recorder=recorder
+            par,
+            optimizer,
+            batches,
+            loss=job.loss,
+            reduce_each=job.batch.reduce_each,
+            reduce=reduce,
+            beside=beside,
+            recorder=recorder,
         )
         device.begin(None)
     return replace(trace, compiled=compiled, axes=dict(job.mesh.axes), data_size=trace.data_size * job.replicas)
@@ -281,9 +315,13 @@ def run(job: Simulation) -> Trace:
 
 @final
 class _Replicas:
-    """The part of :class:`meshpar.training.Replicas` that costs memory and time in each step, on the replica with the most state."""
+    """The part of :class:`meshpar.training.Replicas` that costs memory and time in each step, on the replica with the
+    most state.
+    """
 
-    def __init__(self, job: Simulation, module: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+    def __init__(
+        self, job: Simulation, module: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder
+    ) -> None:
         from meshpar.training.divided import Divided
 
         self._job, self._module, self._recorder = job, module, recorder
@@ -315,7 +353,9 @@ class _Replicas:
 
     def _send(self, kind: str, size: int, dtype: torch.dtype) -> None:
         job, name = self._job, str(dtype).removeprefix("torch.")
-        sent = Collective(kind=kind, axis="dp_replicate", ranks=job.replicas, stride=job.world_size, size=size, dtype=name)
+        sent = Collective(
+            kind=kind, axis="dp_replicate", ranks=job.replicas, stride=job.world_size, size=size, dtype=name
+        )
         self._recorder.send(sent)
 
 

@@ -1,4 +1,6 @@
-"""A training step under the recorder: the same one in the simulation and in a real job, so that plan and fact can be compared."""
+"""A training step under the recorder: the same one in the simulation and in a real job, so that plan and fact can be
+compared.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,12 @@ class Batch:
         sequence: tokens of a sample.
         micro_batch: samples in one forward pass.
         accumulate: micro-batches in a step.
-        examples: the kind of a sample: ``tokens`` of packed text, ``pairs`` of a text and its target, or a text with one of ``labels``.
+        examples: the kind of a sample: ``tokens`` of packed text, ``pairs`` of a text and its target, or a text with
+            one of ``labels``.
         target: tokens of a pair's target.
         reduce_each: gradients are reduced after every micro-batch.
-        documents: a sample of packed text has several documents: the model gets ``position_ids``, and attends by a mask.
+        documents: a sample of packed text has several documents: the model gets ``position_ids``, and attends by a
+            mask.
     """
 
     sequence: int
@@ -70,16 +74,24 @@ class Batch:
         ids = batch.get("input_ids")
         if ids is None or ids.dim() != 2:
             got = "none" if ids is None else f"one of {tuple(ids.shape)}"
-            raise MeshparError(f"a batch to forecast needs input_ids of (batch, length), got {got}; or give Batch(sequence=...)")
+            raise MeshparError(
+                f"a batch to forecast needs input_ids of (batch, length), got {got}; or give Batch(sequence=...)"
+            )
         return cls(sequence=ids.shape[1], micro_batch=ids.shape[0], documents="position_ids" in batch)
 
     @property
     def tokens(self) -> int:
         """Counted labels of a data rank in a step: tokens, or one a sample."""
-        return {"tokens": self.sequence, "pairs": self.target, "labels": 1}[self.examples] * self.micro_batch * self.accumulate
+        return (
+            {"tokens": self.sequence, "pairs": self.target, "labels": 1}[self.examples]
+            * self.micro_batch
+            * self.accumulate
+        )
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """Return one micro-batch, as a model takes it, with values of no meaning: int64, (B, L), targets (B, T), labels of texts (B)."""
+        """Return one micro-batch, as a model takes it, with values of no meaning: int64, (B, L), targets (B, T), labels
+        of texts (B).
+        """
         sizes = {"input_ids": (self.micro_batch, self.sequence)}
         if self.examples != "tokens":
             sizes["attention_mask"] = sizes["input_ids"]
@@ -129,8 +141,8 @@ def record_step(
 ) -> Trace:
     """Run one training step on ``par`` and return its trace.
 
-    Take the third step or a later one of a real job: the first also allocates the optimizer's state, and the first two compare more
-    between ranks.
+    Take the third step or a later one of a real job: the first also allocates the optimizer's state, and the first two
+    compare more between ranks.
 
     Args:
         par: the model, materialized.
@@ -188,7 +200,9 @@ def _step(
         value.backward()
         del value
     recorder.name_gradients(par.module)
-    exact["gradients"] = sum(local_tensor(each.grad).nbytes for each in par.module.parameters() if each.grad is not None)
+    exact["gradients"] = sum(
+        local_tensor(each.grad).nbytes for each in par.module.parameters() if each.grad is not None
+    )
     reduce()
     recorder.phase("optimizer")
     par.clip_grad_norm_(clip)
@@ -209,9 +223,21 @@ def hold_state(
     beside: Sequence[nn.Module],
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Tell the recorder what is there before the step; returns bytes as allocated, and to the byte."""
-    state = [each for states in optimizer.state.values() for each in states.values() if isinstance(each, Tensor) and each.ndim]
-    counters = [each for states in optimizer.state.values() for each in states.values() if isinstance(each, Tensor) and not each.ndim]
-    gathered = [each for module in (par.module, *beside) if (kept := applied(module).replica_shards) for each in kept.tensors()]
+    state = [
+        each
+        for states in optimizer.state.values()
+        for each in states.values()
+        if isinstance(each, Tensor) and each.ndim
+    ]
+    counters = [
+        each
+        for states in optimizer.state.values()
+        for each in states.values()
+        if isinstance(each, Tensor) and not each.ndim
+    ]
+    gathered = [
+        each for module in (par.module, *beside) if (kept := applied(module).replica_shards) for each in kept.tensors()
+    ]
     parts: dict[str, list[Tensor]] = {
         "parameters": [*(_stored(each) for module in (par.module, *beside) for each in module.parameters()), *gathered],
         "optimizer": [_stored(each) for each in (*state, *counters)],

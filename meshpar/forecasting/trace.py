@@ -1,7 +1,7 @@
 """The trace of one training step on one rank: what was computed, moved, sent and held, as data without any time in it.
 
-A trace comes from a simulated step or from a real one, through the same recorder; a cost model puts times to it. It goes through
-JSON unchanged.
+A trace comes from a simulated step or from a real one, through the same recorder; a cost model puts times to it. It
+goes through JSON unchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ HELD = (
     *("parameters", "gradients", "optimizer", "buffers", "inputs"),
     *("gathered", "activations", "recomputed", "logits and loss", "temporaries"),
 )
-"""Owners of memory. ``gathered``: whole parameters of a unit, and the buffers in which they and their gradients travel."""
+"""Owners of memory. ``gathered``: whole parameters of a unit, and the buffers in which they and their gradients travel.
+"""
 
 Kind = Literal["compute", "collective", "async", "wait"]
 
@@ -26,12 +27,13 @@ class Collective:
     """One collective of one group of ranks.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``barrier``; ``send``: from rank to rank.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``barrier``; ``send``:
+            from rank to rank.
         axis: the mesh axis; several joined by ``+``.
         ranks: size of the group.
         stride: distance between neighbours of the group in rank numbers, so that a topology says which lie on one node.
-        size: bytes: the gathered result, the reduce-scatter's input, the larger of what a rank puts in and gets in an all-to-all or
-            a send; otherwise what a rank puts in.
+        size: bytes: the gathered result, the reduce-scatter's input, the larger of what a rank puts in and gets in an
+            all-to-all or a send; otherwise what a rank puts in.
         dtype: of what travels.
     """
 
@@ -49,15 +51,16 @@ class Event:
     """Something a rank does, in the order in which the host issues it.
 
     Attributes:
-        kind: ``compute``; ``collective`` (its stream waits for the result); ``async`` (its result is waited for later); ``wait`` (its
-            stream goes on when the event ``target`` is done).
+        kind: ``compute``; ``collective`` (its stream waits for the result); ``async`` (its result is waited for later);
+            ``wait`` (its stream goes on when the event ``target`` is done).
         name: the operator.
         stream: on which it runs; ``compute`` is the main one.
         scope: the block whose work it is, empty outside of blocks.
         recomputed: forward work that is done again in backward.
         flops: floating-point operations.
         moved: bytes read and written in device memory by this operator alone.
-        fused: the same where a compiler joins neighbouring element-wise operators; the last of the joined carries all of it.
+        fused: the same where a compiler joins neighbouring element-wise operators; the last of the joined carries all
+            of it.
         shape: (batch, m, k, n) of a matrix product; (batch x heads, queries, keys, channels) of attention; else empty.
         dtype: in which it computes: its result's, or float8.
         memory: (held by, bytes more or less), in order.
@@ -100,7 +103,8 @@ class Trace:
         tokens: tokens that this rank's data axis sees in the step (its micro-batches).
         data_size: number of different batches of the ranks at a time.
         held: holder -> bytes at the start of the step.
-        exact: ``parameters``, ``gradients``, ``optimizer``, ``buffers`` -> bytes of this rank, without an allocator's rounding.
+        exact: ``parameters``, ``gradients``, ``optimizer``, ``buffers`` -> bytes of this rank, without an allocator's
+            rounding.
         parameters: number of parameters of the whole model.
         phases: the events of each phase.
         compiled: blocks are compiled, so their element-wise operators are joined.
@@ -146,12 +150,20 @@ class Trace:
         held = dict.fromkeys(HELD, 0) | dict(self.held)
         for held_by, amount in changes[:at_peak]:
             held[held_by] += amount
-        return Memory(peak=peak, held={name: size for name, size in held.items() if size}, event=when, curve=tuple(curve), end=total)
+        return Memory(
+            peak=peak,
+            held={name: size for name, size in held.items() if size},
+            event=when,
+            curve=tuple(curve),
+            end=total,
+        )
 
     def to_json(self) -> str:
         """Return the trace as text; ``Trace.from_json`` reads it."""
         data = asdict(self)
-        data["phases"] = [{"name": phase.name, "events": [_packed(event) for event in phase.events]} for phase in self.phases]
+        data["phases"] = [
+            {"name": phase.name, "events": [_packed(event) for event in phase.events]} for phase in self.phases
+        ]
         return json.dumps(data, separators=(",", ":"))
 
     @classmethod
@@ -186,11 +198,15 @@ _DEFAULTS = asdict(Event(kind="compute", name=""))
 
 
 def _packed(event: Event) -> dict[str, Any]:
-    return {name: value for name, value in asdict(event).items() if value != _DEFAULTS[name] or name in ("kind", "name")}
+    return {
+        name: value for name, value in asdict(event).items() if value != _DEFAULTS[name] or name in ("kind", "name")
+    }
 
 
 def _unpacked(data: dict[str, Any]) -> Event:
     collective = data.pop("collective", None)
     memory = tuple((held_by, change) for held_by, change in data.pop("memory", ()))
     shape = tuple(data.pop("shape", ()))
-    return Event(**data, shape=shape, memory=memory, collective=None if collective is None else Collective(**collective))
+    return Event(
+        **data, shape=shape, memory=memory, collective=None if collective is None else Collective(**collective)
+    )

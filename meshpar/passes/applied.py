@@ -24,7 +24,8 @@ class Applied:
         layout: the description that the plan used.
         verify: the first forward tries what the passes divide.
         split: what the styles that split features share.
-        divided: modules whose own parameters an axis of samples divides -> the mesh, which has that axis apart from the data axes.
+        divided: modules whose own parameters an axis of samples divides -> the mesh, which has that axis apart from the
+            data axes.
         routing: what decides how many rows go to which experts.
         whole: the parameters that data ranks keep whole.
         replica_shards: what the ranks of a replica keep of parameters that all data ranks split.

@@ -20,9 +20,10 @@ from meshpar.patterns import class_name, find_modules, is_called, suggestion
 class Stage(enum.IntEnum):
     """Declare when a pass applies, relative to other passes.
 
-    Whole experts are divided before tensor parallelism splits the features of each expert. Passes over positions wrap modules before
-    tensor parallelism splits their features. Tensor parallelism decides what a layer computes, so it applies before all passes that
-    wrap the layer. Data parallelism shards the parameters as the other passes left them, so it applies last.
+    Whole experts are divided before tensor parallelism splits the features of each expert. Passes over positions wrap
+    modules before tensor parallelism splits their features. Tensor parallelism decides what a layer computes, so it
+    applies before all passes that wrap the layer. Data parallelism shards the parameters as the other passes left them,
+    so it applies last.
     """
 
     EXPERTS = 0
@@ -35,13 +36,14 @@ class Stage(enum.IntEnum):
 
 
 class Role(enum.Enum):
-    """Declare the difference between the ranks of an axis. The core derives batches, seeds, reductions and checks from the roles.
+    """Declare the difference between the ranks of an axis. The core derives batches, seeds, reductions and checks from
+    the roles.
 
     - ``SAMPLES``: each rank gets different samples; gradients are averaged over the axis, and random state differs.
-    - ``POSITIONS``: each rank gets different positions of the same samples, from :meth:`meshpar.Parallelized.split`. Gradients are
-      averaged over the axis, and random state differs.
-    - ``FEATURES``: each rank gets the same samples and computes a different part of a layer; random state agrees where activations are
-      whole, and a parameter that every rank keeps whole must get one gradient.
+    - ``POSITIONS``: each rank gets different positions of the same samples, from :meth:`meshpar.Parallelized.split`.
+      Gradients are averaged over the axis, and random state differs.
+    - ``FEATURES``: each rank gets the same samples and computes a different part of a layer; random state agrees where
+      activations are whole, and a parameter that every rank keeps whole must get one gradient.
     - ``LAYERS``: each rank computes different layers.
     """
 
@@ -63,12 +65,12 @@ class Pass:
     Attributes:
         name: name of the pass in messages.
         stage: when the pass applies: a :class:`Stage` or its number.
-        roles: mesh axis -> role: the difference between its ranks. The pass claims these axes: each must be in the mesh, and no other pass
-            may claim it.
-        splits_sequence: activations between layers are split along the sequence over the pass's axis. The axis's ranks then draw
-            different random numbers everywhere, and a block cannot be called alone.
-        divides_optimizer: optimizer state is divided over ``dp_replicate``. Replicas that may be lost, each a job of its own, then divide
-            it among them (:class:`meshpar.training.Replicas`).
+        roles: mesh axis -> role: the difference between its ranks. The pass claims these axes: each must be in the
+            mesh, and no other pass may claim it.
+        splits_sequence: activations between layers are split along the sequence over the pass's axis. The axis's ranks
+            then draw different random numbers everywhere, and a block cannot be called alone.
+        divides_optimizer: optimizer state is divided over ``dp_replicate``. Replicas that may be lost, each a job of
+            its own, then divide it among them (:class:`meshpar.training.Replicas`).
         keeps_on_host: parameters, gradients and optimizer state live in host memory.
         compiles: the pass changes the speed of a step, but not its values. The forecast replays a step without it.
         period: number of blocks after which the treatment of blocks repeats. The forecast replays at least one period.
@@ -89,8 +91,12 @@ class Pass:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if missing := [each for each in ("name", "stage") if each not in dir(cls)] + (["apply"] if cls.apply is Pass.apply else []):
-            raise TypeError(f"{cls.__name__} inherits Pass and does not define {', '.join(missing)}; see help(meshpar.Pass)")
+        if missing := [each for each in ("name", "stage") if each not in dir(cls)] + (
+            ["apply"] if cls.apply is Pass.apply else []
+        ):
+            raise TypeError(
+                f"{cls.__name__} inherits Pass and does not define {', '.join(missing)}; see help(meshpar.Pass)"
+            )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -98,7 +104,9 @@ class Pass:
         return tuple(self.roles)
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-        """Yield every reason why the pass cannot apply, one line each. Pure: reads names and shapes, without communication."""
+        """Yield every reason why the pass cannot apply, one line each. Pure: reads names and shapes, without
+        communication.
+        """
         return iter(())
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
@@ -106,14 +114,18 @@ class Pass:
         return iter(())
 
     def machine_problems(self, device_type: str) -> Iterator[str]:
-        """Yield what this machine lacks to run a rank on a device of this type. A check or a forecast on another machine ignores it."""
+        """Yield what this machine lacks to run a rank on a device of this type. A check or a forecast on another
+        machine ignores it.
+        """
         return iter(())
 
-    def late_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]) -> Iterator[str]:
+    def late_problems(
+        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
+    ) -> Iterator[str]:
         """Yield why the pass cannot place modules that came after ``apply``, one line each. Pure.
 
-        By default it cannot. :meth:`meshpar.Parallelized.adopt` applies a pass that can once more: its ``apply`` then places the modules
-        that are new, and leaves the others as they are.
+        By default it cannot. :meth:`meshpar.Parallelized.adopt` applies a pass that can once more: its ``apply`` then
+        places the modules that are new, and leaves the others as they are.
 
         Args:
             module: the model, as the pass left it, with what came since.
@@ -133,16 +145,18 @@ class Pass:
         Args:
             module: the model.
             layout: description of the model.
-            mesh: mesh with the plan's axes by name. Only a pass with a ``POSITIONS`` axis sees such axes: for the others they are a part of
-                the data axis before them, so data passes also average gradients over positions. The same applies to ``SAMPLES`` axes of
-                passes before ``Stage.DATA``.
+            mesh: mesh with the plan's axes by name. Only a pass with a ``POSITIONS`` axis sees such axes: for the
+                others they are a part of the data axis before them, so data passes also average gradients over
+                positions. The same applies to ``SAMPLES`` axes of passes before ``Stage.DATA``.
         """
         raise NotImplementedError
 
     def positions(self, length: int, size: int, index: int) -> Tensor:
-        """Return the positions of a sequence that one rank of a ``POSITIONS`` axis gets, (``length`` / ``size``) int64, in its order.
+        """Return the positions of a sequence that one rank of a ``POSITIONS`` axis gets, (``length`` / ``size``) int64,
+        in its order.
 
-        By default the ranks get consecutive parts. Every position belongs to one rank, and all ranks get the same number.
+        By default the ranks get consecutive parts. Every position belongs to one rank, and all ranks get the same
+        number.
 
         Args:
             length: of the whole sequence, a multiple of ``size``.
@@ -156,7 +170,8 @@ class Pass:
         """Do what ``apply`` does for one simulated ``rank`` of a ``FEATURES`` axis, with collectives on ``group``.
 
         Returns:
-            The :class:`meshpar.passes.tensor.context.Context` that the styles share; None where the pass cannot be tried without processes.
+            The :class:`meshpar.passes.tensor.context.Context` that the styles share; None where the pass cannot be
+            tried without processes.
         """
         return None
 
@@ -182,16 +197,22 @@ def held_mesh(passes: Iterable[Pass], mesh: MeshSpec, *, apart: Iterable[str] = 
     """
     passes = list(passes)
     data = axes_of([each for each in passes if each.stage == Stage.DATA], mesh, Role.SAMPLES)
-    within = [axis for axis in axes_of(passes, mesh, Role.POSITIONS, Role.SAMPLES) if mesh.axes[axis] > 1 and axis not in data]
+    within = [
+        axis for axis in axes_of(passes, mesh, Role.POSITIONS, Role.SAMPLES) if mesh.axes[axis] > 1 and axis not in data
+    ]
     if not within:
         return mesh
     if not data:
-        raise MeshError(f"nothing averages gradients over {', '.join(within)}; add FullyShard() to the passes and dp_shard=1 to the mesh")
+        raise MeshError(
+            f"nothing averages gradients over {', '.join(within)}; add FullyShard() to the passes and dp_shard=1 to "
+            "the mesh"
+        )
     return mesh.folded(data[-1], [axis for axis in within if axis not in apart])
 
 
 def seen_mesh(each: Pass, passes: Iterable[Pass], mesh: MeshSpec) -> MeshSpec:
-    """Return the mesh that a pass sees: the plan's for one that splits positions, else the mesh of the parameters that it holds.
+    """Return the mesh that a pass sees: the plan's for one that splits positions, else the mesh of the parameters that
+    it holds.
 
     Raises:
         MeshError: see :func:`held_mesh`.
@@ -201,8 +222,11 @@ def seen_mesh(each: Pass, passes: Iterable[Pass], mesh: MeshSpec) -> MeshSpec:
     return held_mesh(passes, mesh, apart=() if each.stage == Stage.DATA else each.roles)
 
 
-def find_blocks(module: nn.Module, layout: ModelLayout, override: tuple[str, ...] | None = None) -> list[tuple[str, nn.Module]]:
-    """Return the model's blocks, innermost first, each once: those of ``layout.blocks`` or of a pass's own ``override``.
+def find_blocks(
+    module: nn.Module, layout: ModelLayout, override: tuple[str, ...] | None = None
+) -> list[tuple[str, nn.Module]]:
+    """Return the model's blocks, innermost first, each once: those of ``layout.blocks`` or of a pass's own
+    ``override``.
 
     A pattern without a dot that names a class (``T5Block``) stands for every module of that class.
     """
@@ -213,9 +237,16 @@ def find_blocks(module: nn.Module, layout: ModelLayout, override: tuple[str, ...
 
 
 def block_problems(
-    owner: str, module: nn.Module, layout: ModelLayout, override: tuple[str, ...] | None = None, *, required: bool = True
+    owner: str,
+    module: nn.Module,
+    layout: ModelLayout,
+    override: tuple[str, ...] | None = None,
+    *,
+    required: bool = True,
 ) -> Iterator[str]:
-    """Yield the patterns of blocks that match nothing, and their absence where they are ``required``; ``owner`` is the pass that asks."""
+    """Yield the patterns of blocks that match nothing, and their absence where they are ``required``; ``owner`` is the
+    pass that asks.
+    """
     source = "layout block" if override is None else f"{owner}(blocks=...)"
     for pattern in override if override is not None else layout.blocks:
         found = _matching(module, pattern)
@@ -224,14 +255,23 @@ def block_problems(
         for name, child in found.items():
             if not is_called(child):
                 kind = type(child).__name__
-                yield f"{source} {pattern!r} matches {name}, a {kind}, which is never called; name the modules in it: '{name}.*'"
+                yield (
+                    f"{source} {pattern!r} matches {name}, a {kind}, which is never called; name the modules in "
+                    f"it: '{name}.*'"
+                )
     if required and override is None and not layout.blocks:
-        yield f"{owner} works block by block, but the layout names no blocks; give ModelLayout(blocks=...) or {owner}(blocks=...)"
+        yield (
+            f"{owner} works block by block, but the layout names no blocks; give ModelLayout(blocks=...) or "
+            f"{owner}(blocks=...)"
+        )
 
 
 def unmatched(what: str, pattern: str, module: nn.Module) -> str:
     """Return the message for a pattern that matches no module."""
-    return f"{what} matches no module; use a name of the model; {suggestion(pattern, (name for name, _ in module.named_modules()))}"
+    return (
+        f"{what} matches no module; use a name of the model; "
+        f"{suggestion(pattern, (name for name, _ in module.named_modules()))}"
+    )
 
 
 def _matching(module: nn.Module, pattern: str) -> dict[str, nn.Module]:

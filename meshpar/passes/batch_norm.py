@@ -27,11 +27,16 @@ def batch_norm_problems(module: nn.Module) -> Iterator[str]:
     for name, child in _batch_norms(module):
         title = f"{name or 'the outermost module'} ({type(child).__name__})"
         if isinstance(child, LazyModuleMixin):
-            yield f"{title} has no number of features yet; run one forward before the plan is applied, or build it with its num_features"
+            yield (
+                f"{title} has no number of features yet; run one forward before the plan is applied, or build it "
+                "with its num_features"
+            )
         elif not _has_torchs_forward(child):
             yield (
-                f"{title} is a batch norm with a forward of its own, which would compute statistics of one data rank's part of the "
-                "batch; use torch's BatchNorm and move the rest of that forward to a separate module, or use a norm that does not work "
+                f"{title} is a batch norm with a forward of its own, which would compute statistics of one data "
+                "rank's part of the "
+                "batch; use torch's BatchNorm and move the rest of that forward to a separate module, or use a norm "
+                "that does not work "
                 "across the batch"
             )
 
@@ -39,16 +44,18 @@ def batch_norm_problems(module: nn.Module) -> Iterator[str]:
 def synchronize_batch_norm(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> None:
     """Compute the batch statistics of every batch norm of ``module`` over all ranks of ``axes``, in place.
 
-    Loss, gradients and running statistics then equal one process on the concatenated batch, on every device, also where ranks have
-    different numbers of samples, or none. Statistics are float32, or float64 for float64 inputs. Evaluation with running statistics does
-    not communicate. Names and ``state_dict`` do not change. The plan's recomputation does not update the running statistics a second
-    time, so that they equal a run without it; torch.utils.checkpoint in the model's own code does, as it does in one process.
+    Loss, gradients and running statistics then equal one process on the concatenated batch, on every device, also where
+    ranks have different numbers of samples, or none. Statistics are float32, or float64 for float64 inputs. Evaluation
+    with running statistics does not communicate. Names and ``state_dict`` do not change. The plan's recomputation does
+    not update the running statistics a second time, so that they equal a run without it; torch.utils.checkpoint in the
+    model's own code does, as it does in one process.
 
-    The backward of the exchange sums over the ranks, because each rank has a loss of its own and the statistics that one rank sends enter
-    the losses of all ranks. The gradients on a rank are therefore those of the sum of all ranks' losses; the data passes average them over
-    the ranks, which gives the gradient of the mean loss. torch.nn.SyncBatchNorm (torch/nn/modules/_functions.py) reduces the same sums,
-    with kernels that exist for accelerators only. Variances are combined by the parallel algorithm of Chan, Golub and LeVeque (1979),
-    which does not cancel where the mean is large. The result can be differentiated twice.
+    The backward of the exchange sums over the ranks, because each rank has a loss of its own and the statistics that
+    one rank sends enter the losses of all ranks. The gradients on a rank are therefore those of the sum of all ranks'
+    losses; the data passes average them over the ranks, which gives the gradient of the mean loss.
+    torch.nn.SyncBatchNorm (torch/nn/modules/_functions.py) reduces the same sums, with kernels that exist for
+    accelerators only. Variances are combined by the parallel algorithm of Chan, Golub and LeVeque (1979), which does
+    not cancel where the mean is large. The result can be differentiated twice.
 
     Args:
         module: the model. Batch norms that are refused by :func:`batch_norm_problems` stay as they are.
@@ -58,7 +65,11 @@ def synchronize_batch_norm(module: nn.Module, mesh: DeviceMesh, axes: Sequence[s
     groups = [mesh.get_group(axis) for axis in axes if mesh[axis].size() > 1]
     for _, child in _batch_norms(module):
         known = installed(child)
-        if _has_torchs_forward(child) and not isinstance(child, LazyModuleMixin) and (known is None or known.forward is None):
+        if (
+            _has_torchs_forward(child)
+            and not isinstance(child, LazyModuleMixin)
+            and (known is None or known.forward is None)
+        ):
             _set_forward(child, groups)
 
 
@@ -94,7 +105,10 @@ def _set_forward(norm: Any, groups: Sequence[dist.ProcessGroup]) -> None:
         found = _statistics(input, groups)
         if tracked:  # before anything more is saved for backward, at which a recomputation may stop
             values = (found.mean, found.squares / (found.values - 1))
-            updated = [each + (value.detach().to(each.dtype) - each) * momentum for each, value in zip(running, values, strict=True)]
+            updated = [
+                each + (value.detach().to(each.dtype) - each) * momentum
+                for each, value in zip(running, values, strict=True)
+            ]
             _keep([*running, norm.num_batches_tracked], [*updated, count])
         return _normalized(norm, input, found)
 
@@ -103,7 +117,9 @@ def _set_forward(norm: Any, groups: Sequence[dist.ProcessGroup]) -> None:
 
 @torch.library.custom_op("meshpar::keep_statistics", mutates_args={"buffers"})
 def _keep(buffers: list[Tensor], values: list[Tensor]) -> None:
-    """Write running statistics, unless a recomputation asks; compiled code runs an operator as it is, without a graph break."""
+    """Write running statistics, unless a recomputation asks; compiled code runs an operator as it is, without a graph
+    break.
+    """
     if not RECOMPUTED.get():
         for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)
@@ -118,7 +134,9 @@ def _native(norm: Any, x: Tensor, running: list[Any], *, training: bool, momentu
 
 
 class _Statistics(NamedTuple):
-    """Of one batch, by channel: this rank's mean and what is centered by it; all ranks' number of values, mean, squares around it."""
+    """Of one batch, by channel: this rank's mean and what is centered by it; all ranks' number of values, mean, squares
+    around it.
+    """
 
     own_mean: Tensor
     centered: Tensor
@@ -136,7 +154,10 @@ def _statistics(x: Tensor, groups: Sequence[dist.ProcessGroup]) -> _Statistics:
     mean, squares = own_mean, centered.square().sum(dims)
     for group in groups:
         count, mean, squares = _joined(count, mean, squares, group)
-    assert_async(count[0] > 1, "batch norm needs more than one value per channel in the batch of all data ranks; this batch has fewer")
+    assert_async(
+        count[0] > 1,
+        "batch norm needs more than one value per channel in the batch of all data ranks; this batch has fewer",
+    )
     return _Statistics(own_mean, centered, count, mean, squares)
 
 
@@ -145,7 +166,8 @@ def _normalized(norm: Any, x: Tensor, found: _Statistics) -> Tensor:
     scale = torch.rsqrt(found.squares / found.values + norm.eps)
     if norm.weight is not None:
         scale = scale * norm.weight
-    # Centered by this rank's own mean, which is near the common one, so that nothing cancels and one activation is kept for backward.
+    # Centered by this rank's own mean, which is near the common one, so that nothing cancels and one activation is kept
+    # for backward.
     shift = (found.own_mean - found.mean) * scale
     if norm.bias is not None:
         shift = shift + norm.bias
@@ -159,7 +181,9 @@ def _by_channel(x: Tensor) -> list[int]:
 
 def _joined(count: Tensor, mean: Tensor, squares: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Join the ranks' counts, means and sums of squared distances from them; the result is the same on every rank."""
-    counts, means, all_squares = _Gather.apply(torch.cat([count, mean, squares]), group).split([1, *([len(mean)] * 2)], 1)
+    counts, means, all_squares = _Gather.apply(torch.cat([count, mean, squares]), group).split(
+        [1, *([len(mean)] * 2)], 1
+    )
     total = counts.sum(0)
     joined = (counts * means).sum(0) / total.clamp(min=1.0)
     return total, joined, (all_squares + counts * (means - joined).square()).sum(0)
@@ -171,7 +195,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)).view(group.size(), -1)
+        return ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)).view(
+            group.size(), -1
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

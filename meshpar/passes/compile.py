@@ -46,15 +46,23 @@ class Compile(Pass):
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from block_problems(self.name, module, layout, self.blocks)
 
-    def late_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]) -> Iterator[str]:
+    def late_problems(
+        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
+    ) -> Iterator[str]:
         return iter(())
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         if self.fullgraph and applied(module).divided:
             raise ParallelError(
-                "Compile(fullgraph=True) got blocks with divided experts, whose exchange of tokens breaks the graph; drop fullgraph=True, "
+                "Compile(fullgraph=True) got blocks with divided experts, whose exchange of tokens breaks the graph; "
+                "drop fullgraph=True, "
                 "or use a mesh without ep"
             )
         for _, block in find_blocks(module, layout, self.blocks):
             if block._compiled_call_impl is None:
-                block.compile(backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, options=dict(self.options) or None)
+                block.compile(
+                    backend=self.backend,
+                    fullgraph=self.fullgraph,
+                    dynamic=self.dynamic,
+                    options=dict(self.options) or None,
+                )

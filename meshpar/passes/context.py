@@ -24,24 +24,25 @@ from meshpar.patterns import find_modules, matches
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallel(Pass):
-    """Split sequences over ``cp``: each rank holds a part of the positions of the same samples, so longer sequences fit.
+    """Split sequences over ``cp``: each rank holds a part of the positions of the same samples, so longer sequences
+    fit.
 
-    Call the model with ``par.split(batch)``. All layers except attention compute on a rank's own positions. transformers' models
-    exchange positions in transformers' attention interface; other models call :func:`meshpar.attention`. The first forward checks that
-    no other module mixes positions, and names those that do.
+    Call the model with ``par.split(batch)``. All layers except attention compute on a rank's own positions.
+    transformers' models exchange positions in transformers' attention interface; other models call
+    :func:`meshpar.attention`. The first forward checks that no other module mixes positions, and names those that do.
 
     >>> from meshpar import ContextParallel, FullyShard, Plan
     >>> print(Plan("dp_shard=2,cp=4", [ContextParallel(), FullyShard()]))
     dp_shard=2,cp=4 [ContextParallel -> FullyShard]
 
     Args:
-        transport: ``gather`` gives every rank the keys and values of all positions, and divides their gradients; ``heads`` exchanges
-            positions for heads (Ulysses), and needs a number of heads that ``cp`` divides.
-        balance: give each rank a piece from the start of a sequence and one from its end, because late positions attend to more keys.
-            Sequences that 2 x ``cp`` does not divide are cut in consecutive parts.
+        transport: ``gather`` gives every rank the keys and values of all positions, and divides their gradients;
+            ``heads`` exchanges positions for heads (Ulysses), and needs a number of heads that ``cp`` divides.
+        balance: give each rank a piece from the start of a sequence and one from its end, because late positions attend
+            to more keys. Sequences that 2 x ``cp`` does not divide are cut in consecutive parts.
         mixers: patterns of modules that mix positions in another way (``"backbone.layers.*.mixer"``), in addition to
-            ``ModelLayout.mixers``. Each rank computes them on the whole sequence, (B, L, D), and keeps its own part: this is exact, but
-            does not divide their time and memory.
+            ``ModelLayout.mixers``. Each rank computes them on the whole sequence, (B, L, D), and keeps its own part:
+            this is exact, but does not divide their time and memory.
     """
 
     transport: Transport = "gather"
@@ -62,7 +63,8 @@ class ContextParallel(Pass):
             yield layout.refusals["cp without mixers"]
         elif layout.exchange is None and not layout.attention and not mixers:
             yield (
-                f"the layout does not name the attention of {type(module).__name__}; call meshpar.attention(self, q, k, v, mask) in it, "
+                f"the layout does not name the attention of {type(module).__name__}; call meshpar.attention(self, q, "
+                "k, v, mask) in it, "
                 "and give ModelLayout(attention=('layers.*.attn',)), or drop ContextParallel"
             )
         for pattern in (*layout.attention, *mixers):
@@ -73,29 +75,45 @@ class ContextParallel(Pass):
         found = [name for pattern in (*layout.mixers, *self.mixers) for name, _ in find_modules(module, pattern)]
         if mesh.axes["cp"] > 1 and found:
             yield (
-                f"ContextParallel: each rank computes {len(found)} modules ({found[0]}, ...) on whole sequences, because they mix "
+                f"ContextParallel: each rank computes {len(found)} modules ({found[0]}, ...) on whole sequences, "
+                "because they mix "
                 "positions in another way: exact, but their time and memory are not divided"
             )
 
-    def late_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]) -> Iterator[str]:
-        late = [name for name in came for each in (*layout.attention, *layout.mixers, *self.mixers) if matches(each, name)]
+    def late_problems(
+        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
+    ) -> Iterator[str]:
+        late = [
+            name for name in came for each in (*layout.attention, *layout.mixers, *self.mixers) if matches(each, name)
+        ]
         if mesh.axes["cp"] > 1 and late:
-            yield f"{late[0]} mixes positions, which ContextParallel prepares in plan.apply alone; put it into the model before plan.apply"
+            yield (
+                f"{late[0]} mixes positions, which ContextParallel prepares in plan.apply alone; put it into the "
+                "model before plan.apply"
+            )
 
     def positions(self, length: int, size: int, index: int) -> Tensor:
-        return torch.cat([torch.arange(each.start, each.stop) for each in runs(length, size, index, balance=self.balance)])
+        return torch.cat(
+            [torch.arange(each.start, each.stop) for each in runs(length, size, index, balance=self.balance)]
+        )
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         axis = mesh["cp"]
         if axis.size() == 1 or record(module).exchange is not None:
             return
         exchange = Exchange(
-            group=axis.get_group(), size=axis.size(), rank=axis.get_local_rank(), transport=self.transport, balance=self.balance
+            group=axis.get_group(),
+            size=axis.size(),
+            rank=axis.get_local_rank(),
+            transport=self.transport,
+            balance=self.balance,
         )
         attending = [child for pattern in layout.attention for _, child in find_modules(module, pattern)]
         for each in (module, *attending):
             record(each).exchange = exchange
-        for each in {child: None for pattern in (*layout.mixers, *self.mixers) for _, child in find_modules(module, pattern)}:
+        for each in {
+            child: None for pattern in (*layout.mixers, *self.mixers) for _, child in find_modules(module, pattern)
+        }:
             _compute_whole(each, exchange)
         if layout.exchange is not None:
             layout.exchange(module, exchange)
@@ -116,7 +134,9 @@ def _compute_whole(module: nn.Module, exchange: Exchange) -> None:
             if not isinstance(value, Tensor):
                 return value
             if value.ndim == 4 and value.shape[0] == 1:
-                value = value.expand(rows, *value.shape[1:])  # attention of a model's own may insist on a mask for each row
+                value = value.expand(
+                    rows, *value.shape[1:]
+                )  # attention of a model's own may insist on a mask for each row
             dim = _dim_of_positions(value, part)
             if dim is None:
                 return value
@@ -136,7 +156,8 @@ def _compute_whole(module: nn.Module, exchange: Exchange) -> None:
         made = _hidden(output)
         if made is not None and made.shape[1] != length:
             raise MeshparError(
-                f"{type(module).__name__} computes whole sequences of {length} positions under ContextParallel, and returned "
+                f"{type(module).__name__} computes whole sequences of {length} positions under ContextParallel, and "
+                "returned "
                 f"{tuple(made.shape)}: under sequence parallelism its output is split once more; use "
                 "TensorParallel(sequence_parallel=False), or a mesh without cp"
             )
@@ -147,12 +168,16 @@ def _compute_whole(module: nn.Module, exchange: Exchange) -> None:
 
 def _hidden(values: object) -> Tensor | None:
     """Return the first hidden states (B, L, D) of a module's inputs or outputs."""
-    found = (each for each in tree_leaves(values) if isinstance(each, Tensor) and each.ndim == 3 and each.is_floating_point())
+    found = (
+        each for each in tree_leaves(values) if isinstance(each, Tensor) and each.ndim == 3 and each.is_floating_point()
+    )
     return next(found, None)
 
 
 def _dim_of_positions(value: Tensor, part: int) -> int | None:
-    """Return the dim of a module's input along which a rank has a part: (B, L), (L, D), (B, L, D), (B, H, L, any), (B, H, 1, L)."""
+    """Return the dim of a module's input along which a rank has a part: (B, L), (L, D), (B, L, D), (B, H, L, any), (B,
+    H, 1, L).
+    """
     if value.ndim == 4 and value.shape[2] == 1:
         return 3 if value.shape[3] == part else None
     dims = {2: (1, 0), 3: (1,), 4: (2,)}.get(value.ndim, ())

@@ -1,8 +1,9 @@
 """How the ranks of an axis exchange positions: which of them each rank holds, and attention over all of them.
 
-Two transports. ``gather``: every rank gets the keys and values of all positions and attends with its own queries; their gradients are
-summed and scattered (as in Llama 3's training, arXiv 2407.21783, section 3.3.2). ``heads``: ranks exchange positions for heads before
-attention and back after it, so that each attends over all positions with a part of the heads (DeepSpeed-Ulysses, arXiv 2309.14509).
+Two transports. ``gather``: every rank gets the keys and values of all positions and attends with its own queries; their
+gradients are summed and scattered (as in Llama 3's training, arXiv 2407.21783, section 3.3.2). ``heads``: ranks
+exchange positions for heads before attention and back after it, so that each attends over all positions with a part of
+the heads (DeepSpeed-Ulysses, arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ BLOCK = 1024
 def runs(length: int, size: int, rank: int, *, balance: bool) -> list[range]:
     """Return the positions of one rank as runs of consecutive ones.
 
-    Under causal attention a late position costs more than an early one. Balanced, the sequence is cut into 2 x ``size`` pieces, and each
-    rank gets one from the head and its mirror image from the tail; where they do not divide, the ranks get consecutive parts.
+    Under causal attention a late position costs more than an early one. Balanced, the sequence is cut into 2 x ``size``
+    pieces, and each rank gets one from the head and its mirror image from the tail; where they do not divide, the ranks
+    get consecutive parts.
     """
     if balance and length % (2 * size) == 0:
         piece = length // (2 * size)
@@ -70,12 +72,16 @@ class Exchange:
         return runs(length, self.size, self.rank if rank is None else rank, balance=self.balance)
 
     def rows(self, length: int, device: torch.device, rank: int | None = None) -> Tensor:
-        """Return the positions of this rank, or of another, in a whole sequence of ``length``: (``length`` / ``size``) int64."""
+        """Return the positions of this rank, or of another, in a whole sequence of ``length``: (``length`` / ``size``)
+        int64.
+        """
         return torch.cat([torch.arange(each.start, each.stop, device=device) for each in self.runs(length, rank)])
 
     @contextmanager
     def unsplit(self) -> Iterator[None]:
-        """Let the model, or a module of it, compute on whole sequences, which every rank has, as it does without a plan."""
+        """Let the model, or a module of it, compute on whole sequences, which every rank has, as it does without a
+        plan.
+        """
         with ExitStack() as stack:
             self.alone.append(True)
             stack.callback(self.alone.clear)
@@ -88,38 +94,46 @@ class Exchange:
         return _all_gather(x.detach(), 0, self.group)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        """Return the ranks' parts of ``x`` joined along ``dim`` in the sequence's order; gradients are summed over the axis."""
+        """Return the ranks' parts of ``x`` joined along ``dim`` in the sequence's order; gradients are summed over the
+        axis.
+        """
         return _Whole.apply(x, dim, self)
 
     def values(self, x: Tensor, dim: int) -> Tensor:
         """Return the ranks' parts of ``x`` joined along ``dim`` in the sequence's order, without a gradient."""
         return self._in_order(_all_gather(x.detach(), 0, self.group), dim)
 
-    def attend(self, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Pieces | None, *, causal: bool = True) -> Tensor:
+    def attend(
+        self, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Pieces | None, *, causal: bool = True
+    ) -> Tensor:
         """Attend over the whole sequence with this rank's queries.
 
         Args:
-            inner: attends with ``q`` (B, H, M, C), ``k`` and ``v`` (B, G, N, C) and a mask (B or 1, 1, M, N); returns (B, H, M, C).
+            inner: attends with ``q`` (B, H, M, C), ``k`` and ``v`` (B, G, N, C) and a mask (B or 1, 1, M, N); returns
+                (B, H, M, C).
             q: this rank's queries, (B, H, M, C).
             k: this rank's keys, (B, G, M, C).
             v: this rank's values, (B, G, M, C).
-            mask: from :func:`meshpar.attention_mask`: of this rank's queries, (B or 1, 1, M, N), for ``heads`` of all queries; or what
-                makes pieces of it.
+            mask: from :func:`meshpar.attention_mask`: of this rank's queries, (B or 1, 1, M, N), for ``heads`` of all
+                queries; or what makes pieces of it.
             causal: no query sees a later position, so that keys after the last query need not be looked at.
         """
         rows = q.shape[2] if self.transport == "gather" else q.shape[2] * self.size
         if mask is None or (isinstance(mask, Tensor) and mask.shape[-2:] != (rows, q.shape[2] * self.size)):
             got = "none" if mask is None else f"one of {mask.shape[-2]} x {mask.shape[-1]}"
             raise MeshparError(
-                f"attention over a part of the positions needs the mask of {rows} queries and {q.shape[2] * self.size} keys, that of "
-                f"meshpar.attention_mask, got {got}: a model that makes masks of its own cannot be split; use a mesh without cp"
+                f"attention over a part of the positions needs the mask of {rows} queries and "
+                f"{q.shape[2] * self.size} keys, that of "
+                f"meshpar.attention_mask, got {got}: a model that makes masks of its own cannot be split; use a mesh "
+                "without cp"
             )
         if self.cut:
             alone = q.shape[1] // k.shape[1]
             return _own(v, alone) + q.sum(-1, keepdim=True) + _own(k.sum(-1, keepdim=True), alone)
         if k.shape[2] != q.shape[2]:
             raise MeshparError(
-                f"ContextParallel splits self-attention, got {q.shape[2]} queries and {k.shape[2]} keys: attention to another sequence, or "
+                f"ContextParallel splits self-attention, got {q.shape[2]} queries and {k.shape[2]} keys: attention "
+                "to another sequence, or "
                 "a key/value cache, is not supported; use a mesh without cp"
             )
         if self.transport == "heads":
@@ -127,15 +141,22 @@ class Exchange:
         k, v = self.whole(torch.cat([k, v], -1), 2).split([k.shape[-1], v.shape[-1]], -1)
         return run_by_run(inner, q, k, v, mask, self.runs(k.shape[2]), causal=causal)
 
-    def _over_heads(self, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Pieces, causal: bool) -> Tensor:
+    def _over_heads(
+        self, inner: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Pieces, causal: bool
+    ) -> Tensor:
         heads, groups = q.shape[1], k.shape[1]
         if heads % self.size:
             raise MeshparError(
-                f"ContextParallel(transport='heads') over cp={self.size} divides the heads, got {heads}; use transport='gather', or a cp "
+                f"ContextParallel(transport='heads') over cp={self.size} divides the heads, got {heads}; use "
+                "transport='gather', or a cp "
                 "that divides them"
             )
         if groups % self.size:  # every rank needs the keys of its own heads: as many copies as make them divide
-            copies = next(each for each in range(2, heads // groups + 1) if groups * each % self.size == 0 and heads // groups % each == 0)
+            copies = next(
+                each
+                for each in range(2, heads // groups + 1)
+                if groups * each % self.size == 0 and heads // groups % each == 0
+            )
             k, v = _own(k, copies), _own(v, copies)
         q, k, v = (_ToHeads.apply(each, self) for each in (q, k, v))
         try:
@@ -164,7 +185,9 @@ class Exchange:
     def _by_rank(self, whole: Tensor, dim: int) -> Tensor:
         """Stack along dim 0 what each rank holds of ``whole``."""
         length = whole.shape[dim]
-        mine = [[whole.narrow(dim, each.start, len(each)) for each in self.runs(length, rank)] for rank in range(self.size)]
+        mine = [
+            [whole.narrow(dim, each.start, len(each)) for each in self.runs(length, rank)] for rank in range(self.size)
+        ]
         return torch.cat([torch.cat(each, dim) for each in mine], 0)
 
 
@@ -173,8 +196,8 @@ def run_by_run(
 ) -> Tensor:
     """Attend with runs of consecutive queries, each with the keys that it may see.
 
-    Where the mask is made piece by piece, at most :data:`BLOCK` queries attend at a time, and their scores and mask are made once more for
-    backward, so that no matrix of the sequence's length squared is ever held.
+    Where the mask is made piece by piece, at most :data:`BLOCK` queries attend at a time, and their scores and mask are
+    made once more for backward, so that no matrix of the sequence's length squared is ever held.
 
     Args:
         inner: as for :meth:`Exchange.attend`.
@@ -188,7 +211,9 @@ def run_by_run(
     if not isinstance(mask, Tensor) and not callable(mask):  # blocks of all queries, for a kernel that holds no scores
         return inner(q, k, v, mask)
     runs = (
-        queries if isinstance(mask, Tensor) else [each[begin : begin + BLOCK] for each in queries for begin in range(0, len(each), BLOCK)]
+        queries
+        if isinstance(mask, Tensor)
+        else [each[begin : begin + BLOCK] for each in queries for begin in range(0, len(each), BLOCK)]
     )
     outputs, begin = [], 0
     for each in runs:

@@ -1,7 +1,7 @@
 """ExpertParallel: each rank of an axis holds whole experts, and tokens travel to the experts that they chose and back.
 
-Expert parallelism of GShard (arXiv 2006.16668, section 3) without a capacity: the ranks send one another as many rows as were chosen
-(arXiv 2211.15841), so that nothing is dropped and the result is that of one process.
+Expert parallelism of GShard (arXiv 2006.16668, section 3) without a capacity: the ranks send one another as many rows
+as were chosen (arXiv 2211.15841), so that nothing is dropped and the result is that of one process.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ from meshpar.patterns import class_name, covers, find_modules, matches
 log = logging.getLogger(__name__)
 
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.1
-"""How far divided experts may be off in the first forward, relative to the largest value; the second in 16 bits on an accelerator."""
+"""How far divided experts may be off in the first forward, relative to the largest value; the second in 16 bits on an
+accelerator.
+"""
 LARGEST = 1 << 27
-"""Parameters of all ranks' experts that the first forward draws at most, of one module at a time: 512 MiB in float32."""
+"""Parameters of all ranks' experts that the first forward draws at most, of one module at a time: 512 MiB in float32.
+"""
 _TOKENS = 64  # of each rank in a test of divided experts
 _COUNTS = re.compile(r"_?(moe_)?(n|num)_(local_|routed_|total_)?experts")
 _PLACES = re.compile(r"(^|_)(idx|id|index|layer|number|place|layer_number)$")
@@ -55,14 +58,15 @@ _IN_ORDER = "(rows (R, D) in the order of experts) or (such rows, the number of 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertParallel(Pass):
-    """Divide whole experts over ``ep``, whose ranks get different samples; each token is sent to the ranks of its experts.
+    """Divide whole experts over ``ep``, whose ranks get different samples; each token is sent to the ranks of its
+    experts.
 
-    All other parameters are sharded over ``dp_shard`` and ``ep`` together, the experts of a rank over ``dp_shard`` alone. No token
-    is dropped. ``tp`` then splits the features of each expert.
+    All other parameters are sharded over ``dp_shard`` and ``ep`` together, the experts of a rank over ``dp_shard``
+    alone. No token is dropped. ``tp`` then splits the features of each expert.
 
     Attributes:
-        skew: rows of the busiest rank of ``ep`` relative to equal routing. The forecast assumes them for this rank; training ignores the
-            value.
+        skew: rows of the busiest rank of ``ep`` relative to equal routing. The forecast assumes them for this rank;
+            training ignores the value.
 
     >>> from meshpar import ExpertParallel, FullyShard, Plan
     >>> print(Plan("dp_shard=2,ep=4", [ExpertParallel(), FullyShard()]))
@@ -85,14 +89,18 @@ class ExpertParallel(Pass):
             )
         size, owners = mesh.axes["ep"], dict[nn.Parameter, list[str]]()
         if not 1 <= self.skew <= size:
-            yield f"ExpertParallel(skew={self.skew}) is expected to be from 1, equal routing, to ep={size}, all rows to one rank; change it"
+            yield (
+                f"ExpertParallel(skew={self.skew}) is expected to be from 1, equal routing, to ep={size}, all rows "
+                "to one rank; change it"
+            )
         for name, child in module.named_modules():
             for leaf, each in child.named_parameters(recurse=False, remove_duplicate=False):
                 owners.setdefault(each, []).append(f"{name}.{leaf}")
         divided, tied = self.shards(module, layout), [names for names in owners.values() if len(names) > 1]
         for names in (each for each in tied if not divided.isdisjoint(each)):
             yield (
-                f"{' and '.join(names)} are one parameter, which ExpertParallel would divide separately for each module; use one "
+                f"{' and '.join(names)} are one parameter, which ExpertParallel would divide separately for each "
+                "module; use one "
                 "experts module for both layers, untie them, or use a mesh without ep"
             )
         for pattern in layout.experts:
@@ -103,12 +111,16 @@ class ExpertParallel(Pass):
                 counts = {leaf: len(each) if each.ndim else 0 for leaf, each in child.named_parameters(recurse=False)}
                 if isinstance(child, nn.ModuleList):
                     yield (
-                        f"{name} is a list of {len(child)} modules, expected one module with their parameters stacked, and {INTERFACE} "
+                        f"{name} is a list of {len(child)} modules, expected one module with their parameters "
+                        f"stacked, and {INTERFACE} "
                         "into its forward; stack them, or use a mesh without ep"
                     )
                 elif len(set(counts.values())) != 1:
                     held = ", ".join(f"{leaf} {tuple(getattr(child, leaf).shape)}" for leaf in counts) or "no parameter"
-                    yield f"{name} must hold parameters whose first dim counts its experts, got {held}; take it out of ModelLayout.experts"
+                    yield (
+                        f"{name} must hold parameters whose first dim counts its experts, got {held}; take it out "
+                        "of ModelLayout.experts"
+                    )
                 else:
                     count = next(iter(counts.values()))
                     if count % size:
@@ -118,14 +130,20 @@ class ExpertParallel(Pass):
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         if mesh.spans_nodes("ep"):
             yield (
-                f"axis 'ep' (size {mesh.axes['ep']}) spans nodes of {mesh.ranks_per_node} ranks: every layer of experts then sends its "
+                f"axis 'ep' (size {mesh.axes['ep']}) spans nodes of {mesh.ranks_per_node} ranks: every layer of "
+                "experts then sends its "
                 "tokens between nodes four times a step; keep ep x tp within a node, and use dp_shard across nodes"
             )
 
-    def late_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]) -> Iterator[str]:
+    def late_problems(
+        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
+    ) -> Iterator[str]:
         late = [name for name in came for each in layout.experts if covers(each, name)]
         if mesh.axes["ep"] > 1 and late:
-            yield f"{late[0]} holds experts, which ExpertParallel divides in plan.apply alone; put it into the model before plan.apply"
+            yield (
+                f"{late[0]} holds experts, which ExpertParallel divides in plan.apply alone; put it into the model "
+                "before plan.apply"
+            )
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
         found = [pair for pattern in layout.experts for pair in find_modules(module, pattern)]
@@ -140,7 +158,9 @@ class ExpertParallel(Pass):
         placements = [Shard(0), *[Replicate()] * (inside.ndim - 1)]
         placed: dict[int, nn.Parameter] = {}
         found = {child: name for pattern in layout.experts for name, child in find_modules(module, pattern)}
-        untried = {_kind(child, place): child for place, child in reversed([*enumerate(found)])} if record.verify else {}
+        untried = (
+            {_kind(child, place): child for place, child in reversed([*enumerate(found)])} if record.verify else {}
+        )
         for child, name in found.items():
             for leaf, parameter in child.named_parameters(recurse=False):
                 if id(parameter) not in placed:
@@ -163,26 +183,46 @@ def _undivided_problems(name: str, module: nn.Module, count: int, in_order: bool
     for leaf, each in kept:
         if each.ndim and len(each) == count:
             kind = "parameter of a child module" if isinstance(each, nn.Parameter) else "buffer"
-            yield f"{name}.{leaf} {tuple(each.shape)} is a {kind} whose first dim counts experts, and it would stay whole; {remedy}"
+            yield (
+                f"{name}.{leaf} {tuple(each.shape)} is a {kind} whose first dim counts experts, and it would stay "
+                f"whole; {remedy}"
+            )
     if len(numbers := _numbers(module, count)) > 1:
-        yield f"{name} stores its number of experts as {' and as '.join(numbers)}, expected one attribute, such as num_experts; keep one"
+        yield (
+            f"{name} stores its number of experts as {' and as '.join(numbers)}, expected one attribute, such as "
+            "num_experts; keep one"
+        )
     given = list(inspect.signature(module.forward).parameters.values())
-    if (len(given) not in (1, 2) if in_order else len(given) < 3) or any(each.kind == each.VAR_POSITIONAL for each in given):
+    if (len(given) not in (1, 2) if in_order else len(given) < 3) or any(
+        each.kind == each.VAR_POSITIONAL for each in given
+    ):
         got, want = ", ".join(map(str, given)), _IN_ORDER if in_order else INTERFACE
-        yield f"{name} has forward({got}), expected {want}; take it out of ModelLayout.experts, or use a mesh without ep"
+        yield (
+            f"{name} has forward({got}), expected {want}; take it out of ModelLayout.experts, or use a mesh without ep"
+        )
 
 
 def _numbers(module: nn.Module, count: int) -> list[str]:
     """Return the attributes by which a module counts its experts."""
-    return [name for name, value in vars(module).items() if _COUNTS.fullmatch(name) and type(value) is int and value == count]
+    return [
+        name
+        for name, value in vars(module).items()
+        if _COUNTS.fullmatch(name) and type(value) is int and value == count
+    ]
 
 
 def _kind(module: nn.Module, place: int) -> Any:
     """Return what experts of one kind have in common; ``place`` is a number that a module may know itself by."""
     facts = []
     for inner, child in module.named_modules():
-        plain = {key: value for key, value in vars(child).items() if key.strip("_") not in _TORCHS and key not in dir(nn.Module)}
-        settings = {key: value if isinstance(value, bool | float | str | None) else id(value) for key, value in plain.items()}
+        plain = {
+            key: value
+            for key, value in vars(child).items()
+            if key.strip("_") not in _TORCHS and key not in dir(nn.Module)
+        }
+        settings = {
+            key: value if isinstance(value, bool | float | str | None) else id(value) for key, value in plain.items()
+        }
         numbers = {key: value for key, value in plain.items() if type(value) is int}
         settings |= {key: None if value == place and _PLACES.search(key) else value for key, value in numbers.items()}
         shapes = tuple((leaf, tuple(each.shape)) for leaf, each in child.named_parameters(recurse=False))
@@ -227,7 +267,9 @@ class _Chosen:
 
 @final
 class _InOrder(_Chosen):
-    """How experts are called with rows in their order: the number of each expert's, or equally many, most of them zeros."""
+    """How experts are called with rows in their order: the number of each expert's, or equally many, most of them
+    zeros.
+    """
 
     def __init__(self, name: str, module: nn.Module, record: Applied) -> None:
         super().__init__(name, module, record)
@@ -247,10 +289,16 @@ class _InOrder(_Chosen):
             places = torch.cat([places[:size] + each * max(sizes) for each, size in enumerate(sizes)])
             given = rows.new_zeros(held * max(sizes), rows.shape[-1]).index_copy(0, places, given)
         came = list(bound.arguments.values())[-1]
-        told = torch.tensor(sizes, dtype=came.dtype, device=came.device) if isinstance(came, Tensor) and not self.dense else sizes
+        told = (
+            torch.tensor(sizes, dtype=came.dtype, device=came.device)
+            if isinstance(came, Tensor) and not self.dense
+            else sizes
+        )
         bound.arguments.update(zip(list(bound.arguments), (given, told)))
         output = self.called(bound, own, given)[places]
-        return output[torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))] * weights
+        return (
+            output[torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))] * weights
+        )
 
 
 def rows_in_order(arguments: Mapping[Any, Any], count: int) -> tuple[Tensor, Tensor]:
@@ -263,7 +311,9 @@ def rows_in_order(arguments: Mapping[Any, Any], count: int) -> tuple[Tensor, Ten
 
 
 def _by_all_ranks(compute: Inner, call: _Chosen, count: int, group: Any) -> Inner:
-    """Return ``compute``, which has the experts of this rank, for rows that chose from the ``count`` experts of all ranks."""
+    """Return ``compute``, which has the experts of this rank, for rows that chose from the ``count`` experts of all
+    ranks.
+    """
     routing = call.record.routing
 
     def divided(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -284,7 +334,11 @@ def _install(call: _Chosen, group: Any, *, tried: bool) -> None:
 
     @eager
     def forward(*args: Any, **kwargs: Any) -> Any:
-        own = {leaf: local(each) if isinstance(each, DTensor) else each for leaf, each in module._parameters.items() if each is not None}
+        own = {
+            leaf: local(each) if isinstance(each, DTensor) else each
+            for leaf, each in module._parameters.items()
+            if each is not None
+        }
         if len(next(iter(own.values()))) == call.count:  # all of them, in a test against the unsplit module
             return with_own(module, own, lambda: call.inner(*args, **kwargs))
         bound, hidden, chosen, weights = call.read(*args, **kwargs)
@@ -309,9 +363,12 @@ def _inputs(name: str, module: nn.Module, given: Mapping[str, Any]) -> tuple[str
     numbers = [key for key, each in tensors.items() if not each.is_floating_point() and each.dtype != torch.bool]
     if len(tensors) == 3 and len(floats) == 2 and len(numbers) == 1 and floats[0] == next(iter(given)):
         return floats[0], numbers[0], floats[1]
-    got = ", ".join(f"{key} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for key, each in tensors.items())
+    got = ", ".join(
+        f"{key} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for key, each in tensors.items()
+    )
     raise ParallelError(
-        f"{name} ({class_name(module)}) got the tensors ({got}), expected {INTERFACE} and no other tensor, which would not travel with "
+        f"{name} ({class_name(module)}) got the tensors ({got}), expected {INTERFACE} and no other tensor, which "
+        "would not travel with "
         "its tokens; compute with others outside of the module, or use a mesh without ep"
     )
 
@@ -329,9 +386,9 @@ def _try(
 ) -> None:
     """Compare what a module computes by all experts with what the ranks compute by theirs.
 
-    Tokens, weights and parameters are noise, so that no zero hides anything; of very large modules it has fewer experts. Outputs are
-    compared, and the gradients of hidden states and weights: in float32, but on an accelerator in the dtypes that came. In training a
-    module that draws random numbers is not compared.
+    Tokens, weights and parameters are noise, so that no zero hides anything; of very large modules it has fewer
+    experts. Outputs are compared, and the gradients of hidden states and weights: in float32, but on an accelerator in
+    the dtypes that came. In training a module that draws random numbers is not compared.
 
     Raises:
         ParallelError: on every rank of ``group``.
@@ -345,7 +402,10 @@ def _try(
     widened = not runtime.queues(device)
     noise = partial(_noise, device, widened)
     held = max(1, min(call.count // size, LARGEST // (size * sum(value[:1].numel() for value in own.values()))))
-    every = {leaf: noise(place, (held * size, *value.shape[1:]), value.dtype) for place, (leaf, value) in enumerate(own.items())}
+    every = {
+        leaf: noise(place, (held * size, *value.shape[1:]), value.dtype)
+        for place, (leaf, value) in enumerate(own.items())
+    }
     mine = {leaf: value[rank * held : (rank + 1) * held].clone() for leaf, value in every.items()}
     hidden = noise(100 + rank, (_TOKENS, like.shape[-1]), like.dtype)
     if call.dense:
@@ -360,19 +420,29 @@ def _try(
             why = str(error)
         if gather_values(torch.tensor([[bool(why)]], device=device), group).any():
             log.warning(
-                "%s (%s) is not compared: %s", call.name, class_name(call.module), why or "another rank cannot put back what it does"
+                "%s (%s) is not compared: %s",
+                call.name,
+                class_name(call.module),
+                why or "another rank cannot put back what it does",
             )
             return
         stack.enter_context(_by_itself(call.module, training, device, noise))
         if widened:
             stack.enter_context(torch.autocast(device.type, enabled=False))
         try:
-            want, *again = (_with_gradients(partial(call.compute, bound, every), hidden, chosen, weights) for _ in range(1 + training))
+            want, *again = (
+                _with_gradients(partial(call.compute, bound, every), hidden, chosen, weights)
+                for _ in range(1 + training)
+            )
             random = any(not torch.equal(one, other) for each in again for one, other in zip(want, each))
             endless = not all(bool(each.isfinite().all()) for each in want)
             random, endless = gather_values(torch.tensor([[random, endless]], device=device), group).any(0).tolist()
             if endless:
-                log.warning("%s (%s) returns no finite values for random inputs and is not compared", call.name, class_name(call.module))
+                log.warning(
+                    "%s (%s) returns no finite values for random inputs and is not compared",
+                    call.name,
+                    class_name(call.module),
+                )
             if random or endless:
                 return
             divided = _by_all_ranks(partial(call.compute, bound, mine), call, held * size, group)
@@ -381,16 +451,22 @@ def _try(
             raise
         except Exception as error:
             raise ParallelError(_does_not_run(call, held, error)) from error
-    off = torch.stack([(one - other).abs().max() / one.abs().max().clamp(min=1e-30) for one, other in zip(want, have, strict=True)])
+    off = torch.stack(
+        [(one - other).abs().max() / one.abs().max().clamp(min=1e-30) for one, other in zip(want, have, strict=True)]
+    )
     worst = float(gather_values(off.max().nan_to_num(torch.inf, torch.inf)[None], group).max())
     narrow = not widened and (
-        torch.is_autocast_enabled(device.type) or any(torch.finfo(each.dtype).bits < 32 for each in (hidden, weights, *mine.values()))
+        torch.is_autocast_enabled(device.type)
+        or any(torch.finfo(each.dtype).bits < 32 for each in (hidden, weights, *mine.values()))
     )
     if worst > (HALF_TOLERANCE if narrow else TOLERANCE):
         raise ParallelError(
-            f"{call.name} ({class_name(call.module)}) gives other results with the experts of each rank of ep than with all experts (off "
-            f"by {worst:.1e}{', in training' if training else ''}), expected for each token the sum over its chosen experts, each by its "
-            "own row, weight and parameters alone; move computations over all experts of a token (a normalisation of weights, a residual, "
+            f"{call.name} ({class_name(call.module)}) gives other results with the experts of each rank of ep than "
+            "with all experts (off "
+            f"by {worst:.1e}{', in training' if training else ''}), expected for each token the sum over its chosen "
+            "experts, each by its "
+            "own row, weight and parameters alone; move computations over all experts of a token (a normalisation of "
+            "weights, a residual, "
             "a capacity) to the module around it, or use a mesh without ep; Plan(..., verify=False) skips this test"
         )
 
@@ -398,7 +474,8 @@ def _try(
 def _does_not_run(call: _Chosen, held: int, error: Exception) -> str:
     expected = _IN_ORDER if isinstance(call, _InOrder) else INTERFACE
     return (
-        f"{call.name} ({class_name(call.module)}) does not run with {held} of its experts on rows of noise ({type(error).__name__}: "
+        f"{call.name} ({class_name(call.module)}) does not run with {held} of its experts on rows of noise "
+        f"({type(error).__name__}: "
         f"{first_line(error)}), expected {expected} and its number of experts read from its parameters or an attribute "
         "such as num_experts; use a mesh without ep"
     )
@@ -421,19 +498,34 @@ def _choices(count: int, slots: int, seed: int) -> Tensor:
 def _by_itself(
     module: nn.Module, training: bool, device: torch.device, noise: Callable[[int, Sequence[int], torch.dtype], Tensor]
 ) -> Iterator[None]:
-    """Let a module run in a mode, on copies of buffers, with noise for the parameters inside of it, without the hooks of FSDP2."""
-    kept = [(each, each.training, dict(each._buffers), dict(each._parameters), _hooks(each)) for each in module.modules()]
+    """Let a module run in a mode, on copies of buffers, with noise for the parameters inside of it, without the hooks
+    of FSDP2.
+    """
+    kept = [
+        (each, each.training, dict(each._buffers), dict(each._parameters), _hooks(each)) for each in module.modules()
+    ]
     # Hooks of its own keep what is saved here out of a recomputation's.
-    alone = without_modes(), unrecorded(), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same), forked(device)
+    alone = (
+        without_modes(),
+        unrecorded(),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(_same, _same),
+        forked(device),
+    )
     with ExitStack() as stack:
         for one in alone:
             stack.enter_context(one)  # type: ignore[arg-type]
         try:
             for place, (each, _, buffers, parameters, _) in enumerate(kept):
                 each.training = training
-                each._buffers.update({name: None if value is None else _copied(value) for name, value in buffers.items()})
+                each._buffers.update(
+                    {name: None if value is None else _copied(value) for name, value in buffers.items()}
+                )
                 if each is not module:
-                    drawn = {name: None if value is None else noise(place, value.shape, value.dtype) for name, value in parameters.items()}
+                    drawn = {
+                        name: None if value is None else noise(place, value.shape, value.dtype)
+                        for name, value in parameters.items()
+                    }
                     each._parameters.update(drawn)  # type: ignore[arg-type]
                     each.__dict__.update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict())
             yield
@@ -450,7 +542,11 @@ def _hooks(module: nn.Module) -> dict[str, Any]:
 
 
 def _copied(buffer: Tensor) -> Tensor:
-    return buffer.to(torch.promote_types(buffer.dtype, torch.float32), copy=True) if buffer.is_floating_point() else buffer.clone()
+    return (
+        buffer.to(torch.promote_types(buffer.dtype, torch.float32), copy=True)
+        if buffer.is_floating_point()
+        else buffer.clone()
+    )
 
 
 def _same(x: Tensor) -> Tensor:
@@ -458,9 +554,14 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _with_gradients(compute: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor) -> list[Tensor]:
-    """Return what is computed, and its gradients where noise comes from above, in float64; a gradient that there is not is zero."""
+    """Return what is computed, and its gradients where noise comes from above, in float64; a gradient that there is not
+    is zero.
+    """
     leaves = [each.detach().clone().requires_grad_() for each in (hidden, weights)]
     output = compute(leaves[0], chosen, leaves[1])
     up = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
     grads = torch.autograd.grad(output, leaves, up, allow_unused=True) if output.requires_grad else (None, None)
-    return [output.detach().double(), *((torch.zeros_like(each) if grad is None else grad).double() for each, grad in zip(leaves, grads))]
+    return [
+        output.detach().double(),
+        *((torch.zeros_like(each) if grad is None else grad).double() for each, grad in zip(leaves, grads)),
+    ]

@@ -34,24 +34,27 @@ _NO_TORCHAO = "Float8 needs torchao, which is not installed; install it with: pi
 class Float8(Pass):
     """Multiply in float8 in the linear layers of the blocks (arXiv 2209.05433), with torchao's casts and products.
 
-    Weights, gradients and optimizer state keep their dtype: each product casts and scales its two operands. The layers keep their class
-    and parameters, so that sharding, checkpoints and names do not change. FSDP2 gathers in ``param_dtype``. Add ``Compile``: without it
-    float8 is slower than bfloat16.
+    Weights, gradients and optimizer state keep their dtype: each product casts and scales its two operands. The layers
+    keep their class and parameters, so that sharding, checkpoints and names do not change. FSDP2 gathers in
+    ``param_dtype``. Add ``Compile``: without it float8 is slower than bfloat16.
 
-    Each rank computes scales from its own data. With ``rowwise_with_gw_hp`` the result for a token does not depend on other tokens of
-    the batch, so that every data-parallel mesh equals one process. The other recipes scale over the batch of a rank. Under tensor
-    parallelism every recipe scales over the features of a rank. Both differ from one process by the rounding of float8.
+    Each rank computes scales from its own data. With ``rowwise_with_gw_hp`` the result for a token does not depend on
+    other tokens of the batch, so that every data-parallel mesh equals one process. The other recipes scale over the
+    batch of a rank. Under tensor parallelism every recipe scales over the features of a rank. Both differ from one
+    process by the rounding of float8.
 
     >>> from meshpar import Compile, Float8, FullyShard, Plan
     >>> print(Plan("dp_shard=8", [Float8(), Compile(), FullyShard()]))
     dp_shard=8 [Float8 -> Compile -> FullyShard]
 
     Args:
-        recipe: a recipe of torchao: ``tensorwise`` (fastest), ``rowwise``, or ``rowwise_with_gw_hp`` (closest to full precision).
-        skip: patterns of layers, or of modules around them, to leave out. Layers whose features (under tensor parallelism: the part
-            of a rank) are not multiples of 16 are always left out.
+        recipe: a recipe of torchao: ``tensorwise`` (fastest), ``rowwise``, or ``rowwise_with_gw_hp`` (closest to full
+            precision).
+        skip: patterns of layers, or of modules around them, to leave out. Layers whose features (under tensor
+            parallelism: the part of a rank) are not multiples of 16 are always left out.
         emulate: compute the same numbers in higher precision, on any hardware. This is slow; use it to try the pass.
-        blocks: name patterns or class names of the modules that contain the layers. Defaults to the layout's blocks, without the head.
+        blocks: name patterns or class names of the modules that contain the layers. Defaults to the layout's blocks,
+            without the head.
     """
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
@@ -67,7 +70,10 @@ class Float8(Pass):
         if self.recipe not in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
             yield f"Float8(recipe={self.recipe!r}) is not known; use 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'"
         if not self._layers(module, layout):
-            yield f"Float8 finds no linear layer in the blocks whose features are multiples of {_MULTIPLE}, apart from those in skip"
+            yield (
+                f"Float8 finds no linear layer in the blocks whose features are multiples of {_MULTIPLE}, apart "
+                "from those in skip"
+            )
 
     def machine_problems(self, device_type: str) -> Iterator[str]:
         """Yield what this machine lacks to compute in float8."""
@@ -76,7 +82,9 @@ class Float8(Pass):
         if not self.emulate:
             yield from _hardware_problems(device_type)
 
-    def late_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]) -> Iterator[str]:
+    def late_problems(
+        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
+    ) -> Iterator[str]:
         return iter(())
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
@@ -87,7 +95,9 @@ class Float8(Pass):
                 continue
             part = tuple(local_tensor(layer.weight).shape)
             if any(size % _MULTIPLE for size in part):
-                log.warning("Float8 leaves %s as it is: a rank's part of it is %s, not multiples of %d", name, part, _MULTIPLE)
+                log.warning(
+                    "Float8 leaves %s as it is: a rank's part of it is %s, not multiples of %d", name, part, _MULTIPLE
+                )
             else:
                 set_product(layer, product)
 
@@ -97,7 +107,11 @@ class Float8(Pass):
         for block, inside in find_blocks(module, layout, self.blocks):
             for name, child in inside.named_modules():
                 full = f"{block}.{name}"
-                fits = isinstance(child, nn.Linear) and not child.in_features % _MULTIPLE and not child.out_features % _MULTIPLE
+                fits = (
+                    isinstance(child, nn.Linear)
+                    and not child.in_features % _MULTIPLE
+                    and not child.out_features % _MULTIPLE
+                )
                 if fits and not any(covers(pattern, full) for pattern in self.skip):
                     found[full] = child  # type: ignore[assignment]
         return found
@@ -106,7 +120,10 @@ class Float8(Pass):
 def _hardware_problems(device_type: str) -> Iterator[str]:
     remedy = "leave Float8 out, or try its arithmetic with emulate=True"
     if device_type != "cuda" or not torch.cuda.is_available():
-        yield f"Float8 needs an NVIDIA GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell), and there is none here; {remedy}"
+        yield (
+            "Float8 needs an NVIDIA GPU of compute capability 8.9 or newer (Ada, Hopper, Blackwell), and there is "
+            f"none here; {remedy}"
+        )
     elif torch.cuda.get_device_capability() < _CAPABILITY:
         got = ".".join(map(str, torch.cuda.get_device_capability()))
         yield f"Float8 needs compute capability 8.9 or newer; {torch.cuda.get_device_name()} has {got}; {remedy}"
@@ -127,7 +144,9 @@ def _product(recipe: str, emulate: bool) -> Any:
         )
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        whole = math.prod(x.shape[:-1]) % _MULTIPLE == 0  # tokens are what the weight's gradient sums over; padding copies
+        whole = (
+            math.prod(x.shape[:-1]) % _MULTIPLE == 0
+        )  # tokens are what the weight's gradient sums over; padding copies
         y = matmul_with_hp_or_float8_args.apply(x, weight.t(), settings if whole else padded, config)
         return y if bias is None else y + bias.to(y.dtype)
 

@@ -34,7 +34,8 @@ class Installed:
         exchange: how the ranks that hold a part of the positions each exchange them; None: each rank holds all.
         reads_parameters: the forward takes this rank's part of the module's own parameters itself.
         sees: by the ranks that hold parameters whole, the modules whose parameters this one sees as plain tensors.
-        aside: not empty: during one call of the model another forward computes; the instance's own of before, None where it had none.
+        aside: not empty: during one call of the model another forward computes; the instance's own of before, None
+            where it had none.
     """
 
     before: Callable[..., Any] | None = None
@@ -58,14 +59,17 @@ def record(module: nn.Module) -> Installed:
     return module.__dict__.setdefault("_meshpar", Installed())
 
 
-def set_forward(module: Any, forward: Callable[..., Any], *, reads_parameters: bool = False, stays: bool = False) -> None:
+def set_forward(
+    module: Any, forward: Callable[..., Any], *, reads_parameters: bool = False, stays: bool = False
+) -> None:
     """Let ``module`` compute by ``forward``, which keeps the signature of the one before.
 
     Args:
         module: any module.
         forward: the computation.
         reads_parameters: it takes this rank's part of the module's own parameters itself.
-        stays: it computes also where the module does as it was written (:func:`as_written`): its inputs are parts there, too.
+        stays: it computes also where the module does as it was written (:func:`as_written`): its inputs are parts
+            there, too.
     """
     known = record(module)
     if known.forward is None:
@@ -84,7 +88,9 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return a ``forward`` that somebody else put on this instance; None where its class's computes, under meshpar's or alone."""
+    """Return a ``forward`` that somebody else put on this instance; None where its class's computes, under meshpar's or
+    alone.
+    """
     known, forward = installed(module), module.__dict__.get("forward")
     if known is None or known.forward is None:
         return forward
@@ -93,7 +99,9 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 @contextmanager
 def in_place_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let ``module`` compute something else during a call of its model (a loss instead of logits), which tries of the model do not see."""
+    """Let ``module`` compute something else during a call of its model (a loss instead of logits), which tries of the
+    model do not see.
+    """
     known, own = record(module), module.__dict__.get("forward")
     known.aside.append(own)
     module.forward = forward
@@ -107,7 +115,11 @@ def in_place_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 @contextmanager
 def in_its_own_place(module: nn.Module) -> Iterator[None]:
     """Undo :func:`in_place_of` in ``module`` and what is in it for a while."""
-    aside = [(each, each.__dict__["forward"], known.aside[0]) for each in module.modules() if (known := installed(each)) and known.aside]
+    aside = [
+        (each, each.__dict__["forward"], known.aside[0])
+        for each in module.modules()
+        if (known := installed(each)) and known.aside
+    ]
     for each, _, own in aside:
         _put(each, own)
     try:
@@ -125,7 +137,9 @@ def _put(module: Any, forward: Callable[..., Any] | None) -> None:
 
 @contextmanager
 def as_written(module: nn.Module) -> Iterator[None]:
-    """Let ``module`` and what is in it compute as their authors wrote them for a while, with whatever parameters they hold then."""
+    """Let ``module`` and what is in it compute as their authors wrote them for a while, with whatever parameters they
+    hold then.
+    """
     changed = [(each, known) for each in module.modules() if (known := installed(each)) is not None]
     now = [{name: each.__dict__[name] for name in known.attributes} for each, known in changed]
     forwards = [each.__dict__.pop("forward", None) for each, _ in changed]
@@ -167,13 +181,17 @@ def before_plan(module: nn.Module, placed: Container[nn.Module]) -> nn.Module:
         modules[each] = made
         made.__dict__.update(each.__dict__)
         if each in placed:
-            made.__dict__.update({name: OrderedDict() for name, value in vars(each).items() if name.endswith("_hooks") and value})
+            made.__dict__.update(
+                {name: OrderedDict() for name, value in vars(each).items() if name.endswith("_hooks") and value}
+            )
             for name in ("_call_impl", "_compiled_call_impl", "_meshpar"):
                 made.__dict__.pop(name, None)
             made.__dict__.update({} if known is None else known.attributes)
             _put(made, own_forward(each))
         made.__dict__["_parameters"] = {name: whole(value) for name, value in each._parameters.items()}
-        made.__dict__["_modules"] = {name: None if value is None else written(value) for name, value in each._modules.items()}
+        made.__dict__["_modules"] = {
+            name: None if value is None else written(value) for name, value in each._modules.items()
+        }
         return modules[each]
 
     return written(module)

@@ -1,4 +1,6 @@
-"""Modules that compute with the part of their parameters that this rank holds, and parameters that data ranks keep whole."""
+"""Modules that compute with the part of their parameters that this rank holds, and parameters that data ranks keep
+whole.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,21 @@ from meshpar.placements import local_tensor
 
 def is_transposed(module: nn.Module) -> bool:
     """Tell GPT-2's Conv1D, whose weight is (in, out), from a linear layer, whose weight is (out, in)."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__ in ("transformers.pytorch_utils", "meshpar.models.gpt2")
+    return type(module).__name__ == "Conv1D" and type(module).__module__ in (
+        "transformers.pytorch_utils",
+        "meshpar.models.gpt2",
+    )
 
 
 def replaced_problems(name: str, module: nn.Module, base: type[nn.Module]) -> Iterator[str]:
-    """Yield why a style that computes in a module's place would compute something else: what it replaces must be what it knows.
+    """Yield why a style that computes in a module's place would compute something else: what it replaces must be what
+    it knows.
 
     Args:
         name: the module's name.
         module: what is to be replaced.
-        base: the class whose forward the style knows (``nn.Linear``, which stands for GPT-2's Conv1D too; ``nn.Embedding``).
+        base: the class whose forward the style knows (``nn.Linear``, which stands for GPT-2's Conv1D too;
+            ``nn.Embedding``).
     """
     kind, known = type(module), base.__name__
     leave = f"leave it whole: {whole_styles([name])}, or give it a style of your own"
@@ -46,16 +53,22 @@ def replaced_problems(name: str, module: nn.Module, base: type[nn.Module]) -> It
         parts = ", ".join(sorted(module.parametrizations))  # type: ignore[arg-type]
         yield f"{name} computes its {parts} by a parametrization, which a style for {known} would skip; {leave}"
     elif kind.forward is not base.forward and not is_transposed(module):
-        yield f"{name} is a {class_name(module)} with a forward of its own, which a style for {known} would skip; {leave}"
+        yield (
+            f"{name} is a {class_name(module)} with a forward of its own, which a style for {known} would skip; {leave}"
+        )
     elif own_forward(module) is not None:
         yield f"{name} has a forward that was set on it, which a style for {known} would skip; {leave}"
     elif kind is NonDynamicallyQuantizableLinear:
         around = name.rpartition(".")[0] or "the model"
-        yield f"{name} is a part of {around}, a nn.MultiheadAttention, which reads its weights itself and cannot be split; {leave}"
+        yield (
+            f"{name} is a part of {around}, a nn.MultiheadAttention, which reads its weights itself and cannot be "
+            f"split; {leave}"
+        )
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     if any(hooks):
         yield (
-            f"{name} has hooks, which would see a rank's part of what they expect (or weights that they compute, as weight_norm of "
+            f"{name} has hooks, which would see a rank's part of what they expect (or weights that they compute, as "
+            "weight_norm of "
             f"torch.nn.utils does, would be skipped); register them on a module around it, or {leave}"
         )
 
@@ -68,7 +81,11 @@ def whole_styles(names: Sequence[str]) -> str:
 def features_of(module: nn.Module) -> tuple[int, int] | None:
     """Return (input features, output features) of a linear layer, None for anything else."""
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or not (isinstance(module, nn.Linear) or is_transposed(module)):
+    if (
+        not isinstance(weight, Tensor)
+        or weight.ndim != 2
+        or not (isinstance(module, nn.Linear) or is_transposed(module))
+    ):
         return None
     rows, columns = weight.shape
     return (rows, columns) if is_transposed(module) else (columns, rows)
@@ -77,11 +94,16 @@ def features_of(module: nn.Module) -> tuple[int, int] | None:
 def empty_problems(name: str, what: str, count: int, size: int) -> Iterator[str]:
     """Yield a split that leaves ranks with nothing; one that leaves the last rank less is exact."""
     if -(-count // size) * (size - 1) >= count:
-        yield f"{name} has {count} {what}, which tp={size} splits so that some ranks would hold none; {sizes_text('tp', count)}"
+        yield (
+            f"{name} has {count} {what}, which tp={size} splits so that some ranks would hold none; "
+            f"{sizes_text('tp', count)}"
+        )
 
 
 def set_product(module: nn.Linear, product: Product) -> None:
-    """Let a linear layer multiply by ``(x, weight, bias) -> y``, also where tensor parallelism has given it another forward."""
+    """Let a linear layer multiply by ``(x, weight, bias) -> y``, also where tensor parallelism has given it another
+    forward.
+    """
     record(module).product = product
     if type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
         set_forward(module, lambda x: product(x, module.weight, module.bias))
@@ -99,21 +121,23 @@ def local(parameter: Any) -> Any:
     """Return this rank's part of a parameter, as autograd knows it; None stays None.
 
     Raises:
-        ParallelError: a plain tensor, which somebody put in a parameter's place: whether it is the whole or a part cannot be known; or what
-            data ranks have of it where it is not gathered.
+        ParallelError: a plain tensor, which somebody put in a parameter's place: whether it is the whole or a part
+            cannot be known; or what data ranks have of it where it is not gathered.
     """
     if parameter is None:
         return None
     if is_shard(parameter):
         raise ParallelError(
-            "a layer is called where its weights are not gathered: outside of its block, or of a call of the module; call par.module, or "
+            "a layer is called where its weights are not gathered: outside of its block, or of a call of the module; "
+            "call par.module, or "
             "let a method of the model's own enter by par.register_method(name)"
         )
     if isinstance(parameter, DTensor):
         return part_here(parameter)
     raise ParallelError(
         f"a plain tensor {tuple(parameter.shape)} replaced a layer's part of a parameter, a DTensor; "
-        "torch.func.functional_call with whole weights cannot work on a parallel module: load them with par.load_state_dict, "
+        "torch.func.functional_call with whole weights cannot work on a parallel module: load them with "
+        "par.load_state_dict, "
         "average weights with par.averaged, or hand in DTensors placed like the parameters"
     )
 
@@ -121,7 +145,8 @@ def local(parameter: Any) -> Any:
 def keep_unpacked(module: nn.Module) -> None:
     """Let recurrent layers leave their weights in the memory where they are.
 
-    On CUDA, ``flatten_parameters`` moves them side by side into memory of its own, where no later gather would write them.
+    On CUDA, ``flatten_parameters`` moves them side by side into memory of its own, where no later gather would write
+    them.
     """
     for each in module.modules():
         if isinstance(each, nn.RNNBase):
@@ -138,12 +163,16 @@ def strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def shard_parameter(module: nn.Module, name: str, dim: int, context: Context) -> None:
-    """Replace a parameter by a DTensor split along ``dim``; one that was replaced already, under another name, stays the same."""
+    """Replace a parameter by a DTensor split along ``dim``; one that was replaced already, under another name, stays
+    the same.
+    """
     _place(module, name, Shard(dim), context)
 
 
 def keep_whole(module: nn.Module, context: Context) -> None:
-    """Make DTensors of the parameters in ``module`` that nothing split, so that optimizers and loops see one kind of parameter."""
+    """Make DTensors of the parameters in ``module`` that nothing split, so that optimizers and loops see one kind of
+    parameter.
+    """
     for child in module.modules():
         for name in child._parameters if child not in context.done else ():
             _place(child, name, Replicate(), context)
@@ -180,18 +209,21 @@ def _taken(parameter: nn.Parameter, context: Context) -> nn.Parameter | None:
 
 def part_of(parameter: nn.Parameter, part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
     """Return a parameter in the place of ``parameter``, of which this rank holds ``part``."""
-    whole = DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=strides(parameter.shape))
+    whole = DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=parameter.shape, stride=strides(parameter.shape)
+    )
     taken = nn.Parameter(whole, requires_grad=parameter.requires_grad)
     vars(taken).update(vars(parameter))
     return taken
 
 
 def see_whole(module: nn.Module, blocks: set[nn.Module], styled: set[nn.Module]) -> None:
-    """Let modules that know nothing of the split compute with the plain tensors behind the parameters that every rank holds whole.
+    """Let modules that know nothing of the split compute with the plain tensors behind the parameters that every rank
+    holds whole.
 
-    Each block, which may be gathered or recomputed alone, does so for all that is in it, whose methods and parameters any code inside may
-    use, and the outermost module for what is in no block: a recomputation must do what the forward did. A module that is called alone does
-    so for itself, and without a styled one in it for its children.
+    Each block, which may be gathered or recomputed alone, does so for all that is in it, whose methods and parameters
+    any code inside may use, and the outermost module for what is in no block: a recomputation must do what the forward
+    did. A module that is called alone does so for itself, and without a styled one in it for its children.
     """
     in_blocks = {each for block in blocks if block is not module for each in block.modules()}
     for child in module.modules():
@@ -200,8 +232,16 @@ def see_whole(module: nn.Module, blocks: set[nn.Module], styled: set[nn.Module])
         elif _reads(child) or not any(True for _ in child.parameters(recurse=False)):
             continue
         else:
-            inside = [child] if any(each in styled for each in child.modules() if each is not child) else list(child.modules())
-        see_plain(child, [each for each in inside if any(True for _ in each.parameters(recurse=False)) and not _reads(each)], "tensor axis")
+            inside = (
+                [child]
+                if any(each in styled for each in child.modules() if each is not child)
+                else list(child.modules())
+            )
+        see_plain(
+            child,
+            [each for each in inside if any(True for _ in each.parameters(recurse=False)) and not _reads(each)],
+            "tensor axis",
+        )
 
 
 def _reads(module: nn.Module) -> bool:
@@ -210,7 +250,8 @@ def _reads(module: nn.Module) -> bool:
 
 
 def see_plain(module: nn.Module, inside: list[nn.Module], over: str) -> None:
-    """Let ``module`` compute with the plain tensors behind parameters of the modules ``inside`` that every rank holds whole ``over`` what.
+    """Let ``module`` compute with the plain tensors behind parameters of the modules ``inside`` that every rank holds
+    whole ``over`` what.
 
     A second call for the same ranks changes the modules alone.
     """
@@ -221,7 +262,12 @@ def see_plain(module: nn.Module, inside: list[nn.Module], over: str) -> None:
     sees[over], inner = inside, module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        kept = [(each._parameters, name, value) for each in inside for name, value in each._parameters.items() if is_whole(value)]
+        kept = [
+            (each._parameters, name, value)
+            for each in inside
+            for name, value in each._parameters.items()
+            if is_whole(value)
+        ]
         seen: list[tuple[str, Any, int, int]] = []
         try:
             for owner, name, value in kept:
@@ -255,8 +301,10 @@ def refuse_written(name: str, cause: Exception | None = None) -> NoReturn:
         ParallelError: always.
     """
     raise ParallelError(
-        f"{name} was written or replaced in a forward: a gathered copy is freed afterwards, and copies that ranks keep would differ. Write "
-        "between steps, outside of the module's calls, into the parameters of par.module (under torch.no_grad(), by operators that "
+        f"{name} was written or replaced in a forward: a gathered copy is freed afterwards, and copies that ranks "
+        "keep would differ. Write "
+        "between steps, outside of the module's calls, into the parameters of par.module (under torch.no_grad(), by "
+        "operators that "
         "DTensors have), or register as a buffer what forward updates"
     ) from cause
 
@@ -274,12 +322,19 @@ class _Scalar(torch.autograd.Function):
 
 
 def is_whole(parameter: Any) -> bool:
-    """Tell a DTensor that every rank of its mesh holds whole, and that is no copy of a unit's, whose gradients are reduced elsewhere."""
-    return isinstance(parameter, DTensor) and all(each.is_replicate() for each in parameter.placements) and not is_shard(parameter)
+    """Tell a DTensor that every rank of its mesh holds whole, and that is no copy of a unit's, whose gradients are
+    reduced elsewhere.
+    """
+    return (
+        isinstance(parameter, DTensor)
+        and all(each.is_replicate() for each in parameter.placements)
+        and not is_shard(parameter)
+    )
 
 
 def sum_gradients(name: str, module: nn.Module, context: Context) -> None:
-    """Let the module's own parameters be seen through ``copy_weight``, so that their partial gradients are summed inside autograd.
+    """Let the module's own parameters be seen through ``copy_weight``, so that their partial gradients are summed
+    inside autograd.
 
     A hook on the parameter would sum what earlier micro-batches accumulated once more.
     """
@@ -354,7 +409,8 @@ class WholeParameters:
         """Return the parameter as a DTensor that the data axes replicate, and that is split over tensor axes as it was."""
         names, placements = self._axes, [Replicate()] * len(self._axes)
         if isinstance(parameter, DTensor):
-            names, placements = (*names, *(parameter.device_mesh.mesh_dim_names or ())), [*placements, *parameter.placements]  # type: ignore[list-item]
+            names = (*names, *(parameter.device_mesh.mesh_dim_names or ()))
+            placements = [*placements, *parameter.placements]  # type: ignore[list-item]
         held = local_tensor(parameter)
         held = held if held.is_meta else held.to(self._mesh.device_type)
         whole = DTensor.from_local(
@@ -372,7 +428,8 @@ class WholeParameters:
 
     @torch.no_grad()
     def reduce(self) -> list[nn.Parameter]:
-        """Average the gradients over the data axes, in float32 or wider; return the parameters that had none here, which count as zero.
+        """Average the gradients over the data axes, in float32 or wider; return the parameters that had none here,
+        which count as zero.
 
         Collective over the axes.
         """

@@ -19,8 +19,8 @@ from meshpar.placements import held_by_this_rank, local_tensor, whole_tensor
 def average_outside(parameter: Any, kept: Collection[str], reached: Callable[[], None]) -> None:
     """Let a sharded parameter be used in a loss outside of the module's calls: average such a gradient over data ranks.
 
-    A gradient that autograd hands to the parameter itself comes from this rank's samples alone. ``full_tensor()``, and ``to_local()``
-    over axes whose ranks have the same part, hand it to all ranks.
+    A gradient that autograd hands to the parameter itself comes from this rank's samples alone. ``full_tensor()``, and
+    ``to_local()`` over axes whose ranks have the same part, hand it to all ranks.
 
     Args:
         parameter: a DTensor.
@@ -51,7 +51,9 @@ class _Outside(torch.autograd.Function):
     """The whole of a parameter, or this rank's part, whose gradient is averaged over groups of data ranks."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor, whole: bool, groups: Sequence[dist.ProcessGroup], reached: Callable[[], None]) -> Tensor:
+    def forward(
+        ctx: Any, parameter: DTensor, whole: bool, groups: Sequence[dist.ProcessGroup], reached: Callable[[], None]
+    ) -> Tensor:
         ctx.like, ctx.whole, ctx.groups, ctx.reached = parameter.detach(), whole, groups, reached
         return whole_tensor(parameter) if whole else local_tensor(parameter).view_as(parameter._local_tensor)
 

@@ -1,8 +1,8 @@
 """Random state that follows the tensor-parallel axis.
 
-Where activations are replicated, every rank of the axis must draw the same dropout mask; where they are shards, each rank
-must draw its own. The second state is derived from the first at the moment of use, so there is one state to save, to restore
-and to replay under recomputation (Megatron-LM keeps a second tracked state instead).
+Where activations are replicated, every rank of the axis must draw the same dropout mask; where they are shards, each
+rank must draw its own. The second state is derived from the first at the moment of use, so there is one state to save,
+to restore and to replay under recomputation (Megatron-LM keeps a second tracked state instead).
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _MASK = (1 << 63) - 1
 
 
 def mix(*numbers: int) -> int:
-    """Return one 63-bit seed made of several numbers (the finalizer of splitmix64, Steele et al. 2014, folded over them)."""
+    """Return one 63-bit seed made of several numbers (the finalizer of splitmix64, Steele et al. 2014, folded over
+    them).
+    """
     state = 0
     for number in numbers:
         state = (state + number + _GOLDEN) & ((1 << 64) - 1)
@@ -34,7 +36,8 @@ def mix(*numbers: int) -> int:
 def seed(device: torch.device, value: int) -> None:
     """Seed the default generators of the host and of ``device``.
 
-    ``torch.manual_seed`` seeds every kind of device, and on a machine without one keeps each call with its stack for later: 2 ms a call.
+    ``torch.manual_seed`` seeds every kind of device, and on a machine without one keeps each call with its stack for
+    later: 2 ms a call.
     """
     torch.default_generator.manual_seed(value)
     if not runtime.on_host(device):
@@ -58,13 +61,17 @@ def draws_random(module: nn.Module) -> bool:
 
 
 def digest(device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Return a number for the state of a generator, ``device``'s default one, as a 0-dim int64 tensor there; waits for nothing."""
+    """Return a number for the state of a generator, ``device``'s default one, as a 0-dim int64 tensor there; waits for
+    nothing.
+    """
     return torch.tensor(zlib.crc32(bytes((generator or _generator(device)).get_state().tolist())), device=device)
 
 
 @final
 class SplitState:
-    """Whether random numbers are drawn for a rank's part of activations at the moment, or for what the axis's ranks share."""
+    """Whether random numbers are drawn for a rank's part of activations at the moment, or for what the axis's ranks
+    share.
+    """
 
     def __init__(self) -> None:
         self._device = torch.device("cpu")
@@ -86,7 +93,9 @@ class SplitState:
 
 
 def _fork(device: torch.device, coordinate: int) -> torch.Tensor:
-    """Switch ``device``'s default generator to a state of this ``coordinate``'s own, and return the state that the axis shares."""
+    """Switch ``device``'s default generator to a state of this ``coordinate``'s own, and return the state that the axis
+    shares.
+    """
     generator = _generator(device)
     if runtime.on_host(device):
         drawn = int(torch.randint(_MASK, (), generator=generator))

@@ -1,4 +1,6 @@
-"""Values that the host reads from a device in the middle of a forward: beside other work, and once, also where a block is recomputed."""
+"""Values that the host reads from a device in the middle of a forward: beside other work, and once, also where a block
+is recomputed.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ T = TypeVar("T")
 def begin_read(start: Callable[[], Callable[[], T]]) -> Callable[[], T]:
     """Start to read values, and return a function that waits for them.
 
-    A block that is recomputed does neither: it gets what its forward read. What ``start`` and the function compute leaves no trace in
-    selective recomputation, which expects the same operators each time.
+    A block that is recomputed does neither: it gets what its forward read. What ``start`` and the function compute
+    leaves no trace in selective recomputation, which expects the same operators each time.
     """
     tape = _TAPE.get()
     return start() if tape is None else tape.begin_read(start)

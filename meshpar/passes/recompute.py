@@ -31,8 +31,8 @@ SAVED_BY_SELECTIVE = (
     *("scaled_dot_product", "flash_attention", "flex_attention", "inductor_compiled_code"),
     *("all_to_all", "reduce_scatter", "all_reduce"),
 )
-"""Pieces of names of the operators whose results selective recomputation keeps, always: attention, also as compiled by itself, and what
-crosses the network."""
+"""Pieces of names of the operators whose results selective recomputation keeps, always: attention, also as compiled by
+itself, and what crosses the network."""
 
 
 @final
@@ -45,8 +45,8 @@ class ActivationCheckpoint(Pass):
     dp_shard=8 [ActivationCheckpoint -> FullyShard]
 
     Args:
-        mode: ``"full"`` keeps the input of each block. ``"selective"`` also keeps the results of attention, of collectives and of every
-            second matrix product (arXiv 2205.05198, section 5, as torchtitan does).
+        mode: ``"full"`` keeps the input of each block. ``"selective"`` also keeps the results of attention, of
+            collectives and of every second matrix product (arXiv 2205.05198, section 5, as torchtitan does).
         every: recompute every n-th block, starting with the first.
         policy: a policy for single operators, ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``. It replaces ``mode``.
         blocks: name patterns or class names of the modules to recompute. Defaults to the layout's blocks.
@@ -72,11 +72,16 @@ class ActivationCheckpoint(Pass):
             yield f"ActivationCheckpoint(mode={self.mode!r}) is not known; use 'full' or 'selective', or give a policy"
         for name, block in find_blocks(module, layout, self.blocks):
             if block._forward_pre_hooks or block._forward_hooks:
-                yield f"{name} has forward hooks, which recomputation would run a second time; register them on a module around or in it"
+                yield (
+                    f"{name} has forward hooks, which recomputation would run a second time; register them on a "
+                    "module around or in it"
+                )
         if self.every < 1:
             yield f"ActivationCheckpoint(every={self.every}) must be 1 or more"
 
-    def late_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]) -> Iterator[str]:
+    def late_problems(
+        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
+    ) -> Iterator[str]:
         return iter(())
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
@@ -87,7 +92,11 @@ class ActivationCheckpoint(Pass):
         if not runtime.on_host(mesh.device_type):
             common.append(partial(_drawn_alike, mesh.device_type))
         if self.policy is not None or self.mode == "selective":
-            common.append(_selective_contexts if self.policy is None else partial(create_selective_checkpoint_contexts, self.policy))
+            common.append(
+                _selective_contexts
+                if self.policy is None
+                else partial(create_selective_checkpoint_contexts, self.policy)
+            )
             applied(module).selective = True
         for place, (_, block) in enumerate(find_blocks(module, layout, self.blocks)):
             if place % self.every == 0 and block not in applied(module).recomputed:
@@ -132,7 +141,8 @@ def _counted_once() -> Any:
     """Return contexts in which batch norms leave their running statistics alone when a block is recomputed."""
     if _torch.in_checkpoint():
         raise MeshparError(
-            "both the model (torch.utils.checkpoint) and the plan (ActivationCheckpoint) recompute a block, so its batch norms would count "
+            "both the model (torch.utils.checkpoint) and the plan (ActivationCheckpoint) recompute a block, so its "
+            "batch norms would count "
             "a batch less often than in one process; remove one of the two"
         )
     return nullcontext(), _Recomputing()
@@ -162,14 +172,18 @@ def _in_its_context() -> Any:
 
 @final
 class _InContext:
-    """The context of a recomputation: context variables have the values of a forward's context, and then those that they had."""
+    """The context of a recomputation: context variables have the values of a forward's context, and then those that
+    they had.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context, self._before = context, list[list[tuple[ContextVar[Any], Token[Any]]]]()
 
     @_torch.eager
     def __enter__(self) -> None:
-        self._before.append([(name, name.set(value)) for name, value in self._context.items() if name.get(_NONE) is not value])
+        self._before.append(
+            [(name, name.set(value)) for name, value in self._context.items() if name.get(_NONE) is not value]
+        )
 
     @_torch.eager
     def __exit__(self, *error: object) -> None:
@@ -183,14 +197,17 @@ _NONE = object()
 def _drawn_alike(device_type: str) -> Any:
     """Return contexts in which a block draws the same random numbers twice.
 
-    Torch saves the state of the devices of positional tensors alone; a block that gets its tensors by keyword would draw anew.
+    Torch saves the state of the devices of positional tensors alone; a block that gets its tensors by keyword would
+    draw anew.
     """
     return nullcontext(), _DrawingAgain(torch.get_device_module(device_type))
 
 
 @final
 class _DrawingAgain:
-    """The context of a recomputation: the random state of the current device is what it was when this was made, and then as before."""
+    """The context of a recomputation: the random state of the current device is what it was when this was made, and
+    then as before.
+    """
 
     def __init__(self, module: Any) -> None:
         self._module, self._state, self._before = module, module.get_rng_state(), list[torch.Tensor]()

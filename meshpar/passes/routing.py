@@ -21,7 +21,8 @@ INTERFACE = "(hidden states (N, D), chosen experts (N, K) of an integer dtype, t
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What decides by values of tensors how many rows go where. The forecast, whose tensors have none, hands in one that assumes.
+    """What decides by values of tensors how many rows go where. The forecast, whose tensors have none, hands in one
+    that assumes.
 
     Attributes:
         skew: rows of the busiest rank relative to equal routing, for who assumes.
@@ -38,11 +39,13 @@ class Routing:
         return begin_read(lambda: lambda: _listed(torch.bincount(numbers, minlength=held)))()
 
     def exchanged(self, counts: Tensor, rows: int, rank: int) -> tuple[list[int], list[int], list[int]]:
-        """Return how many rows go to each rank, how many come from each, and how many of each rank's choices are no expert.
+        """Return how many rows go to each rank, how many come from each, and how many of each rank's choices are no
+        expert.
 
         Args:
-            counts: in host memory, (2, ranks, experts of a rank + 1): how many rows of this rank chose each rank's experts, and how many of
-                each rank's rows chose the experts of this rank; the last number of each is how many chose no expert.
+            counts: in host memory, (2, ranks, experts of a rank + 1): how many rows of this rank chose each rank's
+                experts, and how many of each rank's rows chose the experts of this rank; the last number of each is how
+                many chose no expert.
             rows: rows of this rank.
             rank: this rank.
         """
@@ -50,14 +53,17 @@ class Routing:
         return sent, received, counts[1, :, -1].tolist()
 
 
-def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, count: int, group: Any, routing: Routing) -> Tensor:
+def by_experts(
+    run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, count: int, group: Any, routing: Routing
+) -> Tensor:
     """Compute each token by the experts that it chose, which the ranks of ``group`` hold in consecutive equal parts.
 
-    The host waits once: the ranks' counts decide how many rows arrive. An accelerator exchanges them on a stream of their own, and its host
-    waits for that alone. A recomputed block knows them.
+    The host waits once: the ranks' counts decide how many rows arrive. An accelerator exchanges them on a stream of
+    their own, and its host waits for that alone. A recomputed block knows them.
 
     Args:
-        run: computes (R, D) rows by this rank's experts, numbered from 0: (R, 1) int64, with weights (R, 1). Returns (R, D).
+        run: computes (R, D) rows by this rank's experts, numbered from 0: (R, 1) int64, with weights (R, 1). Returns
+            (R, D).
         hidden: this rank's tokens, (..., D).
         chosen: each token's experts, (..., K) integers from 0 to ``count`` - 1.
         weights: their weights, (..., K).
@@ -69,7 +75,8 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
         Each token's sum over its experts, (..., D).
 
     Raises:
-        ParallelError: weights or chosen experts of another shape; on every rank, if one chose an expert that does not exist.
+        ParallelError: weights or chosen experts of another shape; on every rank, if one chose an expert that does not
+            exist.
 
     Collective: every rank of ``group`` calls it, also one without tokens.
     """
@@ -86,9 +93,9 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
     else:
         rows, scales = (_Exchange.apply(each, received, sent, group) for each in (rows, scales))
     arrived = len(rows)
-    if (
-        not arrived
-    ):  # one row, so that the same modules run and the same collectives follow in backward; no zeros, which may divide something
+    # one row, so that the same modules run and the same collectives follow in backward; no zeros, which may divide
+    # something
+    if not arrived:
         ramp = torch.linspace(-1, 1, x.shape[1], device=x.device, dtype=rows.dtype)[None]
         rows, scales, numbers = torch.cat([rows, ramp]), F.pad(scales, (0, 0, 0, 1), value=1.0), numbers.new_zeros(1)
     computed = run(rows, numbers[:, None], scales)[:arrived]
@@ -100,9 +107,14 @@ def by_experts(run: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor, coun
 
 def refuse_shapes(hidden: Tensor, chosen: Tensor, weights: Tensor) -> None:
     """Refuse other shapes than each token's chosen experts and their weights."""
-    if weights.shape != chosen.shape or chosen.ndim < 2 or chosen.numel() != hidden.numel() // hidden.shape[-1] * chosen.shape[-1]:
+    if (
+        weights.shape != chosen.shape
+        or chosen.ndim < 2
+        or chosen.numel() != hidden.numel() // hidden.shape[-1] * chosen.shape[-1]
+    ):
         raise ParallelError(
-            f"experts got chosen experts {tuple(chosen.shape)} and weights {tuple(weights.shape)} for hidden states {tuple(hidden.shape)}, "
+            f"experts got chosen experts {tuple(chosen.shape)} and weights {tuple(weights.shape)} for hidden states "
+            f"{tuple(hidden.shape)}, "
             f"expected {INTERFACE}; use a mesh without ep for this model"
         )
 
@@ -115,24 +127,32 @@ def _listed(numbers: Tensor) -> list[int]:
 def _begin_count(expert: Tensor, count: int, group: Any) -> Callable[[], Tensor]:
     """Start to exchange how many rows chose each expert, and return what waits for them; see :meth:`Routing.exchanged`.
 
-    Beside its counts each rank sends how many of its choices are no expert, so that all ranks raise, instead of one while others wait.
+    Beside its counts each rank sends how many of its choices are no expert, so that all ranks raise, instead of one
+    while others wait.
     """
     size, held = group.size(), count // group.size()
     with beside(expert.device) as to_host:
         known = (expert >= 0) & (expert < count)
-        chose = torch.zeros(count, dtype=torch.int64, device=expert.device).index_add_(0, expert.clamp(0, count - 1), known.long())
+        chose = torch.zeros(count, dtype=torch.int64, device=expert.device).index_add_(
+            0, expert.clamp(0, count - 1), known.long()
+        )
         mine = torch.cat([chose.view(size, held), (~known).sum().expand(size, 1)], 1)
         heard = _all_to_all(mine.flatten(), [held + 1] * size, [held + 1] * size, group).view(size, held + 1)
         return to_host(torch.stack([mine, heard]))
 
 
-def _routed(counts: Tensor, expert: Tensor, count: int, group: Any, routing: Routing) -> tuple[list[int], list[int], Tensor]:
-    """Return how many rows go to each rank, how many come from each, and by which of this rank's experts each that comes is computed."""
+def _routed(
+    counts: Tensor, expert: Tensor, count: int, group: Any, routing: Routing
+) -> tuple[list[int], list[int], Tensor]:
+    """Return how many rows go to each rank, how many come from each, and by which of this rank's experts each that
+    comes is computed.
+    """
     sent, received, outside = routing.exchanged(counts, len(expert), group.rank())
     if any(outside):
         ranks = ", ".join(str(rank) for rank, each in enumerate(outside) if each)
         raise ParallelError(
-            f"{sum(outside)} chosen experts of rank(s) {ranks} of ep are no experts, expected numbers from 0 to {count - 1}; choose "
+            f"{sum(outside)} chosen experts of rank(s) {ranks} of ep are no experts, expected numbers from 0 to "
+            f"{count - 1}; choose "
             "expert 0 with weight 0 for a slot that is dropped, or use a mesh without ep"
         )
     theirs = counts[1, :, :-1].flatten().to(expert.device, non_blocking=True)
@@ -154,7 +174,9 @@ class _Exchange(torch.autograd.Function):
 
 
 class Mean(torch.autograd.Function):
-    """A weight that saw the tokens of ``size`` ranks: its gradient is their sum, of which data ranks want the mean, as of every other."""
+    """A weight that saw the tokens of ``size`` ranks: its gradient is their sum, of which data ranks want the mean, as
+    of every other.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""FullyShard, HybridShard and Replicate: ranks that see different data, and split or repeat parameters and optimizer state (FSDP2)."""
+"""FullyShard, HybridShard and Replicate: ranks that see different data, and split or repeat parameters and optimizer
+state (FSDP2).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Precision:
     blocks: tuple[str, ...] | None = None
     whole: tuple[str, ...] = ()
 
-    def policy(self, param_dtype: torch.dtype | None, output_dtype: torch.dtype | None, cast_inputs: bool) -> MixedPrecisionPolicy:
+    def policy(
+        self, param_dtype: torch.dtype | None, output_dtype: torch.dtype | None, cast_inputs: bool
+    ) -> MixedPrecisionPolicy:
         """Return a policy whose reduction is in the dtype of the computation unless ``reduce_dtype`` says otherwise.
 
         FSDP2's own default is that up to torch 2.14, and the dtype of the stored parameters since.
@@ -54,30 +58,45 @@ class Precision:
         return self.policy(self.param_dtype, self.output_dtype, self.cast_forward_inputs)
 
     def kept(self) -> MixedPrecisionPolicy:
-        """Return the policy of a module that computes in float32 among others that do not: its output goes back to their dtype."""
+        """Return the policy of a module that computes in float32 among others that do not: its output goes back to
+        their dtype.
+        """
         return self.policy(torch.float32, self.param_dtype, True)
 
-    def late_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]) -> Iterator[str]:
+    def late_problems(
+        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
+    ) -> Iterator[str]:
         return iter(())
 
-    def units(self, module: nn.Module, layout: ModelLayout, min_params: int = 0) -> list[tuple[nn.Module, MixedPrecisionPolicy, str]]:
-        """Return (module, policy, name) of the units, innermost first; the last is the whole model with what no other unit holds."""
+    def units(
+        self, module: nn.Module, layout: ModelLayout, min_params: int = 0
+    ) -> list[tuple[nn.Module, MixedPrecisionPolicy, str]]:
+        """Return (module, policy, name) of the units, innermost first; the last is the whole model with what no other
+        unit holds.
+        """
         order = {name: place for place, (name, _) in enumerate(module.named_modules())}
         found_blocks = find_blocks(module, layout, self.blocks)
-        large = {name: block for name, block in found_blocks if sum(p.numel() for p in block.parameters()) >= min_params}
+        large = {
+            name: block for name, block in found_blocks if sum(p.numel() for p in block.parameters()) >= min_params
+        }
         single: dict[str, nn.Module] = {}
         if self.param_dtype not in (None, torch.float32):
             found = (pair for pattern in layout.fp32 for pair in find_modules(module, pattern))
             single = {name: child for name, child in found if any(True for _ in child.parameters())}
         chosen = {name: child for name, child in {**large, **single}.items() if child is not module}
         inner = sorted(chosen.items(), key=lambda item: (-item[0].count("."), order[item[0]]))
-        return [*((child, self.kept() if name in single else self.inner(), name) for name, child in inner), (module, self.outer(), "")]
+        return [
+            *((child, self.kept() if name in single else self.inner(), name) for name, child in inner),
+            (module, self.outer(), ""),
+        ]
 
     def keep_whole(self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> set[nn.Parameter]:
         """Take out the parameters that every rank of ``axes`` keeps whole, and return them as FSDP2 is to ignore them."""
         for each in module.parameters():
             held: Any = each._local_tensor if isinstance(each, DTensor) else each
-            if not held.is_contiguous() and 0 not in held.stride() and not _torch.is_shard(each):  # which FSDP2 cannot split
+            if (
+                not held.is_contiguous() and 0 not in held.stride() and not _torch.is_shard(each)
+            ):  # which FSDP2 cannot split
                 held.data = held.data.contiguous()
         names, record = list(kept_whole(module, self.whole)), applied(module)
         if names and record.whole is None:
@@ -99,10 +118,13 @@ class Precision:
             value = getattr(self, field)
             if value is not None and value not in FLOATS:
                 yield f"{owner}({field}={value}) is not a floating dtype; use one of {', '.join(map(str, FLOATS))}"
-        integers = [name for name, each in module.named_parameters() if not each.is_floating_point() and _torch.BEFORE_2_13]
+        integers = [
+            name for name, each in module.named_parameters() if not each.is_floating_point() and _torch.BEFORE_2_13
+        ]
         if left := [name for name in integers if not any(covers(pattern, name) for pattern in self.whole)]:
             yield (
-                f"{owner}: {', '.join(left)} are parameters of integers, which torch {torch.__version__} cannot shard; use torch 2.13 or "
+                f"{owner}: {', '.join(left)} are parameters of integers, which torch {torch.__version__} cannot "
+                "shard; use torch 2.13 or "
                 f"newer, register them as buffers, or use {owner}(whole={left})"
             )
         units = [(name, unit) for unit, _, name in self.units(module, layout, min_params)]
@@ -136,11 +158,17 @@ class _Sharding(Precision):
         if not isinstance(keep, bool) and not (1 < keep < shards and shards % keep == 0):
             fits = [each for each in divisors(shards) if each < shards]
             would = fits or "no number"
-            yield f"{owner}(reshard_after_forward={keep}) must be a divisor of dp_shard={shards}, between 1 and {shards}; use {would}"
+            yield (
+                f"{owner}(reshard_after_forward={keep}) must be a divisor of dp_shard={shards}, between 1 and "
+                f"{shards}; use {would}"
+            )
         if self.offload not in (None, "cpu"):
             yield f"{owner}(offload={self.offload!r}) is not known; use 'cpu' or None"
         if self.prefetch_forward < 0 or self.prefetch_backward < 0:
-            yield f"{owner}: prefetch depths are 0 or more, got forward {self.prefetch_forward}, backward {self.prefetch_backward}"
+            yield (
+                f"{owner}: prefetch depths are 0 or more, got forward {self.prefetch_forward}, backward "
+                f"{self.prefetch_backward}"
+            )
         for pattern in layout.fp32:
             if not any(find_modules(module, pattern)):
                 yield unmatched(f"layout.fp32 pattern {pattern!r}", pattern, module)
@@ -149,8 +177,12 @@ class _Sharding(Precision):
         kept = {id(each) for each in kept_whole(module, self.whole).values()}
         return {name for name, each in module.named_parameters(remove_duplicate=False) if id(each) not in kept}
 
-    def shard(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, axes: tuple[str, ...], held_on: DeviceMesh) -> None:
-        """Apply ``fully_shard`` unit by unit, the outermost last, on ``held_on``: the mesh of ``axes``, (shards) or (replicas, shards)."""
+    def shard(
+        self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, axes: tuple[str, ...], held_on: DeviceMesh
+    ) -> None:
+        """Apply ``fully_shard`` unit by unit, the outermost last, on ``held_on``: the mesh of ``axes``, (shards) or
+        (replicas, shards).
+        """
         cast_buffers(module, self.buffer_dtype)
         ignored = self.keep_whole(module, mesh, axes)
         common: dict[str, Any] = {"mesh": held_on, "offload_policy": self._offload_policy(mesh)}
@@ -159,18 +191,28 @@ class _Sharding(Precision):
         divided = self._shard_divided(module, layout, axes, common, ignored)
         *inner, (_, outer, _) = self.units(module, layout, self.min_params)
         units = [
-            _torch.make_unit(unit, partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **common), ignored)
+            _torch.make_unit(
+                unit, partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **common), ignored
+            )
             for unit, policy, _ in inner
             if unit not in divided  # blocks=(...) may name what is divided
         ]
         outermost = keep if not isinstance(keep, bool) else False
-        _torch.make_unit(module, partial(fully_shard, reshard_after_forward=outermost, mp_policy=outer, **common), ignored)
+        _torch.make_unit(
+            module, partial(fully_shard, reshard_after_forward=outermost, mp_policy=outer, **common), ignored
+        )
         self._prefetch(units)
 
     def _shard_divided(
-        self, module: nn.Module, layout: ModelLayout, axes: tuple[str, ...], common: dict[str, Any], ignored: set[nn.Parameter]
+        self,
+        module: nn.Module,
+        layout: ModelLayout,
+        axes: tuple[str, ...],
+        common: dict[str, Any],
+        ignored: set[nn.Parameter],
     ) -> set[FSDPModule]:
-        """Shard what an axis of samples divides over the data axes alone, each module a unit; what is inside of it sees every sample.
+        """Shard what an axis of samples divides over the data axes alone, each module a unit; what is inside of it sees
+        every sample.
 
         It computes in the dtype in which it would as a part of the unit around it, which has cast the inputs.
         """
@@ -182,7 +224,11 @@ class _Sharding(Precision):
             dtype = torch.float32 if unit in within and self.param_dtype is not None else self.param_dtype
             policy = self.policy(dtype, None, False)
             make = partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **common)
-            units.update(_torch.make_unit(child, make, ignored) for child in unit.children() if any(True for _ in child.parameters()))
+            units.update(
+                _torch.make_unit(child, make, ignored)
+                for child in unit.children()
+                if any(True for _ in child.parameters())
+            )
             held_on = mesh[axes] if common["mesh"].ndim == len(axes) else _torch.flattened(mesh[axes])
             policy = self.kept() if unit in single and self.param_dtype is not None else policy
             make = partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **{**common, "mesh": held_on})
@@ -190,14 +236,19 @@ class _Sharding(Precision):
         return units
 
     def _offload_policy(self, mesh: DeviceMesh) -> OffloadPolicy:
-        return CPUOffloadPolicy(pin_memory=not runtime.on_host(mesh.device_type)) if self.offload == "cpu" else OffloadPolicy()
+        return (
+            CPUOffloadPolicy(pin_memory=not runtime.on_host(mesh.device_type))
+            if self.offload == "cpu"
+            else OffloadPolicy()
+        )
 
     def _prefetch(self, units: list[FSDPModule]) -> None:
         for place, unit in enumerate(units):
             if self.prefetch_forward:
                 unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + self.prefetch_forward])
             if self.prefetch_backward != 1:
-                # An empty list means FSDP2's own choice, so "none" is said by naming the unit itself, which is gathered already.
+                # An empty list means FSDP2's own choice, so "none" is said by naming the unit itself, which is gathered
+                # already.
                 ahead = units[max(0, place - self.prefetch_backward) : place][::-1]
                 unit.set_modules_to_backward_prefetch(ahead if self.prefetch_backward else [unit])
 
@@ -205,7 +256,8 @@ class _Sharding(Precision):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullyShard(_Sharding, Pass):  # type: ignore[override]
-    """Shard every parameter over the ``dp_shard`` axis, whose ranks get different data (ZeRO-3, arXiv 1910.02054; FSDP2).
+    """Shard every parameter over the ``dp_shard`` axis, whose ranks get different data (ZeRO-3, arXiv 1910.02054;
+    FSDP2).
 
     Parameters and optimizer state keep the dtype of the model: build the model in float32 for float32 master weights.
 
@@ -218,19 +270,24 @@ class FullyShard(_Sharding, Pass):  # type: ignore[override]
         param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
         reduce_dtype: dtype in which gradients are reduced. Defaults to ``param_dtype``.
         output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
-        cast_forward_inputs: cast floating-point inputs to ``param_dtype``, as FSDP2 does. This also rounds timesteps and positions:
-            998.39 becomes 1000 in bfloat16. Pass these as integers, or cast inputs in the model and set False.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``, as FSDP2 does. This also rounds timesteps
+            and positions: 998.39 becomes 1000 in bfloat16. Pass these as integers, or cast inputs in the model and set
+            False.
         buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
         blocks: name patterns or class names of the units. Defaults to the layout's blocks.
         whole: patterns of parameters, or of modules for all of theirs, that every rank stores whole, in their own dtype
-            (``("logit_scale", "vision")``). Scalars are always whole. Their gradients are averaged at the end of each backward.
-        reshard_after_forward: True (ZeRO-3): free gathered parameters after forward and gather them again in backward. False
-            (ZeRO-2): keep gathered parameters until the backward; those of ``module.eval()`` serve all forwards until somebody writes a
-            parameter, or ``module.train()``. A number: reshard to groups of this many adjacent ranks (a node). The outermost unit
-            keeps its parameters, unless this is a number.
-        offload: ``"cpu"`` stores parameters, gradients and optimizer state in host memory, which is pinned for an accelerator.
-        prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap. Defaults to FSDP2's overlap alone.
-        prefetch_backward: number of units that backward gathers ahead. 1 is FSDP2's default; 0 gathers each unit when it is needed.
+            (``("logit_scale", "vision")``). Scalars are always whole. Their gradients are averaged at the end of each
+            backward.
+        reshard_after_forward: True (ZeRO-3): free gathered parameters after forward and gather them again in backward.
+            False (ZeRO-2): keep gathered parameters until the backward; those of ``module.eval()`` serve all forwards
+            until somebody writes a parameter, or ``module.train()``. A number: reshard to groups of this many adjacent
+            ranks (a node). The outermost unit keeps its parameters, unless this is a number.
+        offload: ``"cpu"`` stores parameters, gradients and optimizer state in host memory, which is pinned for an
+            accelerator.
+        prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap. Defaults to FSDP2's
+            overlap alone.
+        prefetch_backward: number of units that backward gathers ahead. 1 is FSDP2's default; 0 gathers each unit when
+            it is needed.
         min_params: merge blocks with fewer parameters than this into the unit around them.
     """
 
@@ -247,12 +304,13 @@ class FullyShard(_Sharding, Pass):  # type: ignore[override]
 class HybridShard(_Sharding, Pass):  # type: ignore[override]
     """Shard parameters over ``dp_shard`` and replicate the shards over ``dp_replicate`` (FSDP2 on a 2-D mesh).
 
-    Put ``dp_shard`` inside a node and ``dp_replicate`` across nodes, as ``MeshSpec.auto`` does. All-gathers then stay inside the nodes,
-    and one all-reduce of gradient shards crosses the nodes.
+    Put ``dp_shard`` inside a node and ``dp_replicate`` across nodes, as ``MeshSpec.auto`` does. All-gathers then stay
+    inside the nodes, and one all-reduce of gradient shards crosses the nodes.
 
-    ``optimizer="world"`` splits parameters, gradients and optimizer state over all ranks of both axes. Each rank trains one slice of its
-    shard, and keeps the shard itself in ``param_dtype`` only. The all-reduce becomes a reduce-scatter in backward and an all-gather of the
-    slices in the next forward, which send the same bytes together. The results are the same.
+    ``optimizer="world"`` splits parameters, gradients and optimizer state over all ranks of both axes. Each rank trains
+    one slice of its shard, and keeps the shard itself in ``param_dtype`` only. The all-reduce becomes a reduce-scatter
+    in backward and an all-gather of the slices in the next forward, which send the same bytes together. The results are
+    the same.
 
     Parameters and optimizer state keep the dtype of the model: build the model in float32 for float32 master weights.
 
@@ -264,24 +322,30 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
         reduce_dtype: dtype in which gradients are reduced. Defaults to ``param_dtype``.
         output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
-        cast_forward_inputs: cast floating-point inputs to ``param_dtype``, as FSDP2 does. This also rounds timesteps and positions:
-            998.39 becomes 1000 in bfloat16. Pass these as integers, or cast inputs in the model and set False.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``, as FSDP2 does. This also rounds timesteps
+            and positions: 998.39 becomes 1000 in bfloat16. Pass these as integers, or cast inputs in the model and set
+            False.
         buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
         blocks: name patterns or class names of the units. Defaults to the layout's blocks.
         whole: patterns of parameters, or of modules for all of theirs, that every rank stores whole, in their own dtype
-            (``("logit_scale", "vision")``). Scalars are always whole. Their gradients are averaged at the end of each backward.
-        reshard_after_forward: True (ZeRO-3): free gathered parameters after forward and gather them again in backward. False
-            (ZeRO-2): keep gathered parameters until the backward; those of ``module.eval()`` serve all forwards until somebody writes a
-            parameter, or ``module.train()``. A number: reshard to groups of this many adjacent ranks (a node). The outermost unit
-            keeps its parameters, unless this is a number.
-        offload: ``"cpu"`` stores parameters, gradients and optimizer state in host memory, which is pinned for an accelerator.
-        prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap. Defaults to FSDP2's overlap alone.
-        prefetch_backward: number of units that backward gathers ahead. 1 is FSDP2's default; 0 gathers each unit when it is needed.
+            (``("logit_scale", "vision")``). Scalars are always whole. Their gradients are averaged at the end of each
+            backward.
+        reshard_after_forward: True (ZeRO-3): free gathered parameters after forward and gather them again in backward.
+            False (ZeRO-2): keep gathered parameters until the backward; those of ``module.eval()`` serve all forwards
+            until somebody writes a parameter, or ``module.train()``. A number: reshard to groups of this many adjacent
+            ranks (a node). The outermost unit keeps its parameters, unless this is a number.
+        offload: ``"cpu"`` stores parameters, gradients and optimizer state in host memory, which is pinned for an
+            accelerator.
+        prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap. Defaults to FSDP2's
+            overlap alone.
+        prefetch_backward: number of units that backward gathers ahead. 1 is FSDP2's default; 0 gathers each unit when
+            it is needed.
         min_params: merge blocks with fewer parameters than this into the unit around them.
-        optimizer: ``"replica"``: each replica has the whole optimizer state. ``"world"``: the replicas share the optimizer state, gradients
-            and parameters. With ``par.accumulate(reduce_each=True)``, each micro-batch is then also reduced over ``dp_replicate``, into
-            slices. With ``offload="cpu"``, the shard in ``param_dtype`` stays on the device. Replicas that may be
-            lost, each a job of its own (:class:`meshpar.training.Replicas`), share the optimizer state alone.
+        optimizer: ``"replica"``: each replica has the whole optimizer state. ``"world"``: the replicas share the
+            optimizer state, gradients and parameters. With ``par.accumulate(reduce_each=True)``, each micro-batch is
+            then also reduced over ``dp_replicate``, into slices. With ``offload="cpu"``, the shard in ``param_dtype``
+            stays on the device. Replicas that may be lost, each a job of its own (:class:`meshpar.training.Replicas`),
+            share the optimizer state alone.
     """
 
     optimizer: Literal["replica", "world"] = "replica"
@@ -301,14 +365,16 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
             yield f"{self.name}(optimizer={self.optimizer!r}) is not known; use 'replica' or 'world'"
         if self.optimizer == "world" and not isinstance(self.reshard_after_forward, bool):
             yield (
-                f"{self.name}(optimizer='world', reshard_after_forward={self.reshard_after_forward}) reshards to parts of a replica, whose "
+                f"{self.name}(optimizer='world', reshard_after_forward={self.reshard_after_forward}) reshards to "
+                "parts of a replica, whose "
                 "shards are kept as they are; use reshard_after_forward=True or False"
             )
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         if mesh.spans_nodes("dp_shard"):
             yield (
-                f"axis 'dp_shard' (size {mesh.axes['dp_shard']}) spans nodes of {mesh.ranks_per_node} ranks, so every gather crosses them; "
+                f"axis 'dp_shard' (size {mesh.axes['dp_shard']}) spans nodes of {mesh.ranks_per_node} ranks, so "
+                "every gather crosses them; "
                 f"hybrid sharding is meant to keep it inside: dp_shard={mesh.ranks_per_node} or a divisor"
             )
 
@@ -334,7 +400,9 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def unit_content_problems(units: list[tuple[str, nn.Module]], module: nn.Module, whole: set[str]) -> Iterator[str]:
-    """Yield units with several dtypes, and tied parameters that would land in two units; those in ``whole`` are in none."""
+    """Yield units with several dtypes, and tied parameters that would land in two units; those in ``whole`` are in
+    none.
+    """
     unit_of: dict[int, str] = {}
     names: dict[int, str] = {id(parameter): name for name, parameter in module.named_parameters()}
     for unit_name, unit in units:
@@ -346,7 +414,10 @@ def unit_content_problems(units: list[tuple[str, nn.Module]], module: nn.Module,
         if len(dtypes) > 1:
             listed = ", ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
             title = unit_name or "(the outermost)"
-            yield f"unit {title!r} mixes dtypes: {listed}; FSDP2 needs one dtype a unit: cast the model, or give the odd ones a unit"
+            yield (
+                f"unit {title!r} mixes dtypes: {listed}; FSDP2 needs one dtype a unit: cast the model, or give the "
+                "odd ones a unit"
+            )
     yield from _tied_problems(units, module, whole)
 
 
@@ -361,13 +432,17 @@ def _tied_problems(units: list[tuple[str, nn.Module]], module: nn.Module, whole:
     for group in places.values():
         if len(set(group.values())) > 1 and not whole.intersection(group):
             listed = ", ".join(f"{name} in {home or '(the outermost)'!r}" for name, home in group.items())
-            yield f"tied parameters would land in two units: {listed}; take both out of the blocks, so that the outermost unit holds them"
+            yield (
+                f"tied parameters would land in two units: {listed}; take both out of the blocks, so that the "
+                "outermost unit holds them"
+            )
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicate(Precision, Pass):
-    """Replicate the model on every rank of ``dp_replicate`` (DDP). Gradients are averaged block by block while backward runs.
+    """Replicate the model on every rank of ``dp_replicate`` (DDP). Gradients are averaged block by block while backward
+    runs.
 
     Composes with :class:`TensorParallel`. For replicas of a sharded model use :class:`HybridShard`.
 
@@ -381,12 +456,14 @@ class Replicate(Precision, Pass):
         param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
         reduce_dtype: dtype in which gradients are reduced. Defaults to ``param_dtype``.
         output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
-        cast_forward_inputs: cast floating-point inputs to ``param_dtype``, as FSDP2 does. This also rounds timesteps and positions:
-            998.39 becomes 1000 in bfloat16. Pass these as integers, or cast inputs in the model and set False.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``, as FSDP2 does. This also rounds timesteps
+            and positions: 998.39 becomes 1000 in bfloat16. Pass these as integers, or cast inputs in the model and set
+            False.
         buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
         blocks: name patterns or class names of the units. Defaults to the layout's blocks.
         whole: patterns of parameters, or of modules for all of theirs, that every rank stores whole, in their own dtype
-            (``("logit_scale", "vision")``). Scalars are always whole. Their gradients are averaged at the end of each backward.
+            (``("logit_scale", "vision")``). Scalars are always whole. Their gradients are averaged at the end of each
+            backward.
     """
 
     name = "Replicate"
@@ -396,7 +473,10 @@ class Replicate(Precision, Pass):
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from self.common_problems(module, layout)
         if mesh.axes.get("dp_shard", 1) > 1:
-            yield "Replicate keeps whole replicas and cannot be combined with dp_shard; use HybridShard() for replicas of a sharded model"
+            yield (
+                "Replicate keeps whole replicas and cannot be combined with dp_shard; use HybridShard() for "
+                "replicas of a sharded model"
+            )
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         cast_buffers(module, self.buffer_dtype)

@@ -1,13 +1,15 @@
 """Run a piece of a user's model once more and leave no trace: what it can reach is as it was when the run is over.
 
-A copy would not do: what FSDP2 shards cannot be copied, forwards and hooks hold on to the modules that they were made for, and what a hook
-changes is the original all the same. So everything that can be reached is looked up first, by attributes, containers, closures, defaults,
-classes and the globals that functions name. While the code runs, tensors, generators and caches are replaced by copies; afterwards every
-container and attribute holds again what it held. Tensors and arrays in places that nobody can write (a set, a default of a function, the
-objects that the caller hands in) stay there, and get their values back.
+A copy would not do: what FSDP2 shards cannot be copied, forwards and hooks hold on to the modules that they were made
+for, and what a hook changes is the original all the same. So everything that can be reached is looked up first, by
+attributes, containers, closures, defaults, classes and the globals that functions name. While the code runs, tensors,
+generators and caches are replaced by copies; afterwards every container and attribute holds again what it held. Tensors
+and arrays in places that nobody can write (a set, a default of a function, the objects that the caller hands in) stay
+there, and get their values back.
 
-Refused, before anything runs, is what nobody can put back: iterators, and what other threads and processes use as well (queues, threads,
-executors, files, sockets, objects that hold a lock). Objects of C that tell nothing of what they hold count as constant.
+Refused, before anything runs, is what nobody can put back: iterators, and what other threads and processes use as well
+(queues, threads, executors, files, sockets, objects that hold a lock). Objects of C that tell nothing of what they hold
+count as constant.
 """
 
 from __future__ import annotations
@@ -40,7 +42,21 @@ LARGEST = 1 << 27
 """Elements of tensors, beside parameters, that are copied at most: 512 MiB in float32."""
 MOST = 1 << 20
 """Objects that are looked at, at most."""
-_PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, slice, range, Enum, ModuleType, type(None), type(...))
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    slice,
+    range,
+    Enum,
+    ModuleType,
+    type(None),
+    type(...),
+)
 _CLOSED = {"torch", "meshpar", "numpy", "logging", "threading", "multiprocessing", "concurrent", "asyncio", "io", "re"}
 _CLOSED |= {"transformers", "tokenizers", "huggingface_hub"}
 _SHARED = {"queue", "_queue", "threading", "multiprocessing", "concurrent", "asyncio", "subprocess"}
@@ -127,7 +143,11 @@ class _Reached:
         """Put copies in the places of what code may change in place; keep the values of what must stay where it is."""
         for each in self._fixed.values():
             self._values.enter_context(_same_values(each))
-        new = [(write, [(key, self._copied(value)) for key, value in items], items) for _, write, items, swaps in self._holders if swaps]
+        new = [
+            (write, [(key, self._copied(value)) for key, value in items], items)
+            for _, write, items, swaps in self._holders
+            if swaps
+        ]
         for write, copies, items in new:
             if any(one is not other for (_, one), (_, other) in zip(copies, items)):
                 write(copies)
@@ -157,7 +177,11 @@ class _Reached:
             return self._hold(*_of_dict(own)) if own else []
         if isinstance(each, list | deque | dict | set) and len(each) > MOST:
             raise CannotKeep(f"it reaches a {type(each).__name__} of more than {MOST} items")
-        if hasattr(type(each), "__next__") and not _steps_in_python(type(each)) and type(each).__name__ not in _ITERATORS:
+        if (
+            hasattr(type(each), "__next__")
+            and not _steps_in_python(type(each))
+            and type(each).__name__ not in _ITERATORS
+        ):
             raise CannotKeep(f"it reaches an iterator ({type(each).__name__}), which cannot be put back")
         if isinstance(each, weakref.ref):
             return self.fixed([each()])
@@ -169,7 +193,11 @@ class _Reached:
         if isinstance(each, MethodType):
             return self.fixed([each.__self__, each.__func__])
         if isinstance(each, functools.partial):
-            return [*self.fixed([each.func, *each.args]), *self._hold(*_of_dict(each.keywords)), *self._hold(*_of_dict(vars(each)))]
+            return [
+                *self.fixed([each.func, *each.args]),
+                *self._hold(*_of_dict(each.keywords)),
+                *self._hold(*_of_dict(vars(each))),
+            ]
         if isinstance(each, staticmethod | classmethod | _LRU):
             return [getattr(each, "__wrapped__")]  # noqa: B009  pyright does not know it
         if isinstance(each, property):
@@ -226,7 +254,10 @@ class _Reached:
         names = set(_named(each.__code__))
         inside += self._hold(*_of_names(each.__globals__, set(_globals(each.__code__))))
         for value in list(inside):
-            if isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in sys.stdlib_module_names | _CLOSED:
+            if (
+                isinstance(value, ModuleType)
+                and value.__name__.partition(".")[0] not in sys.stdlib_module_names | _CLOSED
+            ):
                 inside += self._hold(*_of_names(vars(value), names))
         return inside
 
@@ -297,7 +328,10 @@ def _is_numpy_random(value: object) -> bool:
 
 def _steps_in_python(kind: type) -> bool:
     """Tell an iterator whose state is in attributes."""
-    return isinstance(getattr(kind, "__next__", None), FunctionType) and _package(kind) not in sys.stdlib_module_names | _CLOSED
+    return (
+        isinstance(getattr(kind, "__next__", None), FunctionType)
+        and _package(kind) not in sys.stdlib_module_names | _CLOSED
+    )
 
 
 @contextmanager
@@ -359,7 +393,11 @@ def _of_names(held: dict[str, Any], names: set[str]) -> _Access:
 
 def _of_class(kind: type) -> _Access:
     def read() -> _Items:
-        return [(name, value) for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__", "__abstractmethods__")]
+        return [
+            (name, value)
+            for name, value in vars(kind).items()
+            if name not in ("__dict__", "__weakref__", "__abstractmethods__")
+        ]
 
     def write(items: _Items) -> None:
         kept = dict(items)
@@ -419,8 +457,12 @@ def _named(code: CodeType) -> Iterator[str]:
 
 
 def _globals(code: CodeType) -> Iterator[str]:
-    """Yield the global names that a function, and what is defined in it, uses: other than ``co_names``, without those of attributes."""
-    yield from (step.argval for step in dis.get_instructions(code) if "GLOBAL" in step.opname or step.opname.endswith("_NAME"))
+    """Yield the global names that a function, and what is defined in it, uses: other than ``co_names``, without those
+    of attributes.
+    """
+    yield from (
+        step.argval for step in dis.get_instructions(code) if "GLOBAL" in step.opname or step.opname.endswith("_NAME")
+    )
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield from _globals(each)

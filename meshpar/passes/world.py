@@ -1,4 +1,6 @@
-"""Two hops for FSDP2: slices of all data ranks are gathered over replicas once a step, over the shards of a replica as often as needed."""
+"""Two hops for FSDP2: slices of all data ranks are gathered over replicas once a step, over the shards of a replica as
+often as needed.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,16 @@ from meshpar import _torch, runtime
 from meshpar.errors import MeshparError
 
 _WRITTEN = (
-    "a parameter was written between the micro-batches of one step, which share their weights; write before the first of them, or after "
+    "a parameter was written between the micro-batches of one step, which share their weights; write before the "
+    "first of them, or after "
     "the optimizer's step"
 )
-_AHEAD = (
-    2  # units whose slices are gathered before they are needed, on an accelerator; on a CPU they have a group of their own, and all are
-)
-_PARTS = (
-    4  # exchanges of one unit that are under way at once, because a link between replicas stands still between one exchange and the next
-)
+# units whose slices are gathered before they are needed, on an accelerator; on a CPU they have a group of their own,
+# and all are
+_AHEAD = 2
+# exchanges of one unit that are under way at once, because a link between replicas stands still between one exchange
+# and the next
+_PARTS = 4
 
 
 class _Allocates:
@@ -36,23 +39,28 @@ class _Allocates:
 
 @final
 class _Gather(_Allocates):
-    """The all-gather of one unit: over replicas into the shard that this rank keeps for its replica, then over the replica's shards.
+    """The all-gather of one unit: over replicas into the shard that this rank keeps for its replica, then over the
+    replica's shards.
 
     Attributes:
         fresh: the shard has the values of the slices.
         following: the gather of a later unit, whose hop over replicas runs beside this unit's computing.
-        in_parts: the hop over shards is a call for each replica, without a copy; else it is one call, whatever the number of replicas,
-            and a copy, which costs an accelerator less than the launches.
+        in_parts: the hop over shards is a call for each replica, without a copy; else it is one call, whatever the
+            number of replicas, and a copy, which costs an accelerator less than the launches.
     """
 
-    def __init__(self, unit: FSDPModule, replicas: dist.ProcessGroup, shards: dist.ProcessGroup, *, in_parts: bool) -> None:
+    def __init__(
+        self, unit: FSDPModule, replicas: dist.ProcessGroup, shards: dist.ProcessGroup, *, in_parts: bool
+    ) -> None:
         self._unit, self._replicas, self._shards, self.in_parts = unit, replicas, shards, in_parts
         self._shard: Tensor | None = None
         self.fresh = False
         self.following: _Gather | None = None
 
     def begin(self) -> None:
-        """Start the hop over replicas, which the next gather waits for, unless the shard is up to date or nobody waits for it."""
+        """Start the hop over replicas, which the next gather waits for, unless the shard is up to date or nobody waits
+        for it.
+        """
         if not self.fresh and not _torch.is_gathered(self._unit):
             self._over_replicas(self._mine())
 
@@ -93,9 +101,13 @@ class _Gather(_Allocates):
             together = zip(output_tensor.chunk(count), shard.chunk(count))
             _together(_torch.all_gather(whole, part, self._shards, async_op=True) for whole, part in together)
             return
-        joined = torch.empty_like(output_tensor)  # shard after shard, and FSDP2 reads the slices of one replica after those of another
+        joined = torch.empty_like(
+            output_tensor
+        )  # shard after shard, and FSDP2 reads the slices of one replica after those of another
         _torch.all_gather(joined, shard, self._shards)
-        output_tensor.view(count, self._shards.size(), -1).copy_(joined.view(self._shards.size(), count, -1).transpose(0, 1))
+        output_tensor.view(count, self._shards.size(), -1).copy_(
+            joined.view(self._shards.size(), count, -1).transpose(0, 1)
+        )
 
 
 @final
@@ -103,13 +115,16 @@ class _Reduce(_Allocates):
     """The reduce-scatter of a unit: over the replica's shards, then over replicas.
 
     Attributes:
-        exchanges: a hop is an all-to-all and a sum, because gloo's reduce-scatter is an all-reduce, which sends twice the bytes.
+        exchanges: a hop is an all-to-all and a sum, because gloo's reduce-scatter is an all-reduce, which sends twice
+            the bytes.
     """
 
     def __init__(self, replicas: dist.ProcessGroup, shards: dist.ProcessGroup, *, exchanges: bool) -> None:
         self._replicas, self._shards, self.exchanges = replicas, shards, exchanges
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: Any, async_op: bool = False) -> None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: Any, async_op: bool = False
+    ) -> None:
         count = self._replicas.size()
         sums = input_tensor.new_empty(count * output_tensor.numel())
         outputs, inputs = [output_tensor], [sums]
@@ -126,7 +141,9 @@ class _Reduce(_Allocates):
     def _hop(self, outputs: list[Tensor], inputs: list[Tensor], op: Any, group: dist.ProcessGroup) -> None:
         """Reduce-scatter several tensors over a group."""
         if not self.exchanges:
-            _together(_torch.reduce_scatter(output, each, op, group, async_op=True) for output, each in zip(outputs, inputs))
+            _together(
+                _torch.reduce_scatter(output, each, op, group, async_op=True) for output, each in zip(outputs, inputs)
+            )
             return
         received = [torch.empty_like(each) for each in inputs]
         _together(dist.all_to_all_single(got, each, group=group, async_op=True) for got, each in zip(received, inputs))
@@ -137,13 +154,17 @@ class _Reduce(_Allocates):
 
 
 def _slices_group(axis: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return another group of the same ranks, for slices alone, where collectives wait for earlier ones of their group (gloo).
+    """Return another group of the same ranks, for slices alone, where collectives wait for earlier ones of their group
+    (gloo).
 
-    What ranks compare before each unit would wait for the slices of later units, and the link between replicas for the comparison.
+    What ranks compare before each unit would wait for the slices of later units, and the link between replicas for the
+    comparison.
     """
     if dist.get_backend(group) != dist.Backend.GLOO:
         return group
-    made: Any = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True, group_desc=f"{axis} slices")
+    made: Any = dist.new_group(
+        dist.get_process_group_ranks(group), use_local_synchronization=True, group_desc=f"{axis} slices"
+    )
     _torch.share_timeout([made])
     return made
 
@@ -158,10 +179,11 @@ def _together(works: Iterable[dist.Work | None]) -> None:
 class ReplicaShards:
     """The shards that the ranks of a replica keep of parameters that are split over all data ranks.
 
-    FSDP2 splits a unit over replicas and, in each, over shards: rank (r, s) stores slice (r, s), which it trains. Gathering takes two
-    hops. The first gathers the slices (0..R, s) over replicas into a shard in the computing dtype, once in each forward, or in the first
-    of those that accumulate gradients. The second gathers the shards inside the replica, and is each of FSDP2's all-gathers. Gradients
-    take the same hops back. This is the secondary partition of ZeRO++ (Wang et al. 2023, arXiv 2306.10209).
+    FSDP2 splits a unit over replicas and, in each, over shards: rank (r, s) stores slice (r, s), which it trains.
+    Gathering takes two hops. The first gathers the slices (0..R, s) over replicas into a shard in the computing dtype,
+    once in each forward, or in the first of those that accumulate gradients. The second gathers the shards inside the
+    replica, and is each of FSDP2's all-gathers. Gradients take the same hops back. This is the secondary partition of
+    ZeRO++ (Wang et al. 2023, arXiv 2306.10209).
 
     Args:
         module: the outermost module, whose units are sharded over the flattened (replicas, shards).
@@ -174,7 +196,9 @@ class ReplicaShards:
         groups: process groups made for slices alone, with their axis.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, divided: Mapping[nn.Module, DeviceMesh], replicas: str, shards: str) -> None:
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, divided: Mapping[nn.Module, DeviceMesh], replicas: str, shards: str
+    ) -> None:
         self._module, self._mesh, self._divided, self._axes = module, mesh, divided, (replicas, shards)
         self._replicas = mesh[replicas].size()
         self._over: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -201,7 +225,9 @@ class ReplicaShards:
         self._look_ahead(self._mesh.device_type)
 
     def send_as_on(self, device_type: str) -> None:
-        """Send what is sent on devices of this type: on a CPU all slices travel from the start, and each part in a call of its own."""
+        """Send what is sent on devices of this type: on a CPU all slices travel from the start, and each part in a call
+        of its own.
+        """
         for gather, reduce in zip(self._gathers, self._reduces, strict=True):
             gather.in_parts = reduce.exchanges = not runtime.queues(device_type)
         self._look_ahead(device_type)
@@ -229,7 +255,9 @@ class ReplicaShards:
             _torch.assert_async(same, _WRITTEN)
 
     def begin(self) -> None:
-        """Start to gather the first units' shards, if out of date; each unit starts a later one's. Collective over replicas."""
+        """Start to gather the first units' shards, if out of date; each unit starts a later one's. Collective over
+        replicas.
+        """
         for each in self._gathers[: self._ahead]:
             each.begin()
 

@@ -29,29 +29,32 @@ Decay = float | Callable[[int], float]
 class Averaged:
     """Keep an exponential moving average (EMA) of the parameters, each rank of its own shards.
 
-    Equals ``torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`` in one process: the first
-    :meth:`update` copies, every later one computes ``average = decay * average + (1 - decay) * parameter``. No rank communicates. The
-    average takes as much memory as the parameters of this rank (in ``dtype``).
+    Equals ``torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`` in one process: the
+    first :meth:`update` copies, every later one computes ``average = decay * average + (1 - decay) * parameter``. No
+    rank communicates. The average takes as much memory as the parameters of this rank (in ``dtype``).
 
     >>> averaged = Averaged(par, decay=0.999)                     # doctest: +SKIP
     >>> optimizer.step(); averaged.update()                       # doctest: +SKIP
     >>> with averaged.swapped(): evaluate(par.module)             # doctest: +SKIP
 
-    Buffers, such as the running statistics of batch norm, are not averaged: :meth:`swapped` evaluates with the module's present ones, as
-    ``AveragedModel(use_buffers=False)`` does. ``buffers=True`` averages floating-point buffers like parameters. Integer parameters and
-    buffers always keep their present values.
+    Buffers, such as the running statistics of batch norm, are not averaged: :meth:`swapped` evaluates with the module's
+    present ones, as
+    ``AveragedModel(use_buffers=False)`` does. ``buffers=True`` averages floating-point buffers like parameters. Integer
+    parameters and buffers always keep their present values.
 
-    To checkpoint the average, save :meth:`state_dict` by ``torch.distributed.checkpoint``. To store or export the averaged model itself,
-    call ``CheckpointManager.save`` or ``export_module`` inside of :meth:`swapped`.
+    To checkpoint the average, save :meth:`state_dict` by ``torch.distributed.checkpoint``. To store or export the
+    averaged model itself, call ``CheckpointManager.save`` or ``export_module`` inside of :meth:`swapped`.
 
     Args:
         par: the parallel module, with values (after ``materialize``).
-        decay: the weight of the previous average, from 0 to 1; or a function of the number of updates so far (1, 2, ...) that returns it.
-        dtype: dtype of the average; None: each parameter's own. In bfloat16 an average with a decay near 1 stops to change, because the
-            increments are rounded away; use ``torch.float32``.
+        decay: the weight of the previous average, from 0 to 1; or a function of the number of updates so far (1, 2,
+            ...) that returns it.
+        dtype: dtype of the average; None: each parameter's own. In bfloat16 an average with a decay near 1 stops to
+            change, because the increments are rounded away; use ``torch.float32``.
         buffers: average floating-point buffers too.
-        from_start: the average starts from the values at its construction, and the first :meth:`update` averages like every later one, as
-            EMAs without torch's copy do; a function as decay then gets 0 first. The default starts from the values at the first update.
+        from_start: the average starts from the values at its construction, and the first :meth:`update` averages like
+            every later one, as EMAs without torch's copy do; a function as decay then gets 0 first. The default starts
+            from the values at the first update.
 
     Attributes:
         updates: how often :meth:`update` was called.
@@ -61,7 +64,13 @@ class Averaged:
     """
 
     def __init__(
-        self, par: Resharded, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False, from_start: bool = False
+        self,
+        par: Resharded,
+        decay: Decay = 0.999,
+        *,
+        dtype: torch.dtype | None = None,
+        buffers: bool = False,
+        from_start: bool = False,
     ) -> None:
         if dtype is not None and not dtype.is_floating_point:
             raise MeshparError(f"the average's dtype is {dtype}; expected a floating-point dtype such as torch.float32")
@@ -73,7 +82,9 @@ class Averaged:
             self._weight()
         tensors = self._tensors()
         if unmade := [name for name, tensor in tensors.items() if tensor.is_meta]:
-            raise MeshparError(f"{unmade[0]} has no values yet; call par.materialize(seed=...) or (weights=...) before averaging")
+            raise MeshparError(
+                f"{unmade[0]} has no values yet; call par.materialize(seed=...) or (weights=...) before averaging"
+            )
         with torch.no_grad():
             self._averages = {name: _copy(tensor, dtype) for name, tensor in tensors.items()}
 
@@ -95,10 +106,12 @@ class Averaged:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Give the module the averaged values inside of the ``with`` block, and its own back afterwards, bit for bit, also after an error.
+        """Give the module the averaged values inside of the ``with`` block, and its own back afterwards, bit for bit,
+        also after an error.
 
         Raises:
-            MeshparError: already inside of it; or, at its end, for parameters that were changed inside, such as by an optimizer's step.
+            MeshparError: already inside of it; or, at its end, for parameters that were changed inside, such as by an
+                optimizer's step.
         """
         self._refuse_inside("swapped()")
         kept: dict[str, tuple[Tensor, int, Tensor]] = {}
@@ -112,7 +125,8 @@ class Averaged:
             self._swapped = False
         if changed:
             raise MeshparError(
-                f"{changed[0]} was changed inside of swapped(), and the change is lost; expected evaluation only: train after the block"
+                f"{changed[0]} was changed inside of swapped(), and the change is lost; expected evaluation only: "
+                "train after the block"
             )
 
     @torch.no_grad()
@@ -133,7 +147,8 @@ class Averaged:
         """Return the average, placed as the parameters are and under their names, and the number of updates.
 
         ``{"averages": {name: tensor}, "updates": tensor}``. The tensors are the average itself, so that
-        ``torch.distributed.checkpoint.load(averaged.state_dict(), ...)`` reads into it, on any mesh; then call :meth:`load_state_dict`.
+        ``torch.distributed.checkpoint.load(averaged.state_dict(), ...)`` reads into it, on any mesh; then call
+        :meth:`load_state_dict`.
 
         Raises:
             MeshparError: inside of :meth:`swapped`.
@@ -146,19 +161,26 @@ class Averaged:
         """Take over what :meth:`state_dict` returned, placed as this module is, or whole tensors (of one process).
 
         Raises:
-            MeshparError: before anything is changed, with all names that are missing or unexpected, and all shapes and placements that
-                differ; or inside of :meth:`swapped`.
+            MeshparError: before anything is changed, with all names that are missing or unexpected, and all shapes and
+                placements that differ; or inside of :meth:`swapped`.
         """
         self._refuse_inside("load_state_dict()")
         given: Mapping[str, Tensor] = state["averages"]
         problems = [f"missing: {name}" for name in self._averages if name not in given]
         problems += [f"unexpected: {name}" for name in given if name not in self._averages]
-        problems += [text for name, average in self._averages.items() if name in given for text in _misfits(name, average, given[name])]
+        problems += [
+            text
+            for name, average in self._averages.items()
+            if name in given
+            for text in _misfits(name, average, given[name])
+        ]
         if problems:
             raise MeshparError("\n  ".join(["this average does not fit the module; nothing was changed:", *problems]))
         for name, average in self._averages.items():
             mine = given[name]
-            local_tensor(average).copy_(local_tensor(mine) if isinstance(mine, DTensor) else mine[held_by_this_rank(average)])
+            local_tensor(average).copy_(
+                local_tensor(mine) if isinstance(mine, DTensor) else mine[held_by_this_rank(average)]
+            )
         self.updates = int(state["updates"])
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -178,13 +200,18 @@ class Averaged:
 
     def _refuse_inside(self, what: str) -> None:
         if self._swapped:
-            raise MeshparError(f"{what} was called inside of swapped(), where the module holds the average; call it after the with block")
+            raise MeshparError(
+                f"{what} was called inside of swapped(), where the module holds the average; call it after the with "
+                "block"
+            )
 
     @torch.no_grad()
     def _exchange(self, kept: dict[str, tuple[Tensor, int, Tensor]]) -> None:
-        """Write the average into the module, and into ``kept`` by name the module's tensor, its version, and its values before.
+        """Write the average into the module, and into ``kept`` by name the module's tensor, its version, and its values
+        before.
 
-        Where the dtypes agree, the average's own memory takes the values before, so that only one tensor at a time is copied.
+        Where the dtypes agree, the average's own memory takes the values before, so that only one tensor at a time is
+        copied.
         """
         for name, tensor in self._tensors().items():
             value, average = local_tensor(tensor), local_tensor(self._averages[name])
@@ -226,12 +253,18 @@ def _misfits(name: str, average: Tensor, given: Tensor) -> Iterator[str]:
     if given.shape != average.shape:
         yield f"shape of {name}: expected {tuple(average.shape)}, got {tuple(given.shape)}"
     elif isinstance(given, DTensor) and (
-        not isinstance(average, DTensor) or (given.device_mesh, given.placements) != (average.device_mesh, average.placements)
+        not isinstance(average, DTensor)
+        or (given.device_mesh, given.placements) != (average.device_mesh, average.placements)
     ):
-        yield f"placement of {name}: expected {_placed(average)}, got {_placed(given)}; load by torch.distributed.checkpoint instead"
+        yield (
+            f"placement of {name}: expected {_placed(average)}, got {_placed(given)}; load by "
+            "torch.distributed.checkpoint instead"
+        )
 
 
 def _placed(tensor: Tensor) -> str:
     if not isinstance(tensor, DTensor):
         return "a whole tensor"
-    return ", ".join(f"{axis}:{each}" for axis, each in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False))
+    return ", ".join(
+        f"{axis}:{each}" for axis, each in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False)
+    )

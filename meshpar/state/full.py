@@ -25,12 +25,16 @@ from meshpar.placements import held_by_this_rank, local_tensor, part_like, place
 
 @final
 class ShardedState(OrderedDict[str, Any]):
-    """``state_dict()`` of a parallel module or of its optimizer: DTensors, which ``torch.save`` would write as this rank's part of them."""
+    """``state_dict()`` of a parallel module or of its optimizer: DTensors, which ``torch.save`` would write as this
+    rank's part of them.
+    """
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise MeshparError(
-            "state_dict() of a parallel module or its optimizer holds this rank's shards, and pickling it (torch.save) would lose the "
-            "others'; use meshpar.checkpoints.CheckpointManager, or save par.state_dict(full=True) of the module from rank 0"
+            "state_dict() of a parallel module or its optimizer holds this rank's shards, and pickling it "
+            "(torch.save) would lose the "
+            "others'; use meshpar.checkpoints.CheckpointManager, or save par.state_dict(full=True) of the module "
+            "from rank 0"
         )
 
     def __copy__(self) -> ShardedState:
@@ -41,7 +45,9 @@ class ShardedState(OrderedDict[str, Any]):
 
 
 def guard_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer's ``state_dict()`` return what cannot be pickled by mistake, and place state that it has loaded or will load."""
+    """Let the optimizer's ``state_dict()`` return what cannot be pickled by mistake, and place state that it has loaded
+    or will load.
+    """
 
     def guarded(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         held = (value for states in state["state"].values() if isinstance(states, dict) for value in states.values())
@@ -53,10 +59,12 @@ def guard_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Divide whole plain tensors in the optimizer's state as their parameters are: ``load_state_dict`` received one process's state.
+    """Divide whole plain tensors in the optimizer's state as their parameters are: ``load_state_dict`` received one
+    process's state.
 
     Raises:
-        MeshparError: an optimizer of torch has a plain tensor of another shape than its sharded parameter, with which it cannot step.
+        MeshparError: an optimizer of torch has a plain tensor of another shape than its sharded parameter, with which
+            it cannot step.
     """
     if isinstance(optimizer, torch.optim.Adafactor):
         return  # its factors have other shapes, and its step places them
@@ -70,8 +78,10 @@ def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
                 state[key] = placed_like(value, parameter, ())
             elif type(optimizer).__module__.startswith("torch.optim."):
                 raise MeshparError(
-                    f"{type(optimizer).__name__}'s {key} has the shape {tuple(value.shape)}; expected {tuple(parameter.shape)}, "
-                    "which is the parameter's; load whole tensors, as one process's optimizer.state_dict() has them, or restore the "
+                    f"{type(optimizer).__name__}'s {key} has the shape {tuple(value.shape)}; expected "
+                    f"{tuple(parameter.shape)}, "
+                    "which is the parameter's; load whole tensors, as one process's optimizer.state_dict() has them, "
+                    "or restore the "
                     "optimizer by meshpar.checkpoints.CheckpointManager"
                 )
 
@@ -80,19 +90,25 @@ _DIVIDED: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKe
 
 
 def mark_divided(optimizer: torch.optim.Optimizer, why: str) -> None:
-    """Note that other jobs hold a part of an optimizer's state, and ``why`` that of this job is not to be saved; empty: all is here."""
+    """Note that other jobs hold a part of an optimizer's state, and ``why`` that of this job is not to be saved; empty:
+    all is here.
+    """
     if optimizer not in _DIVIDED:
         optimizer.register_state_dict_pre_hook(check_undivided)
     _DIVIDED[optimizer] = why
 
 
-_SHARES: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakMethod[Callable[[bool], list[Tensor]]]] = weakref.WeakKeyDictionary()
+_SHARES: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakMethod[Callable[[bool], list[Tensor]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def restore_by(optimizer: torch.optim.Optimizer, share: Callable[[bool], list[Tensor]] | None) -> None:
-    """Let a restore read the optimizer state of those parameters alone that the bound method ``share`` returns; None: of all.
+    """Let a restore read the optimizer state of those parameters alone that the bound method ``share`` returns; None:
+    of all.
 
-    ``share`` is called with whether it must return all, because the job did not restore the step that other jobs restore.
+    ``share`` is called with whether it must return all, because the job did not restore the step that other jobs
+    restore.
     """
     if share is None:
         _SHARES.pop(optimizer, None)
@@ -120,12 +136,18 @@ def check_undivided(optimizer: torch.optim.Optimizer) -> None:
 
 
 def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
-    """Let ``state_dict()`` return what cannot be pickled by mistake, and ``load_state_dict`` take whole plain tensors, too."""
+    """Let ``state_dict()`` return what cannot be pickled by mistake, and ``load_state_dict`` take whole plain tensors,
+    too.
+    """
     inner = module.state_dict
 
     def state_dict(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the module's
         state = inner(*args, **kwargs)
-        if args or kwargs.get("destination") is not None or not any(isinstance(each, DTensor) for each in state.values()):
+        if (
+            args
+            or kwargs.get("destination") is not None
+            or not any(isinstance(each, DTensor) for each in state.values())
+        ):
             return state
         sharded = ShardedState(state)
         sharded._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
@@ -144,7 +166,8 @@ def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
 
 
 def gather_state(module: nn.Module, *, everywhere: bool) -> dict[str, Any]:
-    """Return the module's state as whole tensors on the host, on rank 0 (the others get an empty dict) or ``everywhere``.
+    """Return the module's state as whole tensors on the host, on rank 0 (the others get an empty dict) or
+    ``everywhere``.
 
     One tensor at a time is whole on a device. Collective: every rank calls it.
     """
@@ -163,11 +186,14 @@ def gather_state(module: nn.Module, *, everywhere: bool) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def scatter_state(module: nn.Module, state: Mapping[str, Any], device: torch.device, *, from_rank_0: bool, strict: bool) -> None:
+def scatter_state(
+    module: nn.Module, state: Mapping[str, Any], device: torch.device, *, from_rank_0: bool, strict: bool
+) -> None:
     """Copy each rank's part of whole tensors into the module; names, shapes and dtypes stay the module's.
 
     Raises:
-        MeshparError: on every rank alike, before anything is copied: names that are missing or unexpected (``strict``), other shapes.
+        MeshparError: on every rank alike, before anything is copied: names that are missing or unexpected (``strict``),
+            other shapes.
 
     Collective where ``from_rank_0``: every rank calls it, and rank 0 hands in the tensors.
     """
@@ -212,22 +238,29 @@ def refuse_copies(module: Any) -> None:  # noqa: ANN401 - a module that gets att
     """Refuse what would copy or write this rank's part as if it were the model."""
     module.__deepcopy__ = functools.partial(
         _refuse,
-        "a parallel module cannot be copied, because the copy would run the original's weights; for averaged weights use "
+        "a parallel module cannot be copied, because the copy would run the original's weights; for averaged weights "
+        "use "
         "par.averaged(decay), for a second model build another one and apply a plan to it",
     )
     if hasattr(module, "save_pretrained"):
         module.save_pretrained = functools.partial(
             _refuse,
-            "save_pretrained does not support shards; use meshpar.checkpoints: CheckpointManager(...).save, then export_safetensors",
+            "save_pretrained does not support shards; use meshpar.checkpoints: CheckpointManager(...).save, then "
+            "export_safetensors",
         )
     module._ddp_params_and_buffers_to_ignore = _NotForDDP()  # which DistributedDataParallel reads first
     guard_state(module)
     while_lives(module, "norms", functools.partial(_torch.check_norms_of, _refuse_several_meshes))
-    while_lives(module, "numbers", functools.partial(_torch.refuse_parts_as_numbers, functools.partial(_refuse, _READ_AS_A_NUMBER)))
+    while_lives(
+        module,
+        "numbers",
+        functools.partial(_torch.refuse_parts_as_numbers, functools.partial(_refuse, _READ_AS_A_NUMBER)),
+    )
 
 
 _READ_AS_A_NUMBER = (
-    "a DTensor whose ranks hold parts of it was read as a number (.item(), float()), which would give only this rank's part; use "
+    "a DTensor whose ranks hold parts of it was read as a number (.item(), float()), which would give only this "
+    "rank's part; use "
     "tensor.full_tensor().item() on every rank, or par.clip_grad_norm_(float('inf')) for the norm of all gradients"
 )
 
@@ -243,16 +276,22 @@ def refuse_reduced(wanted: Iterable[object]) -> None:
     """Refuse to be asked by autograd for gradients that it does not have."""
     if any(_torch.is_shard(each) or "_meshpar_whole" in each.__dict__ for each in wanted if isinstance(each, Tensor)):
         _refuse(
-            "torch.autograd.grad and backward(inputs=...) find no gradients of parameters that data ranks share: those are reduced when a "
+            "torch.autograd.grad and backward(inputs=...) find no gradients of parameters that data ranks share: "
+            "those are reduced when a "
             "whole backward has run; use loss.backward() and read parameter.grad, or a mesh of tensor parallelism alone"
         )
 
 
 def _refuse_several_meshes(gradients: Iterable[Tensor]) -> None:
-    meshes = {each.device_mesh: ", ".join(each.device_mesh.mesh_dim_names or ()) for each in gradients if isinstance(each, DTensor)}
+    meshes = {
+        each.device_mesh: ", ".join(each.device_mesh.mesh_dim_names or ())
+        for each in gradients
+        if isinstance(each, DTensor)
+    }
     if len(meshes) > 1:
         _refuse(
-            f"torch.nn.utils.clip_grad_norm_ got gradients on several meshes ({' and '.join(f'({axes})' for axes in meshes.values())}), "
+            "torch.nn.utils.clip_grad_norm_ got gradients on several meshes "
+            f"({' and '.join(f'({axes})' for axes in meshes.values())}), "
             "whose norms torch cannot add; call par.clip_grad_norm_(max_norm), which clips by one norm over all of them"
         )
 

@@ -32,7 +32,9 @@ def without_memory(module: nn.Module) -> set[str]:
 
 
 def check_weights(tensors: Mapping[str, Tensor], what: str) -> None:
-    """See that all ranks hand in the same tensors; ``what`` is how the message calls them. Collective: every rank calls it."""
+    """See that all ranks hand in the same tensors; ``what`` is how the message calls them. Collective: every rank calls
+    it.
+    """
     weights = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     check_equal(
         weights,
@@ -81,10 +83,12 @@ def retie(module: nn.Module, groups: list[tuple[str, ...]]) -> None:
 
 @torch.no_grad()
 def from_seed(module: nn.Module, layout: ModelLayout, seed: int, device: torch.device, missing: set[str]) -> None:
-    """Fill the tensors named in ``missing``, module by module, with what one process would have drawn, and keep this rank's part.
+    """Fill the tensors named in ``missing``, module by module, with what one process would have drawn, and keep this
+    rank's part.
 
-    Each module draws from a generator seeded by ``seed`` and the module's name, into whole tensors that live only until the rank's
-    part is copied out: no more memory than the largest module, and no dependence on the mesh or on the order of modules.
+    Each module draws from a generator seeded by ``seed`` and the module's name, into whole tensors that live only until
+    the rank's part is copied out: no more memory than the largest module, and no dependence on the mesh or on the order
+    of modules.
     """
     done: set[int] = set()
     for name, child in module.named_modules():
@@ -119,8 +123,8 @@ def from_source(
     """Read every parameter and persistent buffer from ``source``, each rank its own part only.
 
     Raises:
-        LayoutError: before anything is read, listing every name that is missing or unexpected, and every shape and dtype that differs;
-            or afterwards, tied names whose values differ. On all ranks alike.
+        LayoutError: before anything is read, listing every name that is missing or unexpected, and every shape and
+            dtype that differs; or afterwards, tied names whose values differ. On all ranks alike.
     """
     fit = compared(module, layout, source, ignore=ignore, cast=cast)
     if fit.problems:
@@ -133,7 +137,8 @@ def from_source(
     if found < len(twice):
         name, other = twice[found]
         raise LayoutError(
-            f"{held[name][0]} and {other} are one tensor in this model and differ in these weights; build the model untied, "
+            f"{held[name][0]} and {other} are one tensor in this model and differ in these weights; build the model "
+            "untied, "
             "or choose one: ignore=[...] leaves the other unread"
         )
 
@@ -158,8 +163,12 @@ class Fit:
     remedies: list[str]
 
 
-def compared(module: nn.Module, layout: ModelLayout, source: WeightSource, *, ignore: Collection[str] = (), cast: bool = False) -> Fit:
-    """Compare weights with a model, which may be on the meta device; nothing is read but the description of the weights."""
+def compared(
+    module: nn.Module, layout: ModelLayout, source: WeightSource, *, ignore: Collection[str] = (), cast: bool = False
+) -> Fit:
+    """Compare weights with a model, which may be on the meta device; nothing is read but the description of the
+    weights.
+    """
     wanted: dict[str, Tensor] = dict(state(module))
     ties = {name: group for group in tied_names(module) for name in group}
     names = {name: (name, *(each for each in ties.get(name, ()) if each != name)) for name in wanted}
@@ -167,7 +176,9 @@ def compared(module: nn.Module, layout: ModelLayout, source: WeightSource, *, ig
     if any(not offered.intersection(each) for each in names.values()):
         source = layout.weights.view(source)
     told = _told_names(source)
-    covered = {pattern: {name for name in told if covers(pattern, name) or covers(pattern, told[name])} for pattern in ignore}
+    covered = {
+        pattern: {name for name in told if covers(pattern, name) or covers(pattern, told[name])} for pattern in ignore
+    }
     ignored = set[str]().union(*covered.values())
     problems = [
         f"ignore: {pattern!r} matches no tensor of these weights; {suggestion(pattern, told.values())}"
@@ -176,7 +187,9 @@ def compared(module: nn.Module, layout: ModelLayout, source: WeightSource, *, ig
     ]
     held = {name: [each for each in group if each in told and each not in ignored] for name, group in names.items()}
     rebuilt = {name for name in wanted if not held[name] and any(matches(pattern, name) for pattern in layout.rebuilt)}
-    problems += _misfits({name: tensor for name, tensor in wanted.items() if name not in rebuilt}, held, source, cast=cast)
+    problems += _misfits(
+        {name: tensor for name, tensor in wanted.items() if name not in rebuilt}, held, source, cast=cast
+    )
     known = ignored.union(*held.values(), _not_stored(module))
     unexpected = [
         f"unexpected: {told[name]} {tuple(shape)}"
@@ -186,19 +199,32 @@ def compared(module: nn.Module, layout: ModelLayout, source: WeightSource, *, ig
     remedies = []
     if problems or unexpected:
         remedies = ["ignore=[...], in a recipe model.ignore, leaves unexpected tensors unread"] if unexpected else []
-        nested = (each[: -len(name)] for name in wanted if not held[name] for each in told.values() if each.endswith(f".{name}"))
+        nested = (
+            each[: -len(name)]
+            for name in wanted
+            if not held[name]
+            for each in told.values()
+            if each.endswith(f".{name}")
+        )
         if prefix := next(nested, None):
-            remedies = [f"these weights' names begin with {prefix!r}: DistributedCheckpoint and TorchWeights take prefix={prefix!r}"]
+            remedies = [
+                f"these weights' names begin with {prefix!r}: DistributedCheckpoint and TorchWeights take "
+                f"prefix={prefix!r}"
+            ]
     return Fit(source, held, rebuilt, [*problems, *unexpected], remedies)
 
 
 def _told_names(source: WeightSource) -> dict[str, str]:
-    """Return the names of the tensors in ``source`` -> those in the files, where a tensor comes whole from one of there."""
+    """Return the names of the tensors in ``source`` -> those in the files, where a tensor comes whole from one of
+    there.
+    """
     origin = source.origin if isinstance(source, Mapped) else lambda name: name
     return {name: origin(name) or name for name in source.shapes()}
 
 
-def _misfits(wanted: Mapping[str, Tensor], held: Mapping[str, list[str]], source: WeightSource, *, cast: bool) -> list[str]:
+def _misfits(
+    wanted: Mapping[str, Tensor], held: Mapping[str, list[str]], source: WeightSource, *, cast: bool
+) -> list[str]:
     """Return what is missing, and what has another shape, or a dtype that the model's cannot stand for."""
     shapes, problems = source.shapes(), []
     dtypes = dtypes_of(source)
@@ -210,14 +236,17 @@ def _misfits(wanted: Mapping[str, Tensor], held: Mapping[str, list[str]], source
                 problems.append(f"shape of {each}: expected {tuple(tensor.shape)}, got {tuple(shapes[each])}")
             elif not cast and not _converts(dtypes.get(each, tensor.dtype), tensor.dtype):
                 problems.append(
-                    f"dtype of {each}: expected {tensor.dtype}, got {dtypes[each]}, whose values may need scales that are stored beside "
+                    f"dtype of {each}: expected {tensor.dtype}, got {dtypes[each]}, whose values may need scales "
+                    "that are stored beside "
                     "them; give weights in a wider floating-point dtype, or cast=True to take the bare values"
                 )
     return problems
 
 
 def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Tell whether values of one dtype mean the same in another: not float8's, which are scaled, nor integers as floats."""
+    """Tell whether values of one dtype mean the same in another: not float8's, which are scaled, nor integers as
+    floats.
+    """
     scaled = any(each.is_floating_point and each.itemsize == 1 for each in (stored, wanted))
     kinds = {(each.is_floating_point, each.is_complex) for each in (stored, wanted)}
     return stored == wanted or (not scaled and len(kinds) == 1)
@@ -241,12 +270,18 @@ def _read(source: WeightSource, names: list[str], tensor: Tensor) -> list[str]:
     if not out.numel() and out.ndim:
         return []
     source.read(names[0], index, out)
-    return [other for other in names[1:] if not all(_same(part, _part(source, other, at, part)) for at, part in _by_rows(index, out))]
+    return [
+        other
+        for other in names[1:]
+        if not all(_same(part, _part(source, other, at, part)) for at, part in _by_rows(index, out))
+    ]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
     """Tell whether two tensors have the same bits, also where they are no numbers."""
-    return torch.equal(*(each.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8) for each in (one, other)))
+    return torch.equal(
+        *(each.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8) for each in (one, other))
+    )
 
 
 def _agreed(place: int) -> int:
@@ -284,8 +319,12 @@ def state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _rebuild(module: nn.Module, layout: ModelLayout, device: torch.device, missing: set[str], rebuilt: set[str]) -> None:
-    """Let modules fill what no file holds: those of their buffers that are in ``missing``, and the parameters in ``rebuilt``."""
+def _rebuild(
+    module: nn.Module, layout: ModelLayout, device: torch.device, missing: set[str], rebuilt: set[str]
+) -> None:
+    """Let modules fill what no file holds: those of their buffers that are in ``missing``, and the parameters in
+    ``rebuilt``.
+    """
     for name, child in module.named_modules():
         prefix = f"{name}." if name else ""
         buffers = {key for key in child._non_persistent_buffers_set if prefix + key in missing}
@@ -299,7 +338,11 @@ def _rebuild(module: nn.Module, layout: ModelLayout, device: torch.device, missi
 
 def _run(name: str, child: nn.Module, layout: ModelLayout, whole: dict[str, Tensor], buffers: set[str]) -> None:
     """Initialise one module's own tensors, and see that its parameters and ``buffers`` were really written."""
-    before = {key: (buffer, buffer._version) for key, buffer in child._buffers.items() if key in buffers and buffer is not None}
+    before = {
+        key: (buffer, buffer._version)
+        for key, buffer in child._buffers.items()
+        if key in buffers and buffer is not None
+    }
     for tensor in whole.values():
         if tensor.is_floating_point():
             tensor.fill_(torch.nan)
@@ -307,12 +350,18 @@ def _run(name: str, child: nn.Module, layout: ModelLayout, whole: dict[str, Tens
     init = layout.init or own_init(child)
     if init is not None:
         init(child)
-    missed = [key for key, tensor in whole.items() if child._parameters[key] is tensor and _untouched(tensor, versions[key])]
-    missed += [key for key, (buffer, version) in before.items() if child._buffers[key] is buffer and buffer._version == version]
+    missed = [
+        key for key, tensor in whole.items() if child._parameters[key] is tensor and _untouched(tensor, versions[key])
+    ]
+    missed += [
+        key for key, (buffer, version) in before.items() if child._buffers[key] is buffer and buffer._version == version
+    ]
     if missed:
         raise LayoutError(
-            f"{name or class_name(child)} ({class_name(child)}) has no initialisation for {', '.join(missed)}; give the class a "
-            "reset_parameters() that fills them, or pass ModelLayout(init=...), or build the model with weights instead of on meta"
+            f"{name or class_name(child)} ({class_name(child)}) has no initialisation for {', '.join(missed)}; give "
+            "the class a "
+            "reset_parameters() that fills them, or pass ModelLayout(init=...), or build the model with weights "
+            "instead of on meta"
         )
     whole.update({key: value for key, value in child._parameters.items() if key in whole and value is not None})
 
@@ -326,7 +375,9 @@ def own_init(child: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 
 def _untouched(tensor: Tensor, version: int) -> bool:
-    """Tell whether nobody wrote ``tensor``; a write through ``.data`` leaves its version as it was, but not its contents."""
+    """Tell whether nobody wrote ``tensor``; a write through ``.data`` leaves its version as it was, but not its
+    contents.
+    """
     if tensor._version != version:
         return False
     return not tensor.is_floating_point() or bool(tensor.isnan().all())
@@ -339,7 +390,10 @@ def _whole_parameters(child: nn.Module, device: torch.device) -> Iterator[dict[s
     whole: dict[str, Tensor] = {}
     for key, parameter in kept.items():
         if parameter is not None:
-            fresh = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=parameter.requires_grad)
+            fresh = nn.Parameter(
+                torch.empty(parameter.shape, dtype=parameter.dtype, device=device),
+                requires_grad=parameter.requires_grad,
+            )
             child._parameters[key] = fresh
             whole[key] = fresh
     try:

@@ -1,6 +1,8 @@
-"""Replicas that are jobs of their own: what their plan must be, and which of them holds the optimizer state of which parameters.
+"""Replicas that are jobs of their own: what their plan must be, and which of them holds the optimizer state of which
+parameters.
 
-As ZeRO-1 (Rajbhandari et al. 2020, arXiv 1910.02054), by whole parameters. The running job and the forecast divide by the same functions.
+As ZeRO-1 (Rajbhandari et al. 2020, arXiv 1910.02054), by whole parameters. The running job and the forecast divide by
+the same functions.
 """
 
 from __future__ import annotations
@@ -22,12 +24,18 @@ Routes = dict[tuple[int, int], list[int]]
 def plan_problems(spec: MeshSpec, module: nn.Module, optimizer_copies: int = 1) -> Iterator[str]:
     """Yield why the replicas of a plan, each on a mesh of its own, cannot be lost and replaced, one line each."""
     if (inside := spec.axes.get("dp_replicate", 1)) > 1:
-        yield f"the mesh has dp_replicate={inside} inside of one replica; write dp_replicate=1: each replica is a job of its own"
+        yield (
+            f"the mesh has dp_replicate={inside} inside of one replica; write dp_replicate=1: each replica is a "
+            "job of its own"
+        )
     if optimizer_copies < 1:
         yield f"optimizer_copies={optimizer_copies} replicas hold each parameter's optimizer state; expected 1 or more"
     for name, child in module.named_modules():
         if isinstance(child, _BatchNorm):
-            yield f"{name} ({type(child).__name__}) uses statistics of the whole batch, and a replica sees a part of it; use another norm"
+            yield (
+                f"{name} ({type(child).__name__}) uses statistics of the whole batch, and a replica sees a part of "
+                "it; use another norm"
+            )
 
 
 def sizes_of(parameters: Sequence[Tensor]) -> list[int]:
@@ -36,7 +44,8 @@ def sizes_of(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def first_shares(parameters: Sequence[Tensor], replicas: int, copies: int) -> list[int]:
-    """Return the parameters whose state each of some replicas holds, a bit each, where all of them began together and hold all until then.
+    """Return the parameters whose state each of some replicas holds, a bit each, where all of them began together and
+    hold all until then.
 
     Args:
         parameters: those that are trained, in the module's order.
@@ -52,7 +61,8 @@ def held_of(share: int, parameters: Sequence[T]) -> list[T]:
 
 
 def assigned(sizes: Sequence[int], held: Sequence[int], copies: int) -> list[int]:
-    """Return the parameters whose state each replica is to hold, a bit each: about the same bytes on all, with few moves.
+    """Return the parameters whose state each replica is to hold, a bit each: about the same bytes on all, with few
+    moves.
 
     Args:
         sizes: bytes of each parameter.
@@ -70,7 +80,11 @@ def assigned(sizes: Sequence[int], held: Sequence[int], copies: int) -> list[int
             loads[place] += sizes[number]
     for number in order:
         most = max((place for place in range(count) if found[place] >> number & 1), key=lambda place: loads[place])
-        least = min((place for place in range(count) if not found[place] >> number & 1), key=lambda place: loads[place], default=most)
+        least = min(
+            (place for place in range(count) if not found[place] >> number & 1),
+            key=lambda place: loads[place],
+            default=most,
+        )
         if loads[most] > room >= loads[least] + sizes[number]:
             for place, sign in ((most, -1), (least, 1)):
                 found[place] ^= 1 << number
@@ -79,7 +93,8 @@ def assigned(sizes: Sequence[int], held: Sequence[int], copies: int) -> list[int
 
 
 def routes(sizes: Sequence[int], held: Sequence[int], wanted: Sequence[int]) -> Routes:
-    """Return which replica sends which parameters to which other one, so that each gets what it wants and does not hold.
+    """Return which replica sends which parameters to which other one, so that each gets what it wants and does not
+    hold.
 
     Of the replicas that hold a parameter, the one sends that has the fewest bytes to send.
     """

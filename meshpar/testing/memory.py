@@ -26,7 +26,9 @@ _GOES_S = 2.0
 
 
 def storages() -> dict[int, tuple[int, Tensor]]:
-    """Return the bytes of each storage of this process, and a tensor in it, by the storage's number. Garbage counts, too."""
+    """Return the bytes of each storage of this process, and a tensor in it, by the storage's number. Garbage counts,
+    too.
+    """
     found: dict[int, tuple[int, Tensor]] = {}
     seen: set[int] = set()
     waiting: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
@@ -50,7 +52,9 @@ def storages() -> dict[int, tuple[int, Tensor]]:
 
 
 def allocated(run: Callable[[], Result]) -> tuple[Result, int, int]:
-    """Run something; return its result, the most bytes of host memory that tensors took at a time, and those that are left."""
+    """Run something; return its result, the most bytes of host memory that tensors took at a time, and those that are
+    left.
+    """
     with profile(profile_memory=True) as seen:
         result = run()
     assert seen is not None, "a profile is entered"
@@ -67,7 +71,8 @@ def allocated(run: Callable[[], Result]) -> tuple[Result, int, int]:
 class Memory:
     """Compare the tensors that this rank holds with its plan's description, after any verb.
 
-    Every storage counts once, garbage too until it is collected. Make the object before the module; what is there by then does not count.
+    Every storage counts once, garbage too until it is collected. Make the object before the module; what is there by
+    then does not count.
 
     >>> memory = Memory()                                                       # doctest: +SKIP
     >>> par = plan.apply(model)                                                 # doctest: +SKIP
@@ -83,12 +88,19 @@ class Memory:
         return {number: each for number, each in storages().items() if number not in self._before}
 
     def check(
-        self, par: Parallelized, after: str, optimizer: Optimizer | None = None, *, also: Iterable[Tensor] = (), beside: int = 0
+        self,
+        par: Parallelized,
+        after: str,
+        optimizer: Optimizer | None = None,
+        *,
+        also: Iterable[Tensor] = (),
+        beside: int = 0,
     ) -> None:
         """Assert that this rank holds what ``par.describe()`` says, and nothing else.
 
-        Parameters, gradients, optimizer state and shards may each be as large as on the fullest rank, because torch pads them to that.
-        Beside them may live 256 bytes, and 16 for each parameter: an optimizer's counts, and what ranks compare.
+        Parameters, gradients, optimizer state and shards may each be as large as on the fullest rank, because torch
+        pads them to that. Beside them may live 256 bytes, and 16 for each parameter: an optimizer's counts, and what
+        ranks compare.
 
         Args:
             par: the parallel module.
@@ -105,7 +117,9 @@ class Memory:
         held: dict[str, dict[int, int]] = {}
         for kind, tensors in kinds.items():
             there = {each.untyped_storage() for each in map(local_tensor, tensors) if not each.is_meta}
-            held[kind] = {each._cdata: each.nbytes() for each in there if not any(each._cdata in known for known in held.values())}
+            held[kind] = {
+                each._cdata: each.nbytes() for each in there if not any(each._cdata in known for known in held.values())
+            }
         known = {number for sizes in held.values() for number in sizes}
         # Before the description, for which gathered weights go.
         others = self._others(known, beside + _BESIDE + _BESIDE_EACH * len(parameters))
@@ -115,15 +129,22 @@ class Memory:
             if kinds[kind] and not expected <= size <= expected + room:
                 problems.append(f"{kind}: {size:,} bytes, expected {expected:,} and at most {room:,} of padding")
         if others:
-            total, listed = sum(nbytes for nbytes, _ in others), ", ".join(f"{shape} {nbytes:,}" for nbytes, shape in others[:8])
+            total, listed = (
+                sum(nbytes for nbytes, _ in others),
+                ", ".join(f"{shape} {nbytes:,}" for nbytes, shape in others[:8]),
+            )
             problems.append(f"{len(others)} tensors that the description does not know, {total:,} bytes: {listed}")
         assert not problems, f"after {after}:\n  " + "\n  ".join(problems)
 
     def _others(self, named: set[int], most: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Return bytes and shapes of the tensors in other storages than those ``named``, the largest first; none up to ``most`` bytes."""
+        """Return bytes and shapes of the tensors in other storages than those ``named``, the largest first; none up to
+        ``most`` bytes.
+        """
         until = time.monotonic() + _GOES_S
         while True:
-            others = [(nbytes, tuple(each.shape)) for number, (nbytes, each) in self.live().items() if number not in named]
+            others = [
+                (nbytes, tuple(each.shape)) for number, (nbytes, each) in self.live().items() if number not in named
+            ]
             if sum(nbytes for nbytes, _ in others) <= most:
                 return []
             if time.monotonic() > until:
@@ -165,4 +186,6 @@ def _padding(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 0
     fullest = local_index(tensor.shape, tensor.placements, tensor.device_mesh.shape, [0] * tensor.device_mesh.ndim)
-    return (math.prod(part.stop - part.start for part in fullest) - local_tensor(tensor).numel()) * tensor.element_size()
+    return (
+        math.prod(part.stop - part.start for part in fullest) - local_tensor(tensor).numel()
+    ) * tensor.element_size()

@@ -47,7 +47,9 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def token_loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    """Return the summed token loss of ``{"input_ids": (B, L), "labels": (B, L) aligned, -100 = not counted}`` and the tokens counted."""
+    """Return the summed token loss of ``{"input_ids": (B, L), "labels": (B, L) aligned, -100 = not counted}`` and the
+    tokens counted.
+    """
     labels = batch["labels"]
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     return token_loss(model(**inputs).logits, labels, reduction="sum"), int((labels != IGNORE_INDEX).sum())
@@ -67,15 +69,17 @@ def train_steps(
 
     Args:
         par: the parallel module.
-        steps: for each step a sequence of micro-batches, each a sequence of ``n`` x data-size batches: data rank r takes every
-            ``data_size``-th from r. Parts may count different numbers of tokens: the ``labels`` of a mapping that are not -100; a part
-            without ``labels`` counts one. A model with batch norm computes the parts of a rank in one forward, joined along dim 0
-            (tensors, or mappings, lists and tuples of tensors): its statistics are those of all samples of a micro-batch on every mesh.
+        steps: for each step a sequence of micro-batches, each a sequence of ``n`` x data-size batches: data rank r
+            takes every
+            ``data_size``-th from r. Parts may count different numbers of tokens: the ``labels`` of a mapping that are
+            not -100; a part without ``labels`` counts one. A model with batch norm computes the parts of a rank in one
+            forward, joined along dim 0 (tensors, or mappings, lists and tuples of tensors): its statistics are those of
+            all samples of a micro-batch on every mesh.
         loss_sum: the loss, summed over what it counts.
         max_norm: gradients are clipped to this norm.
         lr: AdamW's learning rate.
-        eps: AdamW's, large on purpose: AdamW divides a gradient by its own size, so where the gradient is zero by theory (a bias before
-            a softmax) it would blow rounding noise up to a full step, on any number of processes.
+        eps: AdamW's, large on purpose: AdamW divides a gradient by its own size, so where the gradient is zero by
+            theory (a bias before a softmax) it would blow rounding noise up to a full step, on any number of processes.
         optimizer: instead of a new AdamW.
 
     Returns:
@@ -140,11 +144,13 @@ def assert_parity(
 ) -> Parallelized:
     """Assert that training under a plan equals training in one process on the concatenated batches.
 
-    Both runs start from the weights of ``seed``. Rank 0 runs the one process, without the plan's passes. Loss and gradient norm of every
-    step, every gradient of the first step and every weight after the last must agree to ``tolerance`` of each tensor's largest value.
+    Both runs start from the weights of ``seed``. Rank 0 runs the one process, without the plan's passes. Loss and
+    gradient norm of every step, every gradient of the first step and every weight after the last must agree to
+    ``tolerance`` of each tensor's largest value.
 
     Args:
-        build: makes the model; called twice, on the meta device. Modules with parameters of their own need ``reset_parameters``.
+        build: makes the model; called twice, on the meta device. Modules with parameters of their own need
+            ``reset_parameters``.
         mesh: mesh of the whole world.
         passes: the plan.
         steps: see :func:`train_steps`.
@@ -155,7 +161,8 @@ def assert_parity(
         max_norm: gradients are clipped to this norm, so clipping is also compared.
         alone: passes without axes that the one process also applies, because they change the training itself.
         optimizer: makes the optimizer of each run from its parameters; None: the AdamW of :func:`train_steps`.
-        expected: the result of :func:`one_process` for the same model and steps, to compare several plans with one run; None: runs it.
+        expected: the result of :func:`one_process` for the same model and steps, to compare several plans with one run;
+            None: runs it.
 
     Returns:
         The parallel module after training.
@@ -167,12 +174,21 @@ def assert_parity(
     """
     if expected is None:
         expected = one_process(
-            build, steps, layout=layout, seed=seed, loss_sum=loss_sum, max_norm=max_norm, passes=alone, optimizer=optimizer
+            build,
+            steps,
+            layout=layout,
+            seed=seed,
+            loss_sum=loss_sum,
+            max_norm=max_norm,
+            passes=alone,
+            optimizer=optimizer,
         )
     with torch.device("meta"):
         module = build()
     par = Plan(mesh, passes).apply(module, layout).materialize(seed=seed)
-    got = train_steps(par, steps, loss_sum=loss_sum, max_norm=max_norm, optimizer=optimizer and optimizer(par.module.parameters()))
+    got = train_steps(
+        par, steps, loss_sum=loss_sum, max_norm=max_norm, optimizer=optimizer and optimizer(par.module.parameters())
+    )
     verdict: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -203,17 +219,26 @@ def one_process(
     if dist.get_rank() != 0:
         return Record()
     par = _alone(build, layout, seed, passes)
-    return train_steps(par, steps, loss_sum=loss_sum, max_norm=max_norm, optimizer=optimizer and optimizer(par.module.parameters()))
+    return train_steps(
+        par, steps, loss_sum=loss_sum, max_norm=max_norm, optimizer=optimizer and optimizer(par.module.parameters())
+    )
 
 
-def _alone(build: Callable[[], nn.Module], layout: ModelLayout | None, seed: int, passes: Sequence[Pass] = ()) -> Parallelized:
-    """Return the model in this one process, with ``passes`` that have no axes, as a Parallelized whose mesh nobody shares."""
+def _alone(
+    build: Callable[[], nn.Module], layout: ModelLayout | None, seed: int, passes: Sequence[Pass] = ()
+) -> Parallelized:
+    """Return the model in this one process, with ``passes`` that have no axes, as a Parallelized whose mesh nobody
+    shares.
+    """
     with torch.device("meta"):
         module = build()
     known = layout or layout_for(module)
     for each in passes:
         if each.axes:
-            raise MeshparError(f"{each.name} works over {', '.join(each.axes)}, which one process does not have; leave it out of alone=")
+            raise MeshparError(
+                f"{each.name} works over {', '.join(each.axes)}, which one process does not have; leave it out of "
+                "alone="
+            )
         each.apply(module, known, None)  # type: ignore[arg-type]
     lonely = MeshSpec()
     par = Parallelized(module, None, lonely, Plan(lonely), known, torch.device("cpu"))  # type: ignore[arg-type]
@@ -235,11 +260,14 @@ def assert_records_match(expected: Record, got: Record, tolerance: float = 1e-5)
         error = float((want.double() - have.double()).abs().max()) if want.numel() else 0.0
         scale = max(float(want.double().abs().max()) if want.numel() else 0.0, floor)
         if not error <= tolerance * scale:
-            differences.append((error / scale, f"{name}: off by {error:.2e}, {error / scale:.1e} of its largest value {scale:.2e}"))
+            differences.append(
+                (error / scale, f"{name}: off by {error:.2e}, {error / scale:.1e} of its largest value {scale:.2e}")
+            )
 
     for name, have in (("losses", got.losses), ("norms", got.norms)):
         compare(name, torch.tensor(getattr(expected, name)), torch.tensor(have), 0.0)
-    # A gradient that is zero by theory holds rounding noise only; it is held against the size of the gradients around it.
+    # A gradient that is zero by theory holds rounding noise only; it is held against the size of the gradients around
+    # it.
     typical = max((float(grad.abs().max()) for grad in expected.gradients.values()), default=0.0)
     for kind, floor in (("gradients", 1e-3 * typical), ("weights", 0.0)):
         want, have = getattr(expected, kind), getattr(got, kind)
@@ -249,11 +277,15 @@ def assert_records_match(expected: Record, got: Record, tolerance: float = 1e-5)
             compare(f"{kind[:-1]} of {name}", want[name], have[name], floor)
     if differences:
         listed = "\n  ".join(text for _, text in sorted(differences, reverse=True)[:20])
-        raise AssertionError(f"{len(differences)} differences from one process (tolerance {tolerance:.0e}):\n  {listed}")
+        raise AssertionError(
+            f"{len(differences)} differences from one process (tolerance {tolerance:.0e}):\n  {listed}"
+        )
 
 
 def random_tokens(vocab: int, batch: int, length: int, *, seed: int, ignored: float = 0.0) -> dict[str, Tensor]:
-    """Return a random batch: ``input_ids`` (B, L), aligned ``labels`` (B, L), a fraction ``ignored`` of which does not count."""
+    """Return a random batch: ``input_ids`` (B, L), aligned ``labels`` (B, L), a fraction ``ignored`` of which does not
+    count.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab, (batch, length + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -262,13 +294,28 @@ def random_tokens(vocab: int, batch: int, length: int, *, seed: int, ignored: fl
 
 
 def token_steps(
-    vocab: int, *, steps: int = 3, micro_batches: int = 1, parts: int = 8, batch: int = 1, length: int = 16, uneven: bool = True
+    vocab: int,
+    *,
+    steps: int = 3,
+    micro_batches: int = 1,
+    parts: int = 8,
+    batch: int = 1,
+    length: int = 16,
+    uneven: bool = True,
 ) -> list[list[list[dict[str, Tensor]]]]:
-    """Return steps for :func:`train_steps`: ``parts`` batches a micro-batch (any data size that divides it), with uneven token counts."""
+    """Return steps for :func:`train_steps`: ``parts`` batches a micro-batch (any data size that divides it), with
+    uneven token counts.
+    """
     return [
         [
             [
-                random_tokens(vocab, batch, length, seed=(step * 31 + micro) * 101 + part, ignored=(part % 3) * 0.25 if uneven else 0.0)
+                random_tokens(
+                    vocab,
+                    batch,
+                    length,
+                    seed=(step * 31 + micro) * 101 + part,
+                    ignored=(part % 3) * 0.25 if uneven else 0.0,
+                )
                 for part in range(parts)
             ]
             for micro in range(micro_batches)

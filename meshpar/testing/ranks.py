@@ -40,17 +40,20 @@ class RankFailure(AssertionError):
     """Raised with the first failing rank's traceback, or the ranks that did not end in time."""
 
 
-def on_ranks(count: int, *, timeout_s: float = 90.0, keep: bool = False) -> Callable[[Callable[P, None]], Callable[P, None]]:
+def on_ranks(
+    count: int, *, timeout_s: float = 90.0, keep: bool = False
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Run the decorated test's body in ``count`` processes, each a rank of one gloo group on the CPU.
 
-    The processes are forked from a server that has torch loaded, meet through a file (no ports), and get one thread each. The first
-    failure ends the others and is raised here with its rank's traceback.
+    The processes are forked from a server that has torch loaded, meet through a file (no ports), and get one thread
+    each. The first failure ends the others and is raised here with its rank's traceback.
 
     Args:
         count: number of ranks.
         timeout_s: seconds after which the test fails and its processes are ended.
-        keep: let the processes of the last kept test of as many ranks also run this one, which saves their start. For tests that leave
-            nothing behind in a process: no patches, no hooks of the whole process, no unfinished collectives.
+        keep: let the processes of the last kept test of as many ranks also run this one, which saves their start. For
+            tests that leave nothing behind in a process: no patches, no hooks of the whole process, no unfinished
+            collectives.
 
     Raises:
         RankFailure: from the decorated test.
@@ -144,7 +147,8 @@ def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str
     waiting: dict[Any, int] = {ours: rank for rank, (_, ours) in enumerate(started)}
     failures: dict[int, str] = {}
     while waiting:
-        # After a first failure the peers may fail because of it; the earliest report is the cause, others get a moment to arrive.
+        # After a first failure the peers may fail because of it; the earliest report is the cause, others get a moment
+        # to arrive.
         left = deadline - time.monotonic() if not failures else 0.2
         ready = wait(list(waiting), timeout=max(0.0, left))
         if not ready:
@@ -161,7 +165,10 @@ def _await(started: Sequence[tuple[Any, Connection]], deadline: float, name: str
                 failures[rank] = report
     if failures:
         rank = next(iter(failures))
-        raise RankFailure(f"{name} failed on rank {rank} of {len(started)} (also on {sorted(set(failures) - {rank})}):\n{failures[rank]}")
+        raise RankFailure(
+            f"{name} failed on rank {rank} of {len(started)} (also on "
+            f"{sorted(set(failures) - {rank})}):\n{failures[rank]}"
+        )
     if waiting:
         raise RankFailure(f"{name}: ranks {sorted(waiting.values())} of {len(started)} did not end in time")
 
@@ -171,7 +178,11 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, count), rank=rank, world_size=count, timeout=timedelta(seconds=max(5.0, timeout_s - 5))
+            "gloo",
+            store=dist.FileStore(store, count),
+            rank=rank,
+            world_size=count,
+            timeout=timedelta(seconds=max(5.0, timeout_s - 5)),
         )
         if keep:  # an equal mesh is the same one: its groups are open, and what DTensor has planned for it still holds
             mesh._built = functools.cache(mesh._built)

@@ -1,4 +1,6 @@
-"""Conversations: records of several forms, rendered by a chat template, of which the assistant's tokens alone count as labels."""
+"""Conversations: records of several forms, rendered by a chat template, of which the assistant's tokens alone count as
+labels.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,14 @@ QUESTION = "What does this function do?\n\n{code}"
 class ChatSource:
     """Conversations, in the same order on every rank.
 
-    A record has ``messages`` (OpenAI's form: role, content, tool_calls), ``conversations`` (ShareGPT's: from, value), ``prompt`` and
-    ``completion`` (texts, or messages), or Alpaca's ``instruction``, ``input`` and ``output``. ``tools`` beside them go to the template.
-    Lists may be texts of JSON.
+    A record has ``messages`` (OpenAI's form: role, content, tool_calls), ``conversations`` (ShareGPT's: from, value),
+    ``prompt`` and
+    ``completion`` (texts, or messages), or Alpaca's ``instruction``, ``input`` and ``output``. ``tools`` beside them go
+    to the template. Lists may be texts of JSON.
 
     Attributes:
-        inputs: tables (JSON lines, Parquet, Arrow), folders and globs; or ``stdlib`` alone: a question about every documented function of
-            the standard library, with the first sentence of its docstring as the answer.
+        inputs: tables (JSON lines, Parquet, Arrow), folders and globs; or ``stdlib`` alone: a question about every
+            documented function of the standard library, with the first sentence of its docstring as the answer.
         template: renders them.
         reading: whether to skip records that are no conversation, and what reading found.
     """
@@ -92,13 +95,17 @@ class ChatSource:
         """Yield the text of each conversation, and the spans of the assistant's turns.
 
         Raises:
-            RecipeError: a record is no conversation, or the template refuses it: names the file, the line and the remedy.
+            RecipeError: a record is no conversation, or the template refuses it: names the file, the line and the
+                remedy.
         """
         template = self._template()
         self.reading.begin()
         if self.inputs == (STDLIB,):
             for code, sentence in RecordSource(inputs=(STDLIB,), kind="pairs").records():
-                said = [{"role": "user", "content": QUESTION.format(code=code)}, {"role": "assistant", "content": sentence}]
+                said = [
+                    {"role": "user", "content": QUESTION.format(code=code)},
+                    {"role": "assistant", "content": sentence},
+                ]
                 yield template.conversation(said)
             return
         tried = Counter[str]()
@@ -126,17 +133,22 @@ class ChatSource:
         return (text for text, _ in self.conversations())
 
     def token_pieces(self, tokenizer: TextTokenizer) -> Iterator[Piece]:
-        """Yield the ids of each conversation, and which of them count as labels: those that have a part of what the assistant wrote.
+        """Yield the ids of each conversation, and which of them count as labels: those that have a part of what the
+        assistant wrote.
 
         A token may begin before it, with the space that ends the generation prompt.
         """
         for part in batched(self.conversations(), _BATCH):
-            for (_, spans), (ids, places) in zip(part, tokenizer.encode_with_places([text for text, _ in part]), strict=True):
+            for (_, spans), (ids, places) in zip(
+                part, tokenizer.encode_with_places([text for text, _ in part]), strict=True
+            ):
                 yield ids, True, _overlap(places, spans)
 
 
 def _overlap(places: np.ndarray, spans: Spans) -> np.ndarray:
-    """Return which tokens overlap a span, bool; ``places`` (N, 2): where each begins and ends. One without a character counts as one."""
+    """Return which tokens overlap a span, bool; ``places`` (N, 2): where each begins and ends. One without a character
+    counts as one.
+    """
     numpy = need("numpy")
     begins, ends = places[:, 0], numpy.maximum(places[:, 1], places[:, 0] + 1)
     found = numpy.zeros(begins.size, dtype=bool)
@@ -146,33 +158,43 @@ def _overlap(places: np.ndarray, spans: Spans) -> np.ndarray:
 
 
 def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - of a table
-    """Return a value of a table's row without null keys: its columns have the keys of all rows, of which most rows lack some."""
+    """Return a value of a table's row without null keys: its columns have the keys of all rows, of which most rows lack
+    some.
+    """
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # noqa: ANN401 - of JSON
-    """Return the messages of a record in OpenAI's form, and its tools. The assistant's turns that do not count have weight 0.
+    """Return the messages of a record in OpenAI's form, and its tools. The assistant's turns that do not count have
+    weight 0.
 
     Raises:
         RecipeError: it is no conversation; says what it has, what was expected and what to do.
     """
     if not isinstance(record, Mapping):
-        raise RecipeError(f"got a {type(record).__name__}; expected an object with messages, conversations, or prompt and completion")
+        raise RecipeError(
+            f"got a {type(record).__name__}; expected an object with messages, conversations, or prompt and completion"
+        )
     form = _form(record)
     if form is None:
         raise RecipeError(
-            f"there are {sorted(record)}; expected messages, conversations, prompt and completion, or instruction and output: name them so"
+            f"there are {sorted(record)}; expected messages, conversations, prompt and completion, or instruction "
+            "and output: name them so"
         )
     if left := [name for name in SAID if record.get(name)]:
         raise RecipeError(
-            f"{left[0]} is beside {form[0]}, where no template reads it; write it into a turn of the assistant (in messages), or remove it"
+            f"{left[0]} is beside {form[0]}, where no template reads it; write it into a turn of the assistant (in "
+            "messages), or remove it"
         )
     if form[0] == "prompt":
         asked = _turns(record["prompt"], "user")
         said = [
-            *({**each, "weight": 0} if isinstance(each, Mapping) and each.get("role") == "assistant" else each for each in asked),
+            *(
+                {**each, "weight": 0} if isinstance(each, Mapping) and each.get("role") == "assistant" else each
+                for each in asked
+            ),
             *_turns(record["completion"], "assistant"),
         ]
     elif form[0] == "instruction":
@@ -188,10 +210,14 @@ def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # n
             raise RecipeError("turn 1 is the system's, and there is also a system key; keep one of the two")
         messages.insert(0, _message({"role": "system", "content": record["system"]}, 0))
     if not messages:
-        raise RecipeError("the conversation is empty; expected at least one turn of the assistant: remove the line, or write its turns")
+        raise RecipeError(
+            "the conversation is empty; expected at least one turn of the assistant: remove the line, or write its "
+            "turns"
+        )
     if all(each["role"] != "assistant" for each in messages):
         raise RecipeError(
-            f"no turn is the assistant's (roles: {', '.join(str(each['role']) for each in messages)}), so nothing is learned from it; "
+            f"no turn is the assistant's (roles: {', '.join(str(each['role']) for each in messages)}), so nothing is "
+            "learned from it; "
             "remove the line, or name the assistant's turns role: assistant"
         )
     return messages, _tools(record.get("tools"))
@@ -243,26 +269,37 @@ def _message(turn: Any, place: int) -> Message:  # noqa: ANN401 - of JSON
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     if not isinstance(role, str) or not role:
         raise RecipeError(
-            f"turn {place} has no role; it has {sorted(turn)}: add role (or ShareGPT's from): user, assistant, system or tool"
+            f"turn {place} has no role; it has {sorted(turn)}: add role (or ShareGPT's from): user, assistant, "
+            "system or tool"
         )
     role = _ROLES.get(role, role)
     if role not in _KNOWN and (meant := get_close_matches(role.lower(), _KNOWN, n=1, cutoff=0.75)):
-        raise RecipeError(f"turn {place} has role {role!r}; write {meant[0]}, or a role of the template that is spelled otherwise")
+        raise RecipeError(
+            f"turn {place} has role {role!r}; write {meant[0]}, or a role of the template that is spelled otherwise"
+        )
     if content is None and not turn.get("tool_calls"):
-        raise RecipeError(f"turn {place} ({role}) has no content; it has {sorted(turn)}: add content (or ShareGPT's value), or tool_calls")
+        raise RecipeError(
+            f"turn {place} ({role}) has no content; it has {sorted(turn)}: add content (or ShareGPT's value), or "
+            "tool_calls"
+        )
     if isinstance(content, list):
         other = [
-            each for each in content if not isinstance(each, Mapping) or each.get("type") != "text" or not isinstance(each.get("text"), str)
+            each
+            for each in content
+            if not isinstance(each, Mapping) or each.get("type") != "text" or not isinstance(each.get("text"), str)
         ]
         if other:
             raise RecipeError(
-                f"turn {place} ({role}) has the part {other[0]!r:.80}; expected text, or parts of type text: remove the others"
+                f"turn {place} ({role}) has the part {other[0]!r:.80}; expected text, or parts of type text: remove "
+                "the others"
             )
         content = "".join(each["text"] for each in content)
     if content is not None and not isinstance(content, str):
         raise RecipeError(f"turn {place} ({role}) has content of type {type(content).__name__}; expected text")
     if turn.get("weight") not in (None, 0, 1):
-        raise RecipeError(f"turn {place} ({role}) has weight {turn['weight']!r}; expected 0 (its tokens do not count) or 1")
+        raise RecipeError(
+            f"turn {place} ({role}) has weight {turn['weight']!r}; expected 0 (its tokens do not count) or 1"
+        )
     more = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
     if isinstance(calls := _parsed(more.get("tool_calls"), f"tool_calls of turn {place}"), list):
         more["tool_calls"] = [_call(each) for each in calls]
@@ -270,7 +307,9 @@ def _message(turn: Any, place: int) -> Message:  # noqa: ANN401 - of JSON
 
 
 def _call(call: Any) -> Any:  # noqa: ANN401 - of JSON
-    """Return a tool call whose arguments, where OpenAI writes them as a text of JSON, are an object, as templates expect them."""
+    """Return a tool call whose arguments, where OpenAI writes them as a text of JSON, are an object, as templates
+    expect them.
+    """
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):

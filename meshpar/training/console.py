@@ -38,7 +38,9 @@ _SHOWN = (
 class Console:
     """Print a run's records and the remaining time."""
 
-    def __init__(self, steps: int | Callable[[], int], *, step: int = 0, file: TextIO | None = None, unit: str = "tok") -> None:
+    def __init__(
+        self, steps: int | Callable[[], int], *, step: int = 0, file: TextIO | None = None, unit: str = "tok"
+    ) -> None:
         """Start the output.
 
         Args:

@@ -1,8 +1,8 @@
 """The batches of one data rank: every sample once per epoch, on any mesh.
 
-The position in the data is ``{"epoch", "samples"}``; samples counts those that all ranks together have used. It does not depend on ranks,
-workers or batch sizes, so that any other mesh resumes from it exactly. ``returned`` are places before ``samples`` whose samples a lost
-replica had, so that they did not count: the next steps begin with them.
+The position in the data is ``{"epoch", "samples"}``; samples counts those that all ranks together have used. It does
+not depend on ranks, workers or batch sizes, so that any other mesh resumes from it exactly. ``returned`` are places
+before ``samples`` whose samples a lost replica had, so that they did not count: the next steps begin with them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ TensorBatch = dict[str, torch.Tensor]
 
 
 class Samples(Protocol):
-    """The samples of :class:`Batches`. They collate themselves, so that a batch costs one call. ``str()`` describes their number.
+    """The samples of :class:`Batches`. They collate themselves, so that a batch costs one call. ``str()`` describes
+    their number.
 
-    Two members are optional. ``mix``: an :class:`meshpar.training.order.Interleave` of several sources, which orders the samples; a batch
-    then has ``source`` (B,) int64, the number of each sample's source. ``separates``: whether batches may have ``position_ids`` that
-    restart with each document (default: False); such samples also tell their ``vocab_size`` and ``length``, for
-    :func:`meshpar.training.documents.check_documents`.
+    Two members are optional. ``mix``: an :class:`meshpar.training.order.Interleave` of several sources, which orders
+    the samples; a batch then has ``source`` (B,) int64, the number of each sample's source. ``separates``: whether
+    batches may have ``position_ids`` that restart with each document (default: False); such samples also tell their
+    ``vocab_size`` and ``length``, for :func:`meshpar.training.documents.check_documents`.
     """
 
     fingerprint: str
@@ -68,7 +69,8 @@ class LoaderSettings:
 class OrderedBatches:
     """The indices of one data rank's micro-batches, from a position to the end of its epoch; a batch sampler.
 
-    The micro-batches of all ranks together are consecutive samples of the step, so that one micro-batch has the same samples on any mesh.
+    The micro-batches of all ranks together are consecutive samples of the step, so that one micro-batch has the same
+    samples on any mesh.
     """
 
     def __init__(
@@ -103,7 +105,9 @@ class OrderedBatches:
             yield from (indices[row : row + self.micro_batch] for row in range(0, mine, self.micro_batch))
 
     def places(self, first: int, count: int) -> list[int]:
-        """Return the places in the order of at most ``count`` samples that are left of the epoch, from the one numbered ``first``."""
+        """Return the places in the order of at most ``count`` samples that are left of the epoch, from the one numbered
+        ``first``.
+        """
         back, start = self.returned[first : first + count], self.consumed + max(0, first - len(self.returned))
         return [*back, *range(start, min(start + count - len(back), self.samples))]
 
@@ -142,9 +146,10 @@ class Batches:
 
     >>> Batches(PackedTokens(file, 1024), micro_batch=8, data_rank=par.data_rank, data_size=par.data_size)  # doctest: +SKIP
 
-    A step is a list of ``accumulate`` micro-batches of ``micro_batch`` samples. An epoch's order is a permutation that depends on ``seed``
-    and the epoch alone. Each step uses the next ``global_batch`` samples of this order, and each data rank its slice of them. Fully masked
-    samples fill the last step of an epoch: no sample is left out, and none is used twice.
+    A step is a list of ``accumulate`` micro-batches of ``micro_batch`` samples. An epoch's order is a permutation that
+    depends on ``seed`` and the epoch alone. Each step uses the next ``global_batch`` samples of this order, and each
+    data rank its slice of them. Fully masked samples fill the last step of an epoch: no sample is left out, and none is
+    used twice.
     """
 
     def __init__(
@@ -169,17 +174,21 @@ class Batches:
             data_size: number of slices: ``par.data_size``.
             seed: seed of the order; None: the order of the data.
             loader: settings of workers and read-ahead.
-            replicas: number of replicas that :meth:`share` the samples when none is lost, each with ``data_size`` slices.
+            replicas: number of replicas that :meth:`share` the samples when none is lost, each with ``data_size``
+                slices.
 
         Raises:
             RecipeError: a size is below one, or there are no samples.
         """
         if micro_batch < 1 or accumulate < 1 or not 0 <= data_rank < data_size:
             raise RecipeError(
-                f"expected sizes of at least 1 and rank < size; got {micro_batch=}, {accumulate=}, data rank {data_rank} of {data_size}"
+                f"expected sizes of at least 1 and rank < size; got {micro_batch=}, {accumulate=}, data rank "
+                f"{data_rank} of {data_size}"
             )
         if len(samples) == 0:
-            raise RecipeError("the data has no sample; give at least two tokens, because a token and its successor make a sample")
+            raise RecipeError(
+                "the data has no sample; give at least two tokens, because a token and its successor make a sample"
+            )
         self.samples, self._replicas = samples, replicas
         self._epoch, self._consumed, self._returned = 0, 0, tuple[int, ...]()
         self._sampler = OrderedBatches(
@@ -214,7 +223,9 @@ class Batches:
         return self._epoch * math.ceil(len(self.samples) / batch) + (self._consumed - len(self._returned)) / batch
 
     def steps_until(self, epochs: int, batch: int | None = None) -> int:
-        """Return how many steps of ``batch`` samples (None: ``global_batch``) are left until ``epochs`` epochs are complete."""
+        """Return how many steps of ``batch`` samples (None: ``global_batch``) are left until ``epochs`` epochs are
+        complete.
+        """
         count, batch = len(self.samples), batch or self.global_batch
         left = count - self._consumed + len(self._returned)
         return max(0, (epochs - self._epoch - 1) * math.ceil(count / batch) + math.ceil(left / batch))
@@ -239,17 +250,26 @@ class Batches:
         while True:
             yield from self.one_epoch()
             if self._sampler.mix is not None:
-                raise RecipeError(f"the sources of the mix are used up after {self.steps_per_epoch} steps; raise their epochs")
+                raise RecipeError(
+                    f"the sources of the mix are used up after {self.steps_per_epoch} steps; raise their epochs"
+                )
 
     def share_problems(self) -> Iterator[str]:
         """Yield why :meth:`share` cannot read this data, one line each."""
         if self._sampler.mix is not None:
-            yield "the data is a mix of sources, and samples of lost replicas cannot return to its order; train on one source"
+            yield (
+                "the data is a mix of sources, and samples of lost replicas cannot return to its order; train on "
+                "one source"
+            )
         if self._loader.num_workers:
-            yield f"workers={self._loader.num_workers} read ahead, and which samples come next depends on the replicas; set workers=0"
+            yield (
+                f"workers={self._loader.num_workers} read ahead, and which samples come next depends on the "
+                "replicas; set workers=0"
+            )
 
     def share(self, replica: int, replicas: int) -> list[TensorBatch]:
-        """Return one step's micro-batches for a replica of several, each with its own ranks' samples; the position stays.
+        """Return one step's micro-batches for a replica of several, each with its own ranks' samples; the position
+        stays.
 
         Args:
             replica: number of this replica among those that train this step.
@@ -269,12 +289,19 @@ class Batches:
         return bool(self._sampler.places(replica * self._sampler.global_batch, self._sampler.global_batch))
 
     def count(self, counted: Sequence[bool]) -> None:
-        """Advance the position by a step of several replicas; the samples of those that did not count come again in the next steps."""
+        """Advance the position by a step of several replicas; the samples of those that did not count come again in the
+        next steps.
+        """
         if not all(counted):  # else an iteration over the epoch may be reading the sampler
             self._place_sampler()
         size = self._sampler.global_batch
         whole = size * len(counted)
-        lost = [place for number, each in enumerate(counted) if not each for place in self._sampler.places(number * size, size)]
+        lost = [
+            place
+            for number, each in enumerate(counted)
+            if not each
+            for place in self._sampler.places(number * size, size)
+        ]
         self._consumed = min(len(self.samples), self._consumed + max(0, whole - len(self._returned)))
         self._returned = (*lost, *self._returned[whole:])
         if self._consumed >= len(self.samples) and not self._returned:
@@ -282,7 +309,12 @@ class Batches:
 
     def _place_sampler(self) -> None:
         sampler = self._sampler
-        sampler.epoch, sampler.consumed, sampler.counts, sampler.returned = self._epoch, self._consumed, self._counts, self._returned
+        sampler.epoch, sampler.consumed, sampler.counts, sampler.returned = (
+            self._epoch,
+            self._consumed,
+            self._counts,
+            self._returned,
+        )
 
     def restart(self) -> None:
         """Set the position to the beginning of the first epoch."""
@@ -290,7 +322,9 @@ class Batches:
         self._counts: tuple[int, ...] = (0,) * (0 if self._sampler.mix is None else len(self._sampler.mix.sizes))
 
     def position(self) -> dict[str, Any]:
-        """Return the position of the next step, the same on every rank; of a mix also how many samples each source has given."""
+        """Return the position of the next step, the same on every rank; of a mix also how many samples each source has
+        given.
+        """
         position: dict[str, Any] = {"epoch": self._epoch, "samples": self._consumed}
         if self._returned:
             position["returned"] = list(self._returned)
@@ -307,7 +341,11 @@ class Batches:
             RecipeError: the position belongs to other data or another order.
         """
         mine = self.state_dict()
-        differ = [f"{name}: saved {state[name]!r}, now {mine[name]!r}" for name in ("seed", "data") if state[name] != mine[name]]
+        differ = [
+            f"{name}: saved {state[name]!r}, now {mine[name]!r}"
+            for name in ("seed", "data")
+            if state[name] != mine[name]
+        ]
         if differ:
             raise RecipeError(
                 f"the saved position is one in other data ({'; '.join(differ)}); resume with the same text, tokenizer, "
@@ -338,7 +376,9 @@ def _loader(samples: Samples, sampler: OrderedBatches, settings: LoaderSettings)
         }
     stateful = need("torchdata.stateful_dataloader").StatefulDataLoader
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11's own call, deprecated in torch 2.13
+        warnings.filterwarnings(
+            "ignore", message=".*set_vital.*"
+        )  # torchdata 0.11's own call, deprecated in torch 2.13
         return stateful(
             samples,
             batch_sampler=sampler,

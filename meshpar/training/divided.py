@@ -1,7 +1,7 @@
 """Optimizer state that is divided over replicas, and what travels so that all stay one state.
 
-Every replica has all gradients, makes the step of the parameters whose state it holds (:mod:`meshpar.state.shares`), and gets the new
-values of the others.
+Every replica has all gradients, makes the step of the parameters whose state it holds (:mod:`meshpar.state.shares`),
+and gets the new values of the others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _TRIALS = 3  # steps: some optimizers couple parameters from the second step on
 
 @final
 class Divided:
-    """This replica's part of the state of an optimizer, whose every step it completes with the values that others computed.
+    """This replica's part of the state of an optimizer, whose every step it completes with the values that others
+    computed.
 
     Args:
         optimizer: one that :func:`check_separable` accepts.
@@ -59,7 +60,8 @@ class Divided:
     # A step
 
     def set_aside(self) -> bool:
-        """Hide the gradients whose parameters others train, so that the optimizer skips these; return whether there are gradients at all.
+        """Hide the gradients whose parameters others train, so that the optimizer skips these; return whether there are
+        gradients at all.
 
         Raises:
             MeshparError: the optimizer has got parameters since.
@@ -67,7 +69,8 @@ class Divided:
         given = [each for group in self._optimizer.param_groups for each in group["params"] if each.grad is not None]
         if strange := [tuple(each.shape) for each in given if id(each) not in self._numbers]:
             raise MeshparError(
-                f"the optimizer trains {len(strange)} parameters that it did not when Replicas was made (shapes {strange[:5]}), and their "
+                f"the optimizer trains {len(strange)} parameters that it did not when Replicas was made (shapes "
+                f"{strange[:5]}), and their "
                 "state is not divided; add and unfreeze parameters before"
             )
         self._aside = [(each, each.grad) for each in given if not self.holds >> self._numbers[id(each)] & 1]
@@ -119,17 +122,26 @@ class Divided:
         """Return (source, destination, parameters of one message after another) of what this replica sends and gets."""
         if self._known is None or self._known[:2] != (held, place):
             found = routes(self._sizes, held, [self.whole] * len(held))
-            mine = {ends: [self.parameters[number] for number in numbers] for ends, numbers in found.items() if place in ends}
+            mine = {
+                ends: [self.parameters[number] for number in numbers]
+                for ends, numbers in found.items()
+                if place in ends
+            }
             # A rank may have no part of a parameter.
             parts = {ends: (each for each in some if local_tensor(each).numel()) for ends, some in mine.items()}
             self._known = held, place, [(*ends, list(buckets(some))) for ends, some in parts.items()]
         return self._known[2]
 
     def traffic(self, place: int, held: Sequence[int]) -> tuple[int, int]:
-        """Return the bytes that this rank of replica ``place`` sends and gets in an exchange of values, see :meth:`exchange`."""
+        """Return the bytes that this rank of replica ``place`` sends and gets in an exchange of values, see
+        :meth:`exchange`.
+        """
         found = routes(self._sizes, held, [self.whole] * len(held))
         sizes = [local_tensor(each).nbytes for each in self.parameters]
-        sent, got = (sum(sizes[number] for ends, each in found.items() if ends[end] == place for number in each) for end in (0, 1))
+        sent, got = (
+            sum(sizes[number] for ends, each in found.items() if ends[end] == place for number in each)
+            for end in (0, 1)
+        )
         return sent, got
 
     # State
@@ -157,19 +169,29 @@ class Divided:
         Raises:
             RuntimeError: a replica failed.
         """
-        self._send(group, place, routes(self._sizes, held, [self.whole * (each == to) for each in range(len(held))]), on_host=True)
+        self._send(
+            group,
+            place,
+            routes(self._sizes, held, [self.whole * (each == to) for each in range(len(held))]),
+            on_host=True,
+        )
         if place == to:
             mark_divided(self._optimizer, "")
 
     def _send(self, group: Peers, place: int, found: Routes, *, on_host: bool = False) -> None:
         for (source, to), numbers in found.items():
             if source == place:
-                send(group, to, {number: dict(self._optimizer.state.get(self.parameters[number], {})) for number in numbers})
+                send(
+                    group,
+                    to,
+                    {number: dict(self._optimizer.state.get(self.parameters[number], {})) for number in numbers},
+                )
             elif to == place:
                 for number, values in received(group, source, on_host=on_host).items():
                     parameter = self.parameters[number]
                     self._optimizer.state[parameter] = {
-                        key: value.on(parameter.device_mesh) if isinstance(value, Part) else value for key, value in values.items()
+                        key: value.on(parameter.device_mesh) if isinstance(value, Part) else value
+                        for key, value in values.items()
                     }
 
     def keep(self, share: int) -> None:
@@ -181,7 +203,9 @@ class Divided:
         restore_by(self._optimizer, None)
 
     def expect_restore(self, place: int, count: int) -> None:
-        """Let a restore of a checkpoint read the first share of replica ``place`` of ``count`` alone, until :meth:`keep`."""
+        """Let a restore of a checkpoint read the first share of replica ``place`` of ``count`` alone, until
+        :meth:`keep`.
+        """
         self._first = first_shares(self.parameters, count, self._copies)[place]
         restore_by(self._optimizer, self._restored)
 
@@ -192,17 +216,23 @@ class Divided:
 
     def _note(self, share: int) -> None:
         self.holds = share
-        why = "other replicas hold a part of the optimizer's state; save and read it inside of `with replicas.saving() as writes:`"
+        why = (
+            "other replicas hold a part of the optimizer's state; save and read it inside of `with "
+            "replicas.saving() as writes:`"
+        )
         mark_divided(self._optimizer, "" if share == self.whole else why)
 
     def options(self) -> dict[str, Any]:
         """Return the optimizer's ``state_dict()`` without state."""
         numbers = iter(range(sum(len(group["params"]) for group in self._optimizer.param_groups)))
-        groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self._optimizer.param_groups]
+        groups = [
+            {**group, "params": [next(numbers) for _ in group["params"]]} for group in self._optimizer.param_groups
+        ]
         return {"state": {}, "param_groups": groups}
 
     def digests(self, share: int) -> Tensor:
-        """Return 2 x number of parameters: after a maximum over replicas, the rows are each other's inverse where holders agree.
+        """Return 2 x number of parameters: after a maximum over replicas, the rows are each other's inverse where
+        holders agree.
 
         Args:
             share: the parameters whose state to look at, a bit each.
@@ -228,19 +258,26 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
         together, alone = (_tried(optimizer, alone=each) for each in (False, True))
     except Exception as error:
         raise MeshparError(
-            f"{name} cannot be tried on a few numbers ({type(error).__name__}: {error}), which shows whether its state can be divided over "
+            f"{name} cannot be tried on a few numbers ({type(error).__name__}: {error}), which shows whether its "
+            "state can be divided over "
             f"replicas; {remedy}"
         ) from error
     if not together:
-        raise MeshparError(f"{name} trains no parameter that requires a gradient, so there is no optimizer state to divide over replicas")
+        raise MeshparError(
+            f"{name} trains no parameter that requires a gradient, so there is no optimizer state to divide over "
+            "replicas"
+        )
     if not all(map(torch.equal, together, alone)):
         raise MeshparError(
-            f"the step that {name} makes of one parameter depends on others, so that its state cannot be divided over replicas; {remedy}"
+            f"the step that {name} makes of one parameter depends on others, so that its state cannot be divided "
+            f"over replicas; {remedy}"
         )
 
 
 def _tried(optimizer: torch.optim.Optimizer, *, alone: bool) -> list[Tensor]:
-    """Return the values of one small tensor of each group after some steps, with a second one in each group or ``alone``."""
+    """Return the values of one small tensor of each group after some steps, with a second one in each group or
+    ``alone``.
+    """
     other: Any = copy.copy(optimizer)
     for name, value in vars(optimizer).items():
         if name not in vars(other) and not callable(value):  # schedules wrap methods of the optimizer's own
@@ -249,7 +286,9 @@ def _tried(optimizer: torch.optim.Optimizer, *, alone: bool) -> list[Tensor]:
     draw = torch.Generator().manual_seed(0)
 
     def drawn(like: Tensor) -> Tensor:
-        return torch.randn((4,) * like.ndim, generator=draw, dtype=torch.float64).to("cpu" if like.is_meta else like.device, like.dtype)
+        return torch.randn((4,) * like.ndim, generator=draw, dtype=torch.float64).to(
+            "cpu" if like.is_meta else like.device, like.dtype
+        )
 
     for group in optimizer.param_groups:
         first = next((each for each in group["params"] if each.requires_grad), None)

@@ -1,7 +1,7 @@
 """Whether the documents of a packed row see each other: tried with a few tokens before the first step.
 
-Neither names nor signatures tell. A recurrent model takes ``position_ids`` and carries its state over; a model with a mask of its own
-ignores them.
+Neither names nor signatures tell. A recurrent model takes ``position_ids`` and carries its state over; a model with a
+mask of its own ignores them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ from meshpar.registry import layout_for
 
 _LENGTH = 64
 _PART, _NARROW_PART = 1e-3, 0.5
-"""How much of what it sees of a joined text a document may see of a separate one: rounding, which is a larger part of 16 and 8 bits."""
-REMEDY = "write data.documents: joined (PackedTokens(..., documents='joined')), or use a model whose attention follows position_ids"
+"""How much of what it sees of a joined text a document may see of a separate one: rounding, which is a larger part of
+16 and 8 bits.
+"""
+REMEDY = (
+    "write data.documents: joined (PackedTokens(..., documents='joined')), or use a model whose attention "
+    "follows position_ids"
+)
 
 
 def takes_positions(module: nn.Module) -> bool:
@@ -38,15 +43,19 @@ def takes_positions(module: nn.Module) -> bool:
 
 def untaken(module: nn.Module) -> str:
     """Return why a model that takes no ``position_ids`` cannot keep documents apart."""
-    return f"{class_name(module)} takes no position_ids, so the documents of a packed row would attend to each other; {REMEDY}"
+    return (
+        f"{class_name(module)} takes no position_ids, so the documents of a packed row would attend to each "
+        f"other; {REMEDY}"
+    )
 
 
 @torch.no_grad()
 def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, length: int) -> None:
     """Try whether documents of a row see each other, and whether each is computed as if it stood alone.
 
-    A row of two documents runs with another first document: what the second one gives must not move. It also runs in the other order:
-    both documents must give the same in the other place. How far it moves is measured against a row that is one text.
+    A row of two documents runs with another first document: what the second one gives must not move. It also runs in
+    the other order: both documents must give the same in the other place. How far it moves is measured against a row
+    that is one text.
 
     Args:
         par: the mesh and the plan.
@@ -73,7 +82,8 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
     other = (first + 1) % vocab_size
     rows = [(first, second), (other, second), (second, first), (first, second), (other, second)]
     apart, swapped, joined = (
-        torch.cat([torch.arange(part) for part in parts]) for parts in ((cut, length - cut), (length - cut, cut), (length,))
+        torch.cat([torch.arange(part) for part in parts])
+        for parts in ((cut, length - cut), (length - cut, cut), (length,))
     )
     batch: dict[str, Tensor] = {
         "input_ids": torch.stack([torch.cat(row) for row in rows]),
@@ -87,17 +97,24 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
     if not isinstance(logits, Tensor):
         return  # told by the objective
     logits = (logits.to_local() if isinstance(logits, DTensor) else logits).float()
-    moved, control = (logits[[0, 3]] - logits[[1, 4]])[:, mask].abs().flatten(1).amax(1) if mask.any() else logits.new_zeros(2)
-    whole = len(mask) == length  # where ranks split positions, the test of what mixes positions sees that a model counts them itself
+    moved, control = (
+        (logits[[0, 3]] - logits[[1, 4]])[:, mask].abs().flatten(1).amax(1) if mask.any() else logits.new_zeros(2)
+    )
+    whole = (
+        len(mask) == length
+    )  # where ranks split positions, the test of what mixes positions sees that a model counts them itself
     again = torch.cat([logits[2, length - cut :], logits[2, : length - cut]])
     misplaced = (logits[0] - again).abs().max() if whole else logits.new_zeros(())
     sizes = torch.stack([moved, misplaced, control]).cpu()
     dist.all_reduce(sizes, dist.ReduceOp.MAX, runtime.hosts())
     moved, misplaced, control = sizes.tolist()
-    most = control * (_PART if torch.finfo(min(seen, key=lambda each: torch.finfo(each).bits)).bits >= 32 else _NARROW_PART)
+    most = control * (
+        _PART if torch.finfo(min(seen, key=lambda each: torch.finfo(each).bits)).bits >= 32 else _NARROW_PART
+    )
     if moved > most:
         raise MeshparError(
-            f"{class_name(module)} does not keep the documents of a packed row separate: another first document changed the output of "
+            f"{class_name(module)} does not keep the documents of a packed row separate: another first document "
+            "changed the output of "
             f"the second by {moved:.1e} ({control:.1e} in one text); {REMEDY}"
         )
     if misplaced > most:
@@ -109,9 +126,15 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
 
 @contextmanager
 def _alone(par: Parallelized, module: nn.Module) -> Iterator[set[torch.dtype]]:
-    """Run without random numbers, recomputation, compiled blocks and the other tries; yield the dtypes in which the module computes."""
+    """Run without random numbers, recomputation, compiled blocks and the other tries; yield the dtypes in which the
+    module computes.
+    """
     narrow = any((known := installed(each)) is not None and known.product is not None for each in module.modules())
-    held = {torch.float8_e4m3fn} if narrow else {torch.float32, *(each.dtype for each in module.parameters() if each.is_floating_point())}
+    held = (
+        {torch.float8_e4m3fn}
+        if narrow
+        else {torch.float32, *(each.dtype for each in module.parameters() if each.is_floating_point())}
+    )
     blocks = [block for _, block in find_blocks(par.module, par.layout)] if module is par.module else []
     waiting = None if par.cycle is None else par.cycle.mixing_test
     if par.cycle is not None:

@@ -60,13 +60,15 @@ class Change:
 
 @final
 class Replicas:
-    """Train one model in several replicas, each a job of its own with its own process group; a lost replica costs a step.
+    """Train one model in several replicas, each a job of its own with its own process group; a lost replica costs a
+    step.
 
-    Every replica takes its share of each step's samples. Gradients are averaged over the replicas that are there, weighted by their
-    tokens, and every optimizer makes the same step. If a replica ends, hangs or is cut off, the others complete the step without it, and
-    its samples come again in the next steps. A new or returned replica gets weights, optimizer state and the position in the data from a
-    living one, compared by hash. torchft's lighthouse decides which replicas are there. A step counts if the lighthouse has put together a
-    quorum of replicas that have its sum, so that a replica that was dropped commits nothing.
+    Every replica takes its share of each step's samples. Gradients are averaged over the replicas that are there,
+    weighted by their tokens, and every optimizer makes the same step. If a replica ends, hangs or is cut off, the
+    others complete the step without it, and its samples come again in the next steps. A new or returned replica gets
+    weights, optimizer state and the position in the data from a living one, compared by hash. torchft's lighthouse
+    decides which replicas are there. A step counts if the lighthouse has put together a quorum of replicas that have
+    its sum, so that a replica that was dropped commits nothing.
 
     >>> with Replicas(par, optimizer, batches) as replicas:                 # doctest: +SKIP
     ...     while batches.epoch < 1:                                        # doctest: +SKIP
@@ -79,7 +81,8 @@ class Replicas:
     Every method is collective in the replica: all of its ranks call it.
 
     Args:
-        par: the parallel module of this replica: its mesh has no other replicas. All replicas start from the same weights.
+        par: the parallel module of this replica: its mesh has no other replicas. All replicas start from the same
+            weights.
         optimizer: its optimizer.
         data: the batches of this replica. They are read by the training process, without workers.
         state: state that a new replica also gets, with the position of ``data`` in it; None: the position alone.
@@ -87,11 +90,12 @@ class Replicas:
         lighthouse: ``http://host:port``; None: ``TORCHFT_LIGHTHOUSE``, which ``meshpar run --elastic=replicas`` sets.
         name: of this replica in messages; None: as the launcher says.
         replicas: number of replicas to wait for at the start; None: as the launcher says.
-        patience_s: seconds that replicas wait for one that does not answer, longer than the difference between their step times.
+        patience_s: seconds that replicas wait for one that does not answer, longer than the difference between their
+            step times.
         wait_s: seconds that a new replica waits for the others.
-        optimizer_copies: number of replicas that hold each parameter's optimizer state, where a pass divides it over replicas
-            (``HybridShard(optimizer="world")``). With 2, a lost replica takes nothing along. With 1, its loss ends the job, which
-            resumes from the newest checkpoint.
+        optimizer_copies: number of replicas that hold each parameter's optimizer state, where a pass divides it over
+            replicas (``HybridShard(optimizer="world")``). With 2, a lost replica takes nothing along. With 1, its loss
+            ends the job, which resumes from the newest checkpoint.
 
     Attributes:
         step: number of steps that were committed; a loop that restores a checkpoint sets it.
@@ -158,7 +162,9 @@ class Replicas:
     def __enter__(self) -> Replicas:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -168,9 +174,11 @@ class Replicas:
         self._drop_group()
 
     def join(self) -> bool:
-        """Return whether living replicas have a state, which :meth:`begin` copies. If not, restore a checkpoint. Call it once, first.
+        """Return whether living replicas have a state, which :meth:`begin` copies. If not, restore a checkpoint. Call
+        it once, first.
 
-        The restore then reads this replica's share of divided optimizer state alone, if all replicas are there to read theirs.
+        The restore then reads this replica's share of divided optimizer state alone, if all replicas are there to read
+        theirs.
         """
         self._blank = True
         self._ask(waits=False)
@@ -199,11 +207,12 @@ class Replicas:
         return self._sum
 
     def writes(self, *, last: bool = False) -> bool:
-        """Return whether this replica is the one that writes checkpoints and reports after this step, and has not been dropped since.
+        """Return whether this replica is the one that writes checkpoints and reports after this step, and has not been
+        dropped since.
 
         Args:
-            last: this replica trains no further: if it was not heard for a while, it asks whether its state is still the newest, so that
-                the last checkpoint is not left out.
+            last: this replica trains no further: if it was not heard for a while, it asks whether its state is still
+                the newest, so that the last checkpoint is not left out.
         """
         if not self.leads:
             return False
@@ -218,8 +227,9 @@ class Replicas:
     def saving(self, *, last: bool = False) -> Iterator[bool]:
         """Enter to save a checkpoint: yields whether this replica is the one that writes it, see :meth:`writes`.
 
-        Inside, the replica that writes has all optimizer state that replicas divide; the parts of others are in its host memory.
-        All replicas enter it after the same steps; a second time after one step, it gathers nothing and yields False.
+        Inside, the replica that writes has all optimizer state that replicas divide; the parts of others are in its
+        host memory. All replicas enter it after the same steps; a second time after one step, it gathers nothing and
+        yields False.
 
         >>> with replicas.saving() as writes:                               # doctest: +SKIP
         ...     if writes:                                                  # doctest: +SKIP
@@ -239,10 +249,11 @@ class Replicas:
             self._divided.keep(self._divided.holds)
 
     def stops(self, asked: bool) -> bool:
-        """Return whether this replica stops after the step that was committed last, if it was ``asked`` to, such as by a signal.
+        """Return whether this replica stops after the step that was committed last, if it was ``asked`` to, such as by
+        a signal.
 
-        Replicas among which optimizer state is divided need one another to save: they stop after one step if all are asked to. One that
-        is asked alone leaves the others two steps later, and saves nothing.
+        Replicas among which optimizer state is divided need one another to save: they stop after one step if all are
+        asked to. One that is asked alone leaves the others two steps later, and saves nothing.
         """
         if self._divided is None:
             return asked
@@ -258,7 +269,9 @@ class Replicas:
 
     @property
     def optimizer_sent(self) -> int:
-        """Bytes of parameters that this rank has sent to other replicas after its last step; 0 where optimizer state is not divided."""
+        """Bytes of parameters that this rank has sent to other replicas after its last step; 0 where optimizer state is
+        not divided.
+        """
         return 0 if self._divided is None else self._divided.sent
 
     @property
@@ -272,15 +285,19 @@ class Replicas:
         return self._terms
 
     def alive(self) -> None:
-        """Report progress, as after each batch of a validation: a replica that is silent for long is dropped. Not collective."""
+        """Report progress, as after each batch of a validation: a replica that is silent for long is dropped. Not
+        collective.
+        """
         if self._membership is not None:
             self._membership.moved(self._longest_s)
 
     def begin(self, asked: Callable[[], str | None] = lambda: None) -> list[TensorBatch]:
-        """Begin a step: let new replicas in, copy the state if this one is behind, and return the micro-batches of this rank.
+        """Begin a step: let new replicas in, copy the state if this one is behind, and return the micro-batches of this
+        rank.
 
         Args:
-            asked: returns the reason of a stop request on this rank, which ends a wait for other replicas; None: there is none.
+            asked: returns the reason of a stop request on this rank, which ends a wait for other replicas; None: there
+                is none.
 
         Raises:
             ReplicaError: this replica does not reach the others any more; a new start of it may.
@@ -302,28 +319,34 @@ class Replicas:
 
     @torch.no_grad()
     def reduce(self, tokens: int, *values: Tensor) -> list[Tensor] | None:
-        """Average the gradients over replicas, weighted by their tokens, and commit the step: call it between backward and optimizer.
+        """Average the gradients over replicas, weighted by their tokens, and commit the step: call it between backward
+        and optimizer.
 
         Args:
             tokens: number of tokens that this rank counted in the step.
             values: sums of this rank, such as of losses.
 
         Returns:
-            Number of tokens, then ``values``, each summed over the ranks of all replicas that counted: float64, in host memory. None: the
-            others have gone on without this replica, or the only samples of an epoch's last step were those of lost ones. It has no
-            gradients then, so that an optimizer changes nothing, and the next :meth:`begin` copies the others' state, or shares the samples
-            anew.
+            Number of tokens, then ``values``, each summed over the ranks of all replicas that counted: float64, in host
+                memory. None: the
+            others have gone on without this replica, or the only samples of an epoch's last step were those of lost
+            ones. It has no gradients then, so that an optimizer changes nothing, and the next :meth:`begin` copies the
+            others' state, or shares the samples anew.
 
         Raises:
             ReplicaError: see :meth:`begin`.
         """
         self.par.reshard()
         began = time.monotonic()
-        mine = torch.cat([torch.tensor([float(tokens)]), *(each.detach().double().reshape(-1).cpu() for each in values)]).double()
+        mine = torch.cat(
+            [torch.tensor([float(tokens)]), *(each.detach().double().reshape(-1).cpu() for each in values)]
+        ).double()
         on_device = self.par.data_sum(mine.to(self.par.device))
         mine, failed = on_device.cpu(), False
         while True:
-            summed = self._ranks.attempt(lambda: Summed(self._peers, self.par.module, self.slot, len(self._slots), mine))
+            summed = self._ranks.attempt(
+                lambda: Summed(self._peers, self.par.module, self.slot, len(self._slots), mine)
+            )
             counts = False
             if summed is not None:
                 assert self._quorum is not None
@@ -383,14 +406,16 @@ class Replicas:
         assert self._divided is not None
         if any(callable(each) for each in (*args[1:], *kwargs.values())):
             raise MeshparError(
-                f"{type(optimizer).__name__}.step got a closure, which computes gradients that the replicas have not added up; call "
+                f"{type(optimizer).__name__}.step got a closure, which computes gradients that the replicas have not "
+                "added up; call "
                 "backward and Replicas.reduce, then step() alone"
             )
         self.par.reshard()
         self._stepped = self._divided.set_aside()
         if self._stepped and not self._open:
             raise MeshparError(
-                "optimizer.step() found gradients that the replicas have not added up; call Replicas.reduce once before each step, and "
+                "optimizer.step() found gradients that the replicas have not added up; call Replicas.reduce once "
+                "before each step, and "
                 "optimizer.zero_grad() after it"
             )
 
@@ -406,7 +431,8 @@ class Replicas:
                     self._check_lost()
                 elif quorum.best != (self.step, self._sum):
                     raise ReplicaError(
-                        f"the other replicas made another step before replica {_plain(self._name)} had received their new values of step "
+                        f"the other replicas made another step before replica {_plain(self._name)} had received "
+                        "their new values of step "
                         f"{self.step}; start replica {_plain(self._name)} again"
                     )
                 elif not quorum.open:
@@ -420,7 +446,9 @@ class Replicas:
             self._ask(waits=False, anyhow=True)
 
     def _exchange(self) -> bool:
-        """Bring those with the newest state to the same values; return whether all have them, as far as this replica knows."""
+        """Bring those with the newest state to the same values; return whether all have them, as far as this replica
+        knows.
+        """
         quorum, divided = self._quorum, self._divided
         assert quorum is not None and divided is not None
         place, held = self._placed(quorum.newest)
@@ -438,7 +466,9 @@ class Replicas:
         return True
 
     def _gather(self) -> bool:
-        """Bring all optimizer state to the replica that leads; return whether this one has it, or else all others need no more of it."""
+        """Bring all optimizer state to the replica that leads; return whether this one has it, or else all others need
+        no more of it.
+        """
         self._saves = True
         try:
             while True:
@@ -486,8 +516,10 @@ class Replicas:
             held = functools.reduce(operator.or_, (each.holds for each in quorum.newest))
             gone = f"{(quorum.whole & ~held).bit_count()} of {quorum.whole.bit_count()}"
             raise ReplicaError(
-                f"the optimizer state of {gone} parameters after step {quorum.best[0]} was lost with the replicas that held it; start the "
-                "job again, which resumes from its newest checkpoint, and raise optimizer_copies to survive more losses at once"
+                f"the optimizer state of {gone} parameters after step {quorum.best[0]} was lost with the replicas "
+                "that held it; start the "
+                "job again, which resumes from its newest checkpoint, and raise optimizer_copies to survive more "
+                "losses at once"
             )
 
     # Membership
@@ -495,7 +527,8 @@ class Replicas:
     def _enter(self, lighthouse: str, name: str, until: float) -> str | None:
         if not lighthouse:
             raise ReplicaError(
-                "the job has no lighthouse, through which replicas find one another; start the job with `meshpar run --elastic=replicas`, "
+                "the job has no lighthouse, through which replicas find one another; start the job with `meshpar run "
+                "--elastic=replicas`, "
                 "or set TORCHFT_LIGHTHOUSE=http://HOST:PORT"
             )
         try:
@@ -544,14 +577,18 @@ class Replicas:
             waited = time.monotonic() - began
             if found is not None and (waits or anyhow or any(each.name == self._name for each in found.ready)):
                 fresh = found.best[1] == (0, 0)  # nobody has trained yet: refused by all alike
-                whole = len(found.members) >= self._expected and (self._blank or found.covered)  # a member may restore its share yet
+                whole = len(found.members) >= self._expected and (
+                    self._blank or found.covered
+                )  # a member may restore its share yet
                 if not fresh or self._trained or whole or waited > _MOST_S:
                     return found
                 time.sleep(0.1)
             if waited > limit:
                 raise ReplicaError(
-                    f"replica {_plain(self._name)} found no other replicas to train with in {waited:.0f} s after step {self.step}: the "
-                    "lighthouse does not answer, or its quorum leaves this replica out; start the replica again, or the job from its "
+                    f"replica {_plain(self._name)} found no other replicas to train with in {waited:.0f} s after "
+                    f"step {self.step}: the "
+                    "lighthouse does not answer, or its quorum leaves this replica out; start the replica again, or "
+                    "the job from its "
                     "newest checkpoint"
                 )
             if reason := self._asked():
@@ -577,7 +614,9 @@ class Replicas:
             lost, joined = sorted(before - set(now)), sorted(set(now) - before)
             if lost or joined:
                 plain = [tuple(map(_plain, each)) for each in (now, lost, joined)]
-                self.changes.append(Change(step=step, replicas=plain[0], lost=plain[1], joined=plain[2], seconds=seconds))
+                self.changes.append(
+                    Change(step=step, replicas=plain[0], lost=plain[1], joined=plain[2], seconds=seconds)
+                )
 
     # Groups
 
@@ -594,7 +633,8 @@ class Replicas:
                 continue
             if self._quorum.best[0] < 0:
                 raise ReplicaError(
-                    "the running replicas ended before this replica had received their state; start this replica again, from the newest "
+                    "the running replicas ended before this replica had received their state; start this replica "
+                    "again, from the newest "
                     "checkpoint"
                 )
             if not self._quorum.covered:
@@ -612,7 +652,8 @@ class Replicas:
         best = quorum.best
         if not self._blank and best < (self.step, self._sum):
             raise ReplicaError(
-                f"the other replicas have resumed from a checkpoint before step {self.step}, because optimizer state was lost; start "
+                f"the other replicas have resumed from a checkpoint before step {self.step}, because optimizer state "
+                "was lost; start "
                 f"replica {_plain(self._name)} again"
             )
         mine = not self._blank and best == (self.step, self._sum)
@@ -651,8 +692,10 @@ class Replicas:
         self._tries += 1
         if self._tries == _MOST_TRIES:
             raise ReplicaError(
-                f"replica {_plain(self._name)} failed {_MOST_TRIES} times in a row to exchange with the others after step {self.step}, the "
-                f"last time with {self._ranks.error!r}; check that the hosts of all replicas reach one another (GLOO_SOCKET_IFNAME names "
+                f"replica {_plain(self._name)} failed {_MOST_TRIES} times in a row to exchange with the others after "
+                f"step {self.step}, the "
+                f"last time with {self._ranks.error!r}; check that the hosts of all replicas reach one another "
+                "(GLOO_SOCKET_IFNAME names "
                 "the interface), then start the replica again"
             )
         self._failures += 1
@@ -671,7 +714,9 @@ class Replicas:
         return self._group
 
     def _connect(self, members: Sequence[Member] = ()) -> None:
-        """Make the group of this rank's peers among members, or those that are ready, unless it is the one that there is."""
+        """Make the group of this rank's peers among members, or those that are ready, unless it is the one that there
+        is.
+        """
         assert self._quorum is not None
         members, key = members or self._quorum.ready, self._quorum.key
         names = tuple(each.name for each in members)

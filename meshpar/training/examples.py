@@ -29,7 +29,8 @@ _ABOUT = "examples.json"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleFile:
-    """Describe examples on the disk: the concatenated ids of all inputs with the end of each, and the same for all outputs.
+    """Describe examples on the disk: the concatenated ids of all inputs with the end of each, and the same for all
+    outputs.
 
     Attributes:
         folder: folder of ``input.npy``, ``input_ends.npy``, ``output.npy``, ``output_ends.npy`` and a description.
@@ -93,19 +94,22 @@ def prepare_examples(
     Args:
         source: the records.
         tokenizer: converts texts to ids.
-        cache: a folder that at least the ranks of one machine share. Folder names in it are hashes of everything they depend on.
+        cache: a folder that at least the ranks of one machine share. Folder names in it are hashes of everything they
+            depend on.
         validation: separate records for validation; their labels must be among the source's. None: none.
         validation_fraction: instead, this part of the source's records (at least one), chosen by ``seed``.
         seed: seed of the choice of records.
 
     Raises:
-        RecipeError: there are no records or unknown labels, both ``validation`` and a fraction are given, or the fraction is not in 0 to 1.
+        RecipeError: there are no records or unknown labels, both ``validation`` and a fraction are given, or the
+            fraction is not in 0 to 1.
     """
     check_held_out(validation, validation_fraction)
     parts = (source.fingerprint(), None if validation is None else validation.fingerprint(), tokenizer.fingerprint())
     key = hashlib.sha256(repr((_FORMAT, parts, source.kind, validation_fraction, seed)).encode()).hexdigest()[:16]
     folder = build_once(
-        Path(cache) / f"examples-{key}", lambda made: _write_all(made, source, validation, tokenizer, validation_fraction, seed)
+        Path(cache) / f"examples-{key}",
+        lambda made: _write_all(made, source, validation, tokenizer, validation_fraction, seed),
     )
     held, train = (folder / "validation").is_dir(), ExampleFile.open(folder / "train")
     warn_of(train.notes)
@@ -113,14 +117,26 @@ def prepare_examples(
 
 
 def _write_all(
-    folder: Path, source: RecordSource, validation: RecordSource | None, tokenizer: TextTokenizer, fraction: float, seed: int
+    folder: Path,
+    source: RecordSource,
+    validation: RecordSource | None,
+    tokenizer: TextTokenizer,
+    fraction: float,
+    seed: int,
 ) -> None:
     count, classes = _counted(source)
     if not count or (source.kind == "labels" and len(classes) < 2):
         what = f"{count} records" + (f" of {len(classes)} classes" if count else "")
         found = "".join(f"; {note}" for note in source.reading.notes())
-        raise RecipeError(f"{', '.join(source.inputs)} give {what}; give some{', of two classes at least' if count else ''}{found}")
-    about: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id, "classes": classes}
+        raise RecipeError(
+            f"{', '.join(source.inputs)} give {what}; give some{', of two classes at least' if count else ''}{found}"
+        )
+    about: dict[str, Any] = {
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "pad_id": tokenizer.pad_id,
+        "classes": classes,
+    }
     held = held_out(count, fraction, seed) if fraction else None
     names = ["train", *(["validation"] if validation is not None or fraction else [])]
     with ExitStack() as stack:
@@ -129,7 +145,9 @@ def _write_all(
             writers[0 if held is None else int(held[place])].add(*part)
         if validation is not None:
             if strange := sorted(set(_counted(validation)[1]) - set(classes)):
-                raise RecipeError(f"the validation data has labels that the training data lacks: {', '.join(strange[:5])}")
+                raise RecipeError(
+                    f"the validation data has labels that the training data lacks: {', '.join(strange[:5])}"
+                )
             for _, part in _encoded(validation, classes, tokenizer):
                 writers[1].add(*part)
         about["notes"] = [note for each in (source, validation) if each is not None for note in each.reading.notes()]
@@ -166,7 +184,8 @@ class _Writer:
         folder.mkdir()
         self._folder, self._about, self._count = folder, about, 0
         self._columns = [
-            (_Array(folder / f"{name}.npy", "<u4"), _Array(folder / f"{name}_ends.npy", "<i8")) for name in ("input", "output")
+            (_Array(folder / f"{name}.npy", "<u4"), _Array(folder / f"{name}_ends.npy", "<i8"))
+            for name in ("input", "output")
         ]
 
     def __enter__(self) -> Self:

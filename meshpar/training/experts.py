@@ -50,12 +50,16 @@ class ExpertLoad:
         self._logits: dict[int, list[Tensor]] = {}
         in_order = _modules(par.module, par.layout.experts_in_order)
         for module, counts in zip(experts, self._micro.split(self._sizes)):
-            module.register_forward_pre_hook(partial(self._count, counts, module in in_order), with_kwargs=True, prepend=True)
+            module.register_forward_pre_hook(
+                partial(self._count, counts, module in in_order), with_kwargs=True, prepend=True
+            )
         for place, module in enumerate(_modules(par.module, par.layout.routers)):
             module.register_forward_hook(partial(self._route, place))
 
     @eager
-    def _count(self, counts: Tensor, in_order: bool, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _count(
+        self, counts: Tensor, in_order: bool, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         if not module.training or in_backward():
             return
         if in_order:
@@ -65,9 +69,14 @@ class ExpertLoad:
         else:
             given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
             chosen = next(each for each in given if not each.is_floating_point())
-            weights = next((each for each in given if each.is_floating_point() and each.shape == chosen.shape), torch.ones_like(chosen))
+            weights = next(
+                (each for each in given if each.is_floating_point() and each.shape == chosen.shape),
+                torch.ones_like(chosen),
+            )
             self._choices += chosen.numel()
-        known = (weights != 0) & (chosen >= 0) & (chosen < len(counts))  # what is no expert, the exchange refuses on all ranks
+        known = (
+            (weights != 0) & (chosen >= 0) & (chosen < len(counts))
+        )  # what is no expert, the exchange refuses on all ranks
         counts.index_add_(0, chosen.flatten().clamp(0, len(counts) - 1), known.flatten().to(counts.dtype))
 
     @eager
@@ -75,17 +84,21 @@ class ExpertLoad:
         if not module.training or in_backward():
             return
         logits_NE = (output if isinstance(output, Tensor) else output[0]).flatten(0, -2)
-        entropy = torch.special.entr(logits_NE.detach().softmax(-1, dtype=torch.float32)).sum() / math.log(max(2, logits_NE.shape[-1]))
+        entropy = torch.special.entr(logits_NE.detach().softmax(-1, dtype=torch.float32)).sum() / math.log(
+            max(2, logits_NE.shape[-1])
+        )
         self._entropy += torch.stack([entropy, entropy.new_full((), len(logits_NE))])
         if self._coefficient:  # nothing is computed of them here, which a recomputation would have to repeat
             self._logits.setdefault(place, []).append(logits_NE)
 
     def loss(self, tokens: int) -> Tensor:
-        """Return the term that balances experts, for the summed loss of a micro-batch: 0-dim float32, T times the loss over all ranks.
+        """Return the term that balances experts, for the summed loss of a micro-batch: 0-dim float32, T times the loss
+        over all ranks.
 
-        The loss is ``balance_loss`` times the mean over layers of E x sum of f_i P_i (Switch Transformer, arXiv 2101.03961, equations 4
-        to 6): f_i is the share of the micro-batch's choices that expert i got and P_i the mean of its probability, both over the tokens
-        of all ranks, T the number of tokens that count on all ranks. It is ``balance_loss`` where all experts get equally many.
+        The loss is ``balance_loss`` times the mean over layers of E x sum of f_i P_i (Switch Transformer, arXiv
+        2101.03961, equations 4 to 6): f_i is the share of the micro-batch's choices that expert i got and P_i the mean
+        of its probability, both over the tokens of all ranks, T the number of tokens that count on all ranks. It is
+        ``balance_loss`` where all experts get equally many.
 
         Args:
             tokens: number of this rank's tokens that count in the loss of the micro-batch.
@@ -98,7 +111,8 @@ class ExpertLoad:
         logits, self._logits = [torch.cat(self._logits[place]) for place in sorted(self._logits)], {}
         if not logits or not logits[0].requires_grad:
             raise MeshparError(
-                "balance_loss got no logits of routers with a gradient from the forward; call loss() after each forward that trains, and "
+                "balance_loss got no logits of routers with a gradient from the forward; call loss() after each "
+                "forward that trains, and "
                 "recompute blocks by ActivationCheckpoint, not by a re-entrant checkpoint"
             )
         numbers = [self._micro.new_full((1,), each) for each in (*map(len, logits), tokens)]
@@ -106,7 +120,8 @@ class ExpertLoad:
         counts, rows, total = summed.split([len(self._micro), len(logits), 1])
         self._fold()
         losses = [
-            len(count) * (count / count.sum().clamp(min=1) * each.softmax(-1, dtype=torch.float32).sum(0) / row.clamp(min=1)).sum()
+            len(count)
+            * (count / count.sum().clamp(min=1) * each.softmax(-1, dtype=torch.float32).sum(0) / row.clamp(min=1)).sum()
             for each, count, row in zip(logits, counts.split(self._sizes), rows, strict=True)
         ]
         return self._coefficient * total[0] * torch.stack(losses).mean()
@@ -117,7 +132,8 @@ class ExpertLoad:
 
     @torch.no_grad()
     def step(self, *, moved: bool = True) -> None:
-        """Count an optimizer step, and move the routers' biases if ``balance_rate`` is set and the step moved the weights.
+        """Count an optimizer step, and move the routers' biases if ``balance_rate`` is set and the step moved the
+        weights.
 
         Collective where ``balance_rate`` is set: every rank calls it.
         """
@@ -138,15 +154,20 @@ class ExpertLoad:
         Collective: every rank calls it.
 
         Returns:
-            ``experts/least`` and ``experts/most``: tokens of the least and of the most used expert of any layer, in a step;
-            ``experts/balance``: entropy of the shares of a layer's experts over that of equal shares, mean of the layers;
+            ``experts/least`` and ``experts/most``: tokens of the least and of the most used expert of any layer, in a
+            step;
+            ``experts/balance``: entropy of the shares of a layer's experts over that of equal shares, mean of the
+            layers;
             ``experts/dropped``: share of the choices whose weight is zero, which are not counted;
-            ``experts/entropy``: entropy of the softmax of a router's logits over that of equal ones, mean of tokens and layers.
+            ``experts/entropy``: entropy of the softmax of a router's logits over that of equal ones, mean of tokens and
+            layers.
         """
         if not self._steps:
             return {}
         dtype = torch.float32 if self._par.device.type == "mps" else torch.float64
-        flat = self._par.data_sum(torch.cat([each.to(dtype).reshape(-1) for each in (self._seen, self._choices, self._entropy)]))
+        flat = self._par.data_sum(
+            torch.cat([each.to(dtype).reshape(-1) for each in (self._seen, self._choices, self._entropy)])
+        )
         seen, (choices, entropy, tokens) = flat[:-3], flat[-3:]
         shares = [each / each.sum().clamp(min=1.0) for each in seen.split(self._sizes)]
         balance = torch.stack([torch.special.entr(each).sum() / math.log(max(2, len(each))) for each in shares]).mean()
@@ -169,19 +190,28 @@ def balance_problems(module: nn.Module, layout: ModelLayout, balance_rate: float
         yield f"balance_rate={balance_rate} changes biases of frozen experts, as with adapters; set it to 0"
     elif balance_rate:
         biases = _biases(module, layout)
-        if not experts or [each.shape for each in biases] != [next(each.parameters(recurse=False)).shape[:1] for each in experts]:
+        if not experts or [each.shape for each in biases] != [
+            next(each.parameters(recurse=False)).shape[:1] for each in experts
+        ]:
             yield (
-                f"balance_rate={balance_rate} moves a bias (E,) beside each router, and {name} has {len(biases)} for {len(experts)} layers "
-                "of experts; use balance_loss, a model with such biases (TransformerConfig(shared_experts=1), DeepSeek-V3, GLM4-MoE), or "
+                f"balance_rate={balance_rate} moves a bias (E,) beside each router, and {name} has {len(biases)} for "
+                f"{len(experts)} layers "
+                "of experts; use balance_loss, a model with such biases (TransformerConfig(shared_experts=1), "
+                "DeepSeek-V3, GLM4-MoE), or "
                 "name them in ModelLayout(router_bias=...)"
             )
         elif wrong := next((each for each in biases if each.dtype.itemsize < 4), None):
-            yield f"balance_rate={balance_rate} needs biases of routers in float32, got {wrong.dtype}; keep them in float32"
+            yield (
+                f"balance_rate={balance_rate} needs biases of routers in float32, got {wrong.dtype}; keep them in "
+                "float32"
+            )
     routers = _modules(module, layout.routers)
     if balance_loss and (not routers or len(routers) != len(experts)):
         yield (
-            f"balance_loss={balance_loss} needs the logits of each router, and the layout of {name} names {len(routers)} routers for "
-            f"{len(experts)} layers of experts; name the modules that return them in ModelLayout(routers=...), or set balance_loss to 0"
+            f"balance_loss={balance_loss} needs the logits of each router, and the layout of {name} names "
+            f"{len(routers)} routers for "
+            f"{len(experts)} layers of experts; name the modules that return them in ModelLayout(routers=...), or "
+            "set balance_loss to 0"
         )
 
 

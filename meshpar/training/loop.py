@@ -40,8 +40,8 @@ _MOST_SKIPS = 50  # in a row: float16's scale falls from 2**16 to nothing in few
 class Transfer:
     """Copy batches to a device.
 
-    A GPU copies on a separate stream. The host runs ahead of the device, so the copy of a step's batch overlaps with the step before (from
-    page-locked memory; from other memory the host waits for the copy).
+    A GPU copies on a separate stream. The host runs ahead of the device, so the copy of a step's batch overlaps with
+    the step before (from page-locked memory; from other memory the host waits for the copy).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,9 +65,16 @@ class Checkpointer(Protocol):
     """The part of a checkpoint manager that the loop calls. The caller restores checkpoints."""
 
     def save(
-        self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any], *, replace: bool = False
+        self,
+        step: int,
+        par: Parallelized,
+        optimizer: torch.optim.Optimizer,
+        extra: dict[str, Any],
+        *,
+        replace: bool = False,
     ) -> object:
-        """Save model, optimizer and ``extra`` (plain data) after ``step`` steps, with ``replace`` in the place of a saved step.
+        """Save model, optimizer and ``extra`` (plain data) after ``step`` steps, with ``replace`` in the place of a
+        saved step.
 
         Collective: every rank calls it.
         """
@@ -79,8 +86,8 @@ class Trainer:
 
     >>> Trainer(par, CausalLM(), batches, optimizer, schedule, settings).run()  # doctest: +SKIP
 
-    The loss is the mean over all tokens of all ranks and micro-batches. The gradient norm is that of the whole model. The loop waits for
-    the device only to report a number.
+    The loss is the mean over all tokens of all ranks and micro-batches. The gradient norm is that of the whole model.
+    The loop waits for the device only to report a number.
     """
 
     def __init__(
@@ -105,8 +112,8 @@ class Trainer:
             objective: computes the loss.
             data: training batches of this data rank.
             optimizer: the optimizer of ``par.module``'s parameters.
-            schedule: sets the learning rate of every step. Its steps are those of the batch with which the run began: a run of ``epochs``
-                that resumes with another batch has the same rate at the same sample.
+            schedule: sets the learning rate of every step. Its steps are those of the batch with which the run began: a
+                run of ``epochs`` that resumes with another batch has the same rate at the same sample.
             settings: number of steps or epochs, and the intervals of reports, validations and checkpoints.
             validation: validation batches of this data rank, in order (``seed=None``); None: no validation.
             checkpointer: saves checkpoints; None: nothing is saved.
@@ -116,11 +123,15 @@ class Trainer:
         """
         own = {id(parameter) for parameter in par.module.parameters()}
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
-            raise MeshparError("the optimizer holds parameters that the module no longer has; build it after plan.apply and materialize")
+            raise MeshparError(
+                "the optimizer holds parameters that the module no longer has; build it after plan.apply and "
+                "materialize"
+            )
         kind = getattr(objective, "examples", "tokens")
         if par.loss_size > par.data_size and kind != "tokens":
             raise MeshparError(
-                f"{type(objective).__name__} trains on {kind}, and its loss is not a sum over positions, but the plan splits positions; "
+                f"{type(objective).__name__} trains on {kind}, and its loss is not a sum over positions, but the "
+                "plan splits positions; "
                 "use CausalLM(), or a mesh without that axis"
             )
         self.par, self.objective, self.data, self.optimizer = par, objective, data, optimizer
@@ -148,7 +159,9 @@ class Trainer:
         """Fit the schedule to the length that the run has, in steps of the batch with which it began."""
         settings, epoch = self.settings, math.ceil(len(self.data.samples) / self.batch)
         self.planned = self.schedule.over(settings.total_steps(epoch))
-        self.follows_samples = settings.epochs is not None and (settings.steps is None or settings.epochs * epoch < settings.steps)
+        self.follows_samples = settings.epochs is not None and (
+            settings.steps is None or settings.epochs * epoch < settings.steps
+        )
 
     @property
     def total_steps(self) -> int:
@@ -201,11 +214,12 @@ class Trainer:
         Collective: every rank calls it.
 
         Args:
-            stop: source of stop requests, which this method enters and exits; None: the signals of :class:`StopRequest`.
+            stop: source of stop requests, which this method enters and exits; None: the signals of
+                :class:`StopRequest`.
 
         Raises:
-            MeshparError: a loss or gradient is not finite (the message names the step), ranks have different data or parameters, or the
-                model lets the documents of a packed row see each other.
+            MeshparError: a loss or gradient is not finite (the message names the step), ranks have different data or
+                parameters, or the model lets the documents of a packed row see each other.
         """
         self._plan_schedule()
         self._check_ranks()
@@ -240,12 +254,17 @@ class Trainer:
         stops = asked if self.replicas is None or self.complete else self.replicas.stops(asked)
         if not stops or (self.complete and not self.owes_validation):
             return None
-        self._note(f"asked to stop ({self._stop.reason}) after step {self.step}{', during its validation' if self.owes_validation else ''}")
+        self._note(
+            f"asked to stop ({self._stop.reason}) after step "
+            f"{self.step}{', during its validation' if self.owes_validation else ''}"
+        )
         self._save(last=True)
         return self._stop.reason
 
     def _make_up(self) -> str | None:
-        """Validate after a resume where a stop request ended the validation, save the result, and return the reason of another stop."""
+        """Validate after a resume where a stop request ended the validation, save the result, and return the reason of
+        another stop.
+        """
         if self.replicas is not None:
             self.replicas.begin(lambda: self._stop and self._stop.reason)  # or none of them would report
         if self.owes_validation:
@@ -279,12 +298,16 @@ class Trainer:
                 for name, value in {"loss": loss_sum, **more}.items():
                     totals[name] = totals.get(name, 0) + value.float()
             count = torch.tensor(float(tokens), device=self.par.device)
-            *sums, counted = self.par.data_sum(torch.cat([*(each.reshape(-1) for each in totals.values()), count[None]])).tolist()
+            *sums, counted = self.par.data_sum(
+                torch.cat([*(each.reshape(-1) for each in totals.values()), count[None]])
+            ).tolist()
         module.train()
         return {"loss": math.nan} | means({name: each.numel() for name, each in totals.items()}, sums, counted)
 
     def _loss(self, batch: TensorBatch, data: Batches) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Return the summed loss of a batch of this rank, and what else is reported; of a mix also the loss of each source."""
+        """Return the summed loss of a batch of this rank, and what else is reported; of a mix also the loss of each
+        source.
+        """
         batch = self._on_device(batch)
         source = batch.pop("source", None)
         if source is None:
@@ -296,7 +319,9 @@ class Trainer:
         return loss_sum, {**more, **losses_of(list(samples.sources), losses, batch["labels"], source)}
 
     def _begin_step(self, batches: Iterator[list[TensorBatch]]) -> list[TensorBatch]:
-        """Return the micro-batches of a step, and note its place in the schedule before they move the position in the data."""
+        """Return the micro-batches of a step, and note its place in the schedule before they move the position in the
+        data.
+        """
         begun = None
         if self.replicas is not None:  # this one may take over the others' position
             begun = self.replicas.begin(lambda: self._stop and self._stop.reason)
@@ -305,7 +330,9 @@ class Trainer:
         return next(batches) if begun is None else begun
 
     def _train_step(self, micro_batches: list[TensorBatch]) -> bool:
-        """Train a step, and return whether it counts: it may have been left for a stop request, or the other replicas made it alone."""
+        """Train a step, and return whether it counts: it may have been left for a stop request, or the other replicas
+        made it alone.
+        """
         par, optimizer, replicas = self.par, self.optimizer, self.replicas
         par.manual_seed(mix(self.settings.seed, self.step, *([] if replicas is None else [replicas.slot])))
         micro_batches = [par.split(batch) for batch in micro_batches]
@@ -320,7 +347,9 @@ class Trainer:
             loss_sum, more = self._loss(batch, self.data)
             if scale is None:  # not before the first forward, beside which the ranks exchange their counts
                 scale = token_scale() * (1.0 if self.scaler is None else self.scaler.scale)
-            balance = {"balance_loss": self._load.loss(self.objective.tokens(batch))} if self.settings.balance_loss else {}
+            balance = (
+                {"balance_loss": self._load.loss(self.objective.tokens(batch))} if self.settings.balance_loss else {}
+            )
             (sum(balance.values(), loss_sum) * scale).backward()
             for name, value in {"loss": loss_sum, **more, **balance}.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
@@ -341,7 +370,9 @@ class Trainer:
                 return False
             mine = float(par.loss_rank == 0)  # the sums are all ranks' already
             tokens = int(summed[0]) * (par.loss_rank == 0)
-            sums = {name: each.to(par.device, torch.float32) * mine for name, each in zip(sums, summed[1:], strict=True)}
+            sums = {
+                name: each.to(par.device, torch.float32) * mine for name, each in zip(sums, summed[1:], strict=True)
+            }
         if self.scaler is not None:
             self.scaler.unscale_(par.module)
         norm = par.clip_grad_norm_(self.settings.clip or math.inf)
@@ -374,7 +405,8 @@ class Trainer:
             log.warning("step %d skipped: the gradient norm is %s", self.step + 1, value)
         if self._skips > _MOST_SKIPS:
             raise MeshparError(
-                f"{self._skips} steps in a row, up to step {self.step + 1}, had a gradient that is not finite; lower the learning rate"
+                f"{self._skips} steps in a row, up to step {self.step + 1}, had a gradient that is not finite; lower "
+                "the learning rate"
             )
         return good
 
@@ -386,8 +418,10 @@ class Trainer:
     def _raise_if_bad(self, step: int) -> None:
         if step >= 0:
             raise MeshparError(
-                f"the gradient norm of step {step + 1} is not finite, and the weights after it are worthless; resume from the last "
-                "checkpoint with a lower learning rate or a longer warm-up, or set training.nonfinite=skip to skip such steps"
+                f"the gradient norm of step {step + 1} is not finite, and the weights after it are worthless; resume "
+                "from the last "
+                "checkpoint with a lower learning rate or a longer warm-up, or set training.nonfinite=skip to skip "
+                "such steps"
             )
 
     def _after_step(self, *, epoch_ended: bool) -> None:
@@ -427,7 +461,9 @@ class Trainer:
         return epoch_ended if every == "epoch" else every is not None and self.step % every == 0
 
     def _report(self) -> None:
-        """Sum the ranks' values; read an accelerator's only after the next step was submitted, so that it never waits. Collective."""
+        """Sum the ranks' values; read an accelerator's only after the next step was submitted, so that it never waits.
+        Collective.
+        """
         if not self._meter.used:
             return
         known = {"lr": self._rate, "epoch": self.data.epoch, "step": self.step}
@@ -449,9 +485,19 @@ class Trainer:
         self.tokens += counted if self.replicas is None else 0
         if not self.tokens and (self.complete or known["epoch"]):
             raise MeshparError(
-                f"no label of the first {self.step} steps counted (all are -100), so nothing was learned; give data whose labels count"
+                f"no label of the first {self.step} steps counted (all are -100), so nothing was learned; give data "
+                "whose labels count"
             )
-        self._publish({"lr": known.pop("lr"), "grad_norm": norm, "epoch": known.pop("epoch"), **record, **known, "tokens": self.tokens})
+        self._publish(
+            {
+                "lr": known.pop("lr"),
+                "grad_norm": norm,
+                "epoch": known.pop("epoch"),
+                **record,
+                **known,
+                "tokens": self.tokens,
+            }
+        )
 
     def _save(self, *, last: bool = False, replace: bool = False) -> None:
         if self.checkpointer is None or self.step in (0, self._saved):
@@ -464,7 +510,9 @@ class Trainer:
             self._read()
             self._saved = self.step
             with self._meter.paused():
-                self.checkpointer.save(self.step, self.par, self.optimizer, self.state_dict(), **({"replace": True} if replace else {}))
+                self.checkpointer.save(
+                    self.step, self.par, self.optimizer, self.state_dict(), **({"replace": True} if replace else {})
+                )
             self._note(f"checkpoint of step {self.step} saved")
 
     def _publish(self, record: Mapping[str, float]) -> None:
@@ -494,5 +542,7 @@ class Trainer:
             "batch sizes": (self.data.global_batch, None if self.validation is None else self.validation.global_batch),
             "settings": (self.settings, self.planned, self.step),
         }
-        digests = {name: torch.tensor(list(hashlib.sha256(repr(part).encode()).digest())) for name, part in parts.items()}
+        digests = {
+            name: torch.tensor(list(hashlib.sha256(repr(part).encode()).digest())) for name, part in parts.items()
+        }
         check_equal(digests, dict.fromkeys(digests, [0] * dist.get_world_size()), "what the ranks were given")

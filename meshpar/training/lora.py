@@ -1,7 +1,7 @@
 """LoRA (Hu et al., arXiv 2106.09685) through peft: small trained adapters beside frozen weights, on any plan.
 
-peft builds the adapters. The model's layout describes them, so that passes shard them with the layers that they adapt. Only the adapters
-are trained and saved in checkpoints.
+peft builds the adapters. The model's layout describes them, so that passes shard them with the layers that they adapt.
+Only the adapters are trained and saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -63,16 +63,20 @@ class LoRA:
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not self.alpha > 0 or not 0 <= self.dropout < 1 or not (self.targets or self.parameters):
-            raise RecipeError(f"expected at least one target, rank of at least 1, alpha above 0 and dropout in 0 to 1; got {self}")
+            raise RecipeError(
+                f"expected at least one target, rank of at least 1, alpha above 0 and dropout in 0 to 1; got {self}"
+            )
         if self.parameters and self.dropout:
             raise RecipeError(
-                f"adapters on packed weights are added to the weights and see no input, got dropout {self.dropout} beside parameters "
+                f"adapters on packed weights are added to the weights and see no input, got dropout {self.dropout} "
+                "beside parameters "
                 f"{', '.join(self.parameters)}; set dropout to 0, or parameters to ()"
             )
 
 
 def add_adapters(model: nn.Module, settings: LoRA) -> ModelLayout:
-    """Add adapters to ``model`` (best on the meta device), freeze its other parameters, and return the layout for the plan.
+    """Add adapters to ``model`` (best on the meta device), freeze its other parameters, and return the layout for the
+    plan.
 
     >>> par = plan.apply(model, add_adapters(model, LoRA()))  # doctest: +SKIP
 
@@ -93,10 +97,16 @@ def add_adapters(model: nn.Module, settings: LoRA) -> ModelLayout:
     except ValueError as error:
         raise RecipeError(f"lora: {error}") from error
     adapted = _with_packed(model, settings)
-    if odd := [name for name, layer in adapted.items() if NAME not in layer.lora_A or not hasattr(layer.lora_A[NAME], "weight")]:
-        raise RecipeError(f"lora.targets name {odd[0]}, a {type(adapted[odd[0]].base_layer).__name__}; adapters require linear layers")
+    if odd := [
+        name for name, layer in adapted.items() if NAME not in layer.lora_A or not hasattr(layer.lora_A[NAME], "weight")
+    ]:
+        raise RecipeError(
+            f"lora.targets name {odd[0]}, a {type(adapted[odd[0]].base_layer).__name__}; adapters require linear layers"
+        )
     if not adapted:
-        raise RecipeError(f"lora.targets {targets} match no linear layer of the model; give endings of their names, or all-linear")
+        raise RecipeError(
+            f"lora.targets {targets} match no linear layer of the model; give endings of their names, or all-linear"
+        )
     if not any(parameter.is_meta for name, parameter in model.named_parameters() if not _is_adapter(name)):
         _fill_adapters(model, adapted)
     return _adapted(layout, model, adapted)
@@ -116,15 +126,20 @@ def config_of(settings: LoRA, targets: str | list[str], **others: Any) -> Any:  
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Return the layers with adapters by name."""
-    return {name: child for name, child in model.named_modules() if hasattr(child, "base_layer") and hasattr(child, "lora_A")}
+    return {
+        name: child
+        for name, child in model.named_modules()
+        if hasattr(child, "base_layer") and hasattr(child, "lora_A")
+    }
 
 
 @final
 class PackedAdapter(nn.Module):
     """Adapters on one packed weight of the module below, with the names and shapes of peft's ``ParamWrapper``.
 
-    That module computes with ``W + alpha / rank * B @ A`` of what a rank holds of W: gathered, divided by expert, split by feature.
-    The adapters of all experts are parameters like others, sharded over all data ranks, and each rank uses a part of them.
+    That module computes with ``W + alpha / rank * B @ A`` of what a rank holds of W: gathered, divided by expert, split
+    by feature. The adapters of all experts are parameters like others, sharded over all data ranks, and each rank uses
+    a part of them.
 
     Args:
         built: peft's layer.
@@ -134,7 +149,11 @@ class PackedAdapter(nn.Module):
         super().__init__()
         known: Any = built
         self.base_layer, self.lora_A, self.lora_B = known.base_layer, known.lora_A, known.lora_B
-        self.leaf, self.scale, self._swaps = str(known.parameter_name), float(known.scaling[NAME]), not known._did_swap_in_out_features
+        self.leaf, self.scale, self._swaps = (
+            str(known.parameter_name),
+            float(known.scaling[NAME]),
+            not known._did_swap_in_out_features,
+        )
         self._whole: list[Any] = []  # in a list, for it is no parameter of this module
         inner = self.inner()
         inner.register_forward_pre_hook(self._begin)  # FSDP2's own, which gathers, comes before
@@ -149,7 +168,9 @@ class PackedAdapter(nn.Module):
         return self.base_layer(*args, **kwargs)
 
     def factors(self, a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-        """Return the factors (experts, rows, rank) and (experts, rank, columns) of A (experts x rank, in) and B (out, rank x experts)."""
+        """Return the factors (experts, rows, rank) and (experts, rank, columns) of A (experts x rank, in) and B (out,
+        rank x experts).
+        """
         a_EDR, b_ERF = a.unflatten(0, (experts, -1)).mT, b.unflatten(1, (-1, experts)).permute(2, 1, 0)
         return (a_EDR, b_ERF) if self._swaps else (b_ERF.mT, a_EDR.mT)
 
@@ -159,14 +180,20 @@ class PackedAdapter(nn.Module):
         own = local(whole) if isinstance(whole, DTensor) else whole
         pair = [getattr(self, part)[NAME].weight for part in ("lora_A", "lora_B")]
         pair = [each.to_local() if isinstance(each, DTensor) else each for each in pair]
-        parts = [(place, how.dim) for place, how in enumerate(whole.placements) if isinstance(how, Shard)] if own is not whole else []
+        parts = (
+            [(place, how.dim) for place, how in enumerate(whole.placements) if isinstance(how, Shard)]
+            if own is not whole
+            else []
+        )
         for place, _ in parts:  # a rank's part of W gives a part of the gradient of A and B
             pair = [copy_weight(each, whole.device_mesh.get_group(place)) for each in pair]
         factors = list(self.factors(pair[0], pair[1], len(whole)))
         for place, dim in parts:
             for at, side in enumerate(factors):
                 if dim in (0, at + 1):
-                    factors[at] = side.chunk(whole.device_mesh.size(place), dim)[whole.device_mesh.get_local_rank(place)]
+                    factors[at] = side.chunk(whole.device_mesh.size(place), dim)[
+                        whole.device_mesh.get_local_rank(place)
+                    ]
         value = torch.baddbmm(own, *(each.to(own.dtype) for each in factors), alpha=self.scale)
         if own is not whole:
             value = part_like(value, whole)
@@ -266,17 +293,24 @@ def _check_packed(model: nn.Module, endings: tuple[str, ...]) -> None:
     """
     for ending in endings:
         found = {name: each for name, each in model.named_parameters() if f".{name}".endswith(f".{ending}")}
-        wrong = next((f"{name} {tuple(each.shape)}" for name, each in found.items() if each.ndim != 3), None if found else "nothing")
+        wrong = next(
+            (f"{name} {tuple(each.shape)}" for name, each in found.items() if each.ndim != 3),
+            None if found else "nothing",
+        )
         if wrong is not None:
-            packed = sorted({".".join(name.split(".")[-2:]) for name, each in model.named_parameters() if each.ndim == 3})
+            packed = sorted(
+                {".".join(name.split(".")[-2:]) for name, each in model.named_parameters() if each.ndim == 3}
+            )
             raise RecipeError(
-                f"lora.parameters {ending!r} names {wrong}, expected a packed weight (experts, rows, columns); this model has "
+                f"lora.parameters {ending!r} names {wrong}, expected a packed weight (experts, rows, columns); this "
+                "model has "
                 f"{', '.join(packed) or 'none, so drop lora.parameters'}"
             )
 
 
 def _with_packed(model: nn.Module, settings: LoRA) -> dict[str, Any]:
-    """Put :class:`PackedAdapter` in the place of peft's layers on packed weights, and return the layers with adapters by name.
+    """Put :class:`PackedAdapter` in the place of peft's layers on packed weights, and return the layers with adapters
+    by name.
 
     Raises:
         RecipeError: peft chose a packed weight that the settings do not name.
@@ -286,7 +320,8 @@ def _with_packed(model: nn.Module, settings: LoRA) -> dict[str, Any]:
             full = f"{base_name(name)}.{built.parameter_name}"
             if not any(f".{full}".endswith(f".{ending}") for ending in settings.parameters):
                 raise RecipeError(
-                    f"lora.targets {settings.targets} reach {full}, expected linear layers: this model has no layer of its own for it; "
+                    f"lora.targets {settings.targets} reach {full}, expected linear layers: this model has no layer "
+                    "of its own for it; "
                     "give lora.targets a list of names without it, and name packed weights in lora.parameters"
                 )
             owner, _, leaf = name.rpartition(".")
@@ -318,11 +353,15 @@ def _adapted(layout: ModelLayout, model: nn.Module, adapted: Mapping[str, Any]) 
             table.update(_styles(name, style) if name in adapted and not packed else {_inside(name, adapted): style})
             splits = isinstance(style, str) and style.partition(":")[0] in ("colwise", "packed_colwise", "rowwise")
             if name in adapted and not packed and not splits:
-                refusals["tp"] = f"adapters on {name}, whose style is {style}, cannot be split; leave it out of lora.targets"
+                refusals["tp"] = (
+                    f"adapters on {name}, whose style is {style}, cannot be split; leave it out of lora.targets"
+                )
     heads: dict[str, int] = {}
     for pattern, count in layout.heads.items():
         for name, _ in find_modules(model, pattern):
-            heads |= dict.fromkeys([f"{name}.base_layer", f"{name}.lora_B.{NAME}"] if name in adapted else [name], count)
+            heads |= dict.fromkeys(
+                [f"{name}.base_layer", f"{name}.lora_B.{NAME}"] if name in adapted else [name], count
+            )
     tied = tuple(tuple(_moved(name, adapted) for name in group) for group in layout.tied)
     return replace(
         layout,
@@ -355,7 +394,9 @@ def _moved(name: str, adapted: Mapping[str, Any]) -> str:
 
 
 def _renames(model: nn.Module) -> Iterator[Rename]:
-    """Yield the rules from the names of weights below adapters to those without; one for all layers where all of them have adapters."""
+    """Yield the rules from the names of weights below adapters to those without; one for all layers where all of them
+    have adapters.
+    """
     every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     names = [name for name, _ in every if not _is_adapter(name)]
     below: dict[str, list[str]] = {}
@@ -370,8 +411,8 @@ def _renames(model: nn.Module) -> Iterator[Rename]:
 def _styles(name: str, style: object) -> dict[str, Any]:
     """Return the styles of an adapted layer's parts.
 
-    Beside a layer split by outputs, A is whole; beside one split by inputs, A is split and reduced as the layer is, and B runs on what
-    comes out of it.
+    Beside a layer split by outputs, A is whole; beside one split by inputs, A is split and reduced as the layer is, and
+    B runs on what comes out of it.
     """
     inner, a, b = f"{name}.base_layer", f"{name}.lora_A.{NAME}", f"{name}.lora_B.{NAME}"
     if style == "rowwise":
@@ -384,8 +425,9 @@ def _styles(name: str, style: object) -> dict[str, Any]:
 class WholeA(Style):
     """The whole A in front of a B that is split by outputs.
 
-    Inside a region it sees the gradient of this rank's part of B, and under sequence parallelism outside of one this rank's positions:
-    both are parts of a sum over the axis. Otherwise B prepares its own input, which sums the gradient before it comes here.
+    Inside a region it sees the gradient of this rank's part of B, and under sequence parallelism outside of one this
+    rank's positions: both are parts of a sum over the axis. Otherwise B prepares its own input, which sums the gradient
+    before it comes here.
     """
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:

@@ -1,4 +1,6 @@
-"""Metrics of a run: every rank measures, one small all-reduce per report combines, one rank writes; and the peak speeds of accelerators."""
+"""Metrics of a run: every rank measures, one small all-reduce per report combines, one rank writes; and the peak speeds
+of accelerators.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def flops_per_token(module: nn.Module) -> float:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory so far in bytes: allocated memory on an accelerator, resident memory of the process on a CPU."""
+    """Return the peak memory so far in bytes: allocated memory on an accelerator, resident memory of the process on a
+    CPU.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # kilobytes on Linux, bytes on macOS
@@ -85,7 +89,8 @@ def means(widths: Mapping[str, int], values: Sequence[float], tokens: float) -> 
     """Return means by name; a name without tokens is left out.
 
     Args:
-        widths: name -> how many of ``values`` it has: 1, a sum over all tokens; 2, a sum and the number of its own tokens.
+        widths: name -> how many of ``values`` it has: 1, a sum over all tokens; 2, a sum and the number of its own
+            tokens.
         values: the sums of all ranks, in the order of ``widths``.
         tokens: number of all tokens.
     """
@@ -104,7 +109,8 @@ def losses_of(
 
     Args:
         names: of the sources.
-        losses: of every token, from :func:`meshpar.loss.token_losses`; nothing is returned if they are not those of all labels, once.
+        losses: of every token, from :func:`meshpar.loss.token_losses`; nothing is returned if they are not those of all
+            labels, once.
         labels_BL: the labels, -100 where none counts.
         source_B: the number of each sample's source.
     """
@@ -161,7 +167,8 @@ class Meter:
     def begin(self, *more: torch.Tensor) -> Reading:
         """Sum the ranks' values since the last report, and start their copy to the host.
 
-        Collective: every rank calls it. One all-reduce has the sums, and one element for each rank's memory, of which the largest counts.
+        Collective: every rank calls it. One all-reduce has the sums, and one element for each rank's memory, of which
+        the largest counts.
 
         Args:
             more: scalars that are equal on every rank, to read with the sums.
@@ -182,7 +189,11 @@ class Meter:
         now = time.perf_counter()
         seconds, self._start = now - self._start, now
         record = {f"train/{name}": value for name, value in means(widths, rest, tokens).items()}
-        record |= {"tokens": tokens, "tokens_per_second": tokens / seconds, "memory_gib": max(rest[sum(widths.values()) :]) / 2**30}
+        record |= {
+            "tokens": tokens,
+            "tokens_per_second": tokens / seconds,
+            "memory_gib": max(rest[sum(widths.values()) :]) / 2**30,
+        }
         if self._flops is not None:
             record["mfu"] = tokens / seconds * self._flops
         return record
@@ -190,7 +201,9 @@ class Meter:
 
 @final
 class Reading:
-    """A report that is being copied to the host. Read it after the next step was submitted, so that the device never waits."""
+    """A report that is being copied to the host. Read it after the next step was submitted, so that the device never
+    waits.
+    """
 
     def __init__(self, meter: Meter, widths: Mapping[str, int], values: Callable[[], torch.Tensor], more: int) -> None:
         self._meter, self._widths, self._values, self._more = meter, widths, values, more
@@ -203,7 +216,9 @@ class Reading:
 
 
 def to_host(values: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start to copy ``values`` to the host; return a function that waits for this copy, but not for later work of the device."""
+    """Start to copy ``values`` to the host; return a function that waits for this copy, but not for later work of the
+    device.
+    """
     if values.device.type != "cuda":
         return lambda: values
     there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -241,8 +256,8 @@ class JsonLines:
     def __init__(self, path: str | Path, *, step: int = 0) -> None:
         """Open the file to append.
 
-        Lines of steps after ``step``, from a run that ended after its last checkpoint, move to ``metrics.abandoned.jsonl`` beside the file.
-        Every line is complete in one of the two files at all times.
+        Lines of steps after ``step``, from a run that ended after its last checkpoint, move to
+        ``metrics.abandoned.jsonl`` beside the file. Every line is complete in one of the two files at all times.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)

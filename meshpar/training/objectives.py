@@ -1,8 +1,9 @@
 """Objectives: compute a loss from a model and a batch, summed over the counted labels.
 
-Objectives are plugins (entry-point group ``meshpar.objectives``): an object with the two methods of :class:`Objective`, or a class that
-makes one (a dataclass if it has options, which a recipe then sets). Two members are optional: ``examples``, the kind of a batch's examples
-(:data:`EXAMPLES`; default: packed text), and ``unit``, the counted unit on the console.
+Objectives are plugins (entry-point group ``meshpar.objectives``): an object with the two methods of :class:`Objective`,
+or a class that makes one (a dataclass if it has options, which a recipe then sets). Two members are optional:
+``examples``, the kind of a batch's examples (:data:`EXAMPLES`; default: packed text), and ``unit``, the counted unit on
+the console.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ class Objective(Protocol):
     """Define the loss of a training, as a protocol. Losses are sums, so they can be added over micro-batches and ranks."""
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return the number of tokens (or examples) of this batch that the loss counts, without computing it. The batch may be on a CPU."""
+        """Return the number of tokens (or examples) of this batch that the loss counts, without computing it. The batch
+        may be on a CPU.
+        """
         ...
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
-        """Return the summed loss (a scalar), the number of counted tokens or examples, and further sums to report by name.
+        """Return the summed loss (a scalar), the number of counted tokens or examples, and further sums to report by
+        name.
 
         Every reported sum is divided by the count over all ranks and micro-batches.
         """
@@ -51,15 +55,18 @@ class CausalLM:
     """Predict the next token: ``labels`` (B, L) are the tokens after each of ``input_ids`` (B, L); -100 is not counted.
 
     Attributes:
-        chunk: positions whose logits are held at once (:func:`meshpar.chunked_token_loss`); 0: all, in one piece; None: by
-            :func:`meshpar.chunked.chunk_for`, which takes chunks where the logits are large and the layout names the head.
+        chunk: positions whose logits are held at once (:func:`meshpar.chunked_token_loss`); 0: all, in one piece; None:
+            by :func:`meshpar.chunked.chunk_for`, which takes chunks where the logits are large and the layout names the
+            head.
     """
 
     chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.chunk is not None and self.chunk < 0:
-            raise MeshparError(f"CausalLM(chunk={self.chunk}) must be 0 (all logits at once), a number of positions, or None")
+            raise MeshparError(
+                f"CausalLM(chunk={self.chunk}) must be 0 (all logits at once), a number of positions, or None"
+            )
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Return the number of counted labels."""
@@ -81,8 +88,8 @@ class CausalLM:
 class Seq2Seq:
     """Predict a target text from an input text, with an encoder and a decoder.
 
-    A batch: ``input_ids`` and ``attention_mask`` (B, S) for the encoder; ``decoder_input_ids`` (B, T), the target behind the start
-    token; ``labels`` (B, T), the target, -100 where none counts.
+    A batch: ``input_ids`` and ``attention_mask`` (B, S) for the encoder; ``decoder_input_ids`` (B, T), the target
+    behind the start token; ``labels`` (B, T), the target, -100 where none counts.
     """
 
     examples: ClassVar[str] = "pairs"
@@ -102,7 +109,9 @@ class Seq2Seq:
 @final
 @dataclass(frozen=True, slots=True)
 class SequenceClassification:
-    """Predict a text's class: ``input_ids`` and ``attention_mask`` (B, L), ``labels`` (B) in the number of classes, -100: not counted."""
+    """Predict a text's class: ``input_ids`` and ``attention_mask`` (B, L), ``labels`` (B) in the number of classes,
+    -100: not counted.
+    """
 
     examples: ClassVar[str] = "labels"
     unit: ClassVar[str] = "examples"
@@ -112,7 +121,9 @@ class SequenceClassification:
         return counted(batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
-        """Return the cross entropy summed over the examples, in float32, and the number of correct ones as ``accuracy``."""
+        """Return the cross entropy summed over the examples, in float32, and the number of correct ones as
+        ``accuracy``.
+        """
         labels = batch["labels"]
         output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         logits = whole_logits(logits_of(self, model, output, "(B, classes)")).float()
@@ -146,14 +157,16 @@ def whole_logits(logits: torch.Tensor) -> torch.Tensor:
 class Distillation:
     """Train on the next token of the text and on a teacher's distribution (Hinton, Vinyals and Dean, arXiv 1503.02531).
 
-    The loss of a token is ``(1 - weight) * cross entropy + weight * temperature**2 * KL(teacher || student)``, both distributions at
-    the temperature, plus ``hidden_weight`` times the mean squared difference of the last hidden states.
+    The loss of a token is ``(1 - weight) * cross entropy + weight * temperature**2 * KL(teacher || student)``, both
+    distributions at the temperature, plus ``hidden_weight`` times the mean squared difference of the last hidden
+    states.
 
     Attributes:
         teacher: the frozen model, see :func:`freeze`. It may have its own plan over the same ranks.
         temperature: temperature of both distributions; larger values soften them.
         weight: weight of the teacher's distribution.
-        hidden_weight: weight of the hidden states. Both models need the same width and must support ``output_hidden_states``.
+        hidden_weight: weight of the hidden states. Both models need the same width and must support
+            ``output_hidden_states``.
     """
 
     examples: ClassVar[str] = "tokens"
@@ -182,10 +195,13 @@ class Distillation:
         with torch.no_grad():
             taught = self.teacher(**inputs)
         output, labels = model(**inputs), batch["labels"]
-        student, teacher = (logits_of(self, each, got, "(B, L, V)") for each, got in ((model, output), (self.teacher, taught)))
+        student, teacher = (
+            logits_of(self, each, got, "(B, L, V)") for each, got in ((model, output), (self.teacher, taught))
+        )
         if student.shape != teacher.shape:
             raise MeshparError(
-                f"the teacher's logits have shape {tuple(teacher.shape)} and the student's {tuple(student.shape)}; use one vocabulary"
+                f"the teacher's logits have shape {tuple(teacher.shape)} and the student's {tuple(student.shape)}; "
+                "use one vocabulary"
             )
         counts = labels != IGNORE_INDEX
         parts = {
@@ -199,9 +215,13 @@ class Distillation:
         return loss, counts.sum(), parts
 
 
-def divergence(student_BLV: torch.Tensor, teacher_BLV: torch.Tensor, counts_BL: torch.Tensor, temperature: float) -> torch.Tensor:
+def divergence(
+    student_BLV: torch.Tensor, teacher_BLV: torch.Tensor, counts_BL: torch.Tensor, temperature: float
+) -> torch.Tensor:
     """Return KL(teacher || student) at ``temperature``, in float32, summed over the positions that count."""
-    log_student_BLV, log_teacher_BLV = ((logits.float() / temperature).log_softmax(-1) for logits in (student_BLV, teacher_BLV))
+    log_student_BLV, log_teacher_BLV = (
+        (logits.float() / temperature).log_softmax(-1) for logits in (student_BLV, teacher_BLV)
+    )
     kl_BL = (log_teacher_BLV.exp() * (log_teacher_BLV - log_student_BLV)).sum(-1)
     return (kl_BL * counts_BL).sum()
 
@@ -226,14 +246,19 @@ def teacher_problems(plan: Plan, teacher: nn.Module, student_plan: Plan, world_s
     spec = plan.check(teacher, world_size=world_size)
     seen = student_plan.resolve(world_size)
     if split := [axis for axis in axes_of(student_plan.passes, seen, Role.POSITIONS) if seen.axes[axis] > 1]:
-        yield f"the student's mesh splits positions over {', '.join(split)}, which the teacher would see as whole texts; leave the axis out"
+        yield (
+            f"the student's mesh splits positions over {', '.join(split)}, which the teacher would see as whole "
+            "texts; leave the axis out"
+        )
         return
     for group in _together(spec, axes_of(plan.passes, spec, Role.SAMPLES)):
         batches = {_data_place(seen, rank, axes_of(student_plan.passes, seen, Role.SAMPLES)) for rank in group}
         if len(batches) > 1:
             yield (
-                f"the teacher's mesh {spec} lets ranks {group} work on one batch, but the student's mesh {seen} gives them "
-                f"{len(batches)} different ones; shard the teacher over data axes (dp_shard), or give the student the same tp"
+                f"the teacher's mesh {spec} lets ranks {group} work on one batch, but the student's mesh {seen} "
+                "gives them "
+                f"{len(batches)} different ones; shard the teacher over data axes (dp_shard), or give the student "
+                "the same tp"
             )
             return
 
@@ -255,7 +280,8 @@ def _hidden(model: nn.Module, output: object) -> torch.Tensor:
     states = getattr(output, "hidden_states", None)
     if not states:
         raise MeshparError(
-            f"hidden_weight requires a model that returns hidden_states; {type(model).__name__} does not: set hidden_weight to 0"
+            f"hidden_weight requires a model that returns hidden_states; {type(model).__name__} does not: set "
+            "hidden_weight to 0"
         )
     return states[-1]
 
@@ -264,7 +290,8 @@ def _difference(student_BLD: torch.Tensor, teacher_BLD: torch.Tensor, counts_BL:
     if student_BLD.shape != teacher_BLD.shape or student_BLD.shape[:2] != counts_BL.shape:
         shapes = f"{tuple(student_BLD.shape)} and {tuple(teacher_BLD.shape)}"
         raise MeshparError(
-            f"hidden states of student and teacher have shapes {shapes}, at {tuple(counts_BL.shape)} tokens; hidden_weight requires equal "
+            f"hidden states of student and teacher have shapes {shapes}, at {tuple(counts_BL.shape)} tokens; "
+            "hidden_weight requires equal "
             "widths, and states that are not split along the sequence: set it to 0"
         )
     squares_BL = (student_BLD.float() - teacher_BLD.float()).square().mean(-1)

@@ -64,7 +64,8 @@ def build_adamw(module: nn.Module, settings: AdamWSettings) -> torch.optim.AdamW
 
 
 def parameter_groups(module: nn.Module, weight_decay: float | None) -> list[dict[str, Any]]:
-    """Return the parameters that want a gradient, for an optimizer: those with two dims or more decay, the others do not.
+    """Return the parameters that want a gradient, for an optimizer: those with two dims or more decay, the others do
+    not.
 
     Args:
         module: the parallel module.
@@ -95,9 +96,10 @@ class Schedule:
     0.0005
 
     Attributes:
-        name: ``constant``, ``linear`` or ``cosine`` (both reach ``min_ratio`` at the last step), ``step`` (times ``gamma`` every
-            ``step_every`` steps, like StepLR) or ``wsd`` (warm-up, stable, then linear decay over the last ``decay_fraction``; Hu et al.,
-            MiniCPM, 2024).
+        name: ``constant``, ``linear`` or ``cosine`` (both reach ``min_ratio`` at the last step), ``step`` (times
+            ``gamma`` every
+            ``step_every`` steps, like StepLR) or ``wsd`` (warm-up, stable, then linear decay over the last
+            ``decay_fraction``; Hu et al., MiniCPM, 2024).
         lr: the peak learning rate.
         steps: length of the schedule, if it differs from the run's; None: the run's length.
         warmup_steps: number of steps with linear growth at the beginning; step 0 has ``lr / (warmup_steps + 1)``.
@@ -133,7 +135,9 @@ class Schedule:
         5
         """
         steps = self.steps or steps
-        return replace(self, steps=steps, warmup_steps=self.warmup_steps or round(self.warmup_ratio * steps), warmup_ratio=0.0)
+        return replace(
+            self, steps=steps, warmup_steps=self.warmup_steps or round(self.warmup_ratio * steps), warmup_ratio=0.0
+        )
 
     def factor(self, step: float) -> float:
         """Return the rate of ``step`` (from 0) as a part of the peak."""
@@ -208,10 +212,11 @@ _SHAPES: dict[Name, Callable[[Schedule, float], float]] = {
 
 @final
 class LossScaler:
-    """Scale the loss so that small gradients do not underflow in float16, and skip steps that overflow (Micikevicius et al., 2018).
+    """Scale the loss so that small gradients do not underflow in float16, and skip steps that overflow (Micikevicius et
+    al., 2018).
 
-    ``torch.amp.GradScaler`` detects overflow in each rank's own shards. Here the gradient norm, which is equal on every rank of every axis,
-    decides, so that all ranks skip together.
+    ``torch.amp.GradScaler`` detects overflow in each rank's own shards. Here the gradient norm, which is equal on every
+    rank of every axis, decides, so that all ranks skip together.
 
     >>> from meshpar.training import LossScaler
     >>> scaler = LossScaler(scale=1024.0)
@@ -223,7 +228,9 @@ class LossScaler:
         skipped: number of steps skipped so far.
     """
 
-    def __init__(self, *, scale: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000) -> None:
+    def __init__(
+        self, *, scale: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
+    ) -> None:
         """Set the initial state.
 
         Args:
@@ -234,7 +241,8 @@ class LossScaler:
         """
         if not (scale > 0 and growth >= 1 and 0 < backoff < 1 and interval >= 1):
             raise RecipeError(
-                f"expected scale > 0, growth >= 1, backoff in 0 to 1, interval >= 1; got {scale}, {growth}, {backoff}, {interval}"
+                f"expected scale > 0, growth >= 1, backoff in 0 to 1, interval >= 1; got {scale}, {growth}, "
+                f"{backoff}, {interval}"
             )
         self.scale, self.skipped = scale, 0
         self._growth, self._backoff, self._interval, self._good = growth, backoff, interval, 0
@@ -242,7 +250,9 @@ class LossScaler:
     @torch.no_grad()
     def unscale_(self, module: nn.Module) -> None:
         """Divide every gradient of this rank by the scale; call it before clipping."""
-        for together in by_device(local_tensor(each.grad) for each in module.parameters() if each.grad is not None).values():
+        for together in by_device(
+            local_tensor(each.grad) for each in module.parameters() if each.grad is not None
+        ).values():
             torch._foreach_mul_(together, 1.0 / self.scale)
 
     def update(self, norm: float) -> bool:

@@ -1,4 +1,6 @@
-"""The order of samples, which each rank computes for itself: a permutation without memory, an interleave of sources, a best-fit packing."""
+"""The order of samples, which each rank computes for itself: a permutation without memory, an interleave of sources, a
+best-fit packing.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ _RATIO = 1e9
 def permuted(places: np.ndarray, count: int, key: int) -> np.ndarray:
     """Return the sample of each of ``places`` in a permutation of ``count`` samples.
 
-    A Feistel network over the next power of four, walked until the value falls in range (Black and Rogaway, "Ciphers with
-    arbitrary finite domains", 2002). Integer arithmetic alone: the same on every machine and in every version of numpy.
+    A Feistel network over the next power of four, walked until the value falls in range (Black and Rogaway, "Ciphers
+    with arbitrary finite domains", 2002). Integer arithmetic alone: the same on every machine and in every version of
+    numpy.
 
     Args:
         places: int64 positions, each in ``range(count)``.
@@ -58,7 +61,9 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def held_out(count: int, fraction: float, seed: int) -> np.ndarray:
-    """Return which of ``count`` things are kept for validation: bool, at least one of them and not all, chosen by ``seed``."""
+    """Return which of ``count`` things are kept for validation: bool, at least one of them and not all, chosen by
+    ``seed``.
+    """
     numpy = need("numpy")
     chosen = numpy.zeros(count, dtype=bool)
     order = numpy.argsort(numpy.random.Philox(seed).random_raw(count), kind="stable")
@@ -67,9 +72,14 @@ def held_out(count: int, fraction: float, seed: int) -> np.ndarray:
 
 
 def check_held_out(validation: object, fraction: float) -> None:
-    """Raise RecipeError if there are both separate ``validation`` data and a ``fraction``, or the fraction is not in 0 to 1."""
+    """Raise RecipeError if there are both separate ``validation`` data and a ``fraction``, or the fraction is not in 0
+    to 1.
+    """
     if not 0.0 <= fraction < 1.0 or (validation is not None and fraction):
-        raise RecipeError(f"expected either a validation source, or a fraction of at least 0 and below 1; got {validation} and {fraction}")
+        raise RecipeError(
+            f"expected either a validation source, or a fraction of at least 0 and below 1; got {validation} and "
+            f"{fraction}"
+        )
 
 
 def key_of(seed: int, epoch: int, source: int = 0) -> int:
@@ -82,7 +92,9 @@ def weights_problem(weights: Sequence[float]) -> str:
     low, high = min(weights), max(weights)
     if 0 < low <= high < math.inf and not any(map(math.isnan, weights)) and high / _RATIO <= low:
         return ""
-    return f"expected weights above 0 and finite, the largest at most {_RATIO:g} times the smallest, got {tuple(weights)}"
+    return (
+        f"expected weights above 0 and finite, the largest at most {_RATIO:g} times the smallest, got {tuple(weights)}"
+    )
 
 
 @final
@@ -90,9 +102,10 @@ def weights_problem(weights: Sequence[float]) -> str:
 class Interleave:
     """The order in which samples are taken from several sources, by weight.
 
-    Sample k of a source is due at ``(k + 1/2) / weight``, and the samples come in the order in which they are due. At every place each of
-    n sources has its share to within (n + 1) / 2 samples, and a source that is used up leaves the others in proportion (the method of
-    Webster and Sainte-Lague for seats). The whole state is the number of samples that each source has given.
+    Sample k of a source is due at ``(k + 1/2) / weight``, and the samples come in the order in which they are due. At
+    every place each of n sources has its share to within (n + 1) / 2 samples, and a source that is used up leaves the
+    others in proportion (the method of Webster and Sainte-Lague for seats). The whole state is the number of samples
+    that each source has given.
 
     Attributes:
         sizes: number of samples in an epoch of each source.
@@ -186,10 +199,12 @@ class Fitted:
 
 
 def best_fit(document_ends: np.ndarray, length: int) -> Fitted:
-    """Pack documents into samples of ``length`` inputs: the longest first, each where the least room stays (best-fit decreasing).
+    """Pack documents into samples of ``length`` inputs: the longest first, each where the least room stays (best-fit
+    decreasing).
 
-    The idea is that of Ding et al., "Fewer Truncations Improve Language Modeling", arXiv 2404.10830. A document of m ids has m - 1 inputs,
-    because nothing follows its last id. Longer ones are cut into full samples and a rest. The same file gives the same samples.
+    The idea is that of Ding et al., "Fewer Truncations Improve Language Modeling", arXiv 2404.10830. A document of m
+    ids has m - 1 inputs, because nothing follows its last id. Longer ones are cut into full samples and a rest. The
+    same file gives the same samples.
 
     Args:
         document_ends: place behind the last id of each document, int64.
@@ -199,7 +214,9 @@ def best_fit(document_ends: np.ndarray, length: int) -> Fitted:
     begins = numpy.concatenate([[0], document_ends[:-1]]).astype(numpy.int64)
     inputs = document_ends - begins - 1
     full, rest = numpy.divmod(numpy.maximum(inputs, 0), length)
-    whole = numpy.repeat(begins, full) + length * (numpy.arange(full.sum()) - numpy.repeat(numpy.cumsum(full) - full, full))
+    whole = numpy.repeat(begins, full) + length * (
+        numpy.arange(full.sum()) - numpy.repeat(numpy.cumsum(full) - full, full)
+    )
     (left,) = numpy.nonzero(rest)
     left = left[numpy.argsort(-rest[left], kind="stable")]
     samples = numpy.zeros(left.size, dtype=numpy.int64)

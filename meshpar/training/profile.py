@@ -28,7 +28,8 @@ DATA = "data"
 """Name of the wait for a batch in the trace."""
 
 WARM, STEPS = 3, 3
-"""Warm-up steps before the profile, which also allocate, compile and tune, and profiled steps. One more records memory."""
+"""Warm-up steps before the profile, which also allocate, compile and tune, and profiled steps. One more records memory.
+"""
 LEAST = WARM + STEPS + 2
 """Least number of steps of a run with a profile, which is written when the step after it begins."""
 
@@ -99,7 +100,10 @@ class Page:
         yield self._row("gaps: nothing computed, sent or read", times.idle)
         for axis, seconds in times.communication.items():
             hidden = 1 - times.exposed[axis] / seconds if seconds else 1.0
-            yield f"\nCollectives of {axis}: {seconds / self.steps * 1e3:,.1f} ms a step, {hidden:.0%} of it behind compute."
+            yield (
+                f"\nCollectives of {axis}: {seconds / self.steps * 1e3:,.1f} ms a step, {hidden:.0%} of it behind "
+                "compute."
+            )
         yield ""
         yield "| rank | ms a step | waiting for data, ms | peak memory, MiB |"
         yield "|---|---:|---:|---:|"
@@ -133,14 +137,23 @@ class Page:
             if share > 0.05 and axis == "tp":
                 yield f"{share:.0%} of the step waits for tp: a smaller tp, or sequence_parallel, sends less"
             elif share > 0.05:
-                yield f"{share:.0%} of the step waits for {axis}: a larger micro-batch, prefetch_forward=1 or bfloat16 gathers"
+                yield (
+                    f"{share:.0%} of the step waits for {axis}: a larger micro-batch, prefetch_forward=1 or "
+                    "bfloat16 gathers"
+                )
         if times.data > 0.02 * times.total:
             yield f"{times.data / times.total:.0%} of the step waits for data: data.workers=2 reads ahead"
         if times.idle > 0.1 * times.total:
-            yield f"{times.idle / times.total:.0%} of the step is gaps: the Compile pass, or a larger micro-batch, gives more to do at once"
+            yield (
+                f"{times.idle / times.total:.0%} of the step is gaps: the Compile pass, or a larger micro-batch, "
+                "gives more to do at once"
+            )
         slowest, fastest = (pick(one["seconds"] for one in self.ranks) for pick in (max, min))
         if slowest > 1.1 * fastest:
-            yield f"the slowest rank takes {slowest / fastest:.2f} times the fastest's: look at its machine (meshpar doctor)"
+            yield (
+                f"the slowest rank takes {slowest / fastest:.2f} times the fastest's: look at its machine (meshpar "
+                "doctor)"
+            )
         if self.holders.get("activations", 0) > 0.5 * sum(self.holders.values()):
             yield "activations hold most of the memory: ActivationCheckpoint (mode: selective costs less time)"
         if self.holders.get("logits and loss", 0) > 0.3 * sum(self.holders.values()):
@@ -152,8 +165,8 @@ def times_of(trace: Mapping[str, Any], threads: Mapping[int, str] | None = None)
 
     Args:
         trace: the parsed JSON.
-        threads: for a trace without a GPU: gloo's threads -> the axis whose collectives the thread runs. Threads with an empty axis are
-            left out.
+        threads: for a trace without a GPU: gloo's threads -> the axis whose collectives the thread runs. Threads with
+            an empty axis are left out.
     """
     events = [each for each in trace["traceEvents"] if each.get("ph") == "X" and "dur" in each]
     on_device = [each for each in events if each.get("cat") in _DEVICE]
@@ -227,10 +240,11 @@ def _seconds(spans: Iterable[Interval]) -> float:
 
 @final
 class Profiled:
-    """Wrap a job's batches and profile the steps between them: the loop requests the next batch when a step is complete.
+    """Wrap a job's batches and profile the steps between them: the loop requests the next batch when a step is
+    complete.
 
-    Rank 0 writes to ``folder``: the trace (Chrome's format), a memory snapshot (of a GPU: https://pytorch.org/memory_viz), and the summary.
-    Nothing is written if training ends before ``LEAST`` steps.
+    Rank 0 writes to ``folder``: the trace (Chrome's format), a memory snapshot (of a GPU:
+    https://pytorch.org/memory_viz), and the summary. Nothing is written if training ends before ``LEAST`` steps.
     """
 
     def __init__(self, data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -252,7 +266,11 @@ class Profiled:
     def _traced(self, batches: Iterator[list[TensorBatch]]) -> Iterator[list[TensorBatch]]:
         device = self._par.device
         gpu = device.type == "cuda"
-        tracer = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) if dist.get_rank() == 0 else None
+        tracer = (
+            profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])])
+            if dist.get_rank() == 0
+            else None
+        )
         if tracer is not None:
             tracer.start()
         start = time.perf_counter()
@@ -318,9 +336,16 @@ class Profiled:
         times = times_of(json.loads((self._folder / TRACE).read_text(encoding="utf-8")), threads)
         files = {TRACE: "open in https://ui.perfetto.dev"}
         with suppress(FileNotFoundError):
-            files |= {SNAPSHOT: f"{(self._folder / SNAPSHOT).stat().st_size >> 10} KiB, open in https://pytorch.org/memory_viz"}
+            files |= {
+                SNAPSHOT: f"{(self._folder / SNAPSHOT).stat().st_size >> 10} KiB, open in "
+                "https://pytorch.org/memory_viz"
+            }
         title = f"{self._par.plan} on {len(ranks)} ranks ({self._par.device.type})"
-        where = f"`{SNAPSHOT}` shows it" if SNAPSHOT in files else "compiled blocks do not show it; `meshpar plan` forecasts it"
+        where = (
+            f"`{SNAPSHOT}` shows it"
+            if SNAPSHOT in files
+            else "compiled blocks do not show it; `meshpar plan` forecasts it"
+        )
         page = Page(title=title, steps=STEPS, times=times, ranks=ranks, holders=holders, unseen=where, files=files)
         (self._folder / SUMMARY).write_text(str(page), encoding="utf-8")
 

@@ -22,7 +22,9 @@ from meshpar.errors import ReplicaError
 from meshpar.imports import need
 
 Sum = tuple[int, int]
-"""The group in which gradients were added up: a quorum's number, and how often members had failed by then. Later sums are larger."""
+"""The group in which gradients were added up: a quorum's number, and how often members had failed by then. Later sums
+are larger.
+"""
 
 Phase = Literal["", "summed", "open", "saving"]
 
@@ -45,7 +47,8 @@ class Member:
         drawn: the group with which it shares the samples of the step that it ``waits`` to complete.
         life: number of steps that its process has committed.
         holds: the parameters whose optimizer state it holds, a bit each; 0 where the state is not divided.
-        phase: ``summed``: it asks whether the sum that it has counts; ``open``: it may lack new values of parameters that others trained;
+        phase: ``summed``: it asks whether the sum that it has counts; ``open``: it may lack new values of parameters
+            that others trained;
             ``saving``: it gathers or sends optimizer state for a checkpoint.
         stops: it was asked to stop.
     """
@@ -106,7 +109,9 @@ class Quorum:
 
     @property
     def lost(self) -> bool:
-        """Whether optimizer state went with replicas that are gone. Members that ask for a sum may still go back to the step before."""
+        """Whether optimizer state went with replicas that are gone. Members that ask for a sum may still go back to the
+        step before.
+        """
         return not self.covered and not any(each.phase == "summed" for each in self.members)
 
     @property
@@ -172,7 +177,8 @@ class Lighthouse:
 class Membership:
     """This replica at the lighthouse; one rank of each replica has it.
 
-    Heartbeats end when the replica makes no step for much longer than its longest one, so that one that hangs is dropped.
+    Heartbeats end when the replica makes no step for much longer than its longest one, so that one that hangs is
+    dropped.
 
     Args:
         lighthouse: its address, ``http://host:port``.
@@ -209,7 +215,9 @@ class Membership:
         fields = ("sum", "waits", "failures", "drawn", "life", "phase", "stops")
         data: dict[Any, object] = {"holds": f"{member.holds:x}", **{field: getattr(member, field) for field in fields}}
         try:
-            found = self._client.quorum(self.name, timedelta(seconds=_SLICE_S), self._address, self.store, member.step + 1, 1, False, data)
+            found = self._client.quorum(
+                self.name, timedelta(seconds=_SLICE_S), self._address, self.store, member.step + 1, 1, False, data
+            )
         except TimeoutError:
             return None
         except RuntimeError:  # not reachable
@@ -220,7 +228,9 @@ class Membership:
         return Quorum(number=int(found.quorum_id), members=members, whole=self._whole)
 
     def current(self) -> bool:
-        """Return whether this replica has been heard all the time since the last quorum: else the others may have gone on without it."""
+        """Return whether this replica has been heard all the time since the last quorum: else the others may have gone
+        on without it.
+        """
         return self.fresh and time.monotonic() - self._heard < _DEAD_S
 
     def close(self) -> None:
@@ -256,13 +266,18 @@ def _address_towards(lighthouse: str, wait_s: float) -> str:
 
 def _silent(lighthouse: str, error: Exception) -> ReplicaError:
     return ReplicaError(
-        f"the lighthouse of the job's replicas does not answer at {lighthouse!r} ({error}); start the job with `meshpar run "
+        f"the lighthouse of the job's replicas does not answer at {lighthouse!r} ({error}); start the job with "
+        "`meshpar run "
         "--elastic=replicas`, or set TORCHFT_LIGHTHOUSE=http://HOST:PORT"
     )
 
 
 def _member(found: Any) -> Member:  # noqa: ANN401 - torchft has no types for it
-    told = {**found.data, **{field: tuple(found.data[field]) for field in ("sum", "drawn")}, "holds": int(found.data["holds"], 16)}
+    told = {
+        **found.data,
+        **{field: tuple(found.data[field]) for field in ("sum", "drawn")},
+        "holds": int(found.data["holds"], 16),
+    }
     return Member(name=found.replica_id, store=found.store_address, step=found.step - 1, **told)
 
 

@@ -33,8 +33,9 @@ class RecordSource:
 
     Attributes:
         inputs: ``.jsonl`` and ``.csv`` files, also with ``.gz`` behind, folders and globs; or ``stdlib`` alone.
-        kind: ``pairs`` or ``labels``. Pairs of ``stdlib`` are the source of every documented function with the first sentence of its
-            docstring. Labels of ``stdlib`` are lines of code with their module or package, of the largest twelve.
+        kind: ``pairs`` or ``labels``. Pairs of ``stdlib`` are the source of every documented function with the first
+            sentence of its docstring. Labels of ``stdlib`` are lines of code with their module or package, of the
+            largest twelve.
         field: key of the input text in a line of JSON.
         output_field: key of the target text or of the label (text, an integer, true or false).
         reading: whether to skip rows without both, and what reading found.
@@ -70,7 +71,9 @@ class RecordSource:
         """Return a hash of the files' names, sizes and times and of the settings."""
         files = TextSource(inputs=self.inputs, suffixes=TABLES).fingerprint()
         skips = "\0skip" if self.reading.skip else ""
-        return hashlib.sha256(f"{_FORMAT}\0{self.kind}\0{self.field}\0{self.output_field}\0{files}{skips}".encode()).hexdigest()
+        return hashlib.sha256(
+            f"{_FORMAT}\0{self.kind}\0{self.field}\0{self.output_field}\0{files}{skips}".encode()
+        ).hexdigest()
 
     def files(self) -> list[Path]:
         """Return the files; raises RecipeError if an input matches no file."""
@@ -100,13 +103,17 @@ class RecordSource:
             raise RecipeError(f"{place} has no text under {self.field!r}; it has {keys}; name the key with data.field")
         if not isinstance(output, str if self.kind == "pairs" else (str, int)):
             wanted, name = ("text", "target_field") if self.kind == "pairs" else ("label", "label_field")
-            raise RecipeError(f"{place} has no {wanted} under {self.output_field!r}; it has {keys}; name the key with data.{name}")
+            raise RecipeError(
+                f"{place} has no {wanted} under {self.output_field!r}; it has {keys}; name the key with data.{name}"
+            )
         self.reading.leave([name for name in keys if name not in (self.field, self.output_field)], place)
         return text, str(output)
 
 
 def documented_functions() -> Iterator[TextPair]:
-    """Yield the source of every documented function of the standard library, without its docstring, and the docstring's first sentence."""
+    """Yield the source of every documented function of the standard library, without its docstring, and the docstring's
+    first sentence.
+    """
     for path in standard_library():
         text = path.read_text(encoding="utf-8")
         lines = text.splitlines(keepends=True)
@@ -145,6 +152,9 @@ def lines_of_modules() -> Iterator[TextPair]:
 
 def _without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:
     first, second = node.body[0], node.body[1]
-    body = lines[node.lineno - 1 : first.lineno - 1] + lines[min(first.end_lineno or 0, second.lineno - 1) : node.end_lineno]
+    body = (
+        lines[node.lineno - 1 : first.lineno - 1]
+        + lines[min(first.end_lineno or 0, second.lineno - 1) : node.end_lineno]
+    )
     margin = " " * node.col_offset
     return "".join(line.removeprefix(margin) for line in body).rstrip()

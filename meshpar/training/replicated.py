@@ -42,13 +42,20 @@ class Replicated:
     """
 
     def __init__(
-        self, par: Parallelized, optimizer: torch.optim.Optimizer, data: Batches, state: Stateful, same: object, divided: Divided | None
+        self,
+        par: Parallelized,
+        optimizer: torch.optim.Optimizer,
+        data: Batches,
+        state: Stateful,
+        same: object,
+        divided: Divided | None,
     ) -> None:
         self._par, self._optimizer, self._data, self._state = par, optimizer, data, state
         self._same, self._divided = same, divided
 
     def copied(self, group: Peers, quorum: Quorum, name: str) -> dict[str, Any]:
-        """Send the newest state to the replicas that have an older one; return what replica ``name`` has received, if it is one of them.
+        """Send the newest state to the replicas that have an older one; return what replica ``name`` has received, if
+        it is one of them.
 
         Optimizer state that is divided over replicas is not a part of it.
 
@@ -70,7 +77,11 @@ class Replicated:
         self._par.reshard()
         module = [local_tensor(each).detach() for _, each in tensors_of(self._par.module)]
         optimizer = dict(self._optimizer.state_dict() if self._divided is None else self._divided.options())
-        return {"module": module, "optimizer": {**optimizer, "state": dict(optimizer["state"])}, "state": self._state.state_dict()}
+        return {
+            "module": module,
+            "optimizer": {**optimizer, "state": dict(optimizer["state"])},
+            "state": self._state.state_dict(),
+        }
 
     @torch.no_grad()
     def take(self, held: dict[str, Any]) -> None:
@@ -108,7 +119,8 @@ class Replicated:
         group.allreduce([both], dist.ReduceOp.MAX).wait()
         if int(both[2]) != ~int(both[3]):
             raise MeshparError(
-                f"replicas differ in the position in the data, the batch or the settings after step {step}; this one has {given}; "
+                f"replicas differ in the position in the data, the batch or the settings after step {step}; this one "
+                f"has {given}; "
                 "start all of them from the same recipe"
             )
         same = int(both[0]) == ~int(both[1])
@@ -118,6 +130,7 @@ class Replicated:
             same = same and torch.equal(shared[0], ~shared[1])
         if not same:
             raise MeshparError(
-                f"replicas have different weights or optimizer states after step {step}; start all of them from the same seed or the "
+                f"replicas have different weights or optimizer states after step {step}; start all of them from the "
+                "same seed or the "
                 "same checkpoint, and change no weights of one replica alone"
             )

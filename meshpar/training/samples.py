@@ -1,4 +1,6 @@
-"""Kinds of samples: packed tokens, examples padded to the longest of each batch, a user's own, and a mix of several sources."""
+"""Kinds of samples: packed tokens, examples padded to the longest of each batch, a user's own, and a mix of several
+sources.
+"""
 
 from __future__ import annotations
 
@@ -53,29 +55,39 @@ class PackedTokens:
 
     >>> PackedTokens(TokenFile.open("text.bin"), 1024, packing="best_fit")  # doctest: +SKIP
 
-    If the file marks the tokens that count, the others are no labels. Empty positions are padded: label -100, input ``eos_id``.
+    If the file marks the tokens that count, the others are no labels. Empty positions are padded: label -100, input
+    ``eos_id``.
 
     Args:
         tokens: the token file.
         length: tokens of a sample.
-        documents: ``"separate"``: the documents of a sample do not attend to each other. Every token except the first of each document is
-            a label exactly once an epoch. A batch in which a sample has several documents gets ``position_ids`` (B, L), which restart at
-            0 with each document; other batches need none. ``"joined"``: a sample is one text, and every token except the file's first is
-            a label.
-        packing: ``"cut"``: sample i predicts tokens ``i*length+1`` to ``(i+1)*length``, and cuts documents there. ``"best_fit"``: no
-            document that fits a sample is cut (:func:`meshpar.training.order.best_fit`); ``padding`` is the share of empty positions.
+        documents: ``"separate"``: the documents of a sample do not attend to each other. Every token except the first
+            of each document is a label exactly once an epoch. A batch in which a sample has several documents gets
+            ``position_ids`` (B, L), which restart at 0 with each document; other batches need none. ``"joined"``: a
+            sample is one text, and every token except the file's first is a label.
+        packing: ``"cut"``: sample i predicts tokens ``i*length+1`` to ``(i+1)*length``, and cuts documents there.
+            ``"best_fit"``: no document that fits a sample is cut (:func:`meshpar.training.order.best_fit`); ``padding``
+            is the share of empty positions.
 
     Raises:
         RecipeError: wrong options, or no token of the file counts as a label.
     """
 
-    def __init__(self, tokens: TokenFile, length: int, *, documents: Documents = "separate", packing: Packing = "cut") -> None:
+    def __init__(
+        self, tokens: TokenFile, length: int, *, documents: Documents = "separate", packing: Packing = "cut"
+    ) -> None:
         if length < 1:
             raise RecipeError(f"length is {length}; expected at least 1 token in a sequence")
         if documents not in ("separate", "joined") or packing not in ("cut", "best_fit"):
-            raise RecipeError(f"got {documents=} and {packing=}; expected documents 'separate' or 'joined', packing 'cut' or 'best_fit'")
+            raise RecipeError(
+                f"got {documents=} and {packing=}; expected documents 'separate' or 'joined', packing 'cut' or "
+                "'best_fit'"
+            )
         if documents == "joined" and packing == "best_fit":
-            raise RecipeError("packing='best_fit' keeps documents whole, and documents='joined' makes one text of them; use one of the two")
+            raise RecipeError(
+                "packing='best_fit' keeps documents whole, and documents='joined' makes one text of them; use one of "
+                "the two"
+            )
         self.tokens, self.length, self.documents, self.vocab_size = tokens, length, documents, tokens.vocab_size
         tokens.check_labels()
         self.eos_id = tokens.eos_id
@@ -183,7 +195,8 @@ class _Rows:
 
 
 def padded(rows: Sequence[np.ndarray], fill: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids (B, L) padded with ``fill``, and their attention mask (B, L), both int64. L is the longest row, rounded up.
+    """Return ids (B, L) padded with ``fill``, and their attention mask (B, L), both int64. L is the longest row,
+    rounded up.
 
     An empty row has one attended position, because attention over no position is NaN.
     """
@@ -261,7 +274,9 @@ class LabelledExamples:
 
 @final
 class MappedSamples:
-    """A map-style dataset (``len``, ``dataset[i]``) whose samples are dicts of tensors or numbers, of one shape, with ``labels``."""
+    """A map-style dataset (``len``, ``dataset[i]``) whose samples are dicts of tensors or numbers, of one shape, with
+    ``labels``.
+    """
 
     def __init__(self, dataset: Any, name: str, places: np.ndarray | None = None) -> None:  # noqa: ANN401 - a user's own
         """Look at the first sample.
@@ -284,7 +299,9 @@ class MappedSamples:
         first = self._rows([0])[0]
         if not isinstance(first, Mapping) or "labels" not in first:
             got = f"a dict of {sorted(first)}" if isinstance(first, Mapping) else type(first).__name__
-            raise RecipeError(f"{name}: sample 0 is {got}; expected a dict of tensors with labels, {IGNORE_INDEX} where none counts")
+            raise RecipeError(
+                f"{name}: sample 0 is {got}; expected a dict of tensors with labels, {IGNORE_INDEX} where none counts"
+            )
         self.first: Mapping[str, Any] = first
 
     def __len__(self) -> int:
@@ -305,7 +322,9 @@ class MappedSamples:
         if not fraction:
             return self, None
         held = held_out(len(self), fraction, seed)
-        train, validation = (MappedSamples(self.dataset, f"{self.name}/{fraction}/{seed}", each.nonzero()[0]) for each in (~held, held))
+        train, validation = (
+            MappedSamples(self.dataset, f"{self.name}/{fraction}/{seed}", each.nonzero()[0]) for each in (~held, held)
+        )
         return train, validation
 
     def _rows(self, indices: Sequence[int]) -> Sequence[Any]:
@@ -318,7 +337,8 @@ class MappedSamples:
 class MixedSamples:
     """Mix packed samples of several sources, interleaved by weight (:class:`meshpar.training.order.Interleave`).
 
-    ``len()`` is the number of samples until all sources are used up, or of one epoch of each if a source repeats without end.
+    ``len()`` is the number of samples until all sources are used up, or of one epoch of each if a source repeats
+    without end.
 
     Args:
         sources: name -> samples, all of one length.
@@ -329,13 +349,17 @@ class MixedSamples:
         RecipeError: samples of different lengths or vocabularies, or wrong weights or epochs.
     """
 
-    def __init__(self, sources: Mapping[str, PackedSamples], weights: Sequence[float], epochs: Sequence[int | None]) -> None:
+    def __init__(
+        self, sources: Mapping[str, PackedSamples], weights: Sequence[float], epochs: Sequence[int | None]
+    ) -> None:
         if len(lengths := {each.length for each in sources.values()}) != 1:
             raise RecipeError(f"the sources of a mix have samples of {sorted(lengths)} tokens; expected one length")
         if problem := tokenizers_problem({name: (each.vocab_size, each.eos_id) for name, each in sources.items()}):
             raise RecipeError(problem)
         self.sources = sources
-        self.mix = Interleave(sizes=tuple(len(each) for each in sources.values()), weights=tuple(weights), epochs=tuple(epochs))
+        self.mix = Interleave(
+            sizes=tuple(len(each) for each in sources.values()), weights=tuple(weights), epochs=tuple(epochs)
+        )
         self.length = lengths.pop()
         self.vocab_size = next(each.vocab_size for each in sources.values())
         self.separates = any(each.separates for each in sources.values())
@@ -372,7 +396,9 @@ class MixedSamples:
 
 
 def tokenizers_problem(kinds: Mapping[str, tuple[int, int]]) -> str:
-    """Return what is wrong if sources, each with its ``vocab_size`` and ``eos_id``, are not of one tokenizer; else nothing."""
+    """Return what is wrong if sources, each with its ``vocab_size`` and ``eos_id``, are not of one tokenizer; else
+    nothing.
+    """
     if len({*kinds.values()}) <= 1:
         return ""
     told = ", ".join(f"{name} has vocab_size {size} and eos_id {eos}" for name, (size, eos) in kinds.items())

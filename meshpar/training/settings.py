@@ -1,4 +1,6 @@
-"""Settings of a run: how long it is, what happens how often, how it ended; and bounds, declared beside the fields that they bound."""
+"""Settings of a run: how long it is, what happens how often, how it ended; and bounds, declared beside the fields that
+they bound.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from meshpar.errors import RecipeError
 class Bound:
     """Bounds on a field's value, as an annotation of its type: ``Annotated[int, Bound(ge=1)]``.
 
-    A settings class checks its bounds with :func:`bound_problems`. Pydantic reads them as well, so that a recipe's section has the
-    same bounds without a second declaration.
+    A settings class checks its bounds with :func:`bound_problems`. Pydantic reads them as well, so that a recipe's
+    section has the same bounds without a second declaration.
 
     Attributes:
         ge, gt, le: the value is at least ``ge``, above ``gt``, at most ``le``.
@@ -64,8 +66,15 @@ def bound_problems(settings: Any) -> Iterator[str]:
             if several:
                 value = value[place]
             else:
-                others = [None if each is NoneType else each for one in kinds if one is not number for each in get_args(one) or [one]]
-            if value not in others and not (isinstance(value, kind if kind is int else (int, float)) and value in bound):
+                others = [
+                    None if each is NoneType else each
+                    for one in kinds
+                    if one is not number
+                    for each in get_args(one) or [one]
+                ]
+            if value not in others and not (
+                isinstance(value, kind if kind is int else (int, float)) and value in bound
+            ):
                 whole = "an integer " if kind is int else ""
                 yield f"{name} must be {whole}{bound}{''.join(f' or {each!r}' for each in others)}, got {value!r}"
 
@@ -83,19 +92,23 @@ class TrainSettings:
         steps: stop after this number of steps; None: no limit.
         epochs: stop after this number of passes over the data, if that is earlier; None: no limit.
         log_every: steps between two records. A checkpoint between them adds a record, also that of a stopped job.
-        validate_every: steps between two validations, or ``"epoch"``; None: only at the end. The end of a run always has one.
+        validate_every: steps between two validations, or ``"epoch"``; None: only at the end. The end of a run always
+            has one.
         validate_steps: number of validation batches; None: all.
-        checkpoint_every: steps between two checkpoints, or ``"epoch"``; None: only at the end. The end of a run always has one.
-        check_replicas_every: steps between two comparisons of parameters that must be equal; None: only at the start. The start of a run
-            always has one.
+        checkpoint_every: steps between two checkpoints, or ``"epoch"``; None: only at the end. The end of a run always
+            has one.
+        check_replicas_every: steps between two comparisons of parameters that must be equal; None: only at the start.
+            The start of a run always has one.
         clip: largest gradient norm; None: only measure the norm.
-        nonfinite: reaction to a loss or gradient that is not finite: ``"raise"``, or ``"skip"`` the step (float16 with a scaler always
-            skips). To skip, the host reads the norm of every step. To raise, the host reads an accelerator's norm at each record and before
-            each checkpoint: no checkpoint contains the weights of such a step.
-        balance_rate: change of each expert's bias per optimizer step (DeepSeek-V3, arXiv 2412.19437, section 2.1.2, which uses 0.001): the
-            bias rises if the expert got fewer tokens than the mean of its layer, over all ranks, and falls if it got more. 0: biases stay.
-        balance_loss: coefficient of Switch's loss (arXiv 2101.03961, section 2.2), added to the loss of each micro-batch: computed from the
-            tokens of all ranks, mean over layers. 0: none.
+        nonfinite: reaction to a loss or gradient that is not finite: ``"raise"``, or ``"skip"`` the step (float16 with
+            a scaler always skips). To skip, the host reads the norm of every step. To raise, the host reads an
+            accelerator's norm at each record and before each checkpoint: no checkpoint contains the weights of such a
+            step.
+        balance_rate: change of each expert's bias per optimizer step (DeepSeek-V3, arXiv 2412.19437, section 2.1.2,
+            which uses 0.001): the bias rises if the expert got fewer tokens than the mean of its layer, over all ranks,
+            and falls if it got more. 0: biases stay.
+        balance_loss: coefficient of Switch's loss (arXiv 2101.03961, section 2.2), added to the loss of each
+            micro-batch: computed from the tokens of all ranks, mean over layers. 0: none.
         reduce_each: reduce gradients after every micro-batch, which saves memory.
         seed: seed of the random state. Step s draws from a state made of ``seed`` and s, so no random state is saved.
     """
@@ -115,7 +128,11 @@ class TrainSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        problems = ["set the length of the training: steps=, epochs= or both"] if self.steps is None and self.epochs is None else []
+        problems = (
+            ["set the length of the training: steps=, epochs= or both"]
+            if self.steps is None and self.epochs is None
+            else []
+        )
         problems += bound_problems(self)
         if self.nonfinite not in ("raise", "skip"):
             problems.append(f"nonfinite is 'raise' or 'skip', got {self.nonfinite!r}")

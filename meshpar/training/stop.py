@@ -1,4 +1,6 @@
-"""Stop requests: a signal on any rank stops all ranks at the same place, between two steps or within a longer piece of work."""
+"""Stop requests: a signal on any rank stops all ranks at the same place, between two steps or within a longer piece of
+work.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,15 @@ class StopAskedError(MeshparError):
 
 @final
 class StopRequest:
-    """Convert the signals of :mod:`meshpar.signals` to a stop request on which all ranks agree. A second SIGINT interrupts at once.
+    """Convert the signals of :mod:`meshpar.signals` to a stop request on which all ranks agree. A second SIGINT
+    interrupts at once.
 
-    A context manager, which may be entered again inside. Collective: every rank enters it. A small all-reduce of CPU memory on a separate
-    group combines the ranks' flags and overlaps with the next step: the ranks agree one call of :meth:`agreed` after the request, and
-    nothing waits. If more than a second passes between two calls, the ranks wait for the answer, which costs less than a thousandth of the
-    time and saves a step. A flag tells the signal, so that all ranks report the same one. Outside the main thread, where Python allows no
-    signal handlers, only :meth:`request` works.
+    A context manager, which may be entered again inside. Collective: every rank enters it. A small all-reduce of CPU
+    memory on a separate group combines the ranks' flags and overlaps with the next step: the ranks agree one call of
+    :meth:`agreed` after the request, and nothing waits. If more than a second passes between two calls, the ranks wait
+    for the answer, which costs less than a thousandth of the time and saves a step. A flag tells the signal, so that
+    all ranks report the same one. Outside the main thread, where Python allows no signal handlers, only :meth:`request`
+    works.
     """
 
     def __init__(self) -> None:
@@ -64,10 +68,11 @@ class StopRequest:
         return self
 
     def agreed(self) -> bool:
-        """Return whether the ranks have agreed to stop; they did not if a request came after the call before, see the class.
+        """Return whether the ranks have agreed to stop; they did not if a request came after the call before, see the
+        class.
 
-        Collective: every rank calls it after every step, and between the parts of work that may take more than a second: micro-batches of
-        a step and of a validation.
+        Collective: every rank calls it after every step, and between the parts of work that may take more than a
+        second: micro-batches of a step and of a validation.
         """
         if self._group is None:
             return self.reason is not None
@@ -82,7 +87,9 @@ class StopRequest:
             self._called = time.monotonic()
         return self._agreed
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._entered -= 1
         if self._entered:
             return

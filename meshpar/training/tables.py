@@ -74,9 +74,15 @@ class Reading:
         """Yield what a person must know of the last reading: a line about unused fields, and one about skipped rows."""
         if self.unused:
             place = next(iter(self.unused.values()))
-            yield f"nothing reads these fields of the data, so they are not trained on: {', '.join(sorted(self.unused))} (first in {place})"
+            yield (
+                "nothing reads these fields of the data, so they are not trained on: "
+                f"{', '.join(sorted(self.unused))} (first in {place})"
+            )
         if self.skipped:
-            yield f"skipped {self.skipped:,} of {self.rows:,} rows of the data (data.bad_rows: skip); the first: {self.first}"
+            yield (
+                f"skipped {self.skipped:,} of {self.rows:,} rows of the data (data.bad_rows: skip); the first: "
+                f"{self.first}"
+            )
 
 
 def warn_of(notes: Iterable[str]) -> None:
@@ -97,7 +103,9 @@ def is_table(path: Path) -> bool:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, also one packed by gzip or zstd; raises RecipeError for other packers, and for damage found while it is read."""
+    """Open a file, also one packed by gzip or zstd; raises RecipeError for other packers, and for damage found while it
+    is read.
+    """
     if (tool := _UNREAD.get(path.suffix)) is not None:
         raise RecipeError(f"{path} is packed by something else than gzip or zstd; unpack it first ({tool} {path.name})")
     opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
@@ -109,7 +117,9 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         with cast("IO[bytes]", opener(path, "rb")) as file:
             yield file
     except damage as error:
-        raise RecipeError(f"{path} cannot be unpacked: {error}; it is damaged, or not packed as its name says") from error
+        raise RecipeError(
+            f"{path} cannot be unpacked: {error}; it is damaged, or not packed as its name says"
+        ) from error
 
 
 def _zstd(path: Path) -> tuple[Callable[..., Any], type[Exception]]:
@@ -120,10 +130,14 @@ def _zstd(path: Path) -> tuple[Callable[..., Any], type[Exception]]:
         except ModuleNotFoundError:
             continue
         return library.open, library.ZstdError
-    raise RecipeError(f"{path} is packed by zstd, which needs Python 3.14 or a package: pip install backports.zstd, or unpack it")
+    raise RecipeError(
+        f"{path} is packed by zstd, which needs Python 3.14 or a package: pip install backports.zstd, or unpack it"
+    )
 
 
-def records_of(path: Path, columns: Sequence[str] | None = None, reading: Reading | None = None) -> Iterator[tuple[int, Any]]:
+def records_of(
+    path: Path, columns: Sequence[str] | None = None, reading: Reading | None = None
+) -> Iterator[tuple[int, Any]]:
     """Yield the number and value of each record; memory stays bounded.
 
     Args:
@@ -159,7 +173,9 @@ def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, Any]]:
                 reading.refuse(error)
                 continue
             if not begun and isinstance(record, list):
-                raise RecipeError(f"{path} is not JSON lines{as_lines(path) or '; it is one JSON array: write one object a line'}")
+                raise RecipeError(
+                    f"{path} is not JSON lines{as_lines(path) or '; it is one JSON array: write one object a line'}"
+                )
             begun = True
             yield number, record
 
@@ -171,13 +187,19 @@ def _record(path: Path, number: int, line: bytes) -> Any:  # noqa: ANN401 - of J
         if _SURROGATE.search(line):
             json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise RecipeError(f"{path}:{number} has half of a surrogate pair ({error.object[error.start]!a}); remove it") from error
+        raise RecipeError(
+            f"{path}:{number} has half of a surrogate pair ({error.object[error.start]!a}); remove it"
+        ) from error
     except RecursionError as error:
         raise RecipeError(f"{path}:{number} is nested too deeply; remove the line") from error
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}:{number} is not UTF-8 text (byte {error.start} of the line: {error.reason}); convert it") from error
+        raise RecipeError(
+            f"{path}:{number} is not UTF-8 text (byte {error.start} of the line: {error.reason}); convert it"
+        ) from error
     except ValueError as error:
-        raise RecipeError(f"{path}:{number} is not JSON: {error}; write one object a line, or remove the line") from error
+        raise RecipeError(
+            f"{path}:{number} is not JSON: {error}; write one object a line, or remove the line"
+        ) from error
     return record
 
 
@@ -189,9 +211,13 @@ def as_lines(path: Path) -> str:
         begin = file.read(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     lines = path.with_suffix(".jsonl") if path.suffix == ".json" else path.with_name(f"{path.stem}-lines.jsonl")
     if begin == b"[":
-        code = f"import json; [print(json.dumps(each)) for each in json.load(open({str(path)!r}, encoding='utf-8-sig'))]"
+        code = (
+            f"import json; [print(json.dumps(each)) for each in json.load(open({str(path)!r}, encoding='utf-8-sig'))]"
+        )
         return f'; it is one JSON array: write one object a line with: python -c "{code}" > {shlex.quote(str(lines))}'
-    return f"; if it has one object a line, rename it to {lines.name}" if begin == b"{" and path.suffix == ".json" else ""
+    return (
+        f"; if it has one object a line, rename it to {lines.name}" if begin == b"{" and path.suffix == ".json" else ""
+    )
 
 
 def _rows(path: Path, reading: Reading) -> Iterator[tuple[int, dict[str, str]]]:
@@ -202,12 +228,17 @@ def _rows(path: Path, reading: Reading) -> Iterator[tuple[int, dict[str, str]]]:
             for row in reader:
                 if None in row or None in row.values():
                     reading.rows += 1
-                    told = f"{path}:{reader.line_num} has another number of cells than the first line, which names the columns"
+                    told = (
+                        f"{path}:{reader.line_num} has another number of cells than the first line, which names "
+                        "the columns"
+                    )
                     reading.refuse(RecipeError(told))
                     continue
                 yield reader.line_num, row
         except UnicodeDecodeError as error:
-            raise RecipeError(f"{path} is not UTF-8 text behind line {reader.line_num} ({error.reason}); convert it") from error
+            raise RecipeError(
+                f"{path} is not UTF-8 text behind line {reader.line_num} ({error.reason}); convert it"
+            ) from error
         except csv.Error as error:
             raise RecipeError(f"{path}:{reader.line_num + 1} is not CSV: {error}") from error
 
@@ -219,20 +250,26 @@ def _arrow_rows(path: Path, columns: Sequence[str] | None, reading: Reading) -> 
             if path.suffix == ".parquet":
                 file = stack.enter_context(need("pyarrow.parquet", extra="arrow").ParquetFile(path, memory_map=True))
                 every = file.schema_arrow.names
-                batches = file.iter_batches(batch_size=_ROWS, columns=[each for each in columns or every if each in every])
+                batches = file.iter_batches(
+                    batch_size=_ROWS, columns=[each for each in columns or every if each in every]
+                )
             else:
                 source = stack.enter_context(arrow.memory_map(str(path)))
                 every, batches = None, _arrow_batches(arrow, source, path)
             for batch in batches:
                 every = every or batch.schema.names
-                kept = batch if columns is None else batch.select([each for each in columns if each in batch.schema.names])
+                kept = (
+                    batch if columns is None else batch.select([each for each in columns if each in batch.schema.names])
+                )
                 reading.leave(() if columns is None else [each for each in every if each not in columns], str(path))
                 for start in range(0, kept.num_rows, _ROWS):
                     for record in kept.slice(start, _ROWS).to_pylist():
                         number += 1
                         yield number, record
     except (arrow.ArrowInvalid, OSError) as error:
-        raise RecipeError(f"{path} cannot be read as {path.suffix[1:]}: {error}; it is damaged, or not what its name says") from error
+        raise RecipeError(
+            f"{path} cannot be read as {path.suffix[1:]}: {error}; it is damaged, or not what its name says"
+        ) from error
 
 
 def _arrow_batches(arrow: Any, source: Any, path: Path) -> Iterator[Any]:  # noqa: ANN401 - pyarrow has no types
@@ -247,18 +284,23 @@ def _arrow_batches(arrow: Any, source: Any, path: Path) -> Iterator[Any]:  # noq
     yield from batches
     source.seek(source.tell() - len(_ARROW_END))
     if source.read(len(_ARROW_END)) != _ARROW_END:
-        raise RecipeError(f"{path} ends without Arrow's end of a stream: it was cut, and rows are missing; copy or write it again")
+        raise RecipeError(
+            f"{path} ends without Arrow's end of a stream: it was cut, and rows are missing; copy or write it again"
+        )
 
 
 def column(path: Path, name: str, reading: Reading) -> Iterator[str]:
-    """Yield the texts of a table's column ``name``; raises RecipeError, unless ``reading`` skips, for a row without one."""
+    """Yield the texts of a table's column ``name``; raises RecipeError, unless ``reading`` skips, for a row without
+    one.
+    """
     for number, record in records_of(path, [name], reading):
         if not isinstance(record, dict) or not isinstance(record.get(name), str):
             keys = sorted(record) if isinstance(record, dict) else type(record).__name__
             keys = sorted(next(records_of(path))[1]) if kind_of(path) in UNPLAIN else keys
             reading.refuse(
                 RecipeError(
-                    f"{path}:{number} has no text under {name!r}; it has {keys}: name the key with data.field, remove the record, or skip "
+                    f"{path}:{number} has no text under {name!r}; it has {keys}: name the key with data.field, "
+                    "remove the record, or skip "
                     "such records with data.bad_rows: skip"
                 )
             )

@@ -1,4 +1,6 @@
-"""Chat templates: render a conversation, find what of it the assistant wrote, and refuse a template that leaves out what it says."""
+"""Chat templates: render a conversation, find what of it the assistant wrote, and refuse a template that leaves out
+what it says.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ Spans = list[tuple[int, int]]
 """Begin and end, in characters, of what the assistant wrote."""
 
 SAID = (
-    *("reasoning_content", "reasoning", "reasoning_details", "thinking", "thinking_blocks", "thought", "thoughts", "chain_of_thought"),
+    *(
+        "reasoning_content",
+        "reasoning",
+        "reasoning_details",
+        "thinking",
+        "thinking_blocks",
+        "thought",
+        "thoughts",
+        "chain_of_thought",
+    ),
     *("tool_calls", "function_call", "refusal", "history"),
 )
 """Keys by which data sets and interfaces name what an assistant says beside ``content``."""
@@ -36,8 +47,8 @@ class ChatTemplate:
     """A chat template in Jinja, as tokenizers of transformers have them.
 
     Attributes:
-        text: the template. Where it has ``{% generation %}`` blocks, they are what the assistant wrote; otherwise each turn of the
-            assistant is found by rendering the conversation up to it and with it.
+        text: the template. Where it has ``{% generation %}`` blocks, they are what the assistant wrote; otherwise each
+            turn of the assistant is found by rendering the conversation up to it and with it.
         special: the tokens that the template writes, which a tokenizer that is trained here gets whole.
         end: the token that ends a turn; None: the tokenizer's own end of text.
         variables: what the template reads beside messages and tools: ``bos_token``, ``eos_token``.
@@ -54,7 +65,8 @@ class ChatTemplate:
         return _DATE.search(self.text) is not None
 
     def on(self, day: datetime) -> ChatTemplate:
-        """Return the template that writes ``day`` where it calls ``strftime_now``, so that each run on the data has the same text.
+        """Return the template that writes ``day`` where it calls ``strftime_now``, so that each run on the data has the
+        same text.
 
         Raises:
             RecipeError: it calls ``strftime_now`` with something else than a text.
@@ -63,14 +75,17 @@ class ChatTemplate:
         def written(call: re.Match[str]) -> str:
             if call[1] is None:
                 raise RecipeError(
-                    "the chat template calls strftime_now with something else than a text, so its date would change from run to run; write "
+                    "the chat template calls strftime_now with something else than a text, so its date would change "
+                    "from run to run; write "
                     "the format into the call, strftime_now('%d %b %Y')"
                 )
             return repr(day.strftime(call[2]))
 
         return replace(self, text=_DATE.sub(written, self.text))
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, text: str | None = None, **options: bool) -> str:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, text: str | None = None, **options: bool
+    ) -> str:
         """Return the text of a conversation; ``text``: of this template in place of its own."""
         library = need("transformers.utils.chat_template_utils", extra="transformers")
         texts, _ = library.render_jinja_template(
@@ -79,25 +94,29 @@ class ChatTemplate:
         return texts[0]
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> tuple[str, Spans]:
-        """Return the text of a conversation, and what of it the assistant wrote: from behind the generation prompt to the end of the turn.
+        """Return the text of a conversation, and what of it the assistant wrote: from behind the generation prompt to
+        the end of the turn.
 
         Raises:
-            RecipeError: the template refuses the conversation, leaves out its tools or something that the assistant says (a tool call, or
-                the thoughts of a turn that counts), writes nothing of the assistant's, or has no ``{% generation %}`` and renders an
-                earlier turn otherwise once a later one is there, so that no part of the text is known to be the assistant's.
+            RecipeError: the template refuses the conversation, leaves out its tools or something that the assistant
+                says (a tool call, or the thoughts of a turn that counts), writes nothing of the assistant's, or has no
+                ``{% generation %}`` and renders an earlier turn otherwise once a later one is there, so that no part of
+                the text is known to be the assistant's.
         """
         try:
             whole = self.render(messages, tools)
             if tools and self._writes(whole, messages, None):
                 raise RecipeError(
-                    "the chat template leaves out the tools; use a template that writes them (data.template: chatml), or remove tools"
+                    "the chat template leaves out the tools; use a template that writes them (data.template: "
+                    "chatml), or remove tools"
                 )
             for place, message in enumerate(messages):
                 for name in (each for each in SAID if _is_said(message, each)):
                     bare = _without([message], {name})
                     if self._writes(whole, [*messages[:place], *bare, *messages[place + 1 :]], tools):
                         raise RecipeError(
-                            f"the chat template leaves out the {name} of turn {place + 1}, so the model would not learn it; use a "
+                            f"the chat template leaves out the {name} of turn {place + 1}, so the model would not "
+                            "learn it; use a "
                             f"template that writes it{_REMEDIES.get(name, _INTO_CONTENT)}, or remove it"
                         )
             marked = _GENERATION.search(_COMMENT.sub("", self.text))
@@ -110,13 +129,15 @@ class ChatTemplate:
         if any(message.get("weight") == 0 for message in said):
             if len(said) != len(spans):
                 raise RecipeError(
-                    f"the chat template writes {len(spans)} answers of {len(said)}, so those of weight 0 cannot be identified; remove "
+                    f"the chat template writes {len(spans)} answers of {len(said)}, so those of weight 0 cannot be "
+                    "identified; remove "
                     "weight"
                 )
             spans = [span for span, message in zip(spans, said, strict=True) if message.get("weight") != 0]
         if not any(begin < end for begin, end in spans):
             raise RecipeError(
-                "no token of the conversation would count as a label, because the chat template writes nothing of an assistant's turn "
+                "no token of the conversation would count as a label, because the chat template writes nothing of an "
+                "assistant's turn "
                 "(of a weight other than 0); remove the conversation, or use another template"
             )
         return whole, spans
@@ -140,7 +161,8 @@ class ChatTemplate:
         missing = [] if known is None else [token for token in self.special if known(token) is None]
         if missing:
             raise RecipeError(
-                f"the tokenizer has no token {', '.join(missing)}, which the chat template writes; use the template of the tokenizer or a "
+                f"the tokenizer has no token {', '.join(missing)}, which the chat template writes; use the template "
+                "of the tokenizer or a "
                 "file, or write tokenizer: bpe, which gets them"
             )
         said = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
@@ -151,13 +173,16 @@ class ChatTemplate:
         begin, end = spans[-1]
         if eos in text[begin:] and eos not in text[begin:end]:
             raise RecipeError(
-                f"the {{% generation %}} block of the chat template ends before {eos} ({text[begin:]!r}), so the model would never learn "
+                f"the {{% generation %}} block of the chat template ends before {eos} ({text[begin:]!r}), so the "
+                "model would never learn "
                 "to stop; write the token inside the block, in a template of your own"
             )
         if eos not in text[begin:]:
             raise RecipeError(
-                f"the chat template writes no {eos} behind the assistant's text ({text[begin:]!r}), so the model would never learn "
-                "to stop; set data.eos to the token that ends a turn, or write {{ eos_token }} behind it in a template of your own"
+                f"the chat template writes no {eos} behind the assistant's text ({text[begin:]!r}), so the model "
+                "would never learn "
+                "to stop; set data.eos to the token that ends a turn, or write {{ eos_token }} behind it in a "
+                "template of your own"
             )
 
     def _writes(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
@@ -179,8 +204,10 @@ class ChatTemplate:
                 plain += part
         if plain != whole:
             raise RecipeError(
-                "the {% generation %} blocks of the chat template cannot be found in the text, because the template changes what they "
-                "write (a filter or a set block around one), or reads behind one what was set in it; put the blocks outside of these"
+                "the {% generation %} blocks of the chat template cannot be found in the text, because the template "
+                "changes what they "
+                "write (a filter or a set block around one), or reads behind one what was set in it; put the blocks "
+                "outside of these"
             )
         return spans
 
@@ -203,8 +230,10 @@ class ChatTemplate:
                 why = "has no generation prompt (add_generation_prompt) and begins it with other text"
             if why:
                 raise RecipeError(
-                    f"turn {place + 1}, the assistant's, cannot be found in the text, because the chat template {why}; mark the "
-                    "assistant's text with {% generation %} in the template, give data.template: chatml or llama3, or keep one answer "
+                    f"turn {place + 1}, the assistant's, cannot be found in the text, because the chat template "
+                    f"{why}; mark the "
+                    "assistant's text with {% generation %} in the template, give data.template: chatml or llama3, "
+                    "or keep one answer "
                     "in each conversation"
                 )
             spans.append((len(before), len(through.rstrip())))
@@ -216,8 +245,12 @@ def _without(messages: Sequence[Message], names: set[str]) -> list[Message]:
 
 
 def _is_said(message: Message, name: str) -> bool:
-    """Return whether a turn has a field of what the assistant says: calls of tools, which later turns answer; or thoughts that count."""
-    return bool(message.get(name)) and (name == "tool_calls" or (message["role"] == "assistant" and message.get("weight") != 0))
+    """Return whether a turn has a field of what the assistant says: calls of tools, which later turns answer; or
+    thoughts that count.
+    """
+    return bool(message.get(name)) and (
+        name == "tool_calls" or (message["role"] == "assistant" and message.get("weight") != 0)
+    )
 
 
 _REMEDIES = {"tool_calls": " (data.template: chatml)", "function_call": " (as tool_calls: data.template: chatml)"}
@@ -278,12 +311,16 @@ def chat_template(name: str | None, tokenizer: TextTokenizer | None) -> ChatTemp
         return TEMPLATES[name]
     if name is not None:
         if not expanded(Path(name)).is_file():
-            raise RecipeError(f"data.template is {name!r}; expected {', '.join(TEMPLATES)} or a file with a template in Jinja")
+            raise RecipeError(
+                f"data.template is {name!r}; expected {', '.join(TEMPLATES)} or a file with a template in Jinja"
+            )
         try:
             return ChatTemplate(text=expanded(Path(name)).read_text(encoding="utf-8"), variables=variables)
         except UnicodeDecodeError as error:
             raise RecipeError(f"data.template: {name} is not UTF-8 text ({error.reason}); convert it") from error
     own = None if tokenizer is None else tokenizer.chat_template()
     if own is None:
-        raise RecipeError(f"the tokenizer has no chat template; write data.template: {' or '.join(TEMPLATES)}, or a file with one")
+        raise RecipeError(
+            f"the tokenizer has no chat template; write data.template: {' or '.join(TEMPLATES)}, or a file with one"
+        )
     return ChatTemplate(text=own, variables=variables)

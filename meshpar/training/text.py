@@ -1,4 +1,6 @@
-"""Read text from files, folders and globs: plain, JSON lines, CSV, Parquet, Arrow, also packed; or the standard library's source."""
+"""Read text from files, folders and globs: plain, JSON lines, CSV, Parquet, Arrow, also packed; or the standard
+library's source.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,11 @@ class TextSource:
     """Text as documents, in the same order on every rank.
 
     Attributes:
-        inputs: files, globs (``**`` crosses folders), folders (all .txt, .md, .rst, .py, .jsonl, .csv, .parquet and .arrow files in them,
-            also with .gz or .zst behind; of a folder that ``datasets`` saved its data files) or ``stdlib``, the source of Python's standard
-            library without its tests and code tables.
-        field: key of the text in a line of a ``.jsonl`` file, or its column in a ``.csv``, ``.parquet`` or ``.arrow`` file.
+        inputs: files, globs (``**`` crosses folders), folders (all .txt, .md, .rst, .py, .jsonl, .csv, .parquet and
+            .arrow files in them, also with .gz or .zst behind; of a folder that ``datasets`` saved its data files) or
+            ``stdlib``, the source of Python's standard library without its tests and code tables.
+        field: key of the text in a line of a ``.jsonl`` file, or its column in a ``.csv``, ``.parquet`` or ``.arrow``
+            file.
         separator: text that divides a file of text into documents; None: a file is one document.
         suffixes: those of the files to read: of a folder the others are left out, and elsewhere refused; empty: all.
         reading: whether to skip rows without a text, and what reading found.
@@ -69,7 +72,9 @@ class TextSource:
             found, suffixes = _expand(text, self.suffixes or _TEXT_SUFFIXES), ", ".join(self.suffixes or _TEXT_SUFFIXES)
             if not found:
                 hint = "".join(as_lines(each) for each in _expand(text, (".json",))[:1])
-                raise RecipeError(f"input {text!r} matches no file; expected a file, a glob, or a folder with {suffixes} files{hint}")
+                raise RecipeError(
+                    f"input {text!r} matches no file; expected a file, a glob, or a folder with {suffixes} files{hint}"
+                )
             if self.suffixes and text != STDLIB:
                 for path in found:
                     if kind_of(path) not in self.suffixes:
@@ -86,11 +91,16 @@ class TextSource:
         """
         self.reading.begin()
         for path in self.files():
-            documents = column(path, self.field, self.reading) if is_table(path) else map("".join, _streams(path, self.separator))
+            documents = (
+                column(path, self.field, self.reading)
+                if is_table(path)
+                else map("".join, _streams(path, self.separator))
+            )
             yield from (document for document in documents if document.strip())
 
     def pieces(self, size: int) -> Iterator[tuple[str, bool]]:
-        """Yield the documents in pieces of about ``size`` characters, each with whether it ends its document; memory stays bounded.
+        """Yield the documents in pieces of about ``size`` characters, each with whether it ends its document; memory
+        stays bounded.
 
         Raises:
             RecipeError: see :meth:`documents`.
@@ -120,7 +130,9 @@ def _expand(text: str, suffixes: Sequence[str]) -> list[Path]:
     path = expanded(Path(text))
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir()))
-        raise RecipeError(f"{path} is a folder of datasets with several splits ({splits}); name one of them: {path}/train")
+        raise RecipeError(
+            f"{path} is a folder of datasets with several splits ({splits}); name one of them: {path}/train"
+        )
     if (state := path / "state.json").is_file():  # the files of a dataset; a folder also holds what datasets caches
         return [path / each["filename"] for each in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
     if path.is_dir():
@@ -164,13 +176,17 @@ def _read(path: Path) -> Iterator[str]:
             text = io.TextIOWrapper(file, encoding="utf-8-sig")
             yield from iter(lambda: text.read(_AT_ONCE), "")
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path} is not UTF-8 text ({error.reason}); convert it or remove it from the inputs") from error
+        raise RecipeError(
+            f"{path} is not UTF-8 text ({error.reason}); convert it or remove it from the inputs"
+        ) from error
 
 
 def cut(document: Iterator[str], size: int) -> Iterator[tuple[str, bool]]:
-    """Yield a document in pieces of ``size`` characters or some more, each with whether it is the last one; nothing of a blank document.
+    """Yield a document in pieces of ``size`` characters or some more, each with whether it is the last one; nothing of
+    a blank document.
 
-    Pieces end where a line does. Without one in eight times ``size`` they end before a space, and without one in 64 KiB anywhere.
+    Pieces end where a line does. Without one in eight times ``size`` they end before a space, and without one in 64 KiB
+    anywhere.
     """
     rest, begun = "", False
     for part in document:

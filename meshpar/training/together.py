@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 @final
 class Together:
-    """Lets the ranks of a replica decide alike: rank 0 speaks with the lighthouse, and what failed on one rank has failed on all.
+    """Lets the ranks of a replica decide alike: rank 0 speaks with the lighthouse, and what failed on one rank has
+    failed on all.
 
     Every method is collective: all ranks of the replica call it.
 

@@ -1,4 +1,6 @@
-"""Tokenizers: bytes, a trained BPE, or one from a folder. All are saved as a folder that transformers' AutoTokenizer loads."""
+"""Tokenizers: bytes, a trained BPE, or one from a folder. All are saved as a folder that transformers' AutoTokenizer
+loads.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 END_OF_TEXT = "<|endoftext|>"
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 
 
 @final
@@ -46,10 +54,14 @@ class TextTokenizer:
         plain: bool = False,
         template: str | None = None,
     ) -> None:
-        """``plain``: ids are the bytes of the text; ``template``: the chat template that is saved with it; None: the folder's."""
+        """``plain``: ids are the bytes of the text; ``template``: the chat template that is saved with it; None: the
+        folder's.
+        """
         eos_id = fast.token_to_id(eos)
         if eos_id is None:
-            raise RecipeError(f"the tokenizer has no token {eos!r} to end a document with; set data.eos to one of its tokens")
+            raise RecipeError(
+                f"the tokenizer has no token {eos!r} to end a document with; set data.eos to one of its tokens"
+            )
         self.fast = fast
         self.eos = eos
         self.eos_id: int = eos_id
@@ -66,13 +78,16 @@ class TextTokenizer:
         return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_ahead(self, batches: Iterable[Sequence[str]]) -> Iterator[list[np.ndarray]]:
-        """Yield the ids of each text of each batch, uint32, without special tokens; the next batch is tokenized meanwhile, on all cores."""
+        """Yield the ids of each text of each batch, uint32, without special tokens; the next batch is tokenized
+        meanwhile, on all cores.
+        """
         numpy = need("numpy")
 
         def encoded(texts: Sequence[str]) -> list[np.ndarray]:
             if self._bytes and not any(self.eos in text for text in texts):
                 return [numpy.frombuffer(text.encode(), dtype=numpy.uint8).astype(numpy.uint32) for text in texts]
-            # What the library made is freed here: one batch of it at a time, and not beside its threads, which would wait for memory.
+            # What the library made is freed here: one batch of it at a time, and not beside its threads, which would
+            # wait for memory.
             found = self.fast.encode_batch_fast(list(texts), add_special_tokens=False)
             return [numpy.array(each.ids, dtype=numpy.uint32) for each in found]
 
@@ -86,7 +101,9 @@ class TextTokenizer:
                 yield ahead.result()
 
     def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the ids (N,) of each text, without special tokens added, and the characters (N, 2) where each begins and ends."""
+        """Return the ids (N,) of each text, without special tokens added, and the characters (N, 2) where each begins
+        and ends.
+        """
         numpy = need("numpy")
         found = self.fast.encode_batch(list(texts), add_special_tokens=False)
         return [(numpy.array(each.ids), numpy.array(each.offsets).reshape(-1, 2)) for each in found]
@@ -98,16 +115,26 @@ class TextTokenizer:
         if (file := self._folder / "chat_template.jinja").is_file():
             return file.read_text(encoding="utf-8")
         named = _setting(self._folder, "chat_template")
-        return next((each["template"] for each in named if each["name"] == "default"), None) if isinstance(named, list) else named
+        return (
+            next((each["template"] for each in named if each["name"] == "default"), None)
+            if isinstance(named, list)
+            else named
+        )
 
     def variables(self) -> dict[str, str]:
         """Return the tokens that chat templates know by name."""
-        found = {} if self._folder is None else {kind: _configured(self._folder, kind) for kind in ("bos_token", "pad_token", "unk_token")}
+        found = (
+            {}
+            if self._folder is None
+            else {kind: _configured(self._folder, kind) for kind in ("bos_token", "pad_token", "unk_token")}
+        )
         return {kind: token for kind, token in found.items() if token is not None} | {"eos_token": self.eos}
 
     @cached_property
     def splits_between_words(self) -> bool:
-        """Whether the ids of a text are those of its lines and words in turn, as for a byte-level BPE without tokens of spaces."""
+        """Whether the ids of a text are those of its lines and words in turn, as for a byte-level BPE without tokens of
+        spaces.
+        """
         parts = ("def f(x):\n", "return [x]\n", "The", " end,", "   ", " 12.")
         added = self.fast.get_added_tokens_decoder().values()
         if any(each.lstrip or each.rstrip or any(map(str.isspace, each.content)) for each in added):
@@ -119,8 +146,8 @@ class TextTokenizer:
 
         Args:
             texts: texts to encode.
-            begin: for a tokenizer that adds none: whether to put ``eos`` before the text, for a model that reads the first position, or
-                after it.
+            begin: for a tokenizer that adds none: whether to put ``eos`` before the text, for a model that reads the
+                first position, or after it.
         """
         if self.fast.num_special_tokens_to_add(False):
             return [encoding.ids for encoding in self.fast.encode_batch_fast(list(texts), add_special_tokens=True)]
@@ -158,7 +185,9 @@ class TextTokenizer:
 
 
 def byte_tokenizer(template: str | None = None) -> TextTokenizer:
-    """Return a tokenizer whose ids 0 to 255 are the bytes of UTF-8 and whose id 256 is the end of a text, with a chat template or none."""
+    """Return a tokenizer whose ids 0 to 255 are the bytes of UTF-8 and whose id 256 is the end of a text, with a chat
+    template or none.
+    """
     library = need("tokenizers")
     vocabulary = {letter: byte for byte, letter in enumerate(_byte_letters())}
     fast = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=[]))
@@ -181,7 +210,9 @@ def train_bpe(documents: Iterable[str], vocab_size: int, special: Sequence[str] 
     """
     library = need("tokenizers")
     if vocab_size < 257:
-        raise RecipeError(f"a byte-level BPE needs a vocab_size of at least 257 (256 bytes and {END_OF_TEXT}), got {vocab_size}")
+        raise RecipeError(
+            f"a byte-level BPE needs a vocab_size of at least 257 (256 bytes and {END_OF_TEXT}), got {vocab_size}"
+        )
     fast = library.Tokenizer(library.models.BPE())
     fast.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = library.decoders.ByteLevel()
@@ -194,7 +225,8 @@ def train_bpe(documents: Iterable[str], vocab_size: int, special: Sequence[str] 
     fast.train_from_iterator(batched(documents, 256), trainer=trainer)
     if fast.get_vocab_size() < vocab_size:
         raise RecipeError(
-            f"the text gives a vocabulary of {fast.get_vocab_size()}; expected {vocab_size}: lower vocab_size or give more text"
+            f"the text gives a vocabulary of {fast.get_vocab_size()}; expected {vocab_size}: lower vocab_size or "
+            "give more text"
         )
     return TextTokenizer(fast)
 
@@ -214,7 +246,8 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None, template: str 
     folder = expanded(Path(folder))
     if not (folder / "tokenizer.json").is_file():
         raise RecipeError(
-            f"there is no tokenizer.json in {folder}; save a fast tokenizer there with transformers' save_pretrained, or with meshpar"
+            f"there is no tokenizer.json in {folder}; save a fast tokenizer there with transformers' "
+            "save_pretrained, or with meshpar"
         )
     try:
         fast = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -222,9 +255,13 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None, template: str 
         fast.no_padding()
         eos = eos or _configured_eos(folder)
     except Exception as error:  # tokenizers raises no other
-        raise RecipeError(f"{folder / 'tokenizer.json'}, or tokenizer_config.json beside it, cannot be read: {brief(error)}") from error
+        raise RecipeError(
+            f"{folder / 'tokenizer.json'}, or tokenizer_config.json beside it, cannot be read: {brief(error)}"
+        ) from error
     if eos is None:
-        raise RecipeError(f"tokenizer_config.json in {folder} has no eos_token; set data.eos to the token that ends a document")
+        raise RecipeError(
+            f"tokenizer_config.json in {folder} has no eos_token; set data.eos to the token that ends a document"
+        )
     return TextTokenizer(fast, eos=eos, folder=folder, template=template)
 
 
@@ -245,12 +282,18 @@ def _setting(folder: Path, name: str) -> Any:  # noqa: ANN401 - of JSON
 
 def _configure_eos(file: Path, eos: str) -> None:
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | config | {"eos_token": eos}
+    config = (
+        {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        | config
+        | {"eos_token": eos}
+    )
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _byte_letters() -> list[str]:
-    """Return the printable letter that stands for each byte (GPT-2's ``bytes_to_unicode``, openai/gpt-2 src/encoder.py)."""
+    """Return the printable letter that stands for each byte (GPT-2's ``bytes_to_unicode``, openai/gpt-2
+    src/encoder.py).
+    """
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in plain else next(spare)) for byte in range(256)]

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 _FORMAT = 2
 _BATCH = 3 << 18  # characters that are tokenized at once: the tokenizer holds about 100 bytes for each id of them
-_PIECE, _LONG_PIECE = 1 << 10, 1 << 17  # characters: longer documents are cut, so that all cores work and memory stays bounded
+_PIECE, _LONG_PIECE = (
+    1 << 10,
+    1 << 17,
+)  # characters: longer documents are cut, so that all cores work and memory stays bounded
 _SCANNED = 1 << 22  # ids
 BEGINS, COUNTS = 1, 2
 """Marks of an id: it begins a document; it counts as a label."""
@@ -41,15 +44,16 @@ class TokenFile:
     """Describe a file of token ids: the documents one after another, each followed by ``eos_id``.
 
     Attributes:
-        path: the ``.bin`` file: little-endian ``dtype``, no header. The other fields are those of the ``.json`` next to it.
+        path: the ``.bin`` file: little-endian ``dtype``, no header. The other fields are those of the ``.json`` next to
+            it.
         dtype: ``uint16`` or ``uint32``.
         tokens: number of ids.
         documents: number of documents.
         vocab_size: ids are in ``range(vocab_size)``.
         eos_id: id that ends a document.
         fingerprint: SHA-256 of the ids; empty if the file's ``.json`` has none.
-        marked: there is a ``.marks`` file with a byte for each id: ``BEGINS`` a document, ``COUNTS`` as a label. Without it each ``eos_id``
-            ends a document, and every id counts.
+        marked: there is a ``.marks`` file with a byte for each id: ``BEGINS`` a document, ``COUNTS`` as a label.
+            Without it each ``eos_id`` ends a document, and every id counts.
         notes: what a person must know of the data, such as fields that nothing reads and rows that were skipped.
     """
 
@@ -74,7 +78,8 @@ class TokenFile:
         sidecar = path.with_suffix(".json")
         if not path.is_file() or not sidecar.is_file():
             raise RecipeError(
-                f"{path} or the .json beside it is missing; expected a .bin of ids and a .json with dtype, tokens, vocab_size and eos_id"
+                f"{path} or the .json beside it is missing; expected a .bin of ids and a .json with dtype, tokens, "
+                "vocab_size and eos_id"
             )
         try:
             fields = json.loads(sidecar.read_text(encoding="utf-8"))
@@ -85,12 +90,16 @@ class TokenFile:
             raise RecipeError(f"{sidecar} has {fields}; expected dtype (uint16 or uint32), vocab_size and eos_id")
         size, width = path.stat().st_size, 2 if fields["dtype"] == "uint16" else 4
         if size % width or fields.get("tokens", size // width) != size // width:
-            raise RecipeError(f"{path} has {size} bytes, which is not {fields.get('tokens', 'a number of')} tokens of {fields['dtype']}")
+            raise RecipeError(
+                f"{path} has {size} bytes, which is not {fields.get('tokens', 'a number of')} tokens of "
+                f"{fields['dtype']}"
+            )
         if fields.get("marked") and (
             not path.with_suffix(".marks").is_file() or path.with_suffix(".marks").stat().st_size != size // width
         ):
             raise RecipeError(
-                f"{path.with_suffix('.marks')} is missing or has not {size // width} bytes, one for each id of {path}; copy it"
+                f"{path.with_suffix('.marks')} is missing or has not {size // width} bytes, one for each id of "
+                f"{path}; copy it"
             )
         known = {name: fields[name] for name in ("dtype", "vocab_size", "eos_id")}
         more = {
@@ -105,7 +114,8 @@ class TokenFile:
         """Raise RecipeError if ids of this file are outside its vocabulary."""
         if ids.size and int(ids.max()) >= self.vocab_size:
             raise RecipeError(
-                f"{self.path} has id {int(ids.max())} and a vocab_size of {self.vocab_size} in the .json beside it; correct it, "
+                f"{self.path} has id {int(ids.max())} and a vocab_size of {self.vocab_size} in the .json beside it; "
+                "correct it, "
                 "or write the tokens again with their own tokenizer"
             )
 
@@ -119,18 +129,25 @@ class TokenFile:
     def marks(self) -> np.ndarray | None:
         """Return the marks of the ids, uint8, memory-mapped and read-only; None where there are none."""
         numpy = need("numpy")
-        return numpy.memmap(self.path.with_suffix(".marks"), dtype=numpy.uint8, mode="r") if self.marked and self.tokens else None
+        return (
+            numpy.memmap(self.path.with_suffix(".marks"), dtype=numpy.uint8, mode="r")
+            if self.marked and self.tokens
+            else None
+        )
 
     def check_labels(self) -> None:
         """Raise RecipeError if no id of this file counts as a label."""
         if self.marked and self.tokens and not any((part & COUNTS).any() for part in self._scan()):
             raise RecipeError(
-                f"no token of {self.path} counts as a label, so nothing would be learned from it; the chat template marks nothing as the "
+                f"no token of {self.path} counts as a label, so nothing would be learned from it; the chat template "
+                "marks nothing as the "
                 "assistant's, or too few conversations are left for it: use another template, or give more data"
             )
 
     def has_several_documents(self) -> bool:
-        """Return whether more than one document is in the ids, whatever ``documents`` says: text may hold the token that ends one."""
+        """Return whether more than one document is in the ids, whatever ``documents`` says: text may hold the token
+        that ends one.
+        """
         return any(((ends > 0) & (ends < self.tokens)).any() for ends in self._ends())
 
     def document_ends(self) -> np.ndarray:
@@ -143,11 +160,17 @@ class TokenFile:
     def _ends(self) -> Iterator[np.ndarray]:
         numpy, start = need("numpy"), 0
         for part in self._scan():
-            yield numpy.flatnonzero(part & BEGINS) + start if self.marked else numpy.flatnonzero(part == self.eos_id) + (start + 1)
+            yield (
+                numpy.flatnonzero(part & BEGINS) + start
+                if self.marked
+                else numpy.flatnonzero(part == self.eos_id) + (start + 1)
+            )
             start += part.size
 
     def _scan(self) -> Iterator[np.ndarray]:
-        """Yield the marks, or without marks the ids, in parts that are read: pages of a whole mapped file would count as this process's."""
+        """Yield the marks, or without marks the ids, in parts that are read: pages of a whole mapped file would count
+        as this process's.
+        """
         numpy = need("numpy")
         path, dtype = (self.path.with_suffix(".marks"), "uint8") if self.marked else (self.path, self.dtype)
         with path.open("rb") as file:
@@ -205,7 +228,8 @@ def prepare_tokenizer(
 
     Args:
         name: ``bytes``, ``bpe`` (trained on ``sources`` and stored in ``cache``) or a folder with ``tokenizer.json``.
-        sources: the text on which a BPE is trained: each a :class:`TextSource`, or what has ``documents()`` and ``fingerprint()``.
+        sources: the text on which a BPE is trained: each a :class:`TextSource`, or what has ``documents()`` and
+            ``fingerprint()``.
         cache: folder for a trained tokenizer.
         vocab_size: vocabulary size of a BPE.
         special: further texts that are one token of a BPE each.
@@ -222,7 +246,9 @@ def prepare_tokenizer(
             raise RecipeError(f"tokenizer {name!r} is neither 'bytes', 'bpe' nor a folder with a tokenizer.json")
         return load_tokenizer(name, eos=eos, template=template)
     if not sources:
-        raise RecipeError("tokenizer 'bpe' is trained on text, and the input is tokens; give the tokenizer's folder instead")
+        raise RecipeError(
+            "tokenizer 'bpe' is trained on text, and the input is tokens; give the tokenizer's folder instead"
+        )
     key = _key("bpe", *(each.fingerprint() for each in sources), vocab_size, *special)
 
     def build(folder: Path) -> None:
@@ -250,14 +276,16 @@ def prepare_tokens(
     Args:
         source: the text, or conversations.
         tokenizer: converts documents to ids; ``eos_id`` follows each document.
-        cache: a folder that at least the ranks of one machine share. File names in it are hashes of everything they depend on.
+        cache: a folder that at least the ranks of one machine share. File names in it are hashes of everything they
+            depend on.
         validation: separate text for validation; None: none.
-        validation_fraction: instead, this part of the source's documents (at least one), chosen by ``seed``. A single document is split,
-            and its end is for validation.
+        validation_fraction: instead, this part of the source's documents (at least one), chosen by ``seed``. A single
+            document is split, and its end is for validation.
         seed: seed of the choice of documents.
 
     Raises:
-        RecipeError: both ``validation`` and a fraction are given, the fraction is not in 0 to 1, or the text has no tokens.
+        RecipeError: both ``validation`` and a fraction are given, the fraction is not in 0 to 1, or the text has no
+            tokens.
     """
     check_held_out(validation, validation_fraction)
     whole = _tokenize_once(source, tokenizer, Path(cache))
@@ -284,9 +312,13 @@ def split_tokens(whole: TokenFile, cache: str | Path, *, fraction: float, seed: 
     return TokenSplit(train=TokenFile.open(folder / "train.bin"), validation=TokenFile.open(folder / "validation.bin"))
 
 
-def write_tokens(path: str | Path, documents: Iterable[Sequence[int] | np.ndarray], *, vocab_size: int, eos_id: int) -> TokenFile:
+def write_tokens(
+    path: str | Path, documents: Iterable[Sequence[int] | np.ndarray], *, vocab_size: int, eos_id: int
+) -> TokenFile:
     """Write documents (including their end ids) as a token file and return it."""
-    return _write_pieces(Path(path), ((document, True, None) for document in documents), vocab_size=vocab_size, eos_id=eos_id)
+    return _write_pieces(
+        Path(path), ((document, True, None) for document in documents), vocab_size=vocab_size, eos_id=eos_id
+    )
 
 
 def _write_pieces(path: Path, pieces: Iterable[Piece], *, vocab_size: int, eos_id: int) -> TokenFile:
@@ -301,7 +333,8 @@ def _write_pieces(path: Path, pieces: Iterable[Piece], *, vocab_size: int, eos_i
             least, most = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
             if least < 0 or most >= vocab_size:
                 raise RecipeError(
-                    f"a document has id {least if least < 0 else most}; expected ids of 0 to {vocab_size - 1}, the size of the vocabulary"
+                    f"a document has id {least if least < 0 else most}; expected ids of 0 to {vocab_size - 1}, the "
+                    "size of the vocabulary"
                 )
             data = ids.astype(numpy.dtype(dtype).newbyteorder("<")).data
             digest.update(data)
@@ -338,7 +371,8 @@ def _tokenize_once(source: TextSource | MarkedSource, tokenizer: TextTokenizer, 
         if written.tokens < 2:
             found = "".join(f"; {note}" for note in source.reading.notes())
             raise RecipeError(
-                f"the text of {', '.join(source.inputs)} has {written.tokens} tokens; expected at least 2: give more text{found}"
+                f"the text of {', '.join(source.inputs)} has {written.tokens} tokens; expected at least 2: give more "
+                f"text{found}"
             )
         written.check_labels()
         replace(written, notes=tuple(source.reading.notes())).save()
@@ -391,7 +425,9 @@ def _write_split(whole: TokenFile, folder: Path, fraction: float, seed: int) -> 
     if ends.size == 1:
         cut = ids.size - max(2, round(ids.size * fraction))
         if cut < 2:
-            raise RecipeError(f"{whole.tokens} tokens are too few to reserve {fraction:g} of them for validation; give more text")
+            raise RecipeError(
+                f"{whole.tokens} tokens are too few to reserve {fraction:g} of them for validation; give more text"
+            )
         ends, chosen = numpy.array([cut, ids.size]), numpy.array([False, True])
     else:
         chosen = held_out(ends.size, fraction, seed)

@@ -22,7 +22,9 @@ from meshpar.training.quorum import Peers
 class Part:
     """A part of a DTensor on its way, with the shape, the stride and the placements of the whole."""
 
-    def __init__(self, tensor: Tensor, shape: torch.Size, stride: tuple[int, ...], placements: tuple[Placement, ...]) -> None:
+    def __init__(
+        self, tensor: Tensor, shape: torch.Size, stride: tuple[int, ...], placements: tuple[Placement, ...]
+    ) -> None:
         self.tensor, self._shape, self._stride, self._placements = tensor, shape, stride, placements
 
     def on(self, mesh: DeviceMesh) -> Tensor:
@@ -35,7 +37,9 @@ class Part:
         return held
 
     def _of(self, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-        return DTensor.from_local(tensor, mesh, self._placements, run_check=False, shape=self._shape, stride=self._stride)
+        return DTensor.from_local(
+            tensor, mesh, self._placements, run_check=False, shape=self._shape, stride=self._stride
+        )
 
 
 class _Packed(pickle.Pickler):

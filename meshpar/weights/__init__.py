@@ -1,6 +1,20 @@
-"""Where weights come from: a model's names and their published names, the rules between them, and tensors read piece by piece."""
+"""Where weights come from: a model's names and their published names, the rules between them, and tensors read piece by
+piece.
+"""
 
 from meshpar.weights.maps import Mapped, TypedSource, WeightMap, WeightSource, dtypes_of
 from meshpar.weights.rules import Fuse, Permute, Rename, Split, Transpose, Unstack
 
-__all__ = ["Fuse", "Mapped", "Permute", "Rename", "Split", "Transpose", "TypedSource", "Unstack", "WeightMap", "WeightSource", "dtypes_of"]
+__all__ = [
+    "Fuse",
+    "Mapped",
+    "Permute",
+    "Rename",
+    "Split",
+    "Transpose",
+    "TypedSource",
+    "Unstack",
+    "WeightMap",
+    "WeightSource",
+    "dtypes_of",
+]

@@ -41,8 +41,9 @@ class TypedSource(WeightSource, Protocol):
 class WeightMap:
     """Translate a model's tensor names and shapes into those of its published form, and back.
 
-    The rules apply in order for an export, and in reverse order for a load. Each rule sees the names that the previous rule produced, so
-    one rule can split a tensor and the next can permute its parts. A name that no rule matches is kept: ``WeightMap()`` changes nothing.
+    The rules apply in order for an export, and in reverse order for a load. Each rule sees the names that the previous
+    rule produced, so one rule can split a tensor and the next can permute its parts. A name that no rule matches is
+    kept: ``WeightMap()`` changes nothing.
 
     >>> from meshpar import WeightMap
     >>> from meshpar.weights import Rename
@@ -62,25 +63,33 @@ class WeightMap:
         """Return the published names that hold (parts of) our tensor ``name``."""
         names: tuple[str, ...] = (name,)
         for rule in self.rules:
-            names = tuple(dict.fromkeys(new for old in names for new in _across(names_of(rule.ours), names_of(rule.theirs), old)))
+            names = tuple(
+                dict.fromkeys(new for old in names for new in _across(names_of(rule.ours), names_of(rule.theirs), old))
+            )
         return names
 
     def ours(self, name: str) -> tuple[str, ...]:
         """Return our names that hold (parts of) the published tensor ``name``."""
         names: tuple[str, ...] = (name,)
         for rule in reversed(self.rules):
-            names = tuple(dict.fromkeys(new for old in names for new in _across(names_of(rule.theirs), names_of(rule.ours), old)))
+            names = tuple(
+                dict.fromkeys(new for old in names for new in _across(names_of(rule.theirs), names_of(rule.ours), old))
+            )
         return names
 
     def view(self, source: WeightSource) -> Mapped:
-        """Present a published file under our names and shapes; raises LayoutError for missing parts and clashes of names."""
+        """Present a published file under our names and shapes; raises LayoutError for missing parts and clashes of
+        names.
+        """
         views = _leaves(source)
         for rule in reversed(self.rules):
             views = _stage(views, rule, names_of(rule.theirs), names_of(rule.ours), rule.backward)
         return Mapped(views)
 
     def publish(self, source: WeightSource) -> Mapped:
-        """Present our tensors under their published names and shapes; raises LayoutError for missing parts and clashes of names."""
+        """Present our tensors under their published names and shapes; raises LayoutError for missing parts and clashes
+        of names.
+        """
         views = _leaves(source)
         for rule in self.rules:
             views = _stage(views, rule, names_of(rule.ours), names_of(rule.theirs), rule.forward)
@@ -102,8 +111,11 @@ _MOST_STARS = 4  # in one part of a name: the time to match grows with the power
 @lru_cache(maxsize=1024)
 def _regex(pattern: str) -> re.Pattern[str]:
     if (stars := max(part.count("*") for part in pattern.split("."))) > _MOST_STARS:
-        raise LayoutError(f"the pattern {pattern!r} has {stars} '*' in one part of a name; expected at most {_MOST_STARS}")
-    # Parts are atomic: what one part's '*' stand for changes nothing for the others, and need not be tried again for them.
+        raise LayoutError(
+            f"the pattern {pattern!r} has {stars} '*' in one part of a name; expected at most {_MOST_STARS}"
+        )
+    # Parts are atomic: what one part's '*' stand for changes nothing for the others, and need not be tried again for
+    # them.
     parts = ("([^.]*)".join(map(re.escape, part.split("*"))) for part in pattern.split("."))
     return re.compile(r"\.".join(rf"(?>{part}(?=\.|\Z))" for part in parts))
 
@@ -143,9 +155,13 @@ def _stage(
             together = [_fill(pattern, stars) for pattern in here]
             done.update(together)
             if absent := [each for each in together if each not in views]:
-                problems.append(f"{name!r} is one of {len(together)} parts, and {', '.join(map(repr, absent))} is missing")
+                problems.append(
+                    f"{name!r} is one of {len(together)} parts, and {', '.join(map(repr, absent))} is missing"
+                )
             else:
-                made += zip((_fill(pattern, stars) for pattern in there), build([views[each] for each in together]), strict=True)
+                made += zip(
+                    (_fill(pattern, stars) for pattern in there), build([views[each] for each in together]), strict=True
+                )
     seen: set[str] = set()
     problems += [f"two tensors would be called {name!r}" for name, _ in made if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
     if problems:
@@ -184,7 +200,9 @@ class Mapped:
         return {name: view.dtype for name, view in self._views.items() if view.dtype is not None}
 
     def origin(self, name: str) -> str | None:
-        """Return the source's name of a tensor that is carried over whole and unchanged; None where it is made of others."""
+        """Return the source's name of a tensor that is carried over whole and unchanged; None where it is made of
+        others.
+        """
         return self._views[name].origin
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:

@@ -1,4 +1,6 @@
-"""The rules of a weight map: how one or several of our tensors are one or several published ones, read piece by piece as views."""
+"""The rules of a weight map: how one or several of our tensors are one or several published ones, read piece by piece
+as views.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class View:
 def spans_of(index: Sequence[slice], shape: tuple[int, ...]) -> Spans:
     """Return (start, stop) along every dim; raises LayoutError for a step, or for more slices than dims."""
     if len(index) > len(shape) or any(each.step not in (None, 1) for each in index):
-        raise LayoutError(f"expected at most {len(shape)} slices without a step for the shape {shape}, got {tuple(index)}")
+        raise LayoutError(
+            f"expected at most {len(shape)} slices without a step for the shape {shape}, got {tuple(index)}"
+        )
     full = (*index, *(slice(None) for _ in shape[len(index) :]))
     bounds = [each.indices(size)[:2] for each, size in zip(full, shape)]
     return tuple((start, max(start, stop)) for start, stop in bounds)
@@ -153,7 +157,9 @@ class Transpose:
 
     def forward(self, views: Sequence[View]) -> Sequence[View]:
         if len(views[0].shape) < 2:
-            raise LayoutError(f"{self} fits a tensor of shape {views[0].shape}, which has no two dims to exchange; narrow the pattern")
+            raise LayoutError(
+                f"{self} fits a tensor of shape {views[0].shape}, which has no two dims to exchange; narrow the pattern"
+            )
         return [transposed(views[0])]
 
     backward = forward
@@ -164,8 +170,8 @@ class Transpose:
 class Permute:
     """One tensor with its rows in another order along ``dim``.
 
-    Within every block of ``outer * inner * unit`` rows, seen as ``(outer, inner, unit)`` in ours, outer and inner change places in
-    theirs. Interleaved rotary pairs here, halves there: ``outer=head_dim // 2, inner=2``.
+    Within every block of ``outer * inner * unit`` rows, seen as ``(outer, inner, unit)`` in ours, outer and inner
+    change places in theirs. Interleaved rotary pairs here, halves there: ``outer=head_dim // 2, inner=2``.
     """
 
     ours: str
@@ -195,7 +201,8 @@ class Permute:
 class Fuse:
     """Several of ours are one of theirs, one after another along ``dim``.
 
-    ``parts`` are their lengths, or anything in the same proportion (``(q_heads, kv_heads, kv_heads)``); empty: equal lengths.
+    ``parts`` are their lengths, or anything in the same proportion (``(q_heads, kv_heads, kv_heads)``); empty: equal
+    lengths.
     """
 
     ours: tuple[str, ...]
@@ -258,13 +265,17 @@ class Unstack:
         """Return the parts of one stacked tensor."""
         (whole,) = views
         if len(whole.shape) <= self.dim or whole.shape[self.dim] != len(self.theirs):
-            raise LayoutError(f"{self} needs {len(self.theirs)} parts along dim {self.dim}; got a tensor of shape {whole.shape}")
+            raise LayoutError(
+                f"{self} needs {len(self.theirs)} parts along dim {self.dim}; got a tensor of shape {whole.shape}"
+            )
         return [selected(whole, self.dim, place) for place in range(len(self.theirs))]
 
     def backward(self, views: Sequence[View]) -> Sequence[View]:
         """Return the stacked tensor."""
         if len({(view.shape, view.dtype) for view in views}) > 1:
-            raise LayoutError(f"{self} needs parts of one shape and dtype; got {[(view.shape, view.dtype) for view in views]}")
+            raise LayoutError(
+                f"{self} needs parts of one shape and dtype; got {[(view.shape, view.dtype) for view in views]}"
+            )
         return [stacked(views, self.dim)]
 
 
@@ -274,7 +285,9 @@ _RULES: dict[str, type[Rule]] = {kind.kind: kind for kind in (Rename, Transpose,
 
 def rule_from_json(data: Mapping[str, Any]) -> Rule:
     """Rebuild a rule from its plain data; raises LayoutError for one that this version does not know."""
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key != "rule"}
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key != "rule"
+    }
     kind = _RULES.get(data.get("rule", ""))
     if kind is None or not {"ours", "theirs"} <= set(fields) <= {field.name for field in dataclasses.fields(kind)}:
         raise LayoutError(f"this version reads the weight rules {', '.join(_RULES)} and their fields; got {dict(data)}")

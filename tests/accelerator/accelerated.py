@@ -1,4 +1,6 @@
-"""An accelerator's branches with real numbers: ranks on CPUs take every choice as beside one, and run each backward in its thread."""
+"""An accelerator's branches with real numbers: ranks on CPUs take every choice as beside one, and run each backward in
+its thread.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from meshpar.replicas import Looks
 
 @contextmanager
 def backward_apart() -> Iterator[None]:
-    """Run backwards as autograd runs them for an accelerator: in a thread of its own, which has no context variables of the caller.
+    """Run backwards as autograd runs them for an accelerator: in a thread of its own, which has no context variables of
+    the caller.
 
     A backward inside of a backward stays in its thread.
     """

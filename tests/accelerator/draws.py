@@ -62,7 +62,9 @@ class Draws(TorchDispatchMode):
         super().__init__()
         self.generator, self.drawn = generator, list[tuple[int, int]]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         made = [each for each in tree_flatten(result)[0] if isinstance(each, Tensor) and each.device.type != "cpu"]
         # The backward of attention has the tag, too, and takes the state that its forward drew from.

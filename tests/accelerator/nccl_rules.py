@@ -1,8 +1,9 @@
-"""NCCL's rules on a machine without a device: a backend that carries real numbers by gloo and refuses what NCCL cannot do.
+"""NCCL's rules on a machine without a device: a backend that carries real numbers by gloo and refuses what NCCL cannot
+do.
 
-The rules: tensors of the device, contiguous, of a dtype that NCCL knows; the same operations with the same sizes and dtypes in the same
-order on all ranks of a group; groups made in the same order on all ranks that share them; no use of a group after its end. The backend
-counts what each group was asked for.
+The rules: tensors of the device, contiguous, of a dtype that NCCL knows; the same operations with the same sizes and
+dtypes in the same order on all ranks of a group; groups made in the same order on all ranks that share them; no use of
+a group after its end. The backend counts what each group was asked for.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ class Rules(dist.ProcessGroup):
         self.ranks = tuple(options.global_ranks_in_group or range(options.group_size))
         self.title, self.closed, self._number = "", False, 0
         self._gloo, self._compares = (_gloo(options, name) for name in ("data", "rules"))
-        self._register_backend(torch.device(DEVICE), dist.ProcessGroup.BackendType.CUSTOM, self._gloo._get_backend(torch.device("cpu")))
+        self._register_backend(
+            torch.device(DEVICE), dist.ProcessGroup.BackendType.CUSTOM, self._gloo._get_backend(torch.device("cpu"))
+        )
         SEEN.made.append(self)
 
     def getBackendName(self) -> str:
@@ -113,7 +116,9 @@ class Rules(dist.ProcessGroup):
 
     abort = shutdown
 
-    def _begin(self, operation: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = (), more: object = "") -> None:
+    def _begin(
+        self, operation: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = (), more: object = ""
+    ) -> None:
         """Check one call on this rank, then that all ranks of the group make the same."""
         if self.closed:
             raise Broken(f"{operation} on the group {self.title} after its end")
@@ -123,10 +128,17 @@ class Rules(dist.ProcessGroup):
             if each.dtype not in KNOWN:
                 raise Broken(f"{operation} on {self.title}: NCCL does not know {each.dtype}")
             if not each.is_contiguous():
-                raise Broken(f"{operation} on {self.title}: a tensor of {tuple(each.shape)}, strides {each.stride()} is not contiguous")
+                raise Broken(
+                    f"{operation} on {self.title}: a tensor of {tuple(each.shape)}, strides {each.stride()} is not "
+                    "contiguous"
+                )
         SEEN.calls[self.title, operation] += 1
         SEEN.bytes[self.title, operation] += sum(each.nbytes for each in inputs)
-        sizes = [(each.numel(), str(each.dtype)) for each in inputs] if operation != "alltoall" else [str(each.dtype) for each in inputs]
+        sizes = (
+            [(each.numel(), str(each.dtype)) for each in inputs]
+            if operation != "alltoall"
+            else [str(each.dtype) for each in inputs]
+        )
         self._number += 1
         self._compare(f"call {self._number}: {operation} {sizes} {more}")
 
@@ -185,7 +197,9 @@ class Rules(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         return self._reduce_scatter(outputs, inputs, opts)
 
-    def _reduce_scatter(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any, checked: Sequence[Tensor] = ()) -> Work:
+    def _reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any, checked: Sequence[Tensor] = ()
+    ) -> Work:
         op, scale = self._reduces((opts or dist.ReduceScatterOptions()).reduceOp, outputs)
         self._begin("reduce_scatter", checked or inputs, outputs, more=op)
         sums = [each.clone() for each in inputs]
@@ -198,7 +212,9 @@ class Rules(dist.ProcessGroup):
 
         return Done([self._gloo.allreduce([each], op) for each in sums], then)
 
-    def all_to_all_single(self, output: Tensor, input: Tensor, received: list[int], sent: list[int], opts: Any = None) -> Work:
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: list[int], sent: list[int], opts: Any = None
+    ) -> Work:
         self._begin("alltoall", [input], [output])
         return Done([self._gloo.all_to_all_single(output, input, received, sent)])
 
@@ -267,12 +283,17 @@ def check_order(groups: Sequence[tuple[str, tuple[int, ...]]]) -> None:
     for one, other in itertools.combinations(range(len(every)), 2):
         shared = [[group for group in every[rank] if {one, other} <= set(group[1])] for rank in (one, other)]
         if shared[0] != shared[1]:
-            raise Broken(f"ranks {one} and {other} make the groups that they share in another order: {shared[0]} against {shared[1]}")
+            raise Broken(
+                f"ranks {one} and {other} make the groups that they share in another order: {shared[0]} against "
+                f"{shared[1]}"
+            )
 
 
 @contextmanager
 def rules() -> Iterator[Seen]:
-    """Let the ranks of a test talk by :class:`Rules`, where they talk by the default group of an accelerator. Collective."""
+    """Let the ranks of a test talk by :class:`Rules`, where they talk by the default group of an accelerator.
+    Collective.
+    """
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, Rules, extended_api=True, devices=[DEVICE])
     was, store = dict(dist.Backend.default_device_backend_map), dist.distributed_c10d._get_default_store()

@@ -1,7 +1,9 @@
-"""A dispatch mode that finds accesses of one memory by two streams that nothing orders, by the event handler of torch's CUDA sanitizer.
+"""A dispatch mode that finds accesses of one memory by two streams that nothing orders, by the event handler of torch's
+CUDA sanitizer.
 
-It is fed with what the simulated device records: operators on its streams, what these wait for, and two kinds of queues that torch has no
-stream object for: one of each process group, and the host, which reads memory itself. Each part of memory is known by its storage.
+It is fed with what the simulated device records: operators on its streams, what these wait for, and two kinds of queues
+that torch has no stream object for: one of each process group, and the host, which reads memory itself. Each part of
+memory is known by its storage.
 """
 
 from __future__ import annotations
@@ -24,8 +26,23 @@ from tests.accelerator.waits import _crosses, _non_blocking, _on_device, place
 HOST = 1
 _EMPTY = re.compile(r"aten::(new_)?empty")
 _MAKE_WORK = (
-    *("allreduce", "allgather", "_allgather_base", "all_gather_single", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
-    *("alltoall", "alltoall_base", "all_to_all_single", "broadcast", "all_gather_single_coalesced", "reduce_scatter_single_coalesced"),
+    *(
+        "allreduce",
+        "allgather",
+        "_allgather_base",
+        "all_gather_single",
+        "reduce_scatter",
+        "_reduce_scatter_base",
+        "reduce_scatter_single",
+    ),
+    *(
+        "alltoall",
+        "alltoall_base",
+        "all_to_all_single",
+        "broadcast",
+        "all_gather_single_coalesced",
+        "reduce_scatter_single_coalesced",
+    ),
 )
 
 
@@ -36,11 +53,15 @@ class _Arguments(_sanitizer.ArgumentHandler):
         super().__init__()
         self._known = known
 
-    def _handle_argument(self, value: Any, is_write: bool, metadata_only: bool, name: str | None = None, is_output: bool = False) -> None:
+    def _handle_argument(
+        self, value: Any, is_write: bool, metadata_only: bool, name: str | None = None, is_output: bool = False
+    ) -> None:
         if not isinstance(value, Tensor) or value.device.type == "meta" or value.layout != torch.strided:
             return
         storage = value.untyped_storage()
-        self._known.setdefault(storage._cdata, StorageWeakRef(storage))  # as long as there is one, no other memory gets its number
+        self._known.setdefault(
+            storage._cdata, StorageWeakRef(storage)
+        )  # as long as there is one, no other memory gets its number
         if is_write:
             self.dataptrs_written.add(storage._cdata)
         elif not metadata_only:
@@ -51,8 +72,9 @@ class _Arguments(_sanitizer.ArgumentHandler):
 class Races(TorchDispatchMode):
     """Count races in :attr:`found`, by their two operators and where in meshpar or FSDP2 they were called.
 
-    A process group works off its collectives in a queue of its own, which waits for the stream that called; what is to use a result waits
-    for that queue (``Work.wait``, ``wait_tensor``). Collectives that are not asynchronous run on the stream that calls them.
+    A process group works off its collectives in a queue of its own, which waits for the stream that called; what is to
+    use a result waits for that queue (``Work.wait``, ``wait_tensor``). Collectives that are not asynchronous run on the
+    stream that calls them.
     """
 
     def __init__(self) -> None:
@@ -150,7 +172,9 @@ class Races(TorchDispatchMode):
         self.handler._handle_event_record(event, first)
         self.handler._handle_event_wait(event, then)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         space, _, name = func._schema.name.partition("::")
         arguments = _Arguments(self._known)
@@ -190,14 +214,18 @@ class Races(TorchDispatchMode):
             if space == "_c10d_functional":
                 for each in torch.utils._pytree.tree_leaves(outputs):
                     self._results[each.untyped_storage()._cdata] = event
-        if on_device and (name == "_local_scalar_dense" or (_crosses(name, args, kwargs) and not _non_blocking(name, args, kwargs))):
+        if on_device and (
+            name == "_local_scalar_dense" or (_crosses(name, args, kwargs) and not _non_blocking(name, args, kwargs))
+        ):
             self.handler._handle_stream_synchronization(here)
         return outputs
 
     def _launch(self, here: int, func: Any, arguments: _Arguments) -> None:
         read, written = arguments.dataptrs_read - arguments.dataptrs_written, arguments.dataptrs_written
         text = f"{func._schema.name} in {place()}"
-        for error in self.handler._handle_kernel_launch(here, read, written, arguments.outputs, text, arguments.tensor_aliases):
+        for error in self.handler._handle_kernel_launch(
+            here, read, written, arguments.outputs, text, arguments.tensor_aliases
+        ):
             key = f"{error.current_access.operator} races with {error.previous_access.operator}"
             self.found[key] = self.found.get(key, 0) + 1
 

@@ -1,4 +1,6 @@
-"""A process of its own with a simulated accelerator: tensors have shapes and devices but no values, streams and generators are Python's."""
+"""A process of its own with a simulated accelerator: tensors have shapes and devices but no values, streams and
+generators are Python's.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def alone(test: Callable[P, None]) -> Callable[P, None]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(test.__module__, test.__qualname__, args, kwargs, theirs), daemon=True)
+        process = context.Process(
+            target=_main, args=(test.__module__, test.__qualname__, args, kwargs, theirs), daemon=True
+        )
         process.start()
         theirs.close()
         try:

@@ -24,9 +24,13 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.devices = set[torch.device]()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.devices.update(each.device for each in tree_leaves(result) if isinstance(each, Tensor) and each.device.type == device.NAME)
+        self.devices.update(
+            each.device for each in tree_leaves(result) if isinstance(each, Tensor) and each.device.type == device.NAME
+        )
         return result
 
 
@@ -54,7 +58,11 @@ def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert runtime.device("cuda").index == 1
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(LaunchError, match="local rank 2 has no cuda device of its own: this node has 2; start at most 2 ranks"):
+    with pytest.raises(
+        LaunchError, match="local rank 2 has no cuda device of its own: this node has 2; start at most 2 ranks"
+    ):
         runtime.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)  # as srun --gpus-per-task=1 lets each rank see its own
+    monkeypatch.setattr(
+        torch.accelerator, "device_count", lambda: 1
+    )  # as srun --gpus-per-task=1 lets each rank see its own
     assert runtime.device("cuda").index == 0

@@ -1,4 +1,6 @@
-"""A train step of every kind of plan keeps NCCL's rules, with the numbers of one process; controls show that each rule is asked."""
+"""A train step of every kind of plan keeps NCCL's rules, with the numbers of one process; controls show that each rule
+is asked.
+"""
 
 from __future__ import annotations
 
@@ -102,13 +104,19 @@ def check_hops(seen):
     for optimizer in ("replica", "world"):
         with torch.device("meta"):
             model = PLAIN()
-        par = Plan("dp_replicate=2,dp_shard=2", [HybridShard(optimizer=optimizer)], verify=False).apply(model).materialize(seed=0)
+        par = (
+            Plan("dp_replicate=2,dp_shard=2", [HybridShard(optimizer=optimizer)], verify=False)
+            .apply(model)
+            .materialize(seed=0)
+        )
         if shards := applied(par.module).replica_shards:
             shards.send_as_on("cuda")
         seen.clear()
         loss, _ = token_loss_sum(par.module, random_tokens(VOCAB, 1, 16, seed=dist.get_rank()))
         loss.backward()
-        calls.append({(axis, operation): count for (axis, operation), count in seen.calls.items() if operation != "allreduce"})
+        calls.append(
+            {(axis, operation): count for (axis, operation), count in seen.calls.items() if operation != "allreduce"}
+        )
         grads.append({name: whole(each.grad) for name, each in par.module.named_parameters()})
     units = len(model.layers) + 1
     hops = {("mesh_dp_replicate", "all_gather"): units, ("mesh_dp_replicate", "reduce_scatter"): units}
@@ -150,10 +158,17 @@ def test_the_groups_of_axes_get_tensors_of_the_device_alone():
 
 def test_the_default_group_of_an_accelerator_has_its_device_from_the_start(monkeypatch):
     given = []
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.append((backend, options["device_id"])))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **options: given.append((backend, options["device_id"]))
+    )
     for here in ("cuda:1", "xpu:0", "mps:0", "cpu"):
         runtime._open_group(torch.device(here), 5.0)
-    assert given == [("nccl", torch.device("cuda:1")), ("xccl", torch.device("xpu:0")), ("cpu:gloo,mps:gloo", None), ("gloo", None)]
+    assert given == [
+        ("nccl", torch.device("cuda:1")),
+        ("xccl", torch.device("xpu:0")),
+        ("cpu:gloo,mps:gloo", None),
+        ("gloo", None),
+    ]
 
 
 def test_the_watchdog_names_the_collectives_of_nccl(monkeypatch):
@@ -163,7 +178,9 @@ def test_the_watchdog_names_the_collectives_of_nccl(monkeypatch):
     monkeypatch.setattr(_torch, "open_groups", lambda: [group])
     monkeypatch.setattr(_torch, "group_title", lambda group: group.group_desc)
     monkeypatch.setattr(_torch, "collective_counts", lambda: {"mesh_tp": 7})
-    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda: json.dumps({"entries": entries}), raising=False)
+    monkeypatch.setattr(
+        torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda: json.dumps({"entries": entries}), raising=False
+    )
     assert _torch.last_collectives() == {"mesh_tp": (7, "nccl:all_reduce")}
 
 

@@ -1,4 +1,6 @@
-"""Streams of a train step access one memory in an order that something keeps: events, waits of streams, and waits for collectives."""
+"""Streams of a train step access one memory in an order that something keeps: events, waits of streams, and waits for
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,11 @@ def test_accesses_that_nothing_orders_are_found():
     def copy(tensor, wait):
         with beside(tensor.device) as to_host:
             read = to_host(tensor)
-        there = read() if wait else next(each.cell_contents for each in read.__closure__ if isinstance(each.cell_contents, torch.Tensor))
+        there = (
+            read()
+            if wait
+            else next(each.cell_contents for each in read.__closure__ if isinstance(each.cell_contents, torch.Tensor))
+        )
         there.add(1)
 
     with simulated(2):
@@ -87,7 +93,9 @@ def test_a_step_whose_streams_do_not_wait_races():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with simulated(2):
-        par = allocate(Plan("dp_shard=2", [FullyShard()]).apply(model, ModelLayout(blocks=("*",)), device_type=device.NAME))
+        par = allocate(
+            Plan("dp_shard=2", [FullyShard()]).apply(model, ModelLayout(blocks=("*",)), device_type=device.NAME)
+        )
         par.cycle.agreement = None
         found = {}
         for left_out in ("", "", "wait_event", "wait_stream"):  # the first forward tries out more

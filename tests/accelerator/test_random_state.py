@@ -73,7 +73,9 @@ def test_ranks_of_the_tensor_axis_draw_alike_but_inside_of_regions_and_again_in_
         with torch.device("meta"):
             model = gpt2(dropout=0.1)
         with simulated(2, as_rank=rank), Draws(generator) as draws:
-            par = allocate(Plan("tp=2", [TensorParallel(), ActivationCheckpoint()]).apply(model, device_type=device.NAME))
+            par = allocate(
+                Plan("tp=2", [TensorParallel(), ActivationCheckpoint()]).apply(model, device_type=device.NAME)
+            )
             assert par.cycle is not None
             par.cycle.agreement = None  # the values of gradients, which the first backward compares
             par.manual_seed(3)

@@ -35,7 +35,8 @@ STEPS = {
         "dp_shard=4,tp=2",
         [TensorParallel(), FullyShard(**BF16, offload="cpu", whole=("norm.weight",))],
         {
-            "_fsdp_param_group.FSDPParamGroup.finalize_backward": 20,  # the optimizer runs on the host, which needs the gradients
+            # the optimizer runs on the host, which needs the gradients
+            "_fsdp_param_group.FSDPParamGroup.finalize_backward": 20,
             "placements.clip_grad_norm_": 1,  # and the factor by which they are clipped
         },
     ),
@@ -43,7 +44,9 @@ STEPS = {
         functools.partial(transformer, experts=8, expert_hidden=16, qk_norm=True),
         "dp_shard=2,ep=4",
         [ExpertParallel(), ActivationCheckpoint(), FullyShard(**BF16)],
-        {"passes.reads.beside": 2 * 2},  # of each layer and micro-batch, for how many rows arrive: A11; not again in recomputation
+        {
+            "passes.reads.beside": 2 * 2
+        },  # of each layer and micro-batch, for how many rows arrive: A11; not again in recomputation
     ),
     "float16": (
         transformer,
@@ -112,7 +115,9 @@ def test_a_step_waits_at_the_listed_places_alone_and_its_streams_do_not_race(hal
 def test_a_split_batch_stays_in_page_locked_memory(monkeypatch):
     pinned, empty = [], torch.empty
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.dtype == torch.int64)
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: pinned.append(pin_memory) or empty(*size, **more))
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, pin_memory=False, **more: pinned.append(pin_memory) or empty(*size, **more)
+    )
     batch = {"input_ids": torch.arange(12).view(2, 6), "weights": torch.ones(2, 6), "count": torch.tensor(3)}
     part = _selected(batch, torch.tensor([0, 5]), 1)
     assert part["input_ids"].tolist() == [[0, 5], [6, 11]] and part["weights"].shape == (2, 2) and part["count"] == 3

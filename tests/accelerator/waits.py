@@ -17,7 +17,17 @@ import meshpar.forecasting.device as device
 PACKAGE = str(Path(__file__).parents[2] / "meshpar") + "/"
 FSDP = str(Path(torch.__file__).parent / "distributed/fsdp/_fully_shard") + "/"
 
-READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount", "histc", "_unique2", "unique_dim"}
+READS = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "equal",
+    "nonzero",
+    "masked_select",
+    "bincount",
+    "histc",
+    "_unique2",
+    "unique_dim",
+}
 """Operators whose result, or its shape, the host needs from the device."""
 COLLECTIVES = {
     *("allreduce_", "allgather_", "_allgather_base_", "alltoall_base_", "broadcast_", "reduce_scatter_", "barrier"),
@@ -28,8 +38,9 @@ COLLECTIVES = {
 class Waits(TorchDispatchMode):
     """Count the places, ``module.function``, where the host waits, and go on with values of no meaning.
 
-    Beside an accelerator a copy between host and device waits unless it is ``non_blocking``, and a collective of host tensors waits for
-    the other hosts. Lists that mix tensors of host and device, which a device refuses and fake tensors of no dim do not, are refused.
+    Beside an accelerator a copy between host and device waits unless it is ``non_blocking``, and a collective of host
+    tensors waits for the other hosts. Lists that mix tensors of host and device, which a device refuses and fake
+    tensors of no dim do not, are refused.
     """
 
     def __init__(self) -> None:
@@ -45,7 +56,9 @@ class Waits(TorchDispatchMode):
     def _synchronize(self, *_: object) -> None:
         self.places[place()] += 1
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.rpartition("::")[2]
         given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
@@ -65,7 +78,9 @@ class Waits(TorchDispatchMode):
         if name == "nonzero":
             return args[0].new_zeros((1, args[0].ndim), dtype=torch.int64)
         if waits:
-            raise AssertionError(f"{func} waits for the device and the shape of its result is not known here, in {place()}")
+            raise AssertionError(
+                f"{func} waits for the device and the shape of its result is not known here, in {place()}"
+            )
         return func(*args, **kwargs)
 
 
@@ -89,7 +104,9 @@ def _reads_shape(name: str, args: Any, kwargs: Any) -> bool:
 def _crosses(name: str, args: Any, kwargs: Any) -> bool:
     """Tell whether an operator copies between host and device."""
     if name == "_to_copy":
-        return kwargs.get("device") is not None and _on_device(args[0]) != (torch.device(kwargs["device"]).type not in ("cpu", "meta"))
+        return kwargs.get("device") is not None and _on_device(args[0]) != (
+            torch.device(kwargs["device"]).type not in ("cpu", "meta")
+        )
     return name == "copy_" and isinstance(args[1], Tensor) and _on_device(args[0]) != _on_device(args[1])
 
 
@@ -103,7 +120,9 @@ def place() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith((PACKAGE, FSDP)) and not file.startswith(PACKAGE + "forecasting/"):
-            function = frame.f_code.co_qualname.partition(".<locals>")[0]  # a comprehension is a function of its own before Python 3.12
+            function = frame.f_code.co_qualname.partition(".<locals>")[
+                0
+            ]  # a comprehension is a function of its own before Python 3.12
             return f"{file.removeprefix(PACKAGE).removeprefix(FSDP).removesuffix('.py').replace('/', '.')}.{function}"
         frame = frame.f_back
     return "elsewhere"

@@ -168,7 +168,9 @@ def test_memory_that_replaces_that_of_a_parameter_does_not_enter_the_save(tmp_pa
     with CheckpointManager(tmp_path, async_=True) as manager:
         manager.save(1, job, stepped(job))
         want = job.module.weight.detach().clone()
-        nn.utils.vector_to_parameters(torch.zeros(sum(each.numel() for each in job.module.parameters())), job.module.parameters())
+        nn.utils.vector_to_parameters(
+            torch.zeros(sum(each.numel() for each in job.module.parameters())), job.module.parameters()
+        )
         assert not job.module.weight.any()
         stages.open.set()
     manager.restore(job)
@@ -224,7 +226,10 @@ def test_host_memory_is_allocated_once_and_has_the_bytes_of_the_parts(tmp_path):
         manager.save(1, job, optimizer)
         manager.wait()
         kept = manager._stager._slabs[False].memory
-        parts = sum(-(-math.prod(entry["shape"]) * getattr(torch, entry["dtype"]).itemsize // 64) * 64 for entry in tensors_of(tmp_path))
+        parts = sum(
+            -(-math.prod(entry["shape"]) * getattr(torch, entry["dtype"]).itemsize // 64) * 64
+            for entry in tensors_of(tmp_path)
+        )
         assert parts <= kept.nbytes <= parts + 64 * 256 and not manager._stager._slabs[True].memory.nbytes
         manager.save(2, job, optimizer)
         manager.wait()
@@ -259,7 +264,10 @@ def test_an_error_in_the_background_is_raised_where_the_run_comes_by_next(tmp_pa
         "wait": manager.wait,
         "restore": lambda: manager.restore(job, optimizer),
     }
-    with pytest.raises(CheckpointError, match=r"a save in the background failed: writing step 2 failed on 1 of 1 ranks:\n.*No space left"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"a save in the background failed: writing step 2 failed on 1 of 1 ranks:\n.*No space left",
+    ):
         acts[where]()
     assert manager.steps() == [1] and not manager.ignored()
     monkeypatch.undo()

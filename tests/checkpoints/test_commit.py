@@ -83,7 +83,10 @@ def fail_on_one_rank(root: str) -> None:
     broken = linear(2)
     if dist.get_rank() == 1:
         broken.module.register_buffer("bad", torch.empty(2, device="meta"))
-    for save in (lambda: manager.save(2, broken), lambda: manager.save(2, linear(2), rank_extra=object() if dist.get_rank() == 2 else 0)):
+    for save in (
+        lambda: manager.save(2, broken),
+        lambda: manager.save(2, linear(2), rank_extra=object() if dist.get_rank() == 2 else 0),
+    ):
         messages: list[Any] = [None] * 3
         with pytest.raises(CheckpointError) as raised:
             save()
@@ -130,7 +133,9 @@ def test_a_group_that_is_not_made_in_time_is_given_up(tmp_path, monkeypatch):
     # As gloo does where a rank dies after it has told its address.
     monkeypatch.setattr(dist, "new_group", lambda **_: released.wait(60))
     began = time.monotonic()
-    with pytest.raises(CheckpointError, match=r"rank 0 could not connect to the 1 others within 0:00:00\.2.*: one has ended"):
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 could not connect to the 1 others within 0:00:00\.2.*: one has ended"
+    ):
         CheckpointManager(tmp_path, timeout_s=0.2).save(1, linear())
     assert time.monotonic() - began < patient(2)
     released.set()
@@ -147,14 +152,22 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
     assert CheckpointManager(tmp_path, best="+loss").best() == 5
     assert (tmp_path / "LATEST").read_text() == "step-00000005\n"
     assert os.readlink(tmp_path / "latest") == "step-00000005"
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["LATEST", "latest", "step-00000002", "step-00000004", "step-00000005"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "LATEST",
+        "latest",
+        "step-00000002",
+        "step-00000004",
+        "step-00000005",
+    ]
 
 
 def test_a_step_saved_after_going_back_stays_and_later_ones_do_not_count(tmp_path):
     manager = CheckpointManager(tmp_path, keep=2)
     for step in (5, 6, 3, 2, 4):
         manager.save(step, linear())
-    assert manager.steps() == [3, 4, 5, 6], "2 and 3 were kept, then 3 and 4; whoever went back may want what lies ahead"
+    assert manager.steps() == [3, 4, 5, 6], (
+        "2 and 3 were kept, then 3 and 4; whoever went back may want what lies ahead"
+    )
 
 
 def test_a_damaged_step_does_not_count_as_kept(tmp_path):
@@ -175,13 +188,17 @@ def test_a_damaged_manifest_is_passed_over_when_the_best_is_sought(tmp_path, cap
     manifest.write_text("{")
     manager.save(3, linear(), metrics={"loss": 3.0})
     assert manager.best() == 2 and manager.steps() == [1, 2, 3], "what cannot be compared may be the best, and stays"
-    assert "step 1 is left out of the comparison by loss: " in caplog.text and "meshpar.json cannot be read" in caplog.text
+    assert (
+        "step 1 is left out of the comparison by loss: " in caplog.text and "meshpar.json cannot be read" in caplog.text
+    )
     manifest.write_text(text)
     manager.save(4, linear(), metrics={"loss": 3.0})
     assert manager.steps() == [1, 4]
 
 
-@pytest.mark.parametrize("where", ["storage.disk.DiskPath.flush", "steps.steps.Steps._mark_latest", "steps.steps.Steps.retain"])
+@pytest.mark.parametrize(
+    "where", ["storage.disk.DiskPath.flush", "steps.steps.Steps._mark_latest", "steps.steps.Steps.retain"]
+)
 def test_what_fails_after_the_commit_does_not_fail_the_save(tmp_path, monkeypatch, caplog, where):
     manager = CheckpointManager(tmp_path)
     manager.save(1, linear(1))
@@ -235,10 +252,14 @@ def test_a_step_whose_replacement_died_comes_back(tmp_path):
     (tmp_path / "step-00000009").mkdir()
     assert manager.latest() == 1 and len(manager.ignored()) == 2
     restored = linear(3)
-    assert manager.restore(restored, verify="full").step == 1 and torch.equal(restored.module.weight, linear(1).module.weight)
+    assert manager.restore(restored, verify="full").step == 1 and torch.equal(
+        restored.module.weight, linear(1).module.weight
+    )
     for path in (tmp_path, tmp_path / "step-00000001"):
         assert verify_step(path).startswith(str(tmp_path / "step-00000001.old-elsewhere-1-abcdef01"))
-    assert "(in step-00000001.old-elsewhere-1-abcdef01: its replacement is running or did not finish)" in list_steps(tmp_path)
+    assert "(in step-00000001.old-elsewhere-1-abcdef01: its replacement is running or did not finish)" in list_steps(
+        tmp_path
+    )
     with pytest.raises(CheckpointError, match="step 1 is already saved"):
         import_safetensors(save_weights(tmp_path), tmp_path, step=1)
     assert manager.ignored().keys() == {tmp_path / "step-00000002.tmp-elsewhere-1-abcdef01", tmp_path / "step-00000009"}
@@ -272,11 +293,16 @@ def test_an_old_step_that_is_half_removed_does_not_come_back(tmp_path, monkeypat
     assert manager.steps() == [2, 3] and not manager.ignored()
 
 
-@pytest.mark.parametrize("clean", [lambda root: prune_steps(root, 3), lambda root: import_safetensors(save_weights(root), root, step=7)])
+@pytest.mark.parametrize(
+    "clean", [lambda root: prune_steps(root, 3), lambda root: import_safetensors(save_weights(root), root, step=7)]
+)
 def test_only_the_run_itself_removes_what_another_host_left_lately(tmp_path, clean):
     manager = CheckpointManager(tmp_path)
     manager.save(1, linear(1))
-    live, dead, here = (tmp_path / f"step-00000002.tmp-{host}-abcdef01" for host in ("a-1", "b-1", f"{socket.gethostname()}-{2**22 + 1}"))
+    live, dead, here = (
+        tmp_path / f"step-00000002.tmp-{host}-abcdef01"
+        for host in ("a-1", "b-1", f"{socket.gethostname()}-{2**22 + 1}")
+    )
     for each in (live, dead, here):
         each.mkdir()
         (each / "__0_0.distcp").write_bytes(b"12")
@@ -355,13 +381,20 @@ def test_a_disk_too_full_is_noticed_before_writing(tmp_path, monkeypatch):
 
 def test_all_that_does_not_fit_is_told_at_once_and_nothing_changed(tmp_path):
     manager = CheckpointManager(tmp_path)
-    saved = nn.ModuleDict({"same": nn.Linear(2, 2), "wide": nn.Linear(2, 3, bias=False), "low": nn.Linear(1, 1, bias=False).bfloat16()})
+    saved = nn.ModuleDict(
+        {"same": nn.Linear(2, 2), "wide": nn.Linear(2, 3, bias=False), "low": nn.Linear(1, 1, bias=False).bfloat16()}
+    )
     saved["gone"] = nn.Linear(1, 1, bias=False)
     job = Job(saved)
     manager.save(1, job, torch.optim.SGD(saved.parameters(), lr=0.1))
     other = Job(
         nn.ModuleDict(
-            {"same": nn.Linear(2, 2), "wide": nn.Linear(2, 4, bias=False), "low": nn.Linear(1, 1, bias=False), "new": nn.Linear(1, 1)}
+            {
+                "same": nn.Linear(2, 2),
+                "wide": nn.Linear(2, 4, bias=False),
+                "low": nn.Linear(1, 1, bias=False),
+                "new": nn.Linear(1, 1),
+            }
         )
     )
     before = {name: value.clone() for name, value in other.module.state_dict().items()}
@@ -369,7 +402,8 @@ def test_all_that_does_not_fit_is_told_at_once_and_nothing_changed(tmp_path):
         manager.restore(other, torch.optim.AdamW(other.module.parameters()))
     for line in (
         "wrong shape: model.wide.weight is (4, 2) here and (3, 2) in the checkpoint",
-        "wrong dtype: model.low.weight is torch.float32 here and torch.bfloat16 in the checkpoint; cast=True converts it",
+        "wrong dtype: model.low.weight is torch.float32 here and torch.bfloat16 in the checkpoint; cast=True "
+        "converts it",
         "missing: model.new.weight, (1, 1)",
         "missing: model.new.bias, (1,)",
         "unexpected: model.gone.weight",
@@ -424,7 +458,9 @@ def test_random_state_goes_on_where_it_was(tmp_path):
     assert not torch.equal(torch.get_rng_state(), state), "building the module drew numbers"
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.LBFGS])
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.LBFGS]
+)
 def test_optimizers_of_all_sorts_go_on_bitwise(tmp_path, make):
     manager = CheckpointManager(tmp_path)
     job = linear(1)

@@ -21,7 +21,12 @@ from meshpar.checkpoints.storage.files import Box, ReadFile, memory_of
 from meshpar.checkpoints.storage.writeback import WrittenBehind
 from meshpar.errors import CheckpointError
 
-CASTS = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64, torch.bfloat16)]
+CASTS = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float64, torch.bfloat16),
+]
 
 
 def stored(path, tensor, start=192):
@@ -60,7 +65,9 @@ def test_a_flipped_bit_is_found_in_every_way(tmp_path, monkeypatch, way, dtype):
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("summed", [True, False])
-def test_a_file_that_is_written_during_the_copy_is_an_error_although_its_sum_may_be_right(tmp_path, monkeypatch, way, summed):
+def test_a_file_that_is_written_during_the_copy_is_an_error_although_its_sum_may_be_right(
+    tmp_path, monkeypatch, way, summed
+):
     monkeypatch.setattr("meshpar.checkpoints.format.copying.Pace", lambda: Pace((way,)))
     tensor, path, out = torch.randn(600, 2000), tmp_path / "file", bytearray()
     box = stored(path, tensor)
@@ -79,7 +86,9 @@ def test_a_file_that_is_written_during_the_copy_is_an_error_although_its_sum_may
         else:
             out.extend(data)
 
-    with pytest.raises(CheckpointError, match=r"file was written while it was read; .* when no other process writes it"):
+    with pytest.raises(
+        CheckpointError, match=r"file was written while it was read; .* when no other process writes it"
+    ):
         Copier(overwritten, lambda _: None).copy(Piece((0, 0), box), torch.float32, 328)
     assert (bytes(out) != bytes(memory_of(tensor))) == way.mapped, "a buffer keeps what was read"
 

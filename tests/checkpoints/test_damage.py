@@ -54,7 +54,9 @@ def step(home, monkeypatch) -> Place:
 def files_of(folder: Place, pattern: str = "*") -> list[Place]:
     """The files that a step's manifest names, which are in a folder of their own in a store, and the manifest."""
     inside = read_manifest(folder).files_in(folder)
-    return [each for each in entries(inside, pattern) if each.is_file()] + [folder / MANIFEST_NAME] * (inside != folder and pattern == "*")
+    return [each for each in entries(inside, pattern) if each.is_file()] + [folder / MANIFEST_NAME] * (
+        inside != folder and pattern == "*"
+    )
 
 
 def read(path: Place) -> bytes:
@@ -85,13 +87,20 @@ def test_a_flipped_bit_at_any_byte_of_any_file_is_found_and_named_with_its_tenso
     looked, manifest = 0, read_manifest(step)
     for file in files_of(step):
         data, wrong = read(file), bytearray(read(file))
-        owners = [owner_of(step, file.name, position) for position in range(len(data))] if file.suffix == ".distcp" else [None] * len(data)
+        owners = (
+            [owner_of(step, file.name, position) for position in range(len(data))]
+            if file.suffix == ".distcp"
+            else [None] * len(data)
+        )
         for position in range(len(data)):
             wrong[position] ^= 1 << position % 8
             write(file, wrong)
             with pytest.raises(CheckpointError) as raised:
                 verify_files(step, read_manifest(step) if file.name == MANIFEST_NAME else manifest, "full", [file.name])
-            assert file.name in str(raised.value) and (owners[position] or "") in str(raised.value), (file.name, position)
+            assert file.name in str(raised.value) and (owners[position] or "") in str(raised.value), (
+                file.name,
+                position,
+            )
             wrong[position] = data[position]
             looked += 1
         write(file, data)
@@ -167,7 +176,10 @@ def test_swapped_files_of_one_size_are_found(home):
     assert module.a[0, 0] == ord("a"), "refused before anything changed"
     CheckpointManager(home).restore(Job(module), verify="none")
     assert module.a[0, 0] == ord("b"), "nothing is checked"
-    with pytest.raises(CheckpointError, match=r"(?s)model\.a at \(0, 0\).*model\.b at \(0, 0\)|model\.b at \(0, 0\).*model\.a at \(0, 0\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"(?s)model\.a at \(0, 0\).*model\.b at \(0, 0\)|model\.b at \(0, 0\).*model\.a at \(0, 0\)",
+    ):
         verify(folder)
     with pytest.raises(CheckpointError, match=r"model\.a"):
         export_safetensors(folder, home / "hf", verify="full")
@@ -204,7 +216,11 @@ def test_a_hole_in_the_metadata_is_found_even_where_its_checksum_fits(step, numb
     manifest = read_manifest(step)
     files = {**manifest.files, ".metadata": {"size": path.size(), "crc32": __import__("zlib").crc32(read(path))}}
     with pytest.raises(CheckpointError, match=r"model\.weight"):
-        verify_files(step, type(manifest)(**{**{name: getattr(manifest, name) for name in manifest.__slots__}, "files": files}), "full")
+        verify_files(
+            step,
+            type(manifest)(**{**{name: getattr(manifest, name) for name in manifest.__slots__}, "files": files}),
+            "full",
+        )
 
 
 @on_both
@@ -240,12 +256,16 @@ def test_a_flipped_bit_is_found_by_default_and_the_step_before_taken_when_asked(
     for number in (1, 2):
         manager.save(number, linear(number))
     flip(home / "step-00000002", "model.weight")
-    with pytest.raises(CheckpointError, match=r"__0_\d\.distcp is damaged: model\.weight, bytes \d+ to \d+: expected the CRC-32"):
+    with pytest.raises(
+        CheckpointError, match=r"__0_\d\.distcp is damaged: model\.weight, bytes \d+ to \d+: expected the CRC-32"
+    ):
         manager.restore(linear())
     job = linear()
     found = manager.restore(job, fallback=True)
     assert found.step == 1 and "model.weight" in found.passed_over[0]
-    assert torch.equal(job.module.weight, linear(1).module.weight) and torch.equal(job.module.bias, linear(1).module.bias)
+    assert torch.equal(job.module.weight, linear(1).module.weight) and torch.equal(
+        job.module.bias, linear(1).module.bias
+    )
     manager.restore(job, verify="none")
 
 
@@ -315,9 +335,14 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path):
 def test_a_tensors_own_pickle_that_would_run_code_is_refused_and_not_run(tmp_path):
     dcp.save({"a": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
     archive = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO((tmp_path / "__0_0.distcp").read_bytes())) as good, zipfile.ZipFile(archive, "w") as bad:
+    with (
+        zipfile.ZipFile(io.BytesIO((tmp_path / "__0_0.distcp").read_bytes())) as good,
+        zipfile.ZipFile(archive, "w") as bad,
+    ):
         for each in good.namelist():
-            bad.writestr(each, pickle.dumps(Attack(tmp_path / "owned")) if each.endswith("data.pkl") else good.read(each))
+            bad.writestr(
+                each, pickle.dumps(Attack(tmp_path / "owned")) if each.endswith("data.pkl") else good.read(each)
+            )
     (tmp_path / "__0_0.distcp").write_bytes(archive.getvalue())
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     next(iter(metadata.storage_data.values())).length = len(archive.getvalue())
@@ -407,7 +432,9 @@ def test_parts_that_overlap_are_found_among_many(tmp_path):
     index, place = next(iter(good.storage_data.items()))
     chunk = good.state_dict_metadata["a"].chunks[0]
     for starts, text in ((range(100), None), ([*range(99), 98], "some twice"), (range(99), "have 396 elements of 400")):
-        good.state_dict_metadata["a"].chunks = [type(chunk)(torch.Size((start, 0)), torch.Size((1, 4))) for start in starts]
+        good.state_dict_metadata["a"].chunks = [
+            type(chunk)(torch.Size((start, 0)), torch.Size((1, 4))) for start in starts
+        ]
         good.storage_data = {type(index)("a", torch.Size((start, 0))): place for start in starts}
         (tmp_path / ".metadata").write_bytes(pickle.dumps(good))
         if text is None:
@@ -444,23 +471,31 @@ def plenty(monkeypatch) -> None:
 
 @pytest.mark.parametrize("async_", [False, True])
 @pytest.mark.parametrize("threads", [1, 4])
-def test_a_disk_that_fills_up_while_writing_fails_the_save_and_leaves_the_last_step(small_disk, monkeypatch, threads, async_):
+def test_a_disk_that_fills_up_while_writing_fails_the_save_and_leaves_the_last_step(
+    small_disk, monkeypatch, threads, async_
+):
     plenty(monkeypatch)
     manager = CheckpointManager(small_disk, threads=threads, async_=async_)
     manager.save(1, heavy(1))
     manager.wait()
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"writing to .* failed: .*No space left on device; free some space there"):
+        with pytest.raises(
+            CheckpointError, match=r"writing to .* failed: .*No space left on device; free some space there"
+        ):
             manager.save(2, heavy(2))
             manager.wait()
         assert manager.steps() == [1] and not manager.ignored()
     job = heavy(0)
     assert manager.restore(job, verify="full").step == 1 and job.module.a[5] == 1
     exported = export_safetensors(small_disk, small_disk.parent / "hf")
-    with pytest.raises(CheckpointError, match=r"importing to .*imported failed: .*No space left on device; free some space there"):
+    with pytest.raises(
+        CheckpointError, match=r"importing to .*imported failed: .*No space left on device; free some space there"
+    ):
         import_safetensors(exported, small_disk / "imported")
     assert not any((small_disk / "imported").iterdir())
-    with pytest.raises(CheckpointError, match=r"exporting to .*small/hf failed: .*No space left on device; free some space there"):
+    with pytest.raises(
+        CheckpointError, match=r"exporting to .*small/hf failed: .*No space left on device; free some space there"
+    ):
         export_safetensors(small_disk, small_disk / "hf")
     assert not [each for each in small_disk.iterdir() if "hf" in each.name]
 
@@ -476,7 +511,8 @@ def fill_on_two(root: str) -> None:
         # Rank 0's few bytes may come before or after rank 1 has filled the disk.
         with pytest.raises(
             CheckpointError,
-            match=r"writing step 1 failed on [12] of 2 ranks:[\s\S]* rank 1: writing to .*No space left on device; free some space there",
+            match=r"writing step 1 failed on [12] of 2 ranks:[\s\S]* rank 1: writing to .*No space left on device; "
+            r"free some space there",
         ):
             manager.save(1, job, rank_extra=None)
         dist.barrier()

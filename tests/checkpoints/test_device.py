@@ -1,4 +1,6 @@
-"""Saves and restores of tensors on an accelerator, on a machine without one: copies, waits and pinned memory, and their order."""
+"""Saves and restores of tensors on an accelerator, on a machine without one: copies, waits and pinned memory, and their
+order.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ class Copies(TorchDispatchMode):
 
 
 def parts_on_the_device() -> list[Part]:
-    parts = [Part(str(at), (), torch.empty(shape, device=DEVICE)) for at, shape in enumerate([(64, 32), (129,), (), (3, 5, 7)])]
+    parts = [
+        Part(str(at), (), torch.empty(shape, device=DEVICE))
+        for at, shape in enumerate([(64, 32), (129,), (), (3, 5, 7)])
+    ]
     parts.append(Part("strided", (), torch.empty(16, 16, device=DEVICE).t()[::2]))
     return [*parts, Part("on the host", (), torch.ones(100))]
 
@@ -57,7 +62,9 @@ def test_samples_are_taken_without_a_wait_and_compared_on_the_host():
     assert [part.tensor.device for part in samples.parts] == [DEVICE, torch.device("cpu")]
     with Copies() as copies:
         staged = stager.stage([*parts, *samples.parts], DEVICE)
-    assert [source.shape for _, source, _ in copies.seen] == [part.tensor.shape for part in (*parts[:-1], samples.parts[0])]
+    assert [source.shape for _, source, _ in copies.seen] == [
+        part.tensor.shape for part in (*parts[:-1], samples.parts[0])
+    ]
     assert all(goes_on for *_, goes_on in copies.seen), "the host waits once, at the end"
     assert torch.equal(staged[-1].tensor, samples.parts[1].tensor) and torch.equal(staged[5].tensor, parts[5].tensor)
     pinned, plain = (stager._slabs[pin].memory for pin in (True, False))
@@ -69,7 +76,9 @@ def test_samples_are_taken_without_a_wait_and_compared_on_the_host():
 def test_a_thread_that_pins_memory_does_so_on_this_ranks_device(monkeypatch):
     """A thread begins on the first device, where pinning memory would open a context for each rank of the machine."""
     current: dict[str, list[torch.device]] = {}
-    monkeypatch.setattr(runtime, "make_current", lambda device: current.setdefault(threading.current_thread().name, []).append(device))
+    monkeypatch.setattr(
+        runtime, "make_current", lambda device: current.setdefault(threading.current_thread().name, []).append(device)
+    )
     monkeypatch.setattr(torch, "Stream", lambda device: nullcontext())
 
     def pinned(nbytes, *, pin):
@@ -144,7 +153,11 @@ class LateDevice(TorchDispatchMode):
 
     def __init__(self, out: torch.Tensor) -> None:
         super().__init__()
-        self.out, self.values, self.blocking = out, torch.zeros(out.untyped_storage().nbytes() // out.itemsize, dtype=out.dtype), 0
+        self.out, self.values, self.blocking = (
+            out,
+            torch.zeros(out.untyped_storage().nbytes() // out.itemsize, dtype=out.dtype),
+            0,
+        )
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         device = self
 
@@ -188,7 +201,9 @@ def test_a_restore_to_a_device_fills_a_tile_after_its_last_copy_has_ended(tmp_pa
     box = Box(ReadFile(tmp_path / "file"), 64, (100, 60), torch.float32, "whole", crc32(whole.numpy().tobytes()))
     monkeypatch.setattr(files, "TILE_BYTES", 1000)
     want = whole[tuple(slice(*span) for span in spans)].to(dtype)
-    out = torch.empty(3, *want.shape[::-1], dtype=dtype, device=DEVICE)[1].mT  # other strides, in the middle of other memory
+    out = torch.empty(3, *want.shape[::-1], dtype=dtype, device=DEVICE)[
+        1
+    ].mT  # other strides, in the middle of other memory
     device = LateDevice(out)
     monkeypatch.setattr(torch, "Event", device.event)
     with device:

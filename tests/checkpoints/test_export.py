@@ -21,7 +21,14 @@ import torch
 import torch.distributed as dist
 
 import meshpar
-from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_module, export_safetensors, read_manifest
+from meshpar.checkpoints import (
+    CheckpointManager,
+    DistributedCheckpoint,
+    Safetensors,
+    export_module,
+    export_safetensors,
+    read_manifest,
+)
 from meshpar.checkpoints.format.manifest import MANIFEST_NAME
 from meshpar.errors import CheckpointError
 from meshpar.leftovers import LEASE_S, on_the_way
@@ -31,12 +38,21 @@ from meshpar.testing import on_ranks
 from meshpar.weights import Fuse, Permute, Rename, Split, Transpose, WeightMap
 
 MODELS = {
-    "llama": lambda: Transformer(TransformerConfig(vocab_size=32, dim=16, layers=2, heads=4, kv_heads=2, hidden=24, tied=False)),
-    "llama_tied": lambda: Transformer(TransformerConfig(vocab_size=32, dim=16, layers=2, heads=4, hidden=24, tied=True)),
-    "qwen3": lambda: Transformer(TransformerConfig(vocab_size=32, dim=16, layers=2, heads=4, kv_heads=2, hidden=24, qk_norm=True)),
+    "llama": lambda: Transformer(
+        TransformerConfig(vocab_size=32, dim=16, layers=2, heads=4, kv_heads=2, hidden=24, tied=False)
+    ),
+    "llama_tied": lambda: Transformer(
+        TransformerConfig(vocab_size=32, dim=16, layers=2, heads=4, hidden=24, tied=True)
+    ),
+    "qwen3": lambda: Transformer(
+        TransformerConfig(vocab_size=32, dim=16, layers=2, heads=4, kv_heads=2, hidden=24, qk_norm=True)
+    ),
     "gpt2": lambda: GPT2(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=4)),
 }
-PASSES = {"dp_replicate=2,dp_shard=1,tp=2": [meshpar.TensorParallel(), meshpar.HybridShard()], "dp_shard=1": [meshpar.FullyShard()]}
+PASSES = {
+    "dp_replicate=2,dp_shard=1,tp=2": [meshpar.TensorParallel(), meshpar.HybridShard()],
+    "dp_shard=1": [meshpar.FullyShard()],
+}
 
 
 def build(name, mesh):
@@ -73,7 +89,9 @@ def one_process():
 def test_transformers_loads_the_export_with_equal_logits(runs, tmp_path, one_process, name, max_shard_size):
     transformers = pytest.importorskip("transformers")
     told = []
-    export_safetensors(runs / name / "latest", tmp_path / "hf", max_shard_size=max_shard_size, progress=lambda *each: told.append(each))
+    export_safetensors(
+        runs / name / "latest", tmp_path / "hf", max_shard_size=max_shard_size, progress=lambda *each: told.append(each)
+    )
     assert told[-1][0] == told[-1][1] and sorted(told) == told
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == (max_shard_size == 4096)
     theirs, problems = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
@@ -86,7 +104,9 @@ def test_transformers_loads_the_export_with_equal_logits(runs, tmp_path, one_pro
         want = theirs(ids).logits
         for ours in (restored, imported):
             torch.testing.assert_close(ours.module(ids).logits, want, rtol=1e-5, atol=1e-5)
-    for (key, one), (_, other) in zip(restored.module.state_dict().items(), imported.module.state_dict().items(), strict=True):
+    for (key, one), (_, other) in zip(
+        restored.module.state_dict().items(), imported.module.state_dict().items(), strict=True
+    ):
         assert torch.equal(one.full_tensor(), other.full_tensor()), key
 
 
@@ -138,7 +158,12 @@ def test_tokenizer_files_come_along_and_its_weights_do_not(runs, tmp_path):
     for name in ("tokenizer.json", "generation_config.json", "config.json", "old.safetensors"):
         (tokenizer / name).write_text("{}")
     made = export_safetensors(runs / "llama", tmp_path / "hf", tokenizer=tokenizer)
-    assert sorted(each.name for each in made.iterdir()) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(each.name for each in made.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     assert json.loads((made / "config.json").read_text())["model_type"] == "llama"
 
 
@@ -160,7 +185,9 @@ def test_the_folder_one_stands_in_is_replaced_and_a_link_is_followed(runs, tmp_p
     assert [each.name for each in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "model.safetensors").is_file()
     (tmp_path / "link").symlink_to("hf")
     export_safetensors(runs / "qwen3", tmp_path / "link", overwrite=True)
-    assert (tmp_path / "link").is_symlink() and json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "qwen3"
+    assert (tmp_path / "link").is_symlink() and json.loads((tmp_path / "hf" / "config.json").read_text())[
+        "model_type"
+    ] == "qwen3"
     with pytest.raises(CheckpointError, match=r"an export cannot replace .*; choose a folder inside it"):
         export_safetensors(runs / "llama", "/", overwrite=True)
 
@@ -174,7 +201,9 @@ def test_what_appears_at_the_target_during_an_export_is_kept(runs, tmp_path, kin
             target.mkdir() if kind == "folder" else target.write_text("precious")
             (target / "precious").write_text("precious") if kind == "folder" else None
 
-    with pytest.raises(CheckpointError, match=r"hf appeared during the export: it already exists and is not empty; delete it"):
+    with pytest.raises(
+        CheckpointError, match=r"hf appeared during the export: it already exists and is not empty; delete it"
+    ):
         export_safetensors(runs / "llama", target, progress=appear)
     assert [each.name for each in tmp_path.iterdir()] == ["hf"]
     assert (target / "precious" if kind == "folder" else target).read_text() == "precious"
@@ -182,7 +211,9 @@ def test_what_appears_at_the_target_during_an_export_is_kept(runs, tmp_path, kin
 
 def test_an_export_that_another_host_is_writing_is_not_run_over(runs, tmp_path):
     theirs = left(tmp_path, "tmp", "elsewhere")
-    with pytest.raises(CheckpointError, match=r"another export to .*hf is running: process \d+ on elsewhere; .* 120 s after"):
+    with pytest.raises(
+        CheckpointError, match=r"another export to .*hf is running: process \d+ on elsewhere; .* 120 s after"
+    ):
         export_safetensors(runs / "llama", tmp_path / "hf")
     assert [each.name for each in tmp_path.iterdir()] == [theirs.name]
 
@@ -208,8 +239,12 @@ def test_a_dtype_that_needs_scales_is_refused(runs, tmp_path, dtype):
 
 def test_a_step_that_is_deleted_during_its_export_is_named_with_the_remedy(runs, tmp_path):
     step = shutil.copytree((runs / "llama" / "latest").resolve(), tmp_path / "steps" / "step-00000001")
-    with pytest.raises(CheckpointError, match=r"cannot open .*its folder does not exist: retention .* \(meshpar checkpoints pin\)"):
-        export_safetensors(step, tmp_path / "hf", max_shard_size=1, progress=lambda *_: shutil.rmtree(step, ignore_errors=True))
+    with pytest.raises(
+        CheckpointError, match=r"cannot open .*its folder does not exist: retention .* \(meshpar checkpoints pin\)"
+    ):
+        export_safetensors(
+            step, tmp_path / "hf", max_shard_size=1, progress=lambda *_: shutil.rmtree(step, ignore_errors=True)
+        )
 
 
 def test_a_file_is_exported_over_when_told(runs, tmp_path):
@@ -238,10 +273,14 @@ def test_what_a_killed_export_left_is_removed_or_comes_back(runs, tmp_path):
     file.write_text("work")
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
         export_safetensors(runs / "llama", tmp_path / "hf")
-    assert (tmp_path / "hf" / "mine").read_text() == "work", "set aside by an export that was killed before its own took the place"
+    assert (tmp_path / "hf" / "mine").read_text() == "work", (
+        "set aside by an export that was killed before its own took the place"
+    )
     left(tmp_path, "old")
     export_safetensors(runs / "llama", tmp_path / "hf", overwrite=True)
-    assert {each.name for each in tmp_path.iterdir()} == {"hf", elsewhere.name, file.name} and not (tmp_path / "hf" / "mine").exists()
+    assert {each.name for each in tmp_path.iterdir()} == {"hf", elsewhere.name, file.name} and not (
+        tmp_path / "hf" / "mine"
+    ).exists()
 
 
 def test_what_stood_there_stays_where_the_export_cannot_take_its_place(runs, tmp_path, monkeypatch):
@@ -298,7 +337,11 @@ def test_every_dtype_and_shape_is_written_tile_by_tile(tmp_path, monkeypatch):
     monkeypatch.setattr("meshpar.checkpoints.storage.files.TILE_BYTES", 48)
     safetensors.torch.save_file(KINDS, tmp_path / "in.safetensors")
     export_safetensors(Safetensors(tmp_path / "in.safetensors"), tmp_path / "out", max_shard_size=300)
-    names = {name: file for file in sorted((tmp_path / "out").glob("*.safetensors")) for name in safetensors.torch.load_file(file)}
+    names = {
+        name: file
+        for file in sorted((tmp_path / "out").glob("*.safetensors"))
+        for name in safetensors.torch.load_file(file)
+    }
     assert len(set(names.values())) > 2
     for name, tensor in KINDS.items():
         found = safetensors.torch.load_file(names[name])[name]
@@ -308,7 +351,9 @@ def test_every_dtype_and_shape_is_written_tile_by_tile(tmp_path, monkeypatch):
 def test_rules_are_applied_while_streaming(tmp_path, monkeypatch):
     monkeypatch.setattr("meshpar.checkpoints.export.safetensors._TILE_BYTES", 64)
     ours = {"a": torch.randn(8, 6), "b": torch.randn(4, 6), "c": torch.randn(9, 5), "d": torch.randn(12, 3)}
-    rules = WeightMap((Fuse(("a", "b"), "ab", parts=(2, 1)), Transpose("c", "c"), Permute("d", "d", 3, 2), Split("d", ("d1", "d2"))))
+    rules = WeightMap(
+        (Fuse(("a", "b"), "ab", parts=(2, 1)), Transpose("c", "c"), Permute("d", "d", 3, 2), Split("d", ("d1", "d2")))
+    )
     safetensors.torch.save_file(ours, tmp_path / "in.safetensors")
     export_safetensors(rules.publish(Safetensors(tmp_path / "in.safetensors")), tmp_path / "out")
     found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
@@ -363,12 +408,17 @@ def test_tensors_may_lie_in_any_order_and_be_empty(tmp_path):
             "c": {"dtype": "F32", "shape": [0, 2], "data_offsets": [4, 4]},
         }
     )
-    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + struct.pack("<ff", 1.0, 2.0))
+    (tmp_path / "x.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header.encode() + struct.pack("<ff", 1.0, 2.0)
+    )
     found = Safetensors(tmp_path / "x.safetensors")
     values = {name: torch.empty(1) for name in "ab"}
     for name, value in values.items():
         found.read(name, (), value)
-    assert {name: float(value) for name, value in values.items()} == {"a": 2.0, "b": 1.0} and found.shapes()["c"] == (0, 2)
+    assert {name: float(value) for name, value in values.items()} == {"a": 2.0, "b": 1.0} and found.shapes()["c"] == (
+        0,
+        2,
+    )
 
 
 def test_missing_files_and_names_are_named(tmp_path):
@@ -431,15 +481,25 @@ def test_the_command_takes_names_config_and_files_that_it_is_given(runs, tmp_pat
     found = json.loads((made / "model.safetensors.index.json").read_text())["weight_map"]
     with torch.device("meta"):
         assert set(found) == set(MODELS["llama"]().state_dict())
-    assert json.loads((made / "config.json").read_text()) == {"model_type": "llama", "hidden_size": 16, "dtype": "bfloat16"}
-    others = {each.name for each in made.iterdir()} - set(found.values()) - {"config.json", "model.safetensors.index.json"}
+    assert json.loads((made / "config.json").read_text()) == {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "dtype": "bfloat16",
+    }
+    others = (
+        {each.name for each in made.iterdir()} - set(found.values()) - {"config.json", "model.safetensors.index.json"}
+    )
     assert others == {"generation_config.json", "tokenizer.json", "chat_template.jinja"}
     for layout, file in ((rules, "by-rules"), ("llama", "llama"), (None, "as-saved")):
         done = export_command(runs / "llama", tmp_path / file, *(() if layout is None else ("--layout", layout)))
         assert done.exit_code == 0, done.output
-    assert (tmp_path / "llama" / "model.safetensors").read_bytes() == (tmp_path / "as-saved" / "model.safetensors").read_bytes()
+    assert (tmp_path / "llama" / "model.safetensors").read_bytes() == (
+        tmp_path / "as-saved" / "model.safetensors"
+    ).read_bytes()
     names = safetensors.torch.load_file(tmp_path / "by-rules" / "model.safetensors")
-    assert set(found) ^ set(names) == {f"{kind}.{n}.{end}" for n in (0, 1) for kind, end in (("layers", "mlp.up.weight"), ("blocks", "up"))}
+    assert set(found) ^ set(names) == {
+        f"{kind}.{n}.{end}" for n in (0, 1) for kind, end in (("layers", "mlp.up.weight"), ("blocks", "up"))
+    }
 
 
 @pytest.mark.parametrize(
@@ -458,7 +518,9 @@ def test_the_command_says_what_an_option_takes(runs, tmp_path, options, message)
     assert done.exit_code == 1 and message in done.stderr and not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "cannot be read as JSON"), ("[1]", "expected a JSON object, got list")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "cannot be read as JSON"), ("[1]", "expected a JSON object, got list")]
+)
 @pytest.mark.parametrize("model", ["ours", "transformers"])
 def test_an_import_names_the_config_that_is_damaged(tmp_path, text, message, model):
     safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
@@ -470,7 +532,11 @@ def test_an_import_names_the_config_that_is_damaged(tmp_path, text, message, mod
 def test_a_run_of_published_weights_exports_their_generation_config(runs, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(runs / "llama", run / "checkpoints", symlinks=True)
-    recipe = {"name": "x", "model": {"kind": "huggingface", "config": str(published_folder(tmp_path / "base"))}, "training": {"steps": 1}}
+    recipe = {
+        "name": "x",
+        "model": {"kind": "huggingface", "config": str(published_folder(tmp_path / "base"))},
+        "training": {"steps": 1},
+    }
     (run / "recipe.yaml").write_text(json.dumps(recipe))
     assert export_command(run, tmp_path / "hf").exit_code == 0
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text()) == {"name": "generation_config.json"}
@@ -480,14 +546,22 @@ def test_a_run_of_published_weights_exports_their_generation_config(runs, tmp_pa
 def test_a_run_is_exported_where_the_weights_it_started_from_are_not(runs, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(runs / "llama", run / "checkpoints", symlinks=True)
-    recipe = {"name": "x", "model": {"kind": "huggingface", "weights": "gone"}, "data": {"tokenizer": "bytes"}, "training": {"steps": 1}}
+    recipe = {
+        "name": "x",
+        "model": {"kind": "huggingface", "weights": "gone"},
+        "data": {"tokenizer": "bytes"},
+        "training": {"steps": 1},
+    }
     (run / "recipe.yaml").write_text(json.dumps(recipe))
     done = export_command(run, tmp_path / "hf")
     assert done.exit_code == 0, done.stderr
     assert {each.name for each in (tmp_path / "hf").iterdir()} == {"config.json", "model.safetensors"}
     (run / "recipe.yaml").write_text(json.dumps({**recipe, "lora": {"rank": 2}}))
     done = export_command(run, tmp_path / "merged")
-    assert done.exit_code == 1 and "holds adapters of the weights in gone, and that folder does not exist here; an export" in done.stderr
+    assert (
+        done.exit_code == 1
+        and "holds adapters of the weights in gone, and that folder does not exist here; an export" in done.stderr
+    )
 
 
 def test_a_checked_export_names_the_damage_that_sizes_do_not_show(runs, tmp_path):

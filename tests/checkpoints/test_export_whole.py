@@ -22,15 +22,28 @@ def base_model(folder: Path) -> Path:
     import tokenizers
 
     fast = tokenizers.Tokenizer(tokenizers.models.BPE())
-    fast.pre_tokenizer, fast.decoder = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+    fast.pre_tokenizer, fast.decoder = (
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        tokenizers.decoders.ByteLevel(),
+    )
     special, alphabet = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=288, special_tokens=special, initial_alphabet=sorted(alphabet), show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=288, special_tokens=special, initial_alphabet=sorted(alphabet), show_progress=False
+    )
     fast.train_from_iterator([ASKED, "user assistant"] * 20, trainer=trainer)
     transformers.PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=special[0]).save_pretrained(folder)
-    sizes = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 288,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config = transformers.AutoConfig.for_model("llama", **sizes, bos_token_id=0, eos_token_id=0, pad_token_id=0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "temperature": 0.7, "do_sample": True}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": 0, "temperature": 0.7, "do_sample": True})
+    )
     return folder
 
 
@@ -53,7 +66,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "chat.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 64)
     (home / "job.yaml").write_text(
         f"device: cpu\nmodel: {{kind: huggingface, weights: {base_model(home / 'base')}}}\n"
-        f"data: {{source: chat, paths: [{home / 'chat.jsonl'}], template: chatml, eos: <|im_end|>, sequence_length: 64, micro_batch: 4, "
+        f"data: {{source: chat, paths: [{home / 'chat.jsonl'}], template: chatml, eos: <|im_end|>, sequence_length: "
+        "64, micro_batch: 4, "
         f"cache: {home / 'cache'}}}\noptimizer: {{lr: 1e-2, weight_decay: 0.0}}\nschedule: {{name: constant}}\n"
         "training: {steps: 80, log_every: 50, tensorboard: false}\n"
     )
@@ -65,7 +79,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("run", "options"), [("full", ()), ("lora", ()), ("lora", ("--adapters",)), ("lora", ("--config",)), ("full", GGUF)]
 )
-def test_an_export_has_the_template_and_the_end_of_turn_of_its_run(runs: Path, tmp_path: Path, run: str, options: tuple[str, ...]) -> None:
+def test_an_export_has_the_template_and_the_end_of_turn_of_its_run(
+    runs: Path, tmp_path: Path, run: str, options: tuple[str, ...]
+) -> None:
     given = (*options, runs / "base") if options == ("--config",) else options
     command("export", runs / run, tmp_path / "out", *given)
     if options != GGUF:
@@ -80,16 +96,30 @@ def test_an_export_has_the_template_and_the_end_of_turn_of_its_run(runs: Path, t
     assert run == "lora" or answer == f"{ANSWER}\n"
     if run == "full" and options != GGUF:
         net = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-        ids = tokenizer.apply_chat_template([{"role": "user", "content": ASKED}], add_generation_prompt=True, return_tensors="pt")
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": ASKED}], add_generation_prompt=True, return_tensors="pt"
+        )
         made = net.generate(ids["input_ids"], do_sample=False, max_new_tokens=24)[0, ids["input_ids"].shape[1] :]
         assert tokenizer.decode(made) == f"{ANSWER}<|im_end|>", "transformers alone stops where the turn ends"
 
 
 def test_what_does_not_generate_is_named(runs: Path, tmp_path: Path) -> None:
-    sizes = {"vocab_size": 288, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 288,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     transformers.BertForSequenceClassification(transformers.BertConfig(**sizes)).save_pretrained(tmp_path)
     done = CliRunner().invoke(app, ["generate", str(tmp_path), "x"])
-    assert done.exit_code == 1 and "has no tokenizer; a run on token ids has none: export it with --config DIR" in done.stderr
+    assert (
+        done.exit_code == 1
+        and "has no tokenizer; a run on token ids has none: export it with --config DIR" in done.stderr
+    )
     transformers.AutoTokenizer.from_pretrained(runs / "base").save_pretrained(tmp_path)
     done = CliRunner().invoke(app, ["generate", str(tmp_path), "x"])
-    assert done.exit_code == 1 and "is not a language model, which generates text: it has no cls.predictions" in done.stderr
+    assert (
+        done.exit_code == 1
+        and "is not a language model, which generates text: it has no cls.predictions" in done.stderr
+    )

@@ -17,7 +17,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import meshpar
 from meshpar import CheckpointError, MeshparError, Plan
-from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, TorchWeights, import_safetensors, read_manifest
+from meshpar.checkpoints import (
+    CheckpointManager,
+    DistributedCheckpoint,
+    Safetensors,
+    TorchWeights,
+    import_safetensors,
+    read_manifest,
+)
 from meshpar.testing import on_ranks
 from meshpar.weights import WeightSource
 
@@ -39,7 +46,9 @@ def equal(par: meshpar.Parallelized) -> bool:
 
 def test_a_nested_distributed_checkpoint_is_read_by_its_prefix_which_the_error_names(tmp_path: Path) -> None:
     dcp.save({"model": VALUES, "step": torch.tensor(3)}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(MeshparError, match=r"missing: 0\.weight[\s\S]*DistributedCheckpoint and TorchWeights take prefix='model\.'"):
+    with pytest.raises(
+        MeshparError, match=r"missing: 0\.weight[\s\S]*DistributedCheckpoint and TorchWeights take prefix='model\.'"
+    ):
         linear(DistributedCheckpoint(tmp_path))
     assert equal(linear(DistributedCheckpoint(tmp_path, prefix="model.")))
 
@@ -62,7 +71,9 @@ class Runs:
         return print, ("ran",)
 
 
-def test_a_file_of_torch_save_that_would_run_code_is_refused_and_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_torch_save_that_would_run_code_is_refused_and_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.save({"a": torch.ones(1), "b": Runs()}, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=r"model\.pt contains other objects than tensors and plain data"):
         TorchWeights(tmp_path / "model.pt")
@@ -76,11 +87,15 @@ def test_safetensors_in_a_distributed_checkpoint_are_named(tmp_path: Path) -> No
     writer = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
     dcp.save(dict(VALUES), storage_writer=writer, no_dist=True)
     source = DistributedCheckpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"saved with SerializationFormat\.SAFETENSORS, which is not read: save it as TORCH_SAVE"):
+    with pytest.raises(
+        CheckpointError, match=r"saved with SerializationFormat\.SAFETENSORS, which is not read: save it as TORCH_SAVE"
+    ):
         source.read("0.weight", (), torch.empty(2, 3))
 
 
-def test_a_checkpoint_of_trainers_fsdp_is_read_and_imported_as_the_error_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_trainers_fsdp_is_read_and_imported_as_the_error_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin, save_fsdp_model
     from typer.testing import CliRunner
 
@@ -96,7 +111,8 @@ def test_a_checkpoint_of_trainers_fsdp_is_read_and_imported_as_the_error_says(tm
     torch.save({"seed": torch.ones(1)}, folder / "training_args.bin")
     for read in (Safetensors, TorchWeights, DistributedCheckpoint):
         with pytest.raises(
-            CheckpointError, match=r"DistributedCheckpoint\(folder / 'pytorch_model_fsdp_0', prefix='model\.'\), or .*--config"
+            CheckpointError,
+            match=r"DistributedCheckpoint\(folder / 'pytorch_model_fsdp_0', prefix='model\.'\), or .*--config",
         ):
             read(folder)
     assert equal(linear(DistributedCheckpoint(folder / "pytorch_model_fsdp_0", prefix="model.")))
@@ -105,7 +121,10 @@ def test_a_checkpoint_of_trainers_fsdp_is_read_and_imported_as_the_error_says(tm
     base.mkdir()
     (base / "config.json").write_text('{"model_type": "own"}')
     command = ["import", str(folder), str(root)]
-    for more, told in ([], "pass --config FOLDER"), (["--model", "transformers", "--config", str(tmp_path)], "correct --config"):
+    for more, told in (
+        ([], "pass --config FOLDER"),
+        (["--model", "transformers", "--config", str(tmp_path)], "correct --config"),
+    ):
         done = CliRunner().invoke(app, [*command, *more])
         assert done.exit_code == 1 and told in done.stderr and not root.exists()
     assert CliRunner().invoke(app, [*command, "--model", "transformers", "--config", str(base)]).exit_code == 0
@@ -141,7 +160,9 @@ def test_a_reader_of_another_format_names_the_right_one(tmp_path: Path) -> None:
     torch.save(VALUES, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=r"read it by DistributedCheckpoint\(folder\)"):
         Safetensors(tmp_path / "dcp")
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is not .*read the folder with \.metadata by DistributedCheckpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"__0_0\.distcp is not .*read the folder with \.metadata by DistributedCheckpoint"
+    ):
         Safetensors(tmp_path / "dcp" / "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"read them by TorchWeights\(path\)"):
         Safetensors(tmp_path / "model.pt")

@@ -1,4 +1,6 @@
-"""Tensors and files of over 4 GiB, where an archive's 32 bits no longer do: sparse files, so that nothing of that size is written."""
+"""Tensors and files of over 4 GiB, where an archive's 32 bits no longer do: sparse files, so that nothing of that size
+is written.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def test_torch_and_zipfile_read_the_large_archive(step):
 def test_the_large_files_size_is_checked(step):
     assert read_manifest(step).files["__0_0.distcp"]["size"] > 1 << 32
     os.truncate(step / "__0_0.distcp", (step / "__0_0.distcp").stat().st_size - 1)
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: expected 43\d+ bytes, found 43\d+; lost: \(parts of\) model\.small"):
+    with pytest.raises(
+        CheckpointError, match=r"__0_0\.distcp: expected 43\d+ bytes, found 43\d+; lost: \(parts of\) model\.small"
+    ):
         verify_step(step)
     with (step / "__0_0.distcp").open("ab") as file:
         file.write(b"\0")

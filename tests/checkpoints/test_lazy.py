@@ -1,4 +1,6 @@
-"""What a checkpoint stores are values: views that torch resolves when it reads them come back equal, and what is no array is refused."""
+"""What a checkpoint stores are values: views that torch resolves when it reads them come back equal, and what is no
+array is refused.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ LARGE = 600_000  # complex numbers: more than a tile
 
 
 class Views(nn.Module):
-    """Parameters and buffers that are views of complex numbers: conjugated, negated, transposed, and of more than a tile."""
+    """Parameters and buffers that are views of complex numbers: conjugated, negated, transposed, and of more than a
+    tile.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -92,7 +96,9 @@ def scaled():
 ODD = {
     r"weight \(Scaled\)": lambda: nn.ParameterDict({"weight": nn.Parameter(scaled(), requires_grad=False)}),
     r"weight \(layout sparse_coo\)": lambda: with_buffer(torch.eye(3).to_sparse()),
-    r"weight \(quantized, quint8\)": lambda: with_buffer(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)),
+    r"weight \(quantized, quint8\)": lambda: with_buffer(
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    ),
 }
 
 

@@ -30,14 +30,18 @@ input()
 
 
 def hold(folder: Path) -> subprocess.Popen[str]:
-    other = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert other.stdout is not None and other.stdout.readline() == "taken\n"
     return other
 
 
 def test_a_second_job_is_told_who_writes_the_folder_and_gets_it_when_that_one_is_killed(tmp_path: Path) -> None:
     with hold(tmp_path) as other, CheckpointManager(tmp_path) as manager:
-        with pytest.raises(CheckpointError, match=rf"is written by another job: process {other.pid} on .* since 2.*; end that job"):
+        with pytest.raises(
+            CheckpointError, match=rf"is written by another job: process {other.pid} on .* since 2.*; end that job"
+        ):
             manager.own()
         other.kill()
         other.wait()
@@ -63,14 +67,20 @@ def test_a_holder_on_another_host_lives_while_its_count_rises(tmp_path: Path, mo
     lease.take()
     lease.check()
     elsewhere(tmp_path)  # whose host was cut off, and which came back
-    with pytest.raises(CheckpointError, match="process 1 on elsewhere since then, which took it while this job gave no sign of life"):
+    with pytest.raises(
+        CheckpointError, match="process 1 on elsewhere since then, which took it while this job gave no sign of life"
+    ):
         lease.check()
     lease.release()
     assert json.loads((tmp_path / LEASE_NAME).read_text())["host"] == "elsewhere", "only its own is removed"
 
 
-def test_of_two_that_replace_a_dead_holder_in_one_moment_one_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / LEASE_NAME).write_text(json.dumps({"host": host_name(), "process": 2**22 + 1, "id": "dead", "since": "then", "count": 0}))
+def test_of_two_that_replace_a_dead_holder_in_one_moment_one_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / LEASE_NAME).write_text(
+        json.dumps({"host": host_name(), "process": 2**22 + 1, "id": "dead", "since": "then", "count": 0})
+    )
     monkeypatch.setattr("meshpar.checkpoints.steps.lease.time.sleep", lambda _: elsewhere(tmp_path))
     with pytest.raises(CheckpointError, match="process 1 on elsewhere since then, which took it"):
         Lease(tmp_path).take()
@@ -111,7 +121,10 @@ def own_together(root: str) -> None:
     with CheckpointManager(Path(root) / "own") as manager:
         manager.own()
         manager.own()
-    with CheckpointManager(root, timeout_s=30) as manager, pytest.raises(CheckpointError, match="is written by another job"):
+    with (
+        CheckpointManager(root, timeout_s=30) as manager,
+        pytest.raises(CheckpointError, match="is written by another job"),
+    ):
         manager.own()
     assert dist.is_initialized()
 

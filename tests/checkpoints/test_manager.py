@@ -117,7 +117,9 @@ def train(job: Job, steps: int = 2) -> torch.optim.Optimizer:
 def optimizer_of(job: Job) -> torch.optim.Optimizer:
     decayed = [p for p in job.module.parameters() if p.requires_grad and p.ndim == 2]
     others = [p for p in job.module.parameters() if p.requires_grad and p.ndim != 2]
-    return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.125, betas=(0.5, 0.75))
+    return torch.optim.AdamW(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.125, betas=(0.5, 0.75)
+    )
 
 
 def everything(job: Job, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -151,7 +153,9 @@ def test_torch_itself_loads_what_was_saved(tmp_path, one_process):
 
 def test_its_metadata_has_the_five_tensor_properties_that_every_torch_reads(tmp_path, one_process, monkeypatch):
     five = TensorProperties.__getstate__
-    monkeypatch.setattr(TensorProperties, "__getstate__", lambda each: (*five(each)[:5], (1,)))  # torch 2.15 adds strides
+    monkeypatch.setattr(
+        TensorProperties, "__getstate__", lambda each: (*five(each)[:5], (1,))
+    )  # torch 2.15 adds strides
     job = make("replicate", seed=1)
     folder = CheckpointManager(tmp_path).save(1, job, train(job))
     entries = read_metadata((folder / ".metadata").read_bytes(), folder).state_dict_metadata
@@ -166,7 +170,11 @@ def load_a_foreign_checkpoint(root: str) -> None:
     dcp.save(stranger.state_dict(), checkpoint_id=root)
     with torch.device("meta"):
         module = Transformer(config)
-    par = meshpar.Plan("dp_shard=2", [meshpar.FullyShard()]).apply(module).materialize(weights=DistributedCheckpoint(root))
+    par = (
+        meshpar.Plan("dp_shard=2", [meshpar.FullyShard()])
+        .apply(module)
+        .materialize(weights=DistributedCheckpoint(root))
+    )
     assert_same({name: full(tensor) for name, tensor in par.module.state_dict().items()}, stranger.state_dict())
 
 

@@ -37,7 +37,9 @@ def test_later_saves_of_80_layers_on_many_ranks_plan_in_a_second_and_exchange_un
         dist.destroy_process_group()
     assert later["seconds"] < patient(1) and later["bytes"] < 1 << 20, later
     assert first["seconds"] < patient(10) and first["bytes"] < 64 << 20, first
-    assert first["written"] == first["held"] > 846e9 and first["most"] < 1.1 * first["held"] / ranks, "once, and by all ranks alike"
+    assert first["written"] == first["held"] > 846e9 and first["most"] < 1.1 * first["held"] / ranks, (
+        "once, and by all ranks alike"
+    )
 
 
 def test_parts_that_ranks_describe_in_different_company_are_written_once():
@@ -55,8 +57,14 @@ def test_parts_that_ranks_describe_in_different_company_are_written_once():
     [
         ({"offsets": (3, 0)}, r"a part of 'weight' exceeds its shape"),
         ({"sizes": (1, 4)}, r"the parts of 'weight' have 12 elements of 16"),
-        ({"shape": (5, 4)}, r"weight differs between ranks: \(4, 4\), float32 on rank 0 and \(5, 4\), float32 on rank 1"),
-        ({"dtype": torch.float64}, r"weight differs between ranks: \(4, 4\), float32 on rank 0 and \(4, 4\), float64 on rank 1"),
+        (
+            {"shape": (5, 4)},
+            r"weight differs between ranks: \(4, 4\), float32 on rank 0 and \(5, 4\), float32 on rank 1",
+        ),
+        (
+            {"dtype": torch.float64},
+            r"weight differs between ranks: \(4, 4\), float32 on rank 0 and \(4, 4\), float64 on rank 1",
+        ),
     ],
     ids=["beyond", "a lack", "shape", "dtype"],
 )
@@ -241,8 +249,12 @@ def test_a_later_save_is_checked_as_the_first_and_files_may_be_laid_out_in_anoth
     step(par, optimizer)
     assert [records_of_a_save(number) for number in (1, 2)] == [1, 0]
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "write_parts", lambda folder, rank, parts, **given: write_parts(folder, rank, parts[1:], **given))
-        with pytest.raises(CheckpointError, match=r"differ from the plan; save again:\n +model.0.weight at \(0, 0\) was not written"):
+        patch.setattr(
+            saving, "write_parts", lambda folder, rank, parts, **given: write_parts(folder, rank, parts[1:], **given)
+        )
+        with pytest.raises(
+            CheckpointError, match=r"differ from the plan; save again:\n +model.0.weight at \(0, 0\) was not written"
+        ):
             records_of_a_save(3)
     with monkeypatch.context() as patch:
         patch.setattr(saving, "verify_files", flipped)
@@ -272,20 +284,30 @@ def flipped(folder: Path, manifest: Manifest, level: Verify) -> None:
 
 def test_a_ledger_is_of_these_files_alone_and_names_in_json_are_those_of_the_tensors(tmp_path):
     tensors = {name: torch.full((3,), float(at)) for at, name in enumerate(['a%d"b', "100%", "c\\d", "é%%"])}
-    files = write_parts(place(tmp_path), 0, [Part(name, (0,), each) for name, each in tensors.items()], threads=2, checksum="crc32")
+    files = write_parts(
+        place(tmp_path), 0, [Part(name, (0,), each) for name, each in tensors.items()], threads=2, checksum="crc32"
+    )
     layout = layout_of(files)
     groups = plain_groups((name, (3,), torch.float32) for name in tensors)
     ledger = Ledger(groups, [layout], ())
     assert ledger.fits([report_of(files, layout)])
-    other = [replace(file, parts=tuple(replace(part, length=part.length + 64) for part in file.parts)) for file in files]
+    other = [
+        replace(file, parts=tuple(replace(part, length=part.length + 64) for part in file.parts)) for file in files
+    ]
     assert not ledger.fits([report_of(files, layout_of(other))]), "another length"
     assert not ledger.fits([report_of(files, layout)] * 2), "another rank"
     manifest = ledger.write(
-        place(tmp_path), [report_of(files, layout)], {"step": 1, "mesh": {}, "world_size": 1, "device": "cpu", "plan": ""}
+        place(tmp_path),
+        [report_of(files, layout)],
+        {"step": 1, "mesh": {}, "world_size": 1, "device": "cpu", "plan": ""},
     )
     (tmp_path / "meshpar.json").write_text(manifest.to_json())
     read = read_manifest(tmp_path)
     assert read.tensors == dict(manifest.tensors) and list(read.tensors) == list(tensors)
-    written = {part.name: [[[0], [3], file.name, part.position, part.length, part.crc32]] for file in files for part in file.parts}
+    written = {
+        part.name: [[[0], [3], file.name, part.position, part.length, part.crc32]]
+        for file in files
+        for part in file.parts
+    }
     assert {name: each["chunks"] for name, each in read.tensors.items()} == written
     verify_files(tmp_path, read, "full")

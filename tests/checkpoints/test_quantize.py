@@ -59,7 +59,9 @@ def raw(path):
     for name, entry in json.loads(data[8 : 8 + size]).items():
         if name != "__metadata__":
             start, stop = entry["data_offsets"]
-            values = np.frombuffer(data[8 + size + start : 8 + size + stop], kinds[entry["dtype"]]).reshape(entry["shape"])
+            values = np.frombuffer(data[8 + size + start : 8 + size + stop], kinds[entry["dtype"]]).reshape(
+                entry["shape"]
+            )
             found[name] = (entry["dtype"], values)
     return found
 
@@ -75,7 +77,9 @@ def bfloat16(values):
 
 
 CODES = np.arange(128)
-FP8 = np.where(CODES >> 3, 2.0 ** ((CODES >> 3) - 7.0) * (1 + (CODES & 7) / 8), 2.0**-6 * (CODES & 7) / 8).astype(np.float32)[:127]
+FP8 = np.where(CODES >> 3, 2.0 ** ((CODES >> 3) - 7.0) * (1 + (CODES & 7) / 8), 2.0**-6 * (CODES & 7) / 8).astype(
+    np.float32
+)[:127]
 """What the codes 0 to 126 of float8_e4m3fn stand for (OCP 8-bit floating point, revision 1.0); the sign is bit 7."""
 
 
@@ -92,7 +96,9 @@ BLOCKS = {"fp8": (1, None), "fp8-block": (128, 128), "int8": (1, None), "int4": 
 
 
 def expected(how, weight, bits):
-    """The stored values, the scales and what they stand for of a float32 weight, by NumPy alone; ``bits``: of the scales."""
+    """The stored values, the scales and what they stand for of a float32 weight, by NumPy alone; ``bits``: of the
+    scales.
+    """
     rows, columns = weight.shape
     down, across = BLOCKS[how][0], BLOCKS[how][1] or columns
     blocks = weight.reshape(rows // down, down, columns // across, across)
@@ -139,14 +145,20 @@ def check_bytes(plain, folder, how, dtype, high):
         np.testing.assert_array_equal(wide(*found.pop(f"{module}.weight_scale")), scales, err_msg=name)
         if how == "int4":
             np.testing.assert_array_equal(found.pop(f"{module}.weight_shape")[1], weight.shape)
-            np.testing.assert_array_equal(unpacked(found.pop(f"{module}.weight_packed")[1], weight.shape[1]), stored, err_msg=name)
+            np.testing.assert_array_equal(
+                unpacked(found.pop(f"{module}.weight_packed")[1], weight.shape[1]), stored, err_msg=name
+            )
         else:
             np.testing.assert_array_equal(found.pop(name)[1], stored, err_msg=name)
     assert not found
     return values
 
 
-HIGH = {"llama": ("embed_tokens", "lm_head"), "tied": ("embed_tokens",), "experts": ("embed_tokens", "lm_head", "mlp.gate.")}
+HIGH = {
+    "llama": ("embed_tokens", "lm_head"),
+    "tied": ("embed_tokens",),
+    "experts": ("embed_tokens", "lm_head", "mlp.gate."),
+}
 
 
 @pytest.mark.parametrize("how", SCHEMES)
@@ -236,7 +248,14 @@ def export(*arguments):
 
 
 def test_the_command_keeps_chosen_modules_and_several_files(runs, tmp_path):
-    options = ("--quantize", "fp8", "--keep-high", "model.layers.0.mlp.*", "--keep-high", "model.layers.*.self_attn.o_proj")
+    options = (
+        "--quantize",
+        "fp8",
+        "--keep-high",
+        "model.layers.0.mlp.*",
+        "--keep-high",
+        "model.layers.*.self_attn.o_proj",
+    )
     done = export(runs / "llama", tmp_path / "q", *options, "--max-shard-size", "40KB")
     assert done.exit_code == 0, done.output
     kinds = Safetensors(tmp_path / "q").dtypes()
@@ -253,7 +272,11 @@ def test_the_command_keeps_chosen_modules_and_several_files(runs, tmp_path):
     [
         ("llama", ("--quantize", "fp4"), "quantize is 'fp4'; expected one of fp8, fp8-block, int8, int4"),
         ("gpt2", ("--quantize", "fp8"), "Conv1D, which compressed-tensors does not load; export it plain, or as GGUF"),
-        ("llama", ("--quantize", "fp8", "--keep-high", "layers.*.up"), "no weight of two dims belongs to a module 'layers.*.up'; nearest"),
+        (
+            "llama",
+            ("--quantize", "fp8", "--keep-high", "layers.*.up"),
+            "no weight of two dims belongs to a module 'layers.*.up'; nearest",
+        ),
         ("llama", ("--keep-high", "lm_head"), "pass quantize as well"),
         ("llama", ("--quantize", "fp8", "--dtype", "float8_e4m3fn"), "float8 weights need scales; quantize them"),
     ],
@@ -266,7 +289,12 @@ def test_the_command_says_what_cannot_be_quantised(runs, tmp_path, model, option
 @pytest.mark.parametrize(
     ("name", "weight", "how", "message"),
     [
-        ("up", torch.ones(8, 100), "int4", r"1 weights do not divide into blocks of 1 x 128: up \(8, 100\); keep them high"),
+        (
+            "up",
+            torch.ones(8, 100),
+            "int4",
+            r"1 weights do not divide into blocks of 1 x 128: up \(8, 100\); keep them high",
+        ),
         ("up", torch.ones(100, 128), "fp8-block", r"do not divide into blocks of 128 x 128"),
         ("up", torch.tensor([[1.0, float("nan")]]), "int8", "up.weight has values that are infinite, NaN"),
         ("lm_head", torch.ones(8, 128), "fp8", "no weight is left to quantise"),
@@ -324,7 +352,8 @@ FLOAT16 = ("embed_tokens", "lm_head", "wte")
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*((name, "f16") for name in OURS), ("llama", "q8_0"), ("llama", "q4_0"), ("experts", "q8_0"), ("gpt2", "q4_0")]
+    ("name", "kind"),
+    [*((name, "f16") for name in OURS), ("llama", "q8_0"), ("llama", "q4_0"), ("experts", "q8_0"), ("gpt2", "q4_0")],
 )
 def test_a_gguf_file_is_what_numpy_makes_of_the_plain_export(runs, tmp_path, name, kind):
     gguf = pytest.importorskip("gguf")
@@ -337,18 +366,26 @@ def test_a_gguf_file_is_what_numpy_makes_of_the_plain_export(runs, tmp_path, nam
     exact = raw(runs / f"{name}-plain" / "model.safetensors")
     values, stored = {}, []
     for each, (_, weight) in exact.items():
-        how = "f32" if any(part in each for part in FLOAT32) else "f16" if any(part in each for part in FLOAT16) else kind
+        how = (
+            "f32" if any(part in each for part in FLOAT32) else "f16" if any(part in each for part in FLOAT16) else kind
+        )
         turned = np.ascontiguousarray(weight.T) if ".c_" in each and weight.ndim > 1 else weight
         data, back = (weight.view(np.uint8), weight) if how == "f32" else gguf_blocks(how, turned)
         values[each] = np.ascontiguousarray(back.T) if turned is not weight else back
         if name == "llama" and (".q_proj" in each or ".k_proj" in each):
-            data = data.reshape(4, 2, 16, -1).swapaxes(1, 2)  # (heads, halves, pairs): pairs lie beside each other in llama.cpp
+            data = data.reshape(4, 2, 16, -1).swapaxes(
+                1, 2
+            )  # (heads, halves, pairs): pairs lie beside each other in llama.cpp
         stored.append(data.reshape(-1))
     # Each tensor by its bytes, experts one after another: names are the package's.
     assert sorted(map(len, found.values())) == sorted(map(len, joined(exact, stored)))
-    assert Counter(each.tobytes() for each in found.values()) == Counter(each.tobytes() for each in joined(exact, stored))
+    assert Counter(each.tobytes() for each in found.values()) == Counter(
+        each.tobytes() for each in joined(exact, stored)
+    )
     ids = torch.arange(24).reshape(2, 12)
-    config = transformers.AutoConfig.from_pretrained(runs / f"{name}-plain")  # transformers does not read Qwen3's head_dim from GGUF
+    config = transformers.AutoConfig.from_pretrained(
+        runs / f"{name}-plain"
+    )  # transformers does not read Qwen3's head_dim from GGUF
     theirs, problems = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "q", config=config, gguf_file=f"model-{kind}.gguf", dtype=torch.float32, output_loading_info=True
     )
@@ -376,7 +413,10 @@ def test_a_gguf_file_has_the_tokenizer_with_the_models_number_of_ids(runs, tmp_p
     text = "The plan is checked before anything runs. 12 ranks, 3 meshes; it's one process's loss.\n"
     train_bpe([text] * 3, 300).save(tmp_path / "tokenizer")
     config = {**json.loads((runs / "llama-plain" / "config.json").read_text()), "vocab_size": 320}
-    weights = {name: torch.from_numpy(value.copy()) for name, (_, value) in raw(runs / "llama-plain" / "model.safetensors").items()}
+    weights = {
+        name: torch.from_numpy(value.copy())
+        for name, (_, value) in raw(runs / "llama-plain" / "model.safetensors").items()
+    }
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         weights[name] = torch.ones(320, 128)
     import safetensors.torch
@@ -391,7 +431,9 @@ def test_a_gguf_file_has_the_tokenizer_with_the_models_number_of_ids(runs, tmp_p
     data = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
     data["pre_tokenizer"] = {"type": "Whitespace"}
     (tmp_path / "tokenizer" / "tokenizer.json").write_text(json.dumps(data))
-    with pytest.raises(CheckpointError, match=r"cuts text by .*Whitespace.*this export writes byte-level BPE with the cuts of gpt-2, "):
+    with pytest.raises(
+        CheckpointError, match=r"cuts text by .*Whitespace.*this export writes byte-level BPE with the cuts of gpt-2, "
+    ):
         export_gguf(Safetensors(tmp_path), tmp_path / "other", "q8_0", tmp_path / "tokenizer", config=config)
     assert not (tmp_path / "other").exists()
 
@@ -404,8 +446,16 @@ def test_a_gguf_file_has_the_tokenizer_with_the_models_number_of_ids(runs, tmp_p
             (),
             "GGUF: the architecture is 'falcon'; this export knows llama, qwen2, qwen3, qwen3_moe, gemma, gpt2; for",
         ),
-        ({"rope_parameters": {"rope_type": "yarn"}}, (), "the rotary scaling is 'yarn'; this export knows default, linear and llama3"),
-        ({"use_sliding_window": True}, (), "the config has use_sliding_window = True, which llama.cpp's llama does not compute"),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            (),
+            "the rotary scaling is 'yarn'; this export knows default, linear and llama3",
+        ),
+        (
+            {"use_sliding_window": True},
+            (),
+            "the config has use_sliding_window = True, which llama.cpp's llama does not compute",
+        ),
         ({"num_hidden_layers": None}, (), "config.json has no num_hidden_layers"),
         ({}, ("--dtype", "bfloat16"), "--dtype bfloat16 does not fit --quantize q8_0"),
         ({}, ("--keep-high", "absent"), "no weight of two dims belongs to a module 'absent'"),

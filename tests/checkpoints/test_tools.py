@@ -53,14 +53,26 @@ def test_ls_lists_the_steps_and_what_is_none(run):
     (run.root / "step-00000002" / "meshpar.json").write_text("{}")
     lines = list_steps(run.root).splitlines()
     assert [line.split()[0] for line in lines] == ["step", "1", "2", "3", "step-00000009:"]
-    assert lines[1].endswith("pinned") and "damaged" in lines[2] and lines[3].endswith("latest") and "loss 0.3333" in lines[3]
+    assert (
+        lines[1].endswith("pinned")
+        and "damaged" in lines[2]
+        and lines[3].endswith("latest")
+        and "loss 0.3333" in lines[3]
+    )
     with pytest.raises(CheckpointError, match="has no checkpoints"):
         list_steps(run.root / "absent")
 
 
 def test_show_tells_where_a_step_comes_from_and_what_is_in_it(run):
     text = show_step(run.root)
-    for piece in ("step-00000003", "1 ranks, dp_shard=1, cpu", "8 elements in 2 tensors", "AdamW", "model.weight", "(2, 3)"):
+    for piece in (
+        "step-00000003",
+        "1 ranks, dp_shard=1, cpu",
+        "8 elements in 2 tensors",
+        "AdamW",
+        "model.weight",
+        "(2, 3)",
+    ):
         assert piece in text
     assert "step-00000001" in show_step(run.root / "step-00000001")
 
@@ -70,7 +82,9 @@ def test_verify_reads_every_byte(tmp_path, checksum):
     folder = CheckpointManager(tmp_path, checksum=checksum).save(1, linear())
     assert "is whole" in verify_step(tmp_path)
     files = read_manifest(folder).files
-    assert all(("sha256" in entry) == (checksum == "sha256") for name, entry in files.items() if name.endswith(".distcp"))
+    assert all(
+        ("sha256" in entry) == (checksum == "sha256") for name, entry in files.items() if name.endswith(".distcp")
+    )
     name = next(name for name in files if name.endswith(".distcp"))
     (folder / name).write_bytes((folder / name).read_bytes()[:-1] + b"\1")
     with pytest.raises(CheckpointError, match=rf"{name}: .* at "):
@@ -80,7 +94,9 @@ def test_verify_reads_every_byte(tmp_path, checksum):
 def test_diff_tells_what_differs_and_by_how_much(run):
     text = diff_steps(run.root / "step-00000001", run.root / "step-00000002")
     assert "step: 1 and 2" in text and "model.weight: 6 of 6 elements differ" in text
-    assert diff_steps(run.root, run.root).endswith("tensors are the same") and "differ" not in diff_steps(run.root, run.root)
+    assert diff_steps(run.root, run.root).endswith("tensors are the same") and "differ" not in diff_steps(
+        run.root, run.root
+    )
     CheckpointManager(run.root.parent / "other").save(1, Job(nn.Linear(2, 2)))
     text = diff_steps(run.root, run.root.parent / "other")
     assert "model.weight: shape [2, 3] and [2, 2]" in text and "only in" in text
@@ -103,7 +119,9 @@ def test_prune_keeps_the_best_when_told_by_what(run):
 
 
 def test_a_model_imported_for_ours_begins_a_run_of_transformers_too(tmp_path):
-    """`meshpar import` without ``--model transformers``: a job begins from the published names, which both kinds of model read."""
+    """`meshpar import` without ``--model transformers``: a job begins from the published names, which both kinds of
+    model read.
+    """
     config = TransformerConfig(vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
     rules, shown = names_of_ours("llama"), Transformer(config)
     published = rules.publish(_Held(shown.state_dict()))
@@ -148,13 +166,20 @@ def test_an_imported_model_is_restored_and_exported_as_it_came(tmp_path):
         "model.steps": torch.tensor(7),
     }
     rules = WeightMap(
-        (Transpose("down.weight", "down.weight"), Split("qk", ("q", "k")), Rename("*", "model.*"), Rename("*.weight", "model.*.weight"))
+        (
+            Transpose("down.weight", "down.weight"),
+            Split("qk", ("q", "k")),
+            Rename("*", "model.*"),
+            Rename("*.weight", "model.*.weight"),
+        )
     )
     (tmp_path / "hf").mkdir()
     safetensors.torch.save_file(theirs, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "x"}))
     told: list[tuple[int, int]] = []
-    step = import_safetensors(tmp_path / "hf", tmp_path / "run", weights=rules, progress=lambda *each: told.append(each))
+    step = import_safetensors(
+        tmp_path / "hf", tmp_path / "run", weights=rules, progress=lambda *each: told.append(each)
+    )
     assert told[-1][0] == told[-1][1] and "is whole" in verify_step(step)
     module = nn.Module()
     for name, shape, dtype in (
@@ -198,7 +223,8 @@ def test_numpys_random_state_goes_on_where_it_was(tmp_path):
 
 def test_optimizer_tables_of_pipeline_stages_are_joined():
     first, second = (
-        {"class": "SGD", "groups": [{"params": [name], "options": {"lr": 1}}], "state": {name: {"step": "tensor"}}} for name in "ab"
+        {"class": "SGD", "groups": [{"params": [name], "options": {"lr": 1}}], "state": {name: {"step": "tensor"}}}
+        for name in "ab"
     )
     assert merged_tables([first, second]) == {
         "class": "SGD",
@@ -207,7 +233,16 @@ def test_optimizer_tables_of_pipeline_stages_are_joined():
     }
 
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.int8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint16,
+    torch.int8,
+    torch.bool,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

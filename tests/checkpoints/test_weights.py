@@ -28,7 +28,9 @@ def test_a_rule_with_many_stars_is_refused_and_parts_are_matched_one_by_one():
     with pytest.raises(LayoutError, match=r"has 40 '\*' in one part of a name; expected at most 4"):
         WeightMap((Rename("a" + "*a" * 40, "b" + "*b" * 40),)).theirs("a" * 60)
     many = ".".join(["*a*"] * 30)
-    assert WeightMap((Rename(f"{many}.x", f"{many}.y"),)).theirs(".".join(["a" * 30] * 30) + ".z") == (".".join(["a" * 30] * 30) + ".z",)
+    assert WeightMap((Rename(f"{many}.x", f"{many}.y"),)).theirs(".".join(["a" * 30] * 30) + ".z") == (
+        ".".join(["a" * 30] * 30) + ".z",
+    )
     assert WeightMap((Rename("l*.a*b*.w", "m*.*.*.v"),)).theirs("l1.axbyb.w") == ("m1.xby..v",)
 
 
@@ -61,7 +63,9 @@ OURS = tensors(
 
 
 def test_names_carry_wildcards_over_in_order_both_ways():
-    names = WeightMap((Rename("layers.*.up.*", "model.layers.*.mlp.up_proj.*"), Rename("norm.weight", "model.norm.weight")))
+    names = WeightMap(
+        (Rename("layers.*.up.*", "model.layers.*.mlp.up_proj.*"), Rename("norm.weight", "model.norm.weight"))
+    )
     assert names.theirs("layers.12.up.weight") == ("model.layers.12.mlp.up_proj.weight",)
     assert names.ours("model.layers.12.mlp.up_proj.bias") == ("layers.12.up.bias",)
     assert names.theirs("head.weight") == names.ours("head.weight") == ("head.weight",)
@@ -77,8 +81,12 @@ def test_published_tensors_are_what_the_rules_say():
     published = LLAMA.publish(Given(OURS))
     q, k, v = OURS["layers.1.qkv.weight"].split((16, 8, 8))
     assert torch.equal(whole(published, "model.layers.1.part.v.weight"), v)
-    assert torch.equal(whole(published, "model.layers.1.part.q.weight"), q.view(4, 2, 2, 6).transpose(1, 2).reshape(16, 6))
-    assert torch.equal(whole(published, "model.layers.1.part.k.weight"), k.view(2, 2, 2, 6).transpose(1, 2).reshape(8, 6))
+    assert torch.equal(
+        whole(published, "model.layers.1.part.q.weight"), q.view(4, 2, 2, 6).transpose(1, 2).reshape(16, 6)
+    )
+    assert torch.equal(
+        whole(published, "model.layers.1.part.k.weight"), k.view(2, 2, 2, 6).transpose(1, 2).reshape(8, 6)
+    )
     gate_up = torch.cat([OURS["layers.0.gate.weight"], OURS["layers.0.up.weight"]])
     assert torch.equal(whole(published, "model.layers.0.part.gate_up.weight"), gate_up)
     assert torch.equal(whole(published, "model.layers.0.part.down.weight"), OURS["layers.0.down.weight"].T)
@@ -105,7 +113,9 @@ def random_rule(name, shape):
     if shape[dim] % 4 == 0:
         ways.append(Permute(name, f"{name}.p", outer=2, inner=2, unit=random.choice([1, shape[dim] // 4]), dim=dim))
     if shape[dim] % 3 == 0:
-        ways.append(Split(name, (f"{name}.a", f"{name}.b"), dim=dim - len(shape), parts=random.choice([(1, 2), (2, 1)])))
+        ways.append(
+            Split(name, (f"{name}.a", f"{name}.b"), dim=dim - len(shape), parts=random.choice([(1, 2), (2, 1)]))
+        )
     return random.choice(ways)
 
 
@@ -121,7 +131,9 @@ def test_any_chain_of_rules_reads_back_what_it_published(seed):
     table = WeightMap(rules)
     published = table.publish(source)
     assert {each for name in source.tensors for each in table.theirs(name)} == set(published.shapes())
-    again = WeightMap.from_json(json.loads(json.dumps(table.to_json()))).view(Given({n: whole(published, n) for n in published.shapes()}))
+    again = WeightMap.from_json(json.loads(json.dumps(table.to_json()))).view(
+        Given({n: whole(published, n) for n in published.shapes()})
+    )
     for name, tensor in source.tensors.items():
         assert torch.equal(whole(again, name), tensor)
 

@@ -1,4 +1,6 @@
-"""The documentation: its links lead somewhere, also on GitHub; every public name has a docstring and a place in the reference."""
+"""The documentation: its links lead somewhere, also on GitHub; every public name has a docstring and a place in the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ TRIED = [path for path in PAGES if ">>> " in path.read_text(encoding="utf-8")]
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
 PUBLIC = [
     "meshpar",
-    *(f"meshpar.{name}" for name in ("passes", "models", "checkpoints", "training", "forecasting", "testing", "launchers")),
+    *(
+        f"meshpar.{name}"
+        for name in ("passes", "models", "checkpoints", "training", "forecasting", "testing", "launchers")
+    ),
 ]
 
 
@@ -73,7 +78,9 @@ def test_the_loop_that_is_shown_is_the_examples(page):
 
 @pytest.mark.parametrize("package", PUBLIC)
 def test_every_public_name_has_a_docstring_and_a_place_in_the_reference(package):
-    told = re.findall(r"^::: ([\w.]+)$", "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")), re.MULTILINE)
+    told = re.findall(
+        r"^::: ([\w.]+)$", "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")), re.MULTILINE
+    )
     shown = {id(getattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2])) for name in told}
     module = importlib.import_module(package)
     public = {name: getattr(module, name) for name in module.__all__}
@@ -84,7 +91,9 @@ def test_every_public_name_has_a_docstring_and_a_place_in_the_reference(package)
 @pytest.mark.parametrize("name", [name for name in passes.__all__ if issubclass(getattr(passes, name), meshpar.Pass)])
 def test_the_example_of_every_pass_runs(name):
     kind = getattr(meshpar, name)
-    (example,) = doctest.DocTestFinder(recurse=False).find(kind, name, globs={"Pass": meshpar.Pass, "Stage": meshpar.Stage})
+    (example,) = doctest.DocTestFinder(recurse=False).find(
+        kind, name, globs={"Pass": meshpar.Pass, "Stage": meshpar.Stage}
+    )
     assert example.examples, "help() shows an example"
     assert doctest.DocTestRunner().run(example).failed == 0
 
@@ -95,7 +104,9 @@ def test_the_examples_of_public_names_run(package):
     values = {name: getattr(module, name) for name in module.__all__}
     kinds = {name: value for name, value in values.items() if inspect.isclass(value) or inspect.isroutine(value)}
     examples = [
-        each for name, value in kinds.items() for each in doctest.DocTestFinder(recurse=False).find(value, name, globs=dict(values))
+        each
+        for name, value in kinds.items()
+        for each in doctest.DocTestFinder(recurse=False).find(value, name, globs=dict(values))
     ]
     assert [example.name for example in examples if doctest.DocTestRunner(verbose=False).run(example).failed] == []
 
@@ -114,7 +125,9 @@ def test_every_name_of_the_reference_has_a_line_for_readers_of_the_file():
     for path in API:
         words, *listed = re.split(r"(?m)^::: meshpar\.(?:[\w.]+\.)?(?=\w+$)", path.read_text(encoding="utf-8"))
         absent[path.stem] = [
-            name for name in map(str.strip, listed) if not re.search(rf"^\| .*`(?:\w+\.)?{name}`.*\| ", words, re.MULTILINE)
+            name
+            for name in map(str.strip, listed)
+            if not re.search(rf"^\| .*`(?:\w+\.)?{name}`.*\| ", words, re.MULTILINE)
         ]
     assert not any(absent.values()), absent
 
@@ -124,10 +137,16 @@ def documented(module, name, value):
     if inspect.isclass(value) or inspect.isroutine(value):
         return bool(value.__doc__) and not value.__doc__.startswith(f"{name}(")  # which dataclasses write by themselves
     tree = ast.parse(inspect.getsource(module))
-    homes = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and any(each.name == name for each in node.names)]
+    homes = [
+        node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and any(each.name == name for each in node.names)
+    ]
     body = ast.parse(inspect.getsource(importlib.import_module(homes[0]))).body if homes else tree.body
     defined = [
-        place for place, node in enumerate(body) if isinstance(node, ast.Assign | ast.AnnAssign) and name in ast.unparse(node).split("=")[0]
+        place
+        for place, node in enumerate(body)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and name in ast.unparse(node).split("=")[0]
     ]
     after = body[defined[0] + 1]
     return isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)

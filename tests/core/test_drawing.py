@@ -54,7 +54,9 @@ def test_the_svg_is_whole_and_marks_what_crosses() -> None:
 
 
 def test_the_command_draws_and_writes(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["mesh", "dp_replicate=2,dp_shard=4,tp=2", "--nodes", "2", "--svg", str(tmp_path / "mesh.svg")])
+    done = CliRunner().invoke(
+        app, ["mesh", "dp_replicate=2,dp_shard=4,tp=2", "--nodes", "2", "--svg", str(tmp_path / "mesh.svg")]
+    )
     assert done.exit_code == 0 and "16 ranks on 2 nodes of 8" in done.output
     ElementTree.parse(tmp_path / "mesh.svg")
 

@@ -23,12 +23,18 @@ TRAIN = ("numpy", "pydantic", "rich", "safetensors", "tensorboard", "tokenizers"
 def run(code: str, *packages: str) -> subprocess.CompletedProcess[str]:
     """Run ``code`` in a process that cannot import ``packages``."""
     return subprocess.run(
-        [sys.executable, "-c", LACKING.format(packages=packages) + code], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", LACKING.format(packages=packages) + code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
 
 
 def test_every_public_name_of_the_core_imports_with_torch_alone() -> None:
-    done = run("from meshpar import *; assert forecast and Plan and __version__", *TRAIN, "transformers", "torchao", "peft")
+    done = run(
+        "from meshpar import *; assert forecast and Plan and __version__", *TRAIN, "transformers", "torchao", "peft"
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -37,9 +43,14 @@ def test_a_hardware_profile_without_yaml_names_the_extra() -> None:
     assert "MeshparError: this needs 'yaml', which is not installed: pip install 'meshpar[train]'" in done.stderr
 
 
-@pytest.mark.parametrize(("missing", "command"), [("typer", "--help"), ("pydantic", "check quickstart"), ("yaml", "describe gpt2")])
+@pytest.mark.parametrize(
+    ("missing", "command"), [("typer", "--help"), ("pydantic", "check quickstart"), ("yaml", "describe gpt2")]
+)
 def test_the_command_line_without_its_extra_is_one_message(missing: str, command: str) -> None:
     done = run(f"from meshpar.launchers.__main__ import main; sys.argv = 'meshpar {command}'.split(); main()", missing)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == f"meshpar: the command line needs '{missing}', which is not installed: pip install 'meshpar[train]'\n"
+    assert (
+        done.stderr
+        == f"meshpar: the command line needs '{missing}', which is not installed: pip install 'meshpar[train]'\n"
+    )

@@ -1,4 +1,6 @@
-"""The pages of the guide: their examples run, before and after print the same, and the errors that they explain are in the source."""
+"""The pages of the guide: their examples run, before and after print the same, and the errors that they explain are in
+the source.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_before_and_after_say_the_same_on_two_ranks():
 def test_before_and_after_say_the_same_in_one_process():
     expected = shown_after("python before_one.py", "own_loop")
     assert (
-        expected == shown_after("python after.py", "own_loop") == shown_after("torchrun --nproc-per-node 2 after.py dp_shard=2", "own_loop")
+        expected
+        == shown_after("python after.py", "own_loop")
+        == shown_after("torchrun --nproc-per-node 2 after.py dp_shard=2", "own_loop")
     )
     assert example("before_one").main() == pytest.approx(expected, abs=2e-5)
     assert example("after").main() == pytest.approx(expected, abs=2e-5)
@@ -100,7 +104,11 @@ def test_the_styles_of_the_guide_prove_themselves():
 
 def test_every_style_has_a_section_with_a_picture_and_an_example():
     sections = dict(re.findall(r"^## (\w+)\n(.+?)(?=^## )", page("styles"), re.DOTALL | re.MULTILINE))
-    used = [line.strip() for name in ("layout", "styles") for line in (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()]
+    used = [
+        line.strip()
+        for name in ("layout", "styles")
+        for line in (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()
+    ]
     for style in {*STYLES, *PARAMETER_STYLES, "packed_colwise"}:
         assert f"![{style}](styles/{style}.svg)" in sections[style]
         (shown,) = re.findall(r"```python\n(.+?)```", sections[style], re.DOTALL)
@@ -127,7 +135,9 @@ def test_foreign_files_are_translated_as_the_guide_shows(name, ranks, monkeypatc
 
 
 def test_the_errors_of_the_guide_are_in_the_source():
-    paths = [path for folder in ("meshpar", "models", "checkpoints", "launchers") for path in (ROOT / folder).rglob("*.py")]
+    paths = [
+        path for folder in ("meshpar", "models", "checkpoints", "launchers") for path in (ROOT / folder).rglob("*.py")
+    ]
     # adjacent pieces of one text, joined
     source = "\n".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8")) for path in paths)
     rows = re.findall(r"^\| `(.+?)` \|", page("errors"), re.MULTILINE)

@@ -1,4 +1,6 @@
-"""The house's own rules, read from the source: floors point down, the core needs torch alone, the environment has one reader."""
+"""The house's own rules, read from the source: floors point down, the core needs torch alone, the environment has one
+reader.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {"meshpar": "meshpar", "models": "meshpar.models", "checkpoints": "meshpar.checkpoints", "launchers": "meshpar.launchers"}
+FOLDERS = {
+    "meshpar": "meshpar",
+    "models": "meshpar.models",
+    "checkpoints": "meshpar.checkpoints",
+    "launchers": "meshpar.launchers",
+}
 FLOORS = [
     {"errors", "imports", "patterns", "leftovers", "homes", "patches", "signals"},
     {"once"},
@@ -30,7 +37,19 @@ FLOORS = [
 """Lowest first. A part imports from its own floor only what is in no cycle, and from the floors below it."""
 STAIRS = {
     "checkpoints": ["storage", "format", "steps", "export"],
-    "launchers": ["progress", "recipes", "converters", "agent", "doctor", "jobs", "export", "targets", "commands", "cli", "__main__"],
+    "launchers": [
+        "progress",
+        "recipes",
+        "converters",
+        "agent",
+        "doctor",
+        "jobs",
+        "export",
+        "targets",
+        "commands",
+        "cli",
+        "__main__",
+    ],
 }
 """The floors inside a room, lowest first."""
 FLOOR = {part: number for number, parts in enumerate(FLOORS) for part in parts}
@@ -49,7 +68,11 @@ MEASURED = {
     "architectures.py": {"meshpar.models.huggingface_styles", "meshpar.training.documents"},
     "checkpoint.py": {"meshpar.checkpoints.storage.files", "meshpar.placements"},
     "chunked_loss.py": {"meshpar.chunked", "meshpar.forecasting.recorder"},
-    "forecast_accuracy.py": {"meshpar.forecasting.api", "meshpar.forecasting.extrapolate", "meshpar.forecasting.simulate"},
+    "forecast_accuracy.py": {
+        "meshpar.forecasting.api",
+        "meshpar.forecasting.extrapolate",
+        "meshpar.forecasting.simulate",
+    },
     "gpu.py": {
         "meshpar._torch",
         "meshpar.forecasting.step",
@@ -98,7 +121,9 @@ def sources():
 
 
 def imports(path, name):
-    """The absolute names that a module imports, wherever in it, also for types alone; a package's own names are loaded on first use."""
+    """The absolute names that a module imports, wherever in it, also for types alone; a package's own names are loaded
+    on first use.
+    """
     tree = ast.parse(path.read_text())
     lazy = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     later = {id(inner) for node in lazy for inner in ast.walk(node)} if path.name == "__init__.py" else set()
@@ -125,7 +150,9 @@ def test_tests_lie_in_the_folder_of_what_they_test():
     lost = [path.name for path in files if path.name.startswith("test_") and path.parent.name in ("tests", "support")]
     assert not lost, "move it into the folder of what it tests"
     stems = {path.stem for path in files}
-    flat = [f"{path.name}: {name}" for path in files for name in imports(path, "tests") if name.partition(".")[0] in stems]
+    flat = [
+        f"{path.name}: {name}" for path in files for name in imports(path, "tests") if name.partition(".")[0] in stems
+    ]
     assert not flat, "import it as tests.folder.name"
 
 
@@ -172,7 +199,9 @@ def test_one_file_asks_what_kind_of_storage_a_place_is():
         str(path.relative_to(ROOT))
         for path, _ in sources()
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance" and kinds.search(ast.unparse(node.args[1]))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "isinstance"
+        and kinds.search(ast.unparse(node.args[1]))
     }
     assert askers == {"checkpoints/storage/place.py"}
 
@@ -200,11 +229,24 @@ def test_there_are_no_cycles():
 
 
 def test_no_function_changes_a_global():
-    found = [name for path, name in sources() if any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text())))]
+    found = [
+        name
+        for path, name in sources()
+        if any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text())))
+    ]
     assert not found
 
 
-PASSES = {"ActivationCheckpoint", "Compile", "ContextParallel", "Float8", "FullyShard", "HybridShard", "Replicate", "TensorParallel"}
+PASSES = {
+    "ActivationCheckpoint",
+    "Compile",
+    "ContextParallel",
+    "Float8",
+    "FullyShard",
+    "HybridShard",
+    "Replicate",
+    "TensorParallel",
+}
 
 
 def test_the_core_knows_no_pass_by_name():
@@ -214,12 +256,22 @@ def test_the_core_knows_no_pass_by_name():
         if not name.startswith("meshpar.") or part_of(name) in {"passes", "models", "checkpoints", "launchers"}:
             continue
         tree = ast.parse(path.read_text())
-        loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.comprehension) and "passes" in ast.unparse(node.iter)]
+        loops = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.For | ast.comprehension) and "passes" in ast.unparse(node.iter)
+        ]
         each = {target.id for loop in loops for target in ast.walk(loop.target) if isinstance(target, ast.Name)}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Compare) and any(isinstance(side, ast.Constant) and side.value in PASSES for side in node.comparators):
+            if isinstance(node, ast.Compare) and any(
+                isinstance(side, ast.Constant) and side.value in PASSES for side in node.comparators
+            ):
                 found.append(f"{name} compares {ast.unparse(node)}")
-            asked = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
+            asked = (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("getattr", "hasattr")
+            )
             if asked and isinstance(node.args[0], ast.Name) and node.args[0].id in each:
                 found.append(f"{name} asks {ast.unparse(node)}")
     assert not found
@@ -231,7 +283,8 @@ def test_no_code_asks_whether_ranks_are_simulated():
         name
         for path, name in sources()
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Compare) and any(isinstance(side, ast.Constant) and side.value == "fake" for side in node.comparators)
+        if isinstance(node, ast.Compare)
+        and any(isinstance(side, ast.Constant) and side.value == "fake" for side in node.comparators)
     ]
     assert not askers
 
@@ -246,7 +299,9 @@ def test_one_place_asks_what_kind_of_device_it_is():
     for path, name in sources():
         for node in ast.walk(ast.parse(path.read_text())):
             sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
-            asks = any(isinstance(each, ast.Constant) and each.value == "cpu" for side in sides for each in ast.walk(side))
+            asks = any(
+                isinstance(each, ast.Constant) and each.value == "cpu" for side in sides for each in ast.walk(side)
+            )
             if asks and not HOST_WORDS.fullmatch(ast.unparse(node.left)):
                 askers.append(f"{name} asks {ast.unparse(node)}")
     assert [each for each in askers if not each.startswith("meshpar.runtime ")] == []
@@ -255,7 +310,13 @@ def test_one_place_asks_what_kind_of_device_it_is():
 def test_the_core_needs_torch_alone():
     foreign = []
     for path, name in sources():
-        if name.startswith("meshpar.") and part_of(name) in {"training", "forecasting", "models", "checkpoints", "launchers"}:
+        if name.startswith("meshpar.") and part_of(name) in {
+            "training",
+            "forecasting",
+            "models",
+            "checkpoints",
+            "launchers",
+        }:
             continue
         foreign += [f"{name} imports {target}" for target in imports(path, name) if target.split(".")[0] in EXTRAS]
     assert not foreign
@@ -263,20 +324,28 @@ def test_the_core_needs_torch_alone():
 
 def test_the_environment_has_one_reader_in_the_core():
     readers = [
-        str(path.relative_to(ROOT)) for path, name in sources() if "os.environ" in path.read_text() or "os.getenv" in path.read_text()
+        str(path.relative_to(ROOT))
+        for path, name in sources()
+        if "os.environ" in path.read_text() or "os.getenv" in path.read_text()
     ]
     assert [path for path in readers if not path.startswith("launchers/")] == ["meshpar/runtime.py"]
 
 
 def test_home_folders_are_looked_up_in_one_place():
-    users = {str(path.relative_to(ROOT)) for path, _ in sources() if re.search(r"expanduser\(\)|Path\.home|getuser", path.read_text())}
+    users = {
+        str(path.relative_to(ROOT))
+        for path, _ in sources()
+        if re.search(r"expanduser\(\)|Path\.home|getuser", path.read_text())
+    }
     assert users == {"meshpar/homes.py"}, "a container may run as a user without a home folder: meshpar.homes.expanded"
 
 
 def test_torchs_private_parts_are_named_in_one_place():
     users = {name for path, name in sources() for target in imports(path, name) if "torch.testing._internal" in target}
     assert users <= {"meshpar.runtime"}
-    composable = {name for path, name in sources() for target in imports(path, name) if "torch.distributed._composable" in target}
+    composable = {
+        name for path, name in sources() for target in imports(path, name) if "torch.distributed._composable" in target
+    }
     assert composable == {"meshpar._torch"}
 
 
@@ -293,7 +362,9 @@ def private_imports(code):
     """The modules of ours that ``code`` imports from, or names, although they are not public."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("meshpar") and alias.name not in PUBLIC)
+            yield from (
+                alias.name for alias in node.names if alias.name.startswith("meshpar") and alias.name not in PUBLIC
+            )
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "meshpar":
             if node.module not in PUBLIC:
                 yield node.module
@@ -307,8 +378,12 @@ def test_examples_and_docs_use_public_names_alone():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     found = {str(path): set(private_imports(path.read_text())) for path in files}
     for page in pages:
-        lines = re.findall(r"(?m)^ *((?:from|import) [\w., ]+)$", page.read_text())  # of blocks that may show a part of a file
-        found[str(page)] = {name for line in lines if "meshpar" in line and " import" in f" {line}" for name in private_imports(line)}
+        lines = re.findall(
+            r"(?m)^ *((?:from|import) [\w., ]+)$", page.read_text()
+        )  # of blocks that may show a part of a file
+        found[str(page)] = {
+            name for line in lines if "meshpar" in line and " import" in f" {line}" for name in private_imports(line)
+        }
     assert len(files) > 5 and any("import" in path.read_text() for path in files)
     assert {path: names for path, names in found.items() if names} == {}
 
@@ -320,7 +395,10 @@ def test_benchmarks_use_public_names_but_for_what_they_measure_alone():
 
 @pytest.mark.parametrize("statement", ["import meshpar", "import meshpar.models", "import meshpar.checkpoints"])
 def test_imports_do_nothing(statement):
-    code = f"{statement}; import sys, torch; assert not torch.distributed.is_initialized(); assert 'transformers' not in sys.modules; print('quiet')"
+    code = (
+        f"{statement}; import sys, torch; assert not torch.distributed.is_initialized(); assert 'transformers' "
+        "not in sys.modules; print('quiet')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "quiet\n" and done.stderr == ""
 
@@ -352,10 +430,19 @@ def constants(path):
 
 FACTS = {
     "the label that is not counted": ("meshpar/loss.py", lambda value: value == -100),
-    "the name of a step's folder": ("checkpoints/format/manifest.py", lambda value: isinstance(value, str) and value.startswith("step-")),
+    "the name of a step's folder": (
+        "checkpoints/format/manifest.py",
+        lambda value: isinstance(value, str) and value.startswith("step-"),
+    ),
     "the prefix of a model's tensors": ("checkpoints/format/manifest.py", lambda value: value == "model."),
-    "the peak speed of an accelerator": ("meshpar/training/metrics.py", lambda value: value in (312e12, 989e12, 2250e12)),
-    "the mesh that the nodes decide": ("meshpar/mesh.py", lambda value: isinstance(value, str) and value.startswith("auto(")),
+    "the peak speed of an accelerator": (
+        "meshpar/training/metrics.py",
+        lambda value: value in (312e12, 989e12, 2250e12),
+    ),
+    "the mesh that the nodes decide": (
+        "meshpar/mesh.py",
+        lambda value: isinstance(value, str) and value.startswith("auto("),
+    ),
 }
 """What may be written in one file alone, and how a constant that writes it looks."""
 
@@ -376,7 +463,11 @@ def test_a_setting_has_one_dataclass():
     from meshpar.training.optimizer import AdamWSettings, Schedule
     from meshpar.training.settings import TrainSettings
 
-    for section, settings in ((OptimizerSection, AdamWSettings), (ScheduleSection, Schedule), (TrainingSection, TrainSettings)):
+    for section, settings in (
+        (OptimizerSection, AdamWSettings),
+        (ScheduleSection, Schedule),
+        (TrainingSection, TrainSettings),
+    ):
         names = {field.name for field in dataclasses.fields(settings)}
         own = set(section.__annotations__) & names
         assert own <= {"steps"}, own  # a schedule's length is the run's unless a recipe gives one
@@ -404,7 +495,9 @@ def test_a_name_means_one_thing():
     for path, _ in sources():
         for node in ast.parse(path.read_text()).body:
             names = [node.name] if isinstance(node, ast.ClassDef) else []
-            names += [each.id for each in node.targets if isinstance(each, ast.Name)] if isinstance(node, ast.Assign) else []
+            names += (
+                [each.id for each in node.targets if isinstance(each, ast.Name)] if isinstance(node, ast.Assign) else []
+            )
             for name in names:
                 found.get(name, set()).add(str(path.relative_to(ROOT)))
     assert found == NAMES

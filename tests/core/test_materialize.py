@@ -62,7 +62,9 @@ def test_what_is_ignored_is_named_tensor_by_tensor_or_by_its_module():
 
 
 def test_a_path_in_the_place_of_weights_is_told_what_reads_it():
-    with pytest.raises(MeshparError, match=r"weights is a path; expected an object that reads it: .*Safetensors\('s3://bucket/hf'\)"):
+    with pytest.raises(
+        MeshparError, match=r"weights is a path; expected an object that reads it: .*Safetensors\('s3://bucket/hf'\)"
+    ):
         parallel(lambda: nn.Linear(2, 2)).materialize(weights="s3://bucket/hf")
 
 
@@ -78,16 +80,22 @@ def test_quantised_weights_do_not_load_without_their_scales():
     ours = nn.Linear(2, 2, bias=False)
     low = {"weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}
     with pytest.raises(MeshparError) as raised:
-        parallel(lambda: nn.Linear(2, 2, bias=False)).materialize(weights=Given(low | {"weight_scale_inv": torch.ones(1)}))
+        parallel(lambda: nn.Linear(2, 2, bias=False)).materialize(
+            weights=Given(low | {"weight_scale_inv": torch.ones(1)})
+        )
     assert "dtype of weight: expected torch.float32, got torch.float8_e4m3fn" in str(raised.value)
     assert "unexpected: weight_scale_inv (1,)" in str(raised.value) and "cast=True" in str(raised.value)
     for dtype in (torch.int8, torch.uint8, torch.complex64):
         with pytest.raises(MeshparError, match=f"expected torch.float32, got {dtype}"):
-            parallel(lambda: nn.Linear(2, 2, bias=False)).materialize(weights=Given({"weight": torch.ones(2, 2).to(dtype)}))
+            parallel(lambda: nn.Linear(2, 2, bias=False)).materialize(
+                weights=Given({"weight": torch.ones(2, 2).to(dtype)})
+            )
     par = parallel(lambda: nn.Linear(2, 2, bias=False)).materialize(weights=Given(low), cast=True)
     assert torch.equal(par.module.weight, torch.ones(2, 2))
     for dtype in (torch.float64, torch.bfloat16):
-        par = parallel(lambda: nn.Linear(2, 2, bias=False)).materialize(weights=Given({"weight": ours.weight.detach().to(dtype)}))
+        par = parallel(lambda: nn.Linear(2, 2, bias=False)).materialize(
+            weights=Given({"weight": ours.weight.detach().to(dtype)})
+        )
         assert torch.equal(par.module.weight, ours.weight.to(dtype).float())
 
 
@@ -117,7 +125,9 @@ def test_a_tied_tensor_may_come_under_each_of_its_names_but_with_one_value():
     par = parallel(lambda: Transformer(tied)).materialize(weights=Given(both))
     assert torch.equal(par.module.head.weight, both["lm_head.weight"])
     both["lm_head.weight"][3, 3] += 1
-    with pytest.raises(MeshparError, match=r"embed.weight and head.weight are one tensor in this model and differ in these weights"):
+    with pytest.raises(
+        MeshparError, match=r"embed.weight and head.weight are one tensor in this model and differ in these weights"
+    ):
         parallel(lambda: Transformer(tied)).materialize(weights=Given(both))
     par = parallel(lambda: Transformer(tied)).materialize(weights=Given(both), ignore=["lm_head"])
     assert torch.equal(par.module.head.weight, weights["model.embed_tokens.weight"])
@@ -153,7 +163,10 @@ def test_what_the_model_computes_itself_may_be_in_the_files():
     old = published(Transformer(llama)) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     parallel(lambda: Transformer(llama)).materialize(weights=Given(old))
     gpt2 = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=4)
-    masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8), "transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}
+    masks = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8),
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+    }
     parallel(lambda: GPT2(gpt2)).materialize(weights=Given(GPT2(gpt2).state_dict() | masks))
 
     class Positions(nn.Linear):
@@ -188,7 +201,10 @@ def test_transformers_models_take_what_transformers_ignores():
 
 def test_a_source_of_training_state_gives_its_model():
     model = nn.Linear(2, 2)
-    state = model.state_dict() | {"optimizer.state.weight.exp_avg": torch.ones(2, 2), "optimizer.state.bias.step": torch.ones(())}
+    state = model.state_dict() | {
+        "optimizer.state.weight.exp_avg": torch.ones(2, 2),
+        "optimizer.state.bias.step": torch.ones(()),
+    }
     with pytest.raises(MeshparError, match=r"unexpected: optimizer\.state"):
         parallel(lambda: nn.Linear(2, 2)).materialize(weights=Given(state))
     par = parallel(lambda: nn.Linear(2, 2)).materialize(weights=Given(state), ignore=["optimizer"])

@@ -22,7 +22,11 @@ def test_text_and_keywords_are_the_same_mesh():
 
 
 def test_the_open_axis_takes_what_is_left():
-    assert dict(MeshSpec("dp_replicate=2,dp_shard=-1,tp=4").resolve(32).axes) == {"dp_replicate": 2, "dp_shard": 4, "tp": 4}
+    assert dict(MeshSpec("dp_replicate=2,dp_shard=-1,tp=4").resolve(32).axes) == {
+        "dp_replicate": 2,
+        "dp_shard": 4,
+        "tp": 4,
+    }
 
 
 @on_ranks(4, timeout_s=50)

@@ -23,7 +23,11 @@ def job(mesh):
 def told(par, optimizer):
     """What the optimizer is told of each parameter."""
     names = {id(each): name for name, each in par.module.named_parameters()}
-    return {names[id(each)]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for each in group["params"]}
+    return {
+        names[id(each)]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for each in group["params"]
+    }
 
 
 def moments(par, optimizer):
@@ -49,7 +53,9 @@ def test_settings_are_restored_on_another_mesh(tmp_path):
 
         plain = torch.optim.AdamW(other.module.parameters(), lr=1e-2)
         with pytest.raises(
-            CheckpointError, match=r"parameter group 0 joins parameters that the checkpoint has with other options: lr \['0.001', '0.003'\]"
+            CheckpointError,
+            match=r"parameter group 0 joins parameters that the checkpoint has with other options: lr \['0.001', "
+            r"'0.003'\]",
         ):
             manager.restore(other, plain)
 

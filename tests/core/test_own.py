@@ -134,7 +134,9 @@ def test_own_classes_are_checked_described_and_forecast(folder: Path) -> None:
     told = run("plan", "mesh=dp_shard=2", "--json", "plan.json")
     assert told.exit_code == 0, told.output
     forecast = json.loads((folder / "plan.json").read_text())[0]
-    assert forecast["rank_bytes"]["optimizer"] == forecast["rank_bytes"]["parameters"], "one moment, where AdamW has two"
+    assert forecast["rank_bytes"]["optimizer"] == forecast["rank_bytes"]["parameters"], (
+        "one moment, where AdamW has two"
+    )
     assert forecast["batch"]["sequence"] == 16
 
 
@@ -146,7 +148,9 @@ def test_own_classes_train_on_ranks_and_resume_from_the_resolved_recipe(folder: 
     resolved = folder / "runs/job/recipe.yaml"
     assert f"code: {folder / 'code'}" in resolved.read_text()
     assert load_recipe(resolved) == load_recipe("code/job.yaml", ["mesh=dp_shard=2"])
-    again = CliRunner().invoke(app, ["train", str(resolved), "training.steps=10", "mesh=''", "passes=[]", "data.micro_batch=8"])
+    again = CliRunner().invoke(
+        app, ["train", str(resolved), "training.steps=10", "mesh=''", "passes=[]", "data.micro_batch=8"]
+    )
     assert again.exit_code == 0, again.output
 
 
@@ -155,14 +159,23 @@ def test_own_classes_train_on_ranks_and_resume_from_the_resolved_recipe(folder: 
     [
         (["model.class=my_partz.Model"], "model.class: there is no module my_partz; put it next to the recipe"),
         (["model.class=my_parts.Modell"], "model.class: my_parts has no Modell; nearest: Model"),
-        (["model.class=broken_parts.Model"], "model.class: broken_parts cannot be imported: ZeroDivisionError: division by zero ("),
+        (
+            ["model.class=broken_parts.Model"],
+            "model.class: broken_parts cannot be imported: ZeroDivisionError: division by zero (",
+        ),
         (["model.class=Model"], "model.class: 'Model' is no import path; expected package.module.Name"),
         (["model.dimm=3"], "model.dimm: unknown key; nearest: dim"),
         (["model.dim=wide"], "model.dim: expected an integer, got 'wide'"),
         (["model.rate=[1]"], "model.rate: expected a number, got [1]"),
         (["model={class: my_parts.Model}"], "model.dim: missing; expected an integer"),
-        (["model={class: my_parts.number, dim: 3}"], "model.class: my_parts.number returned a int; expected a torch.nn.Module"),
-        (["model.class=my_parts.Strict"], "model.class: Strict cannot be made with these keywords: KeyError: 'no such table'"),
+        (
+            ["model={class: my_parts.number, dim: 3}"],
+            "model.class: my_parts.number returned a int; expected a torch.nn.Module",
+        ),
+        (
+            ["model.class=my_parts.Strict"],
+            "model.class: Strict cannot be made with these keywords: KeyError: 'no such table'",
+        ),
         (["data.dataset.sise=3"], "data.dataset.sise: unknown key; nearest: size"),
         (
             ["data.dataset.class=my_parts.NoLabels"],
@@ -176,7 +189,10 @@ def test_own_classes_train_on_ranks_and_resume_from_the_resolved_recipe(folder: 
         (["optimizer={class: my_parts.Counting, size: 3, sequence_length: 2, lr: 1}"], "optimizer"),
         (["training.objective=my_parts.Halve"], "training.objective: my_parts has no Halve; nearest: Halved"),
         (["training.objective_options.facto=1"], "training.objective_options.facto: unknown key; nearest: factor"),
-        (["training.objective_options={size: 1, sequence_length: 2}", "training.objective=my_parts.Counting"], "has no tokens and no loss"),
+        (
+            ["training.objective_options={size: 1, sequence_length: 2}", "training.objective=my_parts.Counting"],
+            "has no tokens and no loss",
+        ),
         (["passes=[my_parts.NoPass]"], "passes.0: my_parts has no NoPass"),
     ],
 )

@@ -70,12 +70,19 @@ def linear():
 FOUND_LAYOUTS = {
     "a list": (lambda: nn.ModuleList(linear() for _ in range(2)), ("layers.*",)),
     "norms that may be left out, a block and a residual without parameters (x-transformers)": (
-        lambda: nn.ModuleList(nn.ModuleList([nn.ModuleList([nn.LayerNorm(4), None]), linear(), nn.Identity()]) for _ in range(2)),
+        lambda: nn.ModuleList(
+            nn.ModuleList([nn.ModuleList([nn.LayerNorm(4), None]), linear(), nn.Identity()]) for _ in range(2)
+        ),
         ("layers.*.1",),
     ),
-    "pairs": (lambda: nn.ModuleList(nn.ModuleList([linear(), nn.Sequential(linear())]) for _ in range(2)), ("layers.*.*",)),
+    "pairs": (
+        lambda: nn.ModuleList(nn.ModuleList([linear(), nn.Sequential(linear())]) for _ in range(2)),
+        ("layers.*.*",),
+    ),
     "a dict in a list": (
-        lambda: nn.ModuleList(nn.ModuleDict({"attn": linear(), "norm": nn.LayerNorm(4), "mlp": linear()}) for _ in range(2)),
+        lambda: nn.ModuleList(
+            nn.ModuleDict({"attn": linear(), "norm": nn.LayerNorm(4), "mlp": linear()}) for _ in range(2)
+        ),
         ("layers.*.attn", "layers.*.mlp"),
     ),
     "lists three deep": (
@@ -83,7 +90,9 @@ FOUND_LAYOUTS = {
         ("layers.*.0", "layers.*.*.*"),
     ),
     "lists that end at different depths": (
-        lambda: nn.ModuleList([nn.ModuleList([linear(), linear()]), nn.ModuleList([nn.ModuleList([linear()]), linear()])]),
+        lambda: nn.ModuleList(
+            [nn.ModuleList([linear(), linear()]), nn.ModuleList([nn.ModuleList([linear()]), linear()])]
+        ),
         ("layers.0.*", "layers.*.*.*", "layers.*.1"),
     ),
     "a list with a forward": (lambda: nn.ModuleList(Chain([linear(), linear()]) for _ in range(2)), ("layers.*",)),
@@ -124,7 +133,8 @@ def test_a_right_plan_passes_and_resolves():
 def test_an_unclaimed_axis():
     text = only("dp_shard=4,tp=2", [FullyShard()])
     assert text == (
-        "axis 'tp' (size 2) is claimed by no pass, so its ranks would repeat one another's work; add TensorParallel() or drop tp from the mesh"
+        "axis 'tp' (size 2) is claimed by no pass, so its ranks would repeat one another's work; add "
+        "TensorParallel() or drop tp from the mesh"
     )
 
 
@@ -160,7 +170,16 @@ def test_a_star_does_not_cross_a_dot():
 
 def test_a_modules_name_stands_for_all_that_is_in_it():
     inside = "layers.0.mlp.up.weight"
-    for pattern in ("layers.0", "layers.*", "layers.0.mlp", "layers.*.mlp.*", inside, "layers.**", "**.mlp", "**.weight"):
+    for pattern in (
+        "layers.0",
+        "layers.*",
+        "layers.0.mlp",
+        "layers.*.mlp.*",
+        inside,
+        "layers.**",
+        "**.mlp",
+        "**.weight",
+    ):
         assert covers(pattern, inside), pattern
     for pattern in ("layer", "layers.1", "mlp", "layers.0.mlp.up.weight.x", "**.attn", "layers.*.up"):
         assert not covers(pattern, inside), pattern
@@ -194,7 +213,9 @@ def test_a_large_parameter_that_nothing_splits():
 
 def test_an_override_replaces_what_the_table_says_of_its_modules():
     module = model()
-    left = TensorParallel(styles={f"layers.0.mlp.{part}": None for part in ("gate", "up", "down")} | {"layers.0.mlp": None})
+    left = TensorParallel(
+        styles={f"layers.0.mlp.{part}": None for part in ("gate", "up", "down")} | {"layers.0.mlp": None}
+    )
     split = left.shards(module, module.meshpar_layout())
     assert not [name for name in split if name.startswith("layers.0.mlp")] and "layers.1.mlp.up.weight" in split
     Plan("tp=2", [left]).check(module, world_size=2)
@@ -205,7 +226,9 @@ def test_an_override_replaces_what_the_table_says_of_its_modules():
 def test_a_part_of_torchs_multihead_attention_is_refused():
     module = nn.ModuleDict({"attn": nn.MultiheadAttention(8, 2)})
     layout = ModelLayout(tensor={"attn.out_proj": "rowwise"})
-    with pytest.raises(PlanError, match=r"attn.out_proj is a part of attn, a nn.MultiheadAttention, which reads its weights itself"):
+    with pytest.raises(
+        PlanError, match=r"attn.out_proj is a part of attn, a nn.MultiheadAttention, which reads its weights itself"
+    ):
         Plan("tp=2", [TensorParallel()]).check(module, layout, world_size=2)
 
 
@@ -222,10 +245,18 @@ class OwnBatchNorm(nn.BatchNorm1d):
 
 
 def test_a_data_axis_of_one_rank_holds_parameters_over_positions_too():
-    text = only("dp_shard=1,cp=2", [Positions(), FullyShard()], nn.Sequential(OwnBatchNorm(4)), layout=ModelLayout(), world_size=2)
+    text = only(
+        "dp_shard=1,cp=2",
+        [Positions(), FullyShard()],
+        nn.Sequential(OwnBatchNorm(4)),
+        layout=ModelLayout(),
+        world_size=2,
+    )
     assert "is a batch norm with a forward of its own" in text
     text = only("cp=2", [Positions()], world_size=2)
-    assert text.endswith("nothing averages gradients over cp; add FullyShard() to the passes and dp_shard=1 to the mesh")
+    assert text.endswith(
+        "nothing averages gradients over cp; add FullyShard() to the passes and dp_shard=1 to the mesh"
+    )
 
 
 def test_describe_takes_the_ranks_of_the_mesh():
@@ -244,7 +275,9 @@ def test_heads_that_the_axis_does_not_divide():
 def test_splits_that_leave_ranks_with_nothing():
     found = problems("tp=4", [TensorParallel()], model(kv_heads=4, hidden=5, vocab_size=9), world_size=4)
     assert found[0] == "embed has 9 rows, which tp=4 splits so that some ranks would hold none; use tp=3 or 9"
-    assert {text.split()[0] for text in found} == {"embed", "head"} | {f"layers.0.mlp.{name}" for name in ("gate", "up", "down")}
+    assert {text.split()[0] for text in found} == {"embed", "head"} | {
+        f"layers.0.mlp.{name}" for name in ("gate", "up", "down")
+    }
     assert all(text.endswith("(and 1 more like it)") for text in found if text.startswith("layers"))
 
 
@@ -257,7 +290,10 @@ def test_mixed_dtypes_in_one_unit():
 
 def test_tied_parameters_in_two_units():
     text = only("dp_shard=8", [FullyShard()], TwoLayers(tied=True), ModelLayout(blocks=("layers.*",)))
-    assert "tied parameters would land in two units: layers.0.weight in 'layers.0', head.weight in '(the outermost)'" in text
+    assert (
+        "tied parameters would land in two units: layers.0.weight in 'layers.0', head.weight in '(the outermost)'"
+        in text
+    )
 
 
 def test_tied_parameters_of_which_one_is_split():
@@ -266,7 +302,12 @@ def test_tied_parameters_of_which_one_is_split():
 
 
 def test_a_tie_that_is_none():
-    text = only("dp_shard=8", [FullyShard()], TwoLayers(), ModelLayout(blocks=("layers.*",), tied=(("layers.0.weight", "head.weight"),)))
+    text = only(
+        "dp_shard=8",
+        [FullyShard()],
+        TwoLayers(),
+        ModelLayout(blocks=("layers.*",), tied=(("layers.0.weight", "head.weight"),)),
+    )
     assert "one tensor, but the model has separate tensors" in text
 
 
@@ -277,7 +318,10 @@ def test_a_mesh_that_does_not_fit_is_one_of_the_problems():
 
 
 def test_every_problem_at_once_in_one_error():
-    passes = [FullyShard(reshard_after_forward=3, prefetch_forward=-1), TensorParallel(styles={"nothing.here": "colwise"})]
+    passes = [
+        FullyShard(reshard_after_forward=3, prefetch_forward=-1),
+        TensorParallel(styles={"nothing.here": "colwise"}),
+    ]
     found = problems("dp_replicate=1,dp_shard=1,tp=8", passes)
     kinds = ["out of order", "reshard_after_forward=3", "prefetch depths", "matches no module", "q has 4 heads"]
     assert [any(kind in text for text in found) for kind in kinds] == [True] * len(kinds)
@@ -324,18 +368,32 @@ def test_an_object_that_is_no_pass():
 
 
 def test_a_class_or_text_in_the_place_of_a_pass():
-    assert only("dp_shard=8", [FullyShard]) == "FullyShard is a class, not a pass; expected an object: write FullyShard()"
+    assert (
+        only("dp_shard=8", [FullyShard]) == "FullyShard is a class, not a pass; expected an object: write FullyShard()"
+    )
     text = problems("dp_shard=8", ["fsdp"])[0]
-    assert text == "'fsdp' is not a pass: str does not inherit meshpar.Pass; write an object of a pass, such as FullyShard()"
+    assert (
+        text
+        == "'fsdp' is not a pass: str does not inherit meshpar.Pass; write an object of a pass, such as FullyShard()"
+    )
     assert problems("dp_shard=8", {"fsdp": FullyShard()})[0] == text
 
 
 @pytest.mark.parametrize(
     ("passes", "message"),
     [
-        (FullyShard(), r"passes are FullyShard\(.*; expected a list of passes: write Plan\('dp_shard=8', \[FullyShard\(\)\]\)"),
-        (FullyShard, r"passes are <class .*; expected a list of passes: write Plan\('dp_shard=8', \[FullyShard\(\)\]\)"),
-        ("FullyShard", r"passes are 'FullyShard'; expected a list of passes: write Plan\('dp_shard=8', \[FullyShard\(\)\]\)"),
+        (
+            FullyShard(),
+            r"passes are FullyShard\(.*; expected a list of passes: write Plan\('dp_shard=8', \[FullyShard\(\)\]\)",
+        ),
+        (
+            FullyShard,
+            r"passes are <class .*; expected a list of passes: write Plan\('dp_shard=8', \[FullyShard\(\)\]\)",
+        ),
+        (
+            "FullyShard",
+            r"passes are 'FullyShard'; expected a list of passes: write Plan\('dp_shard=8', \[FullyShard\(\)\]\)",
+        ),
         (None, r"passes are None; expected a list of passes"),
     ],
     ids=["pass", "class", "text", "none"],
@@ -347,21 +405,27 @@ def test_passes_that_are_no_list(passes, message):
 
 def test_a_mesh_that_is_neither_text_nor_a_spec():
     for mesh in ({"dp_shard": 8}, 8, None):
-        with pytest.raises(MeshError, match=f"a plan's mesh is {mesh} of type {type(mesh).__name__}; expected text such as 'dp_shard=2"):
+        with pytest.raises(
+            MeshError, match=f"a plan's mesh is {mesh} of type {type(mesh).__name__}; expected text such as 'dp_shard=2"
+        ):
             Plan(mesh, [FullyShard()])
 
 
 @pytest.mark.parametrize("layout", [{"blocks": ("layers.*",)}, {}, "layers.*"])
 def test_a_layout_of_another_kind(layout):
     text = only("dp_shard=8", [FullyShard()], layout=layout)
-    assert text.startswith(f"the layout is {layout!r} of type {type(layout).__name__}; expected a ModelLayout: write ModelLayout(blocks=")
+    assert text.startswith(
+        f"the layout is {layout!r} of type {type(layout).__name__}; expected a ModelLayout: write ModelLayout(blocks="
+    )
 
 
 def test_a_module_that_nobody_describes_is_read_from_its_structure():
     assert registry.layout_for(TwoLayers()).blocks == ("layers.*",)
     assert registry.layout_for(nn.Linear(2, 2)).blocks == ()
     assert Plan("dp_shard=8", [FullyShard()]).check(nn.Linear(2, 2), world_size=8)
-    assert "names no blocks; give ModelLayout(blocks=...)" in only("dp_shard=8", [Compile(), FullyShard()], nn.Linear(2, 2))
+    assert "names no blocks; give ModelLayout(blocks=...)" in only(
+        "dp_shard=8", [Compile(), FullyShard()], nn.Linear(2, 2)
+    )
     assert "the layout has no table" in only("tp=8", [TensorParallel()], TwoLayers())
 
 
@@ -404,12 +468,18 @@ def test_apply_without_a_process_group():
 
 
 def test_passes_and_plans_print_themselves():
-    assert str(Plan("dp_shard=4,tp=2", [TensorParallel(), FullyShard()])) == "dp_shard=4,tp=2 [TensorParallel -> FullyShard]"
+    assert (
+        str(Plan("dp_shard=4,tp=2", [TensorParallel(), FullyShard()]))
+        == "dp_shard=4,tp=2 [TensorParallel -> FullyShard]"
+    )
 
 
 def test_auto_puts_replicas_across_the_launchers_nodes(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert str(Plan("auto", [HybridShard()]).check(model(), world_size=8)) == "dp_replicate=2,dp_shard=4"
-    assert str(Plan("auto,tp=2", [TensorParallel(), HybridShard()]).check(model(), world_size=8)) == "dp_replicate=2,dp_shard=2,tp=2"
+    assert (
+        str(Plan("auto,tp=2", [TensorParallel(), HybridShard()]).check(model(), world_size=8))
+        == "dp_replicate=2,dp_shard=2,tp=2"
+    )
     assert "cannot read mesh 'auto tp'" in problems("auto tp", [HybridShard()])[0]
     assert "do not fill nodes of 4" in problems("auto", [HybridShard()], world_size=6)[0]

@@ -38,7 +38,18 @@ def installed(tmp_path_factory):
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
     for name in ("pyproject.toml", "stranger.py"):
         (source / name).write_text((STRANGER / name).read_text())
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(target), str(source)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--target",
+        str(target),
+        str(source),
+    ]
     subprocess.run(command, check=True)
     return target
 
@@ -87,7 +98,9 @@ def test_it_runs(stranger):
 @on_ranks(2)
 def run_it():
     registry._found.cache_clear()
-    assert_parity(transformer, "ep=2", [registry.plugin("meshpar.passes", "ExpertCopies")()], token_steps(VOCAB, parts=2))
+    assert_parity(
+        transformer, "ep=2", [registry.plugin("meshpar.passes", "ExpertCopies")()], token_steps(VOCAB, parts=2)
+    )
 
 
 def test_a_strangers_tensor_and_offloading_passes_get_what_ours_get(stranger):
@@ -117,7 +130,10 @@ def split_by_positions():
     registry._found.cache_clear()
     positions, features = (registry.plugin("meshpar.passes", name)() for name in ("SplitPositions", "SplitFeedForward"))
     plans = {
-        2: [("dp_shard=1,cp=2", [positions, FullyShard()]), ("dp_replicate=1,cp=2", [positions, Replicate(whole=("norm.weight",))])],
+        2: [
+            ("dp_shard=1,cp=2", [positions, FullyShard()]),
+            ("dp_replicate=1,cp=2", [positions, Replicate(whole=("norm.weight",))]),
+        ],
         4: [
             ("dp_shard=2,cp=2", [positions, ActivationCheckpoint(), FullyShard()]),
             ("cp=2,dp_shard=1,tp=2", [positions, features, FullyShard()]),
@@ -132,7 +148,9 @@ def split_by_positions():
         par.check_replicas()
         par.manual_seed(1)
         drawn = whole_of(torch.rand(1))
-        assert len(set(drawn)) == par.loss_size, "ranks with other samples or positions draw differently, the ranks of tp alike"
+        assert len(set(drawn)) == par.loss_size, (
+            "ranks with other samples or positions draw differently, the ranks of tp alike"
+        )
 
 
 def test_what_splits_positions_is_told_what_it_needs(stranger):
@@ -143,7 +161,9 @@ def test_what_splits_positions_is_told_what_it_needs(stranger):
 def split_wrongly():
     registry._found.cache_clear()
     positions = registry.plugin("meshpar.passes", "SplitPositions")()
-    with pytest.raises(PlanError, match=r"nothing averages gradients over cp; add FullyShard\(\) to the passes and dp_shard=1"):
+    with pytest.raises(
+        PlanError, match=r"nothing averages gradients over cp; add FullyShard\(\) to the passes and dp_shard=1"
+    ):
         Plan("cp=2", [positions]).check(transformer())
     par = Plan("dp_shard=1,cp=2", [positions, FullyShard()]).apply(transformer())
     with pytest.raises(MeshparError, match="ranks of cp split different batches"):
@@ -183,9 +203,13 @@ def test_a_strangers_passes_are_forecast(stranger):
     with torch.device("meta"):
         model = transformer()
     positions = registry.plugin("meshpar.passes", "SplitPositions")()
-    told = forecast(Plan("dp_shard=2,cp=2", [positions, FullyShard()]), model, Batch(sequence=16, micro_batch=1), hardware="h100")
+    told = forecast(
+        Plan("dp_shard=2,cp=2", [positions, FullyShard()]), model, Batch(sequence=16, micro_batch=1), hardware="h100"
+    )
     sent = [event.collective for _, event in told.trace.events() if event.collective]
-    assert {(each.axis, each.ranks) for each in sent} == {("cp", 2), ("dp_shard", 4)}, "what is sharded is gathered over positions, too"
+    assert {(each.axis, each.ranks) for each in sent} == {("cp", 2), ("dp_shard", 4)}, (
+        "what is sharded is gathered over positions, too"
+    )
     assert told.trace.tokens * told.trace.data_size == 32
 
 
@@ -255,12 +279,17 @@ def test_a_clash_names_both_packages(tmp_path, monkeypatch, fresh_registry):
     offer(tmp_path, "first", "one:Twice")
     offer(tmp_path, "second", "two:Twice")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(MeshparError, match=r"'Twice' of meshpar.passes is offered twice: .*package (first|second).*package (first|second)"):
+    with pytest.raises(
+        MeshparError,
+        match=r"'Twice' of meshpar.passes is offered twice: .*package (first|second).*package (first|second)",
+    ):
         registry.names("meshpar.passes")
 
 
 def test_a_plugin_that_cannot_be_imported_says_whose_it_is(tmp_path, monkeypatch, fresh_registry):
     offer(tmp_path, "broken", "nowhere_at_all:Twice")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(MeshparError, match=r"'Twice' of meshpar.passes \(nowhere_at_all:Twice, package broken\) cannot be imported"):
+    with pytest.raises(
+        MeshparError, match=r"'Twice' of meshpar.passes \(nowhere_at_all:Twice, package broken\) cannot be imported"
+    ):
         registry.plugin("meshpar.passes", "Twice")

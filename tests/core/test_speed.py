@@ -1,4 +1,6 @@
-"""What a step must not do: compile what is compiled, or hold the host; tests/accelerator has where it waits for the device."""
+"""What a step must not do: compile what is compiled, or hold the host; tests/accelerator has where it waits for the
+device.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,17 @@ def test_a_report_is_read_later_than_it_is_begun() -> None:
 @pytest.mark.long
 def test_the_gpu_benchmark_runs_in_small_on_a_cpu() -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-    command = [sys.executable, str(script), "--smoke", "--case", "llama-1b", "--who", "meshpar", "--who", "torch by hand"]
+    command = [
+        sys.executable,
+        str(script),
+        "--smoke",
+        "--case",
+        "llama-1b",
+        "--who",
+        "meshpar",
+        "--who",
+        "torch by hand",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     rows = [line for line in done.stdout.splitlines() if line.startswith("| llama-1b")]
     assert len(rows) == 2 and all("%" in row for row in rows), done.stdout + done.stderr[-2000:]
@@ -92,7 +104,9 @@ def test_the_plan_shows_what_recomputation_saves_and_costs() -> None:
         passes,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    found = re.search(r"recomputation saves ([\d.]+) GiB of a peak of ([\d.]+) and costs ([\d.,]+) ms a step", done.stdout)
+    found = re.search(
+        r"recomputation saves ([\d.]+) GiB of a peak of ([\d.]+) and costs ([\d.,]+) ms a step", done.stdout
+    )
     assert found, done.stdout + done.stderr
     saved, peak, cost = map(float, found.groups())
     assert 0 < saved < peak and cost > 0, found[0]

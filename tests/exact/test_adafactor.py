@@ -38,7 +38,10 @@ def test_four_ranks_equal_one_process():
     steps = token_steps(VOCAB, parts=4, micro_batches=2)
     for build, optimizer in (
         (ODD, FACTORS),
-        (partly_frozen, functools.partial(FACTORS, lr=torch.tensor(0.01), maximize=True, foreach=True, eps=(1e-7, 1e-2), d=2.0)),
+        (
+            partly_frozen,
+            functools.partial(FACTORS, lr=torch.tensor(0.01), maximize=True, foreach=True, eps=(1e-7, 1e-2), d=2.0),
+        ),
     ):
         expected = one_process(build, steps, max_norm=0.5, optimizer=optimizer)
         for mesh, passes in {
@@ -92,7 +95,10 @@ def test_every_split_has_the_values_of_the_whole_tensor():
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
         torch.manual_seed(0)
         plain = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape, _ in SPLITS]
-        split = [distribute_tensor(each.clone(), mesh, placements) for each, (_, placements) in zip(plain, SPLITS, strict=True)]
+        split = [
+            distribute_tensor(each.clone(), mesh, placements)
+            for each, (_, placements) in zip(plain, SPLITS, strict=True)
+        ]
         alone, divided = torch.optim.Adafactor(plain, lr=0.1), torch.optim.Adafactor(split, lr=0.1)
         for _ in range(3):
             for one, other in zip(plain, split, strict=True):
@@ -104,7 +110,9 @@ def test_every_split_has_the_values_of_the_whole_tensor():
             torch.testing.assert_close(whole(other), one, rtol=tolerance, atol=tolerance)
             for key, value in alone.state[one].items():
                 held = divided.state[other][key]
-                torch.testing.assert_close(whole(held), value, rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}")
+                torch.testing.assert_close(
+                    whole(held), value, rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}"
+                )
                 most = max(local_tensor(other).numel(), *value.shape, 1)
                 assert key == "step" or local_tensor(held).numel() <= most, "a factor is divided as its parameter is"
 
@@ -173,7 +181,9 @@ def test_a_class_of_the_users_own_and_a_closure():
         par = sharded()
         optimizer = kind(par.module.parameters(), lr=0.05)
         train_steps(par, STEPS[:1], optimizer=optimizer)
-        loss = optimizer.step(lambda optimizer=optimizer: [group.update(lr=0.01) for group in optimizer.param_groups] and 3.0)
+        loss = optimizer.step(
+            lambda optimizer=optimizer: [group.update(lr=0.01) for group in optimizer.param_groups] and 3.0
+        )
         assert loss == 3.0
         found.append(weights(par))
     assert optimizer.steps == 2
@@ -200,7 +210,8 @@ def test_whole_plain_state_of_one_process_is_divided_by_the_next_step():
     largest = max(again.state, key=torch.Tensor.numel)
     again.state[largest]["col_var"] = torch.zeros(3, 4)
     with pytest.raises(
-        MeshparError, match=r"Adafactor's col_var has shape \(3, 4\), and of a parameter of shape \(99, 36\) it has \(1, 36\)"
+        MeshparError,
+        match=r"Adafactor's col_var has shape \(3, 4\), and of a parameter of shape \(99, 36\) it has \(1, 36\)",
     ):
         train_steps(other, STEPS[:1], optimizer=again)
 

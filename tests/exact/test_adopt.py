@@ -33,7 +33,13 @@ from meshpar.testing import on_ranks, whole
 
 LAYOUT = ModelLayout(
     blocks=("blocks.*",),
-    tensor={"embed": "vocab", "blocks.*": "region", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "head"},
+    tensor={
+        "embed": "vocab",
+        "blocks.*": "region",
+        "blocks.*.up": "colwise",
+        "blocks.*.down": "rowwise",
+        "head": "head",
+    },
 )
 PLANS = {
     "fsdp": ("dp_shard=2", [FullyShard()]),
@@ -308,7 +314,10 @@ REFUSED = {
     ("blocks.0", new_parameter): r"blocks\.0 is placed already",
     ("", new_parameter): r"placed already",
     ("head", on_meta): r"head\.weight has no values",
-    ("head", other_weights): r"handed to par\.adopt differ between ranks(.|\n)*head\.weight: rank 0 against ranks \[1\]",
+    (
+        "head",
+        other_weights,
+    ): r"handed to par\.adopt differ between ranks(.|\n)*head\.weight: rank 0 against ranks \[1\]",
     ("", other_modules): r"ranks adopt different modules",
     ("blocks.0.side", tied_across_blocks): r"blocks\.0\.side\.weight moved into another unit",
     ("extra", moved): r"blocks\.0\.up\.weight moved into another unit",
@@ -423,7 +432,8 @@ def test_the_calls_that_messages_say_are_exact():
             added = eval(said(refused.value), {"par": par})
             if how is not probe:
                 with pytest.raises(
-                    MeshparError, match=r"holds \d parameters from before par\.adopt, .* par\.adopt\(\.\.\., optimizer=optimizer\)"
+                    MeshparError,
+                    match=r"holds \d parameters from before par\.adopt, .* par\.adopt\(\.\.\., optimizer=optimizer\)",
                 ):
                     optimizer.step()
             renew(optimizer, par.module)
@@ -441,8 +451,15 @@ def scaled(net, place):
 
 @on_ranks(2, keep=True)
 def test_the_styles_that_a_message_says_leave_modules_with_a_forward_of_their_own_whole_and_exact():
-    without_region = ModelLayout(blocks=LAYOUT.blocks, tensor={key: style for key, style in LAYOUT.tensor.items() if style != "region"})
-    for layout, place in ((LAYOUT, "head"), (LAYOUT, "embed"), (LAYOUT, "blocks.0.up"), (without_region, "blocks.1.down")):
+    without_region = ModelLayout(
+        blocks=LAYOUT.blocks, tensor={key: style for key, style in LAYOUT.tensor.items() if style != "region"}
+    )
+    for layout, place in (
+        (LAYOUT, "head"),
+        (LAYOUT, "embed"),
+        (LAYOUT, "blocks.0.up"),
+        (without_region, "blocks.1.down"),
+    ):
         with pytest.raises(PlanError, match="has a forward that was set on it") as refused:
             Plan("tp=2", [TensorParallel()]).check(scaled(Net(), place), layout)
         (said_pass,) = re.findall(r"TensorParallel\(styles=\{.*?\}\)", str(refused.value))
@@ -483,7 +500,10 @@ def test_adopted_modules_are_exact_under_every_pass_in_micro_batches_and_in_aver
                 ours.add_param_group({"params": par.adopt(*change(how, par.module), optimizer=ours)})
                 now = dict(alone.named_parameters())
                 same = {id(each): name for name, each in kept.items()}
-                expected = {name: expected[same[id(each)]] if id(each) in same else each.detach().clone() for name, each in now.items()}
+                expected = {
+                    name: expected[same[id(each)]] if id(each) in same else each.detach().clone()
+                    for name, each in now.items()
+                }
             ids = torch.randint(12, (2, 8, 4), generator=torch.Generator().manual_seed(place))
             for each in ids:
                 (F.cross_entropy(alone(each).flatten(0, 1), each.flatten()) / 2).backward()

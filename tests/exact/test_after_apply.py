@@ -1,4 +1,6 @@
-"""Loops that change a parallel module, or use its weights, after plan.apply: exact, or refused in the step in which it happens."""
+"""Loops that change a parallel module, or use its weights, after plan.apply: exact, or refused in the step in which it
+happens.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ def test_parameters_that_the_plan_did_not_place_are_refused_in_the_next_forward(
             par = Plan(mesh, passes).apply(Net(), LAYOUT)
             step(par, batch())
             change(par.module)
-            with pytest.raises(MeshparError, match=r"was replaced by another tensor|came into the module after|left the module after"):
+            with pytest.raises(
+                MeshparError, match=r"was replaced by another tensor|came into the module after|left the module after"
+            ):
                 par.module(mine(par, batch()))
 
 
@@ -163,7 +167,10 @@ def test_a_forward_that_writes_a_gathered_parameter_is_refused_in_that_step():
 
 @on_ranks(2, keep=True)
 def test_a_forward_that_writes_a_parameter_that_data_ranks_keep_whole_is_refused():
-    for mesh, passes in (("dp_replicate=2", Replicate(whole=("head.weight",))), ("dp_shard=2", FullyShard(whole=("head.weight",)))):
+    for mesh, passes in (
+        ("dp_replicate=2", Replicate(whole=("head.weight",))),
+        ("dp_shard=2", FullyShard(whole=("head.weight",))),
+    ):
         for how in ("copy", "data", "parameter"):
             par = Plan(mesh, [passes]).apply(Writes(how), LAYOUT)
             with pytest.raises(MeshparError, match=r"weight (was written or replaced)"):
@@ -245,7 +252,10 @@ def test_rows_that_are_scaled_after_each_step_as_the_message_of_max_norm_says_ar
     for mesh, passes in plans(2):
         torch.manual_seed(0)
         alone = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3)).double()
-        par, ids = Plan(mesh, passes).apply(copy.deepcopy(alone), ModelLayout(tensor={"1": "colwise_gather"})), torch.arange(8) % 7
+        par, ids = (
+            Plan(mesh, passes).apply(copy.deepcopy(alone), ModelLayout(tensor={"1": "colwise_gather"})),
+            torch.arange(8) % 7,
+        )
         optimizers = [torch.optim.SGD(net.parameters(), 1.0) for net in (alone, par.module)]
         for _ in range(3):
             expected = alone(ids).square().mean()
@@ -299,7 +309,8 @@ def test_ranks_that_evaluate_unevenly_are_refused_at_once_on_both():
         for dtype in (torch.float32, torch.float64):
             par, total = Plan(mesh, passes).apply(Net(), LAYOUT), torch.zeros((), dtype=dtype)
             with pytest.raises(
-                MeshparError, match=r"this rank is at (par\.data_sum|a forward of the module), another one at (par|a forward)"
+                MeshparError,
+                match=r"this rank is at (par\.data_sum|a forward of the module), another one at (par|a forward)",
             ):
                 with torch.no_grad():
                     for _ in range(2 + par.data_rank):
@@ -330,7 +341,9 @@ def test_weights_that_are_loaded_by_assignment_are_trained_as_in_one_process():
             if not again:
                 optimizer.step()
                 optimizer.zero_grad()
-        par.module.load_state_dict({name: value.clone() for name, value in par.module.state_dict().items()}, assign=True)
+        par.module.load_state_dict(
+            {name: value.clone() for name, value in par.module.state_dict().items()}, assign=True
+        )
         par.module(mine(par, x)).square().mean().backward()
         check_gradients(par, alone)
 
@@ -371,7 +384,10 @@ def test_whole_values_are_written_between_steps_as_messages_say():
         alone, par, x = Net(), Plan(mesh, passes).apply(Net(), LAYOUT), batch()
         weight = par.module.head.weight
         for write in (lambda p: p.data.numpy(), lambda p: setattr(p, "data", torch.ones(5, 8)), lambda p: p.t_()):
-            with pytest.raises(MeshparError, match=r"par\.load_state_dict\(\{name: whole\}, strict=False\)"), torch.no_grad():
+            with (
+                pytest.raises(MeshparError, match=r"par\.load_state_dict\(\{name: whole\}, strict=False\)"),
+                torch.no_grad(),
+            ):
                 write(weight)
         changed = weight.full_tensor().detach().clone()
         changed[0] = 0.5

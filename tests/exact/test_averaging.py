@@ -1,4 +1,6 @@
-"""The average of a parallel module equals torch's AveragedModel in one process, is swapped in and out exactly, and is saved by shards."""
+"""The average of a parallel module equals torch's AveragedModel in one process, is swapped in and out exactly, and is
+saved by shards.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def equals_torchs(plan):
         assert all(torch.equal(value, before[name]) for name, value in bits(par.module).items())
         torch.testing.assert_close(par.module(x).logits, model(x).logits, rtol=1e-4, atol=1e-4)
     train(par.module, range(4, 6), averaged.update)
-    close(values(averaged.state_dict()["averages"].items()), dict(expected(steps=range(6))[1].module.named_parameters()))
+    close(
+        values(averaged.state_dict()["averages"].items()), dict(expected(steps=range(6))[1].module.named_parameters())
+    )
 
 
 @on_ranks(2)
@@ -220,11 +224,22 @@ def test_an_error_inside_restores_the_parameters():
 def test_wrong_use_is_refused():
     par = Plan("dp_shard=2", [FullyShard()]).apply(build())
     averaged = Averaged(par, decay=0.5)
-    for call in (averaged.update, averaged.state_dict, lambda: averaged.load_state_dict({}), lambda: averaged.swapped().__enter__()):
-        with pytest.raises(MeshparError, match=r"was called inside of swapped\(\).*; call it after the with block"), averaged.swapped():
+    for call in (
+        averaged.update,
+        averaged.state_dict,
+        lambda: averaged.load_state_dict({}),
+        lambda: averaged.swapped().__enter__(),
+    ):
+        with (
+            pytest.raises(MeshparError, match=r"was called inside of swapped\(\).*; call it after the with block"),
+            averaged.swapped(),
+        ):
             call()
     before = bits(par.module)
-    with pytest.raises(MeshparError, match=r"embed\.weight was changed inside of swapped\(\), and the change is lost"), averaged.swapped():
+    with (
+        pytest.raises(MeshparError, match=r"embed\.weight was changed inside of swapped\(\), and the change is lost"),
+        averaged.swapped(),
+    ):
         train(par.module, [0], lambda: None)
     assert all(torch.equal(value, before[name]) for name, value in bits(par.module).items())
     for decay in (1.5, lambda update: -1):
@@ -303,4 +318,6 @@ def test_a_state_that_does_not_fit_is_refused_whole():
     ]
     close(values(averaged.state_dict()["averages"].items()), before, 0.0)
     averaged.load_state_dict({"averages": wholes, "updates": torch.tensor(7)})
-    assert averaged.updates == 7 and not any(value.any() for value in values(averaged.state_dict()["averages"].items()).values())
+    assert averaged.updates == 7 and not any(
+        value.any() for value in values(averaged.state_dict()["averages"].items()).values()
+    )

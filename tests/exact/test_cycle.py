@@ -57,7 +57,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks in the order ``order``, recomputed by the model itself by wish, and the first one's gain used outside of it by wish."""
+    """Blocks in the order ``order``, recomputed by the model itself by wish, and the first one's gain used outside of
+    it by wish.
+    """
 
     def __init__(self, order=(0, 1), recomputed=False, outside=False, **options):
         super().__init__()
@@ -84,7 +86,9 @@ def applied(net, mesh, passes, layout=LAYOUT):
 def test_a_block_that_one_data_rank_leaves_out_is_refused_where_it_happens():
     par = applied(Net(), "dp_shard=2", [FullyShard()])
     par.module(x_of())
-    with pytest.raises(MeshparError, match=r"ranks are at different places of their loops: this rank is at the forward of blocks\.[01]"):
+    with pytest.raises(
+        MeshparError, match=r"ranks are at different places of their loops: this rank is at the forward of blocks\.[01]"
+    ):
         par.module(x_of(), order=(0, 1) if par.data_rank else (1, 0))
 
 
@@ -93,7 +97,9 @@ def test_a_data_rank_that_calls_fewer_blocks_is_refused_before_its_backward():
     for passes in ([FullyShard()], [FullyShard(reshard_after_forward=False)], [Replicate()]):
         par = applied(Net(), f"{passes[0].axes[0]}=2", passes)
         with pytest.raises(
-            MeshparError, match=r"ranks are at different places of their loops: this rank is at (the forward of blocks\.1|a backward)"
+            MeshparError,
+            match=r"ranks are at different places of their loops: this rank is at (the forward of blocks\.1|a "
+            r"backward)",
         ):
             par.module(x_of(), order=(0,) if par.data_rank else (0, 1)).sum().backward()
 
@@ -156,7 +162,8 @@ def test_a_part_that_is_called_from_outside_of_its_block_is_named_and_exact_as_a
     for unit in (FullyShard, Replicate):
         mesh = f"{unit().axes[0]}=2"
         with pytest.raises(
-            ParallelError, match=rf"blocks\.0\.ff is called from outside of blocks\.0.*\n.*{unit.__name__}.*'blocks\.0\.ff'"
+            ParallelError,
+            match=rf"blocks\.0\.ff is called from outside of blocks\.0.*\n.*{unit.__name__}.*'blocks\.0\.ff'",
         ):
             applied(net, mesh, [unit()]).module(x_of())
         par = applied(net, mesh, [unit(blocks=("blocks.*", "blocks.0.ff"))])
@@ -315,7 +322,9 @@ def test_weights_that_were_gathered_ahead_of_a_change_are_not_used_after_it():
     net = Net()
     par = applied(net, "dp_shard=2", [FullyShard(prefetch_forward=1)])
     with torch.no_grad():
-        torch.testing.assert_close(par.module.blocks[0](x_of()), net.blocks[0](x_of()))  # asks for the second block, too
+        torch.testing.assert_close(
+            par.module.blocks[0](x_of()), net.blocks[0](x_of())
+        )  # asks for the second block, too
         for each in (net, par.module):
             each.load_state_dict({name: 0.5 * value for name, value in Net().state_dict().items()})
         torch.testing.assert_close(par.module(x_of()), net(x_of()))
@@ -328,7 +337,10 @@ def test_no_call_sees_the_weights_of_an_earlier_one():
     with torch.no_grad():
         for part in (lambda module: module.blocks[0], lambda module: module):
             par.module(x_of())
-            for each in (*net.parameters(), *par.module.parameters()):  # as an optimizer does; load_state_dict frees what is gathered
+            for each in (
+                *net.parameters(),
+                *par.module.parameters(),
+            ):  # as an optimizer does; load_state_dict frees what is gathered
                 each.mul_(0.5)
             torch.testing.assert_close(part(par.module)(x_of()), part(net)(x_of()))
 
@@ -407,7 +419,9 @@ def test_an_error_of_a_block_called_alone_is_explained():
     layout = ModelLayout(blocks=("0",), tensor={"0.up": "packed_colwise:2", "0.down": "rowwise"})
     par = applied(nn.Sequential(CountsAll()), "tp=2", [TensorParallel()], layout)
     for call in (par.module, par.module[0]):
-        with pytest.raises(ParallelError, match=r"0 \(CountsAll\) failed under tp=2(.|\n)*take the count from the tensor"):
+        with pytest.raises(
+            ParallelError, match=r"0 \(CountsAll\) failed under tp=2(.|\n)*take the count from the tensor"
+        ):
             call(x_of())
 
 
@@ -446,7 +460,9 @@ def test_a_forward_mode_derivative_equals_one_process_without_tensor_parallelism
     par = applied(Net(), "dp_shard=2", [FullyShard()])
     torch.testing.assert_close(torch.func.jvp(par.module, (x,), (x.sin(),))[1], want)
     par = applied(Net(), "tp=2", [TensorParallel(styles={"blocks.*.gain": None})])
-    with pytest.raises(ParallelError, match=r"likely cause: torch.func \(jvp, vmap, grad\)(.|\n)*use a mesh without tp"):
+    with pytest.raises(
+        ParallelError, match=r"likely cause: torch.func \(jvp, vmap, grad\)(.|\n)*use a mesh without tp"
+    ):
         torch.func.jvp(par.module, (x,), (x.sin(),))
 
 
@@ -587,7 +603,9 @@ def ids_of(ids, x):
 @on_ranks(2)
 def test_a_branch_on_this_ranks_positions_alone_is_refused():
     tensor = {"embed": "vocab", "norm": "sequence", "experts.*": "sequence", "head": "head"}
-    par = Plan("tp=2", [TensorParallel(sequence_parallel=True)], verify=False).apply(Routed(), ModelLayout(tensor=tensor))
+    par = Plan("tp=2", [TensorParallel(sequence_parallel=True)], verify=False).apply(
+        Routed(), ModelLayout(tensor=tensor)
+    )
     par.module(torch.tensor([[0, 1, 1, 0]]))  # both ranks run both
     with pytest.raises(ParallelError, match=r"run different modules at a time, this one (experts\.[01]|head|norm)"):
         par.module(torch.tensor([[0, 0, 1, 1]]))
@@ -647,7 +665,13 @@ class Packed(nn.Module):
         return self.head(torch.tanh(self.gathered(x)))
 
 
-PACKED_STYLES = {"embed": "vocab", "qkv": "packed_colwise:3", "out": "rowwise", "gathered": "colwise_gather", "head": "head"}
+PACKED_STYLES = {
+    "embed": "vocab",
+    "qkv": "packed_colwise:3",
+    "out": "rowwise",
+    "gathered": "colwise_gather",
+    "head": "head",
+}
 
 
 @on_ranks(2, keep=True)
@@ -700,7 +724,9 @@ def test_a_learning_rate_of_ones_own_is_refused():
             optimizer.param_groups[0]["betas"] = (torch.tensor(0.9),)
         if step == 3:
             optimizer.param_groups[0]["lr"] *= 1 + par.data_rank
-            with pytest.raises(MeshparError, match=r"ranks step SGD with different settings, this rank with .*lr=0\.[12]"):
+            with pytest.raises(
+                MeshparError, match=r"ranks step SGD with different settings, this rank with .*lr=0\.[12]"
+            ):
                 optimizer.step()
         else:
             optimizer.step()
@@ -741,7 +767,11 @@ def packed(module):
     """Do what a recurrent layer does on CUDA: give its weights other memory, where they stand side by side."""
     weights = [each for each in module._flat_weights if isinstance(each, torch.Tensor) and not each.is_meta]
     with torch.no_grad():
-        memory = torch.cat([each.reshape(-1) for each in weights]).split([each.numel() for each in weights]) if weights else ()
+        memory = (
+            torch.cat([each.reshape(-1) for each in weights]).split([each.numel() for each in weights])
+            if weights
+            else ()
+        )
         for each, part in zip(weights, memory):
             each.data = part.view_as(each)
 
@@ -766,7 +796,9 @@ def test_recurrent_layers_equal_one_process_also_where_they_would_pack_their_wei
                 each.step()
                 each.zero_grad()
         for name, parameter in par.module.named_parameters():
-            torch.testing.assert_close(whole(parameter.detach()), one.get_parameter(name).detach(), msg=f"{kind} {mesh} {name}")
+            torch.testing.assert_close(
+                whole(parameter.detach()), one.get_parameter(name).detach(), msg=f"{kind} {mesh} {name}"
+            )
 
 
 @on_ranks(2, keep=True)
@@ -797,7 +829,11 @@ class Supervised(nn.Module):
     def __init__(self, detached=False, chained=False):
         super().__init__()
         torch.manual_seed(0)
-        self.inlet, self.blocks, self.out = nn.Linear(8, 8), nn.ModuleList(Probed(detached) for _ in range(3)), nn.Linear(8, 8)
+        self.inlet, self.blocks, self.out = (
+            nn.Linear(8, 8),
+            nn.ModuleList(Probed(detached) for _ in range(3)),
+            nn.Linear(8, 8),
+        )
         for before, block in zip(self.blocks, list(self.blocks)[1:] if chained else []):
             block.before.append(before)
 
@@ -869,7 +905,10 @@ def test_a_loss_that_leaves_a_block_by_an_attribute_equals_one_process():
             for _ in range(2):
                 run(one, x)
                 run(par.module, x[part])
-                got = {name: None if each.grad is None else whole(each.grad) for name, each in par.module.named_parameters()}
+                got = {
+                    name: None if each.grad is None else whole(each.grad)
+                    for name, each in par.module.named_parameters()
+                }
                 want = {name: each.grad for name, each in one.named_parameters()}
                 torch.testing.assert_close(got, want, msg=lambda said: f"{run.__name__}, {options}, {name}: {said}")  # noqa: B023
 
@@ -949,4 +988,7 @@ def check_kept(passes, mesh):
 @on_ranks(2)
 def test_an_evaluation_gathers_kept_weights_once_until_a_rank_writes():
     check_kept([FullyShard(reshard_after_forward=False)], "dp_shard=2")
-    check_kept([HybridShard(reshard_after_forward=False, optimizer="world", param_dtype=torch.bfloat16)], "dp_replicate=2,dp_shard=1")
+    check_kept(
+        [HybridShard(reshard_after_forward=False, optimizer="world", param_dtype=torch.bfloat16)],
+        "dp_replicate=2,dp_shard=1",
+    )

@@ -207,7 +207,8 @@ def verbs(build, mesh, passes, folder, memory, later):
     with CheckpointManager(f"{folder}/later", async_=later) as manager:
         manager.save(1, par, optimizer)
         manager.wait()
-        # Until the manager goes: a copy in host memory of what the rank saves, random states, and of each tensor padding and samples.
+        # Until the manager goes: a copy in host memory of what the rank saves, random states, and of each tensor
+        # padding and samples.
         copies = 3 * par.describe().parameter_bytes + 24 * 1024 + 4 * 320 * len(optimizer.state) if later else 0
         check("a save in the background", optimizer, beside=copies)
         manager.restore(par, optimizer)
@@ -256,7 +257,10 @@ def mixture():
 
 OTHERS = {
     "cp": ("dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),
-    "cp, heads": ("dp_shard=1,cp=2,tp=2", [ContextParallel(transport="heads"), TensorParallel(sequence_parallel=True), FullyShard()]),
+    "cp, heads": (
+        "dp_shard=1,cp=2,tp=2",
+        [ContextParallel(transport="heads"), TensorParallel(sequence_parallel=True), FullyShard()],
+    ),
     "world": ("dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world")]),
     "bf16": ("dp_shard=4", [FullyShard(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)]),
     "offload": ("dp_shard=4", [FullyShard(offload="cpu")]),
@@ -275,10 +279,15 @@ def cases():
     for plan in PLANS:
         for model in MODELS:
             if not (model == "hf-gpt2" and "sequence" in plan):
-                yield pytest.param(model, plan, id=f"{model}-{plan}", marks=[] if SAMPLE.get(plan) == model else [pytest.mark.long])
+                yield pytest.param(
+                    model, plan, id=f"{model}-{plan}", marks=[] if SAMPLE.get(plan) == model else [pytest.mark.long]
+                )
     for plan in OTHERS:
         yield pytest.param(
-            "mixture" if plan == "experts" else "transformer", plan, id=plan, marks=[] if plan in ("world", "cp") else [pytest.mark.long]
+            "mixture" if plan == "experts" else "transformer",
+            plan,
+            id=plan,
+            marks=[] if plan in ("world", "cp") else [pytest.mark.long],
         )
 
 
@@ -300,7 +309,9 @@ class Counted:
 
 
 def miscounted(folder):
-    """Return after which of all verbs torch's allocator gave, since the one before, another number of bytes than the harness found."""
+    """Return after which of all verbs torch's allocator gave, since the one before, another number of bytes than the
+    harness found.
+    """
     counted = Counted()
     with profile(profile_memory=True) as seen:
         every_verb(MODELS["gpt2"], "dp_shard=1,tp=1", [TensorParallel(), FullyShard()], folder, counted, later=False)
@@ -317,7 +328,8 @@ def miscounted(folder):
 
 @on_ranks(1)
 def counts_alike(folder):
-    # A thread of gloo may be the last that lets go of a tensor, which a profile of this thread does not see. It is not so each time.
+    # A thread of gloo may be the last that lets go of a tensor, which a profile of this thread does not see. It is not
+    # so each time.
     odd = miscounted(f"{folder}/0")
     for again in range(1, 6):
         odd = odd and odd & miscounted(f"{folder}/{again}")
@@ -344,7 +356,10 @@ def test_a_tensor_that_is_kept_is_found():
     par = Plan("dp_shard=2", [FullyShard()]).apply(module, LAYOUT)
     memory.check(par, "apply")
     kept = [each.detach().to_local().clone() for each in module.parameters()][:1]
-    with pytest.raises(AssertionError, match=r"after a step:\n  . tensors that the description does not know, .*: \(1024, 512\) 2,097,152"):
+    with pytest.raises(
+        AssertionError,
+        match=r"after a step:\n  . tensors that the description does not know, .*: \(1024, 512\) 2,097,152",
+    ):
         memory.check(par, "a step")
     memory.check(par, "a step", also=kept)
     kept.clear()

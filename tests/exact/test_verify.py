@@ -22,7 +22,10 @@ from meshpar.passes.untouched import LARGEST, MOST, CannotKeep, untouched
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.support.models_for_parity import VOCAB, transformer
 
-LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"embed": "vocab", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "head"})
+LAYOUT = ModelLayout(
+    blocks=("blocks.*",),
+    tensor={"embed": "vocab", "blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "head"},
+)
 
 
 class Block(nn.Module):
@@ -101,7 +104,9 @@ def finds(case):
     options, what, positions = WRONG[case]
     # the guards of single cases
     meshpar.passes.tensor.styles.replaced_problems = lambda *_: iter(())
-    meshpar.passes.tensor.styles.local = lambda parameter: parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    meshpar.passes.tensor.styles.local = lambda parameter: (
+        parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    )
     torch.manual_seed(0)
     tensor = {**LAYOUT.tensor, "blocks.*.norm": "sequence"} if positions else LAYOUT.tensor
     layout = ModelLayout(blocks=LAYOUT.blocks, tensor=tensor)
@@ -167,7 +172,9 @@ def test_a_right_split_is_verified_and_leaves_nothing_behind():
         told = par.verify({"input_ids": torch.arange(16)[None] % VOCAB})
         assert set(told.modules) >= {"layers.0", "embed", "head"}, told
         assert max(told.modules.values()) < 1e-4 and not told.skipped, told
-        assert all(torch.equal(value.to_local(), before[name].to_local()) for name, value in par.module.state_dict().items())
+        assert all(
+            torch.equal(value.to_local(), before[name].to_local()) for name, value in par.module.state_dict().items()
+        )
         par.module(input_ids=torch.arange(16)[None] % VOCAB).logits.sum().backward()
         assert all(each.grad is not None for each in par.module.parameters())
 
@@ -201,7 +208,9 @@ def loss_sum(model, batch):
     )
 
 
-@pytest.mark.parametrize(("styles", "layout"), [({}, WITH_GAIN), ({"blocks.*.gain": None}, LAYOUT)], ids=["in the layout", "in the pass"])
+@pytest.mark.parametrize(
+    ("styles", "layout"), [({}, WITH_GAIN), ({"blocks.*.gain": None}, LAYOUT)], ids=["in the layout", "in the pass"]
+)
 def test_a_parameter_beside_split_layers_that_meets_whole_features_stays_whole(styles, layout):
     stays_whole(styles, layout)
 
@@ -209,12 +218,19 @@ def test_a_parameter_beside_split_layers_that_meets_whole_features_stays_whole(s
 @on_ranks(4, keep=True)
 def stays_whole(styles, layout):
     assert_parity(
-        Scaled, "dp_shard=2,tp=2", [TensorParallel(styles=styles), FullyShard()], token_steps(12), layout=layout, loss_sum=loss_sum
+        Scaled,
+        "dp_shard=2,tp=2",
+        [TensorParallel(styles=styles), FullyShard()],
+        token_steps(12),
+        layout=layout,
+        loss_sum=loss_sum,
     )
 
 
 def test_a_parameter_beside_split_layers_needs_a_word_about_it():
-    with pytest.raises(PlanError, match=r"blocks\.0\.gain \(8,\) has no style.*None where it meets whole features") as raised:
+    with pytest.raises(
+        PlanError, match=r"blocks\.0\.gain \(8,\) has no style.*None where it meets whole features"
+    ) as raised:
         Plan("tp=2", [TensorParallel()]).check(Scaled(), LAYOUT, 2)
     assert "1 problem" in str(raised.value)
     wrong = TensorParallel(styles={"blocks.*.gain": "grad_sum"})
@@ -248,9 +264,13 @@ def test_a_wrong_split_is_found_without_processes():
 
 
 def test_an_output_of_a_shape_that_is_no_part_of_the_whole_is_told():
-    layout = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor, "blocks.*.norm": "sequence", "head": "rowwise_split"})
+    layout = ModelLayout(
+        blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor, "blocks.*.norm": "sequence", "head": "rowwise_split"}
+    )
     plan = Plan("tp=2", [TensorParallel(sequence_parallel=True)])
-    with pytest.raises(ParallelError, match=r"the model: it returns \(1, 3, 12\), which is no rank's part of \(1, 12, 12\)"):
+    with pytest.raises(
+        ParallelError, match=r"the model: it returns \(1, 3, 12\), which is no rank's part of \(1, 12, 12\)"
+    ):
         plan.prove(Model(), IDS, layout)
 
 
@@ -265,8 +285,12 @@ def test_an_output_that_refers_to_itself_is_searched_once():
 
 def test_a_projection_that_got_a_part_is_named_with_its_remedy():
     module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-    with pytest.raises(ParallelError, match=r"2 \(Linear\) failed(.|\n)*remedy: give it the style 'rowwise'.*'2': 'rowwise'"):
-        Plan("tp=2", [TensorParallel()]).prove(module, torch.zeros(1, 4, 8), ModelLayout(tensor={"0": "colwise"}), world_size=2)
+    with pytest.raises(
+        ParallelError, match=r"2 \(Linear\) failed(.|\n)*remedy: give it the style 'rowwise'.*'2': 'rowwise'"
+    ):
+        Plan("tp=2", [TensorParallel()]).prove(
+            module, torch.zeros(1, 4, 8), ModelLayout(tensor={"0": "colwise"}), world_size=2
+        )
 
 
 SEEN = []
@@ -348,9 +372,16 @@ def first_step(module=None):
     Leaving.made, heard = 0, []
     SEEN.clear()
     module.blocks[0].norm.register_forward_hook(lambda *_: heard.append(1))
-    loss = module(IDS).square().mean() + sum(block.aux + sum(block.losses) for block in module.blocks) + sum(module.tally.losses)
+    loss = (
+        module(IDS).square().mean()
+        + sum(block.aux + sum(block.losses) for block in module.blocks)
+        + sum(module.tally.losses)
+    )
     loss.backward()
-    grads = {name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad for name, each in module.named_parameters()}
+    grads = {
+        name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
+        for name, each in module.named_parameters()
+    }
     left = [block.left() for block in module.blocks]
     return loss.detach(), grads, [left, len(heard), module.tally.calls, torch.rand(()).item(), random.random()]
 

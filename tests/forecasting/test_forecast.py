@@ -1,4 +1,6 @@
-"""The forecast: closed forms, probes told to full depth, time as a pure function of trace and hardware, what a plan pays for."""
+"""The forecast: closed forms, probes told to full depth, time as a pure function of trace and hardware, what a plan
+pays for.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +55,18 @@ def transformer(config):
 
 def job(config, mesh, passes, **batch):
     spec = MeshSpec(mesh)
-    return Simulation(plan=Plan(spec, passes), model=transformer(config), batch=Batch(**{"sequence": 64} | batch), world_size=spec.size)
+    return Simulation(
+        plan=Plan(spec, passes),
+        model=transformer(config),
+        batch=Batch(**{"sequence": 64} | batch),
+        world_size=spec.size,
+    )
 
 
 def bytes_of_a_rank(model, tp, shards):
-    """Float32 bytes of the first rank: tensor parallelism splits what its table says, FSDP splits dim 0 of the rest, rounding up."""
+    """Float32 bytes of the first rank: tensor parallelism splits what its table says, FSDP splits dim 0 of the rest,
+    rounding up.
+    """
     total = 0
     for name, parameter in model.named_parameters():
         rows, rest = parameter.shape[0], parameter.numel() // parameter.shape[0]
@@ -78,20 +87,35 @@ def traces():
     }
     jobs = {}
     for name, each in deep.items():
-        jobs |= {(name, depth): replace(each, model=Depths(each.model, each.model.meshpar_layout()).shallow(depth)) for depth in (2, 3)}
+        jobs |= {
+            (name, depth): replace(each, model=Depths(each.model, each.model.meshpar_layout()).shallow(depth))
+            for depth in (2, 3)
+        }
         jobs[name, 5] = each
-    wide = [(size, job(replace(SMALL, layers=2), "dp_shard=2", [FullyShard(**BF16)], micro_batch=size)) for size in (1, 2, 5)]
+    wide = [
+        (size, job(replace(SMALL, layers=2), "dp_shard=2", [FullyShard(**BF16)], micro_batch=size))
+        for size in (1, 2, 5)
+    ]
     jobs |= {("wide", size): replace(each, device="cpu") for size, each in wide}  # whose allocator does not round
     jobs["alone"] = job(
-        replace(SMALL, layers=2), "tp=2", [TensorParallel(sequence_parallel=True, styles={"layers.*.attn": None, "layers.*.mlp": None})]
+        replace(SMALL, layers=2),
+        "tp=2",
+        [TensorParallel(sequence_parallel=True, styles={"layers.*.attn": None, "layers.*.mlp": None})],
     )
     jobs["logits"] = job(replace(SMALL, vocab_size=2048), "tp=2", [TensorParallel(sequence_parallel=True)])
     if importlib.util.find_spec("torchao") is not None:
-        jobs |= {name: job(SMALL, "dp_shard=2", [*more, FullyShard(**BF16)]) for name, more in {"eight": [Float8()], "sixteen": []}.items()}
+        jobs |= {
+            name: job(SMALL, "dp_shard=2", [*more, FullyShard(**BF16)])
+            for name, more in {"eight": [Float8()], "sixteen": []}.items()
+        }
     jobs["padded"] = job(replace(SMALL, layers=2), "dp_shard=48", [FullyShard(**BF16)])
-    jobs["masked"] = Simulation(plan=Plan("dp_shard=2", [FullyShard(**BF16)]), model=meta(Masked), batch=Batch(sequence=2048), world_size=2)
+    jobs["masked"] = Simulation(
+        plan=Plan("dp_shard=2", [FullyShard(**BF16)]), model=meta(Masked), batch=Batch(sequence=2048), world_size=2
+    )
     gpt2 = meta(lambda: GPT2(GPT2Config()))
-    jobs["gpt2"] = Simulation(plan=Plan("dp_shard=4", [FullyShard()]), model=gpt2, batch=Batch(sequence=64), world_size=4)
+    jobs["gpt2"] = Simulation(
+        plan=Plan("dp_shard=4", [FullyShard()]), model=gpt2, batch=Batch(sequence=64), world_size=4
+    )
     for name in COUNTS:
         big = job(TransformerConfig.preset(name), "dp_shard=48,tp=8", [SP, ActivationCheckpoint(), FullyShard(**BF16)])
         for place, probe in enumerate(probes(big, Depths(big.model, big.model.meshpar_layout()))):
@@ -166,9 +190,13 @@ def test_a_step_of_experts_counts_the_chosen_ones():
         "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     }  # fmt: skip
-    found = meshpar.forecast(Plan("dp_shard=8", [FullyShard(**BF16)]), from_config(config), Batch(sequence=256), hardware="h100")
+    found = meshpar.forecast(
+        Plan("dp_shard=8", [FullyShard(**BF16)]), from_config(config), Batch(sequence=256), hardware="h100"
+    )
     products = [event for _, event in found.trace.events() if event.name == "_grouped_mm"]
-    assert sum(event.flops for event in products) == 3 * (3 * 2 * 256 * 2 * 3 * 64 * 32)  # backward is two products for each forward
+    assert sum(event.flops for event in products) == 3 * (
+        3 * 2 * 256 * 2 * 3 * 64 * 32
+    )  # backward is two products for each forward
     kinds = {event.name for _, event in found.trace.events() if "scaled_dot_product" in event.name}
     assert kinds == {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
 
@@ -201,7 +229,9 @@ def test_recomputation_and_full_attention_count_as_the_formula_says():
     matrices = sum(p.numel() for n, p in transformer(config).named_parameters() if p.ndim == 2 and n != "embed.weight")
     attention = 4 * 64 * 64 * config.dim * config.layers
     forward = 2 * matrices * 64 + attention
-    assert trace.flops(recomputed=False) * 2 == 3 * forward + attention // 2  # flash attention's backward does five products for two
+    assert (
+        trace.flops(recomputed=False) * 2 == 3 * forward + attention // 2
+    )  # flash attention's backward does five products for two
     assert trace.flops() > trace.flops(recomputed=False)
 
 
@@ -214,23 +244,32 @@ def test_overlapped_communication_costs_nothing_and_exposed_its_time():
     def seconds(*events):
         phases = (Phase(name="forward", events=events),)
         empty = {"parameters": 0}
-        return cost(Trace(axes={}, depth=1, tokens=1, data_size=1, held={}, exact=empty, parameters=1, phases=phases), hardware)
+        return cost(
+            Trace(axes={}, depth=1, tokens=1, data_size=1, held={}, exact=empty, parameters=1, phases=phases), hardware
+        )
 
     alone = seconds(work).seconds
     hidden = seconds(gather, work, Event(kind="wait", name="wait", target=0))
     exposed = seconds(gather, Event(kind="wait", name="wait", target=0), work)
     assert hidden.seconds == pytest.approx(alone, rel=1e-3) and sum(hidden.exposed.values()) == 0.0
-    assert exposed.seconds == pytest.approx(alone + took, rel=1e-3) and exposed.exposed["dp_shard"] == pytest.approx(took, rel=1e-2)
+    assert exposed.seconds == pytest.approx(alone + took, rel=1e-3) and exposed.exposed["dp_shard"] == pytest.approx(
+        took, rel=1e-2
+    )
 
 
 def test_a_search_tries_ep_for_mixtures(monkeypatch):
-    """On traces in which dividing experts pays: the estimate counts the samples of each rank of ``ep``, as the forecast of the winner."""
+    """On traces in which dividing experts pays: the estimate counts the samples of each rank of ``ep``, as the forecast
+    of the winner.
+    """
     heard = []
 
     def traced(jobs, workers, told):
         told(len(jobs), len(jobs))
         meshes = [(dict(each.plan.mesh.axes), each.batch.micro_batch) for each in jobs]
-        work = [Event(kind="compute", name="mm", flops=10**11 if "ep" in axes else 10**12, shape=(1, 64, 64, 64)) for axes, _ in meshes]
+        work = [
+            Event(kind="compute", name="mm", flops=10**11 if "ep" in axes else 10**12, shape=(1, 64, 64, 64))
+            for axes, _ in meshes
+        ]
         return [
             Trace(
                 axes=axes, depth=2, tokens=64 * samples, data_size=math.prod(size for axis, size in axes.items() if axis != "tp"),
@@ -266,7 +305,9 @@ def found(name):
 
 def test_float32_is_the_first_lever():
     name, lint = next(iter(found("gpt2").items()))
-    assert name == "float32" and lint.text.startswith("100% of the operations are in float32, which h100 computes at 1/")
+    assert name == "float32" and lint.text.startswith(
+        "100% of the operations are in float32, which h100 computes at 1/"
+    )
     assert lint.seconds == max(each.seconds for each in found("gpt2").values()) > 0
     assert "float32" not in found(("recomputed", 3))
 
@@ -330,8 +371,12 @@ def test_feedback_warns_where_forecast_and_job_part():
 
 def test_a_verdict_counts_what_allocators_reserved_in_published_runs():
     table = (Path(__file__).parents[2] / "docs" / "forecast.md").read_text()
-    runs = re.findall(r"^\|.*\| ([\d.]+) \| ([\d.]+) \| -[\d.]+% \|$", table.partition("**[KempnerForge MFU]")[0], re.MULTILINE)
-    runs += re.findall(r"^\|.*\| ([\d.]+) \| ([\d.]+) \| -[\d.]+% \|$", table.partition("**[torchtitan H200]")[2], re.MULTILINE)
+    runs = re.findall(
+        r"^\|.*\| ([\d.]+) \| ([\d.]+) \| -[\d.]+% \|$", table.partition("**[KempnerForge MFU]")[0], re.MULTILINE
+    )
+    runs += re.findall(
+        r"^\|.*\| ([\d.]+) \| ([\d.]+) \| -[\d.]+% \|$", table.partition("**[torchtitan H200]")[2], re.MULTILINE
+    )
     ratios = sorted(float(reserved) / float(peak) for reserved, peak in runs)
     assert len(ratios) == 10 and (round(ratios[0], 2), round(ratios[-1], 2)) == RESERVED_RANGE
     hardware = replace(Hardware.load("h100"), memory=104.0, reserved=4.0)
@@ -345,11 +390,20 @@ def test_a_ranking_groups_what_the_forecast_cannot_tell_apart():
         settings = Settings(micro_batch=size, **common)
         return Candidate(settings=settings, tokens_per_second=speed, peak=50 << 30, verdict=verdict, problem=problem)
 
-    found = [candidate(1, 84.0, "fits"), candidate(2, 86.0, "fits"), candidate(4, 100.0, "may fit"), candidate(8, 80.0, "may fit")]
+    found = [
+        candidate(1, 84.0, "fits"),
+        candidate(2, 86.0, "fits"),
+        candidate(4, 100.0, "may fit"),
+        candidate(8, 80.0, "may fit"),
+    ]
     groups = alike(found)
     assert [[each.settings.micro_batch for each in group] for group in groups] == [[2, 4], [1, 8]]
-    told = ranking_text(Ranking(best=(), groups=groups, out=(candidate(16, 0.0, "does not fit", "needs 90 to 114 GiB of 75"),)))
-    assert told.startswith("2 settings fit, 2 may fit, 1 do not (an allocator reserves 1.07 to 1.35 times the peak of tensors)")
+    told = ranking_text(
+        Ranking(best=(), groups=groups, out=(candidate(16, 0.0, "does not fit", "needs 90 to 114 GiB of 75"),))
+    )
+    assert told.startswith(
+        "2 settings fit, 2 may fit, 1 do not (an allocator reserves 1.07 to 1.35 times the peak of tensors)"
+    )
     assert "the fastest, 2 settings within 15%, the error of the forecast: it cannot tell which is faster" in told
     assert "16% to 20% slower, 2 settings that it cannot tell apart:" in told
     assert "100 tokens/s    50.0 GiB, reserved   54 to 68 GiB  may fit  dp_shard=8; micro-batch 4" in told
@@ -465,6 +519,8 @@ def main():
     assert done.returncode and 'under if __name__ == "__main__"' in done.stderr
 
 
-@pytest.mark.parametrize(("count", "written"), [(8_030_261_248, "8.03B"), (124_439_808, "124.44M"), (12_345, "12.35K"), (96, "96")])
+@pytest.mark.parametrize(
+    ("count", "written"), [(8_030_261_248, "8.03B"), (124_439_808, "124.44M"), (12_345, "12.35K"), (96, "96")]
+)
 def test_a_small_model_is_not_of_zero_billions(count: int, written: str) -> None:
     assert with_unit(count) == written

@@ -32,11 +32,22 @@ CASES = {
     "reduced each": ("qwen3_moe_teacher", (*MOE, "data.accumulate=3", "training.reduce_each=true")),
     "bfloat16, whole loss": (
         "quickstart",
-        ("dtype=bfloat16", "data.tokenizer=bytes", "data.micro_batch=1", "data.accumulate=2", "training.objective_options.chunk=0"),
+        (
+            "dtype=bfloat16",
+            "data.tokenizer=bytes",
+            "data.micro_batch=1",
+            "data.accumulate=2",
+            "training.objective_options.chunk=0",
+        ),
     ),
     "distillation": (
         "qwen3_moe_distillation",
-        ("data.sequence_length=32", "per_device_train_batch_size=2", "teacher.model.weights=null", "teacher.model.config={config}"),
+        (
+            "data.sequence_length=32",
+            "per_device_train_batch_size=2",
+            "teacher.model.weights=null",
+            "teacher.model.config={config}",
+        ),
     ),
     "documents": ("sft", ("data.tokenizer=bytes", "data.sequence_length=128", "data.micro_batch=2")),
     "adapters": ("qwen3_moe_teacher", (*MOE, "lora.targets=[q_proj, v_proj]", "lora.rank=4", "model.weights={config}")),
@@ -68,12 +79,23 @@ def real_step(case, folder, expected):
     par = build.plan_of(recipe).apply(model, build.layout_of(recipe, model), device_type="cpu").materialize(seed=0)
     teacher = None
     if recipe.teacher is not None:
-        teacher = build.teacher_plan_of(recipe).apply(build.teacher_shape(recipe), device_type="cpu").materialize(seed=0).module
+        teacher = (
+            build.teacher_plan_of(recipe)
+            .apply(build.teacher_shape(recipe), device_type="cpu")
+            .materialize(seed=0)
+            .module
+        )
     objective = build.objective_of(recipe, teacher)
     optimizer = build_adamw(par.module, AdamWSettings(fused=True))
     batch = batch_of(recipe)
-    batches = [{name: each.zero_() for name, each in batch.tensors(par.device).items()} for _ in range(batch.accumulate)]
-    options = {"loss": ObjectiveLoss(objective), "reduce_each": batch.reduce_each, "beside": [] if teacher is None else [teacher]}
+    batches = [
+        {name: each.zero_() for name, each in batch.tensors(par.device).items()} for _ in range(batch.accumulate)
+    ]
+    options = {
+        "loss": ObjectiveLoss(objective),
+        "reduce_each": batch.reduce_each,
+        "beside": [] if teacher is None else [teacher],
+    }
     for _ in range(2):  # the first steps make the optimizer's state and compare more
         for micro in par.accumulate(map(par.split, batches), reduce_each=batch.reduce_each):
             options["loss"](par.module, micro).backward()
@@ -93,14 +115,18 @@ COVERED = ("experts", "classification", "reduced each", "bfloat16, whole loss", 
 """What other cases hold, too: in the long form."""
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case in COVERED else case for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long) if case in COVERED else case for case in CASES]
+)
 def test_the_planned_step_of_a_recipe_is_its_jobs(case):
     folder = folder_with_a_model()
     made = forecast_job(recipe_of(case, folder), "h100", 2, depth="all", device="cpu")
     launch(__name__, "real_step", 2, (case, folder, made.trace.to_json()))
 
 
-PLANNED = sorted(set(shipped()) - {"qwen3_moe_distillation", "gpt2", "gpt2_small", "sft", "hybrid_two_nodes", "hsdp_tp"})
+PLANNED = sorted(
+    set(shipped()) - {"qwen3_moe_distillation", "gpt2", "gpt2_small", "sft", "hybrid_two_nodes", "hsdp_tp"}
+)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +140,8 @@ def test_a_shipped_recipe_is_planned_by_name(name):
 def test_a_loss_of_whole_logits_is_planned_with_all_of_them():
     large = ["data.vocab_size=50304", "model.vocab_size=50304", "data.micro_batch=16"]
     peaks = [
-        forecast_job(load_recipe("quickstart", [*large, f"training.objective_options.chunk={chunk}"]), "h100", 2) for chunk in (0, "null")
+        forecast_job(load_recipe("quickstart", [*large, f"training.objective_options.chunk={chunk}"]), "h100", 2)
+        for chunk in (0, "null")
     ]
     whole, chunked = (each.memory.peak for each in peaks)
     assert whole - chunked > 1.5 * 16 * 256 * 50304 * 4, "logits and their gradient, but for a chunk's"
@@ -131,8 +158,16 @@ def test_parameters_in_bfloat16_are_trained_with_their_state_in_it(tmp_path):
     ]
     recipe = load_recipe("quickstart", [*short, f"output={tmp_path}", f"data.cache={tmp_path}"])
     assert run_job(recipe).steps == 3
-    state = torch.distributed.checkpoint.FileSystemReader(tmp_path / "checkpoints" / "latest").read_metadata().state_dict_metadata
-    kinds = {name: each.properties.dtype for name, each in state.items() if hasattr(each, "properties") and each.size.numel() > 1}
+    state = (
+        torch.distributed.checkpoint.FileSystemReader(tmp_path / "checkpoints" / "latest")
+        .read_metadata()
+        .state_dict_metadata
+    )
+    kinds = {
+        name: each.properties.dtype
+        for name, each in state.items()
+        if hasattr(each, "properties") and each.size.numel() > 1
+    }
     assert any("exp_avg" in name for name in kinds)
     assert {dtype for name, dtype in kinds.items() if "layers" in name} == {torch.bfloat16}
 
@@ -154,6 +189,8 @@ def unit(text):
 
 
 def test_a_teacher_that_is_not_there_is_named():
-    recipe = load_recipe("qwen3_moe_distillation", ["teacher.model.config=nowhere/export", "teacher.model.weights=nowhere/export"])
+    recipe = load_recipe(
+        "qwen3_moe_distillation", ["teacher.model.config=nowhere/export", "teacher.model.weights=nowhere/export"]
+    )
     with pytest.raises(RecipeError, match=r"teacher.model.*nowhere/export.*train and export the teacher first"):
         forecast_job(recipe, "h100", 2)

@@ -1,6 +1,8 @@
-"""kill -9 of any rank at any moment of saving: no committed step is lost, none loads mixed, and no survivor waits for long.
+"""kill -9 of any rank at any moment of saving: no committed step is lost, none loads mixed, and no survivor waits for
+long.
 
-On a disk and in an object store. A sample runs here; ``MESHPAR_CRASH_KILLS=200`` (and ``MESHPAR_CRASH_SEED``) makes it the long run.
+On a disk and in an object store. A sample runs here; ``MESHPAR_CRASH_KILLS=200`` (and ``MESHPAR_CRASH_SEED``) makes it
+the long run.
 """
 
 from __future__ import annotations
@@ -141,14 +143,17 @@ def check_steps(root: Place) -> None:
                 assert torch.equal(whole, torch.full(shape, float(step))), (step, name)
 
 
-def kill_one(root: Place, mode: str, number: int, generator: random.Random, scratch: Path, cloud: Store | None) -> float:
+def kill_one(
+    root: Place, mode: str, number: int, generator: random.Random, scratch: Path, cloud: Store | None
+) -> float:
     """Start the ranks, kill one at a random moment, and return how long the others took to notice."""
     manager = CheckpointManager(root)
     before = manager.steps()
     first, report = (manager.latest() or 0) + 1, str(scratch / f"report-{number}")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(testing.PRELOAD)
-    # As torchrun has it: where the ranks meet is in no rank's hands (a rank killed while it writes to a FileStore can spoil it).
+    # As torchrun has it: where the ranks meet is in no rank's hands (a rank killed while it writes to a FileStore can
+    # spoil it).
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments = (store.port, str(root), first, mode, report, cloud)
     ranks = [context.Process(target=rank_main, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
@@ -181,7 +186,9 @@ def kill_one(root: Place, mode: str, number: int, generator: random.Random, scra
     steps = manager.steps()
     HIT.append(bool(manager.ignored()))
     saved = max((step for rank in range(RANKS) for step in told(report, rank, "saved") if step >= first), default=0)
-    assert max(steps, default=0) >= max(saved, max(before, default=0)), f"kill {number} ({mode}) lost step {saved}: {steps}"
+    assert max(steps, default=0) >= max(saved, max(before, default=0)), (
+        f"kill {number} ({mode}) lost step {saved}: {steps}"
+    )
     check_steps(root)
     return waited
 

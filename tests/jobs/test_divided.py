@@ -105,7 +105,13 @@ class Job:
         par = Plan("dp_shard=1", [Divides()]).apply(self.net())
         optimizer = self.make(par.module.parameters())
         data, address = Batches(Numbers(), micro_batch=3, seed=0), f"http://127.0.0.1:{self.lighthouse.port}"
-        options = {"lighthouse": address, "name": name, "replicas": self.count, "patience_s": 4.0, "optimizer_copies": self.copies}
+        options = {
+            "lighthouse": address,
+            "name": name,
+            "replicas": self.count,
+            "patience_s": 4.0,
+            "optimizer_copies": self.copies,
+        }
         return Replicas(par, optimizer, data, **options)
 
     def all(self, act, replicas=None):
@@ -157,7 +163,9 @@ class Job:
                 state = replica.optimizer.state.get(other, {})
                 seen |= {id(one)} if state else set()
                 for key, value in state.items():
-                    assert value is optimizer.state[one][key] or torch.allclose(value, optimizer.state[one][key], rtol=0, atol=1e-12), key
+                    assert value is optimizer.state[one][key] or torch.allclose(
+                        value, optimizer.state[one][key], rtol=0, atol=1e-12
+                    ), key
         assert len(seen) == sum(each.requires_grad for each in net.parameters())
 
     def lose(self, *numbers):
@@ -167,7 +175,9 @@ class Job:
 
 
 def nbytes(replica):
-    return sum(value.nbytes for state in replica.optimizer.state.values() for key, value in state.items() if key != "step")
+    return sum(
+        value.nbytes for state in replica.optimizer.state.values() for key, value in state.items() if key != "step"
+    )
 
 
 @pytest.mark.parametrize(("count", "copies"), [(2, 1), (3, 1), (3, 2), (5, 2), (8, 3), (2, 5)])
@@ -208,18 +218,24 @@ def member(name, step, holds, **options):
 
 
 def test_a_state_counts_if_its_members_hold_all_of_it():
-    """A sum that only some have got counts for nothing if these cannot make its step; a state that cannot be made whole is behind."""
+    """A sum that only some have got counts for nothing if these cannot make its step; a state that cannot be made whole
+    is behind.
+    """
     summed, waits = member("a", 6, 0b011, phase="summed", sum=(2, 0)), member("b", 5, 0b110, waits=True)
     quorum = Quorum(number=2, members=(summed, waits), whole=0b111)
     assert not quorum.covered and not quorum.lost and quorum.waiting == ()
-    both = dataclasses.replace(quorum, members=(dataclasses.replace(summed, step=5, sum=(1, 0), phase="", waits=True), waits))
+    both = dataclasses.replace(
+        quorum, members=(dataclasses.replace(summed, step=5, sum=(1, 0), phase="", waits=True), waits)
+    )
     assert both.covered and both.ready == both.members == both.waiting
     assert dataclasses.replace(both, members=both.members[:1]).lost
     old, new = member("a", 9, 0b011), (member("b", 4, 0b111), member("c", 4, 0b111))
     assert Quorum(number=3, members=(old, *new), whole=0b111).newest == new
     late = Quorum(number=4, members=(member("a", 5, 0b011, waits=True), member("b", 5, 0b111)), whole=0b111)
     assert late.waiting == () and late.ready == late.members  # all share the samples of the step anew
-    assert Quorum(number=1, members=(old, *new)).newest == (old,) and Quorum(number=1, members=(summed,)).covered  # nothing is divided
+    assert (
+        Quorum(number=1, members=(old, *new)).newest == (old,) and Quorum(number=1, members=(summed,)).covered
+    )  # nothing is divided
 
 
 class Coupled(torch.optim.SGD):
@@ -232,7 +248,19 @@ class Coupled(torch.optim.SGD):
 
 def test_an_optimizer_that_couples_parameters_is_refused():
     net = Net()
-    for name in ("AdamW", "SGD", "Adam", "RMSprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD", "Rprop", "Adafactor"):
+    for name in (
+        "AdamW",
+        "SGD",
+        "Adam",
+        "RMSprop",
+        "NAdam",
+        "RAdam",
+        "Adadelta",
+        "Adamax",
+        "ASGD",
+        "Rprop",
+        "Adafactor",
+    ):
         check_separable(getattr(torch.optim, name)(net.parameters(), lr=1e-3))
     with pytest.raises(MeshparError, match="Adagrad cannot be tried") if BEFORE_2_13 else nullcontext():
         check_separable(torch.optim.Adagrad(net.parameters(), lr=1e-3))
@@ -252,7 +280,8 @@ def test_an_optimizer_that_couples_parameters_is_refused():
 @needs_torchft
 @on_ranks(1)
 @pytest.mark.parametrize(
-    ("count", "copies", "optimizer"), [(2, 2, "AdamW"), (2, 1, "SGD"), (3, 2, "AdamW"), (3, 2, "SGD"), (3, 1, "Adafactor")]
+    ("count", "copies", "optimizer"),
+    [(2, 2, "AdamW"), (2, 1, "SGD"), (3, 2, "AdamW"), (3, 2, "SGD"), (3, 1, "Adafactor")],
 )
 def test_divided_replicas_match_one_process(count, copies, optimizer):
     with Job(count, optimizer, copies) as job:
@@ -261,7 +290,9 @@ def test_divided_replicas_match_one_process(count, copies, optimizer):
         if optimizer != "Adafactor":
             whole = sum(each.nbytes for each in Net().parameters()) * (2 if optimizer == "AdamW" else 1)
             assert sum(map(nbytes, job.replicas)) == copies * whole
-            assert max(map(nbytes, job.replicas)) <= 1.15 * whole * copies / count  # whole parameters, of which the largest is 40%
+            assert (
+                max(map(nbytes, job.replicas)) <= 1.15 * whole * copies / count
+            )  # whole parameters, of which the largest is 40%
 
 
 @needs_torchft
@@ -275,7 +306,9 @@ def test_a_step_that_all_skip_changes_nothing():
             replica.optimizer.zero_grad()
         job.train(2)
         job.check()
-        assert {replica.optimizer_sent for replica in job.replicas} <= set(range(sum(each.nbytes for each in Net().parameters()) // 3))
+        assert {replica.optimizer_sent for replica in job.replicas} <= set(
+            range(sum(each.nbytes for each in Net().parameters()) // 3)
+        )
 
 
 @needs_torchft
@@ -343,7 +376,9 @@ def test_state_whose_copies_are_all_lost_ends_the_job(copies, lost):
 @needs_torchft
 @on_ranks(1)
 def test_a_checkpoint_has_all_optimizer_state(tmp_path):
-    """It is whole while one replica saves it, loads into one process bitwise, and back into replicas, which go on as one process does."""
+    """It is whole while one replica saves it, loads into one process bitwise, and back into replicas, which go on as
+    one process does.
+    """
     with Job(3) as job:
         job.train(3)
         manager = CheckpointManager(tmp_path)
@@ -395,7 +430,9 @@ def saved(job, manager, step):
 
 
 def restored(job, manager, **options):
-    """Let all replicas find that nobody has a state, and restore; return the bytes of optimizer state that each has read."""
+    """Let all replicas find that nobody has a state, and restore; return the bytes of optimizer state that each has
+    read.
+    """
     assert job.all(Replicas.join) == [False] * len(job.replicas)
     found, inner = [], DistributedCheckpoint.read
 
@@ -424,7 +461,11 @@ def test_a_restore_reads_the_share_that_a_replica_holds(tmp_path, copies):
         counted = job.counted
     with Job(3, copies=copies) as job:
         read = restored(job, manager)
-        assert read == list(map(nbytes, job.replicas)) and sum(read) == copies * whole and max(read) <= 1.15 * whole * copies / 3
+        assert (
+            read == list(map(nbytes, job.replicas))
+            and sum(read) == copies * whole
+            and max(read) <= 1.15 * whole * copies / 3
+        )
         with pytest.raises(MeshparError, match="other replicas hold a part"):
             manager.save(4, job.replicas[0].par, job.replicas[0].optimizer)
         job.counted = counted
@@ -470,7 +511,9 @@ def test_replicas_that_have_restored_wait_for_the_share_of_one_that_starts_again
 @needs_torchft
 @on_ranks(1)
 def test_replicas_that_fall_back_read_all_so_that_the_others_can_join_them(tmp_path):
-    """A part of the newest step is damaged, which its two holders see and the third does not: the older step is the job's."""
+    """A part of the newest step is damaged, which its two holders see and the third does not: the older step is the
+    job's.
+    """
     manager = CheckpointManager(tmp_path)
     with Job(3) as job:
         job.train(2)
@@ -536,7 +579,9 @@ def test_what_would_differ_from_one_process_is_refused():
 @needs_torchft
 @on_ranks(1)
 def test_replicas_that_save_together_stop_together():
-    """All are asked to within a step: they stop after the same one. One that is asked alone leaves without a save, and the others go on."""
+    """All are asked to within a step: they stop after the same one. One that is asked alone leaves without a save, and
+    the others go on.
+    """
     with Job(2) as job:
         told = []
         for asked in ([True, False], [True, True], [True, True]):
@@ -564,7 +609,9 @@ def sgd(module):
 def uneven(optimizer="world", layers=2):
     """Return the plan of a replica of two ranks, and a model that they cannot share evenly."""
     with torch.device("meta"):
-        return Plan("dp_replicate=1,dp_shard=2", [HybridShard(optimizer=optimizer)]), transformer(vocab_size=97, layers=layers)
+        return Plan("dp_replicate=1,dp_shard=2", [HybridShard(optimizer=optimizer)]), transformer(
+            vocab_size=97, layers=layers
+        )
 
 
 def bytes_of(tensors):
@@ -582,7 +629,12 @@ def note_bytes(folder, make, copies, port):
     par = plan.apply(module).materialize(seed=0)
     optimizer = make(par.module)
     data = Batches(lab.Rows(32), micro_batch=2, data_rank=par.data_rank, data_size=par.data_size, seed=0)
-    options = {"lighthouse": f"http://127.0.0.1:{port}", "name": str(replica), "replicas": 3, "optimizer_copies": copies}
+    options = {
+        "lighthouse": f"http://127.0.0.1:{port}",
+        "name": str(replica),
+        "replicas": 3,
+        "optimizer_copies": copies,
+    }
     with Replicas(par, optimizer, data, **options) as replicas:
         for _ in range(2):
             (batch,) = replicas.begin()
@@ -595,7 +647,12 @@ def note_bytes(folder, make, copies, port):
         parameters, sent = bytes_of(par.module.parameters()), replicas.optimizer_sent
         got = bytes_of(each for each in par.module.parameters() if not optimizer.state.get(each))
         state = [value for states in optimizer.state.values() for value in states.values() if value.ndim]
-        held = {"parameters": parameters, "gradients": gradients, "optimizer": bytes_of(state), "exchanged": max(sent, got)}
+        held = {
+            "parameters": parameters,
+            "gradients": gradients,
+            "optimizer": bytes_of(state),
+            "exchanged": max(sent, got),
+        }
     Path(folder, f"held-{rank}").write_text(json.dumps(held))
 
 
@@ -611,11 +668,17 @@ def test_ranks_hold_and_exchange_the_bytes_that_were_forecast(tmp_path, make, co
     ranks = [json.loads(path.read_text()) for path in tmp_path.glob("held-*")]
     fullest = {name: max(each[name] for each in ranks) for name in ranks[0]}
     plan, module = uneven()
-    made = forecast(plan, module, Batch(sequence=8), hardware="h100", replicas=3, optimizer_copies=copies, optimizer=make)
+    made = forecast(
+        plan, module, Batch(sequence=8), hardware="h100", replicas=3, optimizer_copies=copies, optimizer=make
+    )
     sent = [each.size for _, each in made.trace.collectives() if each.kind == "send"]
     assert dict(made.trace.exact) | {"exchanged": sum(sent)} == fullest | {"buffers": 0}
     assert made.world_size == 6 and dict(made.mesh.axes) == {"dp_replicate": 3, "dp_shard": 2}
-    summed = [each.size for _, each in made.trace.collectives() if (each.axis, each.ranks, each.kind) == ("dp_replicate", 3, "all_reduce")]
+    summed = [
+        each.size
+        for _, each in made.trace.collectives()
+        if (each.axis, each.ranks, each.kind) == ("dp_replicate", 3, "all_reduce")
+    ]
     assert sum(summed) == fullest["gradients"]
     if make is adamw:
         told = plan.describe(module, replicas=3, optimizer_copies=copies)
@@ -624,7 +687,9 @@ def test_ranks_hold_and_exchange_the_bytes_that_were_forecast(tmp_path, make, co
 
 
 def test_a_search_lets_replicas_divide_state_that_does_not_fit():
-    """Replicas inside of nodes; the optimizer is divided where a whole one does not fit, and the best of these is replayed."""
+    """Replicas inside of nodes; the optimizer is divided where a whole one does not fit, and the best of these is
+    replayed.
+    """
     model = uneven(layers=5)[1]
     node = Hardware.load("h100")
     node = dataclasses.replace(
@@ -632,7 +697,9 @@ def test_a_search_lets_replicas_divide_state_that_does_not_fit():
     )  # a replica with all state takes 582,144 bytes at least
     asked = {"recompute": ("none",), "micro_batches": (1,), "optimizer_copies": 2}
     found = search(model, model.meshpar_layout(), Batch(sequence=8), node, 6, top=1, **asked)
-    assert all(each.settings.world and each.settings.replicas > 1 and each.settings.job().size <= 2 for each in found.fitting)
+    assert all(
+        each.settings.world and each.settings.replicas > 1 and each.settings.job().size <= 2 for each in found.fitting
+    )
     (best,), settings = found.best, found.fitting[0].settings
     assert best.world_size == 6 and best.mesh.axes == settings.mesh().axes
     told = Plan(settings.job(), settings.passes()).describe(uneven(layers=5)[1], replicas=settings.replicas)

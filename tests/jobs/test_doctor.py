@@ -70,7 +70,9 @@ def test_a_healthy_cluster_has_no_findings() -> None:
     assert all_findings(healthy()) == []
 
 
-@pytest.mark.parametrize(("ranks", "limit", "enough"), [(16, 1024, True), (32, 1024, False), (1024, 4096, False), (8192, 65536, True)])
+@pytest.mark.parametrize(
+    ("ranks", "limit", "enough"), [(16, 1024, True), (32, 1024, False), (1024, 4096, False), (8192, 65536, True)]
+)
 def test_the_limit_of_open_files_grows_with_the_ranks(ranks: int, limit: int, enough: bool) -> None:
     facts = [each | {"open_files": limit} for each in healthy(ranks, ranks // 8)]
     found = [each.do for each in all_findings(facts)]
@@ -105,18 +107,23 @@ SLOW = [{"port": "mlx5_0/1", "state": "4: ACTIVE", "rate": "100 Gb/sec"}]
         (on_second_host("versions", {**healthy()[0]["versions"], "torch": "2.11"}), "versions of torch differ", "2.13 on ranks 0, 1 (n1)", "install the same"),
         (on_second_host("device", H200), "devices differ", "H200 on ranks 2, 3 (n2)", "one kind"),
         (lambda facts: facts[1]["device"].update(id="GPU-0"), "2 ranks share one device of n1", "ranks 0, 1 (n1)", "--nproc"),
-        (setting("NCCL_DEBUG", "INFO", slice(2, 4)), "NCCL_DEBUG differs", "unset on ranks 0, 1 (n1); INFO on ranks 2, 3 (n2)", "set the same value"),
-        (setting("UCX_TLS", "tcp", slice(2, 4)), "UCX_TLS differs", "unset on ranks 0, 1 (n1); tcp on ranks 2, 3 (n2)", "set the same value"),
-        (on_second_host("visible", {"CUDA_VISIBLE_DEVICES": "7"}), "CUDA_VISIBLE_DEVICES differs between hosts", "n1: 0; 1, n2: 7; 7", "the same devices"),
+        (setting("NCCL_DEBUG", "INFO", slice(2, 4)), "NCCL_DEBUG differs", "unset on ranks 0, 1 (n1); INFO on ranks "
+        "2, 3 (n2)", "set the same value"),
+        (setting("UCX_TLS", "tcp", slice(2, 4)), "UCX_TLS differs", "unset on ranks 0, 1 (n1); tcp on ranks 2, 3 "
+        "(n2)", "set the same value"),
+        (on_second_host("visible", {"CUDA_VISIBLE_DEVICES": "7"}), "CUDA_VISIBLE_DEVICES differs between "
+        "hosts", "n1: 0; 1, n2: 7; 7", "the same devices"),
         (on_second_host("open_files", 256), "the limit of open files is low", "n2: 256", "ulimit -n"),
         (setting("GLOO_SOCKET_IFNAME", "ib9"), "GLOO_SOCKET_IFNAME=ib9 names no interface", "n1, which has eth0, lo", "set it to one of these"),
         (setting("NCCL_SOCKET_IFNAME", "lo"), "is the loopback interface", "n1", "set it to one that does: eth0"),
         (setting("NCCL_SOCKET_IFNAME", "^eth"), "is the loopback interface", "n1", "eth0"),
-        (lambda facts: facts[0]["interfaces"]["eth0"].update(up=False), "NCCL_SOCKET_IFNAME=eth is down", "n1", "bring it up"),
+        (lambda facts: facts[0]["interfaces"]["eth0"].update(up=False), "NCCL_SOCKET_IFNAME=eth is "
+        "down", "n1", "bring it up"),
         (on_second_host("address", "127.0.1.1"), "the host's own name resolves to 127.0.1.1", "n2", "GLOO_SOCKET_IFNAME"),
         (on_second_host("address", None), "the host's own name has no address", "n2", "/etc/hosts"),
         (on_second_host("infiniband", DOWN), "not active: mlx5_0/1", "n2", "ibstat"),
-        (on_second_host("infiniband", SLOW), "InfiniBand ports differ", "mlx5_0/1 100 Gb/sec on rank 2 (n2)", "with the same links"),
+        (on_second_host("infiniband", SLOW), "InfiniBand ports differ", "mlx5_0/1 100 Gb/sec on rank 2 "
+        "(n2)", "with the same links"),
         (on_second_host("clock", 1009.0), "clocks are 9.0 s apart", "n", "chrony"),
         (on_second_host("locked_memory", 65536), "locked memory is limited", "n2: 0.00 GiB", "ulimit -l unlimited"),
         (on_second_host("shm", {"total": 2**26, "free": 2**26}), "little free space in /dev/shm", "n2: 0.06 GiB free", "--shm-size"),
@@ -180,19 +187,27 @@ def test_a_call_that_is_held_up_does_not_end_the_growth_of_what_is_timed(monkeyp
 
     fast, slow = 1e9, 1e6
     assert timed(lambda size, call: size / 2 / fast) == (1 << 24, pytest.approx(fast))
-    assert timed(lambda size, call: 0.5 if call % 3 else size / 2 / fast) == (1 << 24, pytest.approx(fast)), "two of three are held up"
-    assert timed(lambda size, call: size / 2 / slow) == (1 << 18, pytest.approx(slow)), "a slow link is not given 16 MiB"
+    assert timed(lambda size, call: 0.5 if call % 3 else size / 2 / fast) == (1 << 24, pytest.approx(fast)), (
+        "two of three are held up"
+    )
+    assert timed(lambda size, call: size / 2 / slow) == (1 << 18, pytest.approx(slow)), (
+        "a slow link is not given 16 MiB"
+    )
 
 
 @pytest.mark.parametrize(("inside", "across", "found"), [(5e9, 1e9, False), (1e9, 1.9e9, False), (1e9, 2.1e9, True)])
-def test_an_axis_inside_a_host_that_is_slower_than_the_network_is_found(inside: float, across: float, found: bool) -> None:
+def test_an_axis_inside_a_host_that_is_slower_than_the_network_is_found(
+    inside: float, across: float, found: bool
+) -> None:
     spec = MeshSpec("dp_replicate=2,dp_shard=2")
     speeds = tuple(
         AxisSpeed(axis=axis, operation="all_gather", ranks=2, bytes=1 << 24, seconds=1.0, bus=bus)
         for axis, bus in (("dp_replicate", across), ("dp_shard", inside))
     )
     findings = list(_speed_findings(Report(facts=tuple(healthy()), findings=(), speeds=speeds), spec))
-    assert [each.what for each in findings] == ["axis dp_shard, inside hosts, reaches 1 GB/s; one between hosts reaches 2.1 GB/s"] * found
+    assert [each.what for each in findings] == [
+        "axis dp_shard, inside hosts, reaches 1 GB/s; one between hosts reaches 2.1 GB/s"
+    ] * found
 
 
 @pytest.mark.parametrize(
@@ -204,7 +219,9 @@ def test_an_axis_inside_a_host_that_is_slower_than_the_network_is_found(inside: 
         ((1e9, 1e9), (1e9, 1e6), None),  # one of two measurements of a link was held up
     ],
 )
-def test_a_slow_link_is_found_in_either_direction(forth: tuple[float, ...], back: tuple[float, ...], where: str | None) -> None:
+def test_a_slow_link_is_found_in_either_direction(
+    forth: tuple[float, ...], back: tuple[float, ...], where: str | None
+) -> None:
     pairs = [PairSpeed(axis="dp_replicate", first=n, second=n + 2, rate=rate) for n, rate in enumerate(forth)]
     pairs += [PairSpeed(axis="dp_replicate", first=n + 2, second=n, rate=rate) for n, rate in enumerate(back)]
     pairs += [PairSpeed(axis="dp_shard", first=0, second=1, rate=5e10)]  # inside a host
@@ -213,19 +230,26 @@ def test_a_slow_link_is_found_in_either_direction(forth: tuple[float, ...], back
 
 
 @pytest.mark.parametrize(("slow", "taken"), [(0, 1), (2, 3), (9, 3)])
-def test_a_speed_is_a_finding_when_it_is_slow_in_each_of_three_measurements(monkeypatch: pytest.MonkeyPatch, slow: int, taken: int) -> None:
+def test_a_speed_is_a_finding_when_it_is_slow_in_each_of_three_measurements(
+    monkeypatch: pytest.MonkeyPatch, slow: int, taken: int
+) -> None:
     """``slow`` measurements find the link and the axis slow, as other work makes them; a fault does so each time."""
     made: list[float] = []
 
     def measure(*_: object) -> tuple[list[AxisSpeed], list[PairSpeed]]:
         made.append(1e6 if len(made) < slow else 1e9)
         axes = (("dp_replicate", 1e9), ("dp_shard", made[-1]))
-        speeds = [AxisSpeed(axis=axis, operation="all_gather", ranks=2, bytes=1 << 24, seconds=1.0, bus=bus) for axis, bus in axes]
+        speeds = [
+            AxisSpeed(axis=axis, operation="all_gather", ranks=2, bytes=1 << 24, seconds=1.0, bus=bus)
+            for axis, bus in axes
+        ]
         return speeds, [PairSpeed(axis="dp_replicate", first=0, second=2, rate=made[-1])]
 
     monkeypatch.setattr(rank_module, "measure", measure)
     monkeypatch.setattr(MeshSpec, "build", lambda *_: None)
-    report = rank_module.measured(Report(facts=tuple(healthy()), findings=()), MeshSpec("dp_replicate=2,dp_shard=2"), torch.device("cpu"))
+    report = rank_module.measured(
+        Report(facts=tuple(healthy()), findings=()), MeshSpec("dp_replicate=2,dp_shard=2"), torch.device("cpu")
+    )
     assert len(made) == taken and len(report.findings) == (2 if slow == 9 else 0)
 
 
@@ -336,7 +360,9 @@ def test_a_device_that_computes_another_product_or_slower_is_found() -> None:
     rate, digest = devices_module.product(torch.device("cpu"), size=64)
     assert devices_module.product(torch.device("cpu"), size=64)[1] == digest and rate > 0
     assert list(devices_module.product_findings(healthy(), [(7e14, digest)] * 4)) == []
-    wrong, slow = devices_module.product_findings(healthy(), [(7e14, digest), (7e14, "another"), (7e14, digest), (5e14, digest)])
+    wrong, slow = devices_module.product_findings(
+        healthy(), [(7e14, digest), (7e14, "another"), (7e14, digest), (5e14, digest)]
+    )
     assert wrong.where == "rank 1 (n1)" and "another product" in wrong.what
     assert slow.where == "rank 3 (n2): 500" and "700 TFLOP/s" in slow.what
 
@@ -347,12 +373,18 @@ def test_all_to_all_is_measured_on_the_axis_over_which_tokens_travel() -> None:
     with MeshSpec("dp_shard=1,ep=2").opened("cpu") as mesh:
         speeds, _ = measure_module.measure(mesh, torch.device("cpu"))
     assert open_groups() == before, "a job needs its communicators, and not those of a measurement"
-    assert [(each.axis, each.operation) for each in speeds] == [("ep", "all_reduce"), ("ep", "all_gather"), ("ep", "all_to_all")]
+    assert [(each.axis, each.operation) for each in speeds] == [
+        ("ep", "all_reduce"),
+        ("ep", "all_gather"),
+        ("ep", "all_to_all"),
+    ]
     sent = speeds[-1]
     assert sent.bus * sent.seconds == pytest.approx(sent.bytes / 2)  # a rank keeps its own half
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         measure_module._prepared("all_gather", 1 << 10, dist.group.WORLD, 2, torch.device("cpu"))()
-    assert {each.key for each in seen.key_averages() if each.key.startswith("c10d::")} == {"c10d::_allgather_base_"}, "a list is copied"
+    assert {each.key for each in seen.key_averages() if each.key.startswith("c10d::")} == {"c10d::_allgather_base_"}, (
+        "a list is copied"
+    )
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +414,13 @@ def examine(hosts: Hosts, folder: Path, names: list[str], *options: str) -> tupl
     """Run the doctor on hosts; return the exit code of the first one, and what each printed."""
     command = ["env", "OMP_NUM_THREADS=1", *MESHPAR, "doctor", *options, "--node-rank"]
     started = [
-        subprocess.Popen(hosts.command(name, [*command, str(n)]), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            hosts.command(name, [*command, str(n)]),
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for n, name in enumerate(names)
     ]
     try:
@@ -394,17 +432,23 @@ def examine(hosts: Hosts, folder: Path, names: list[str], *options: str) -> tupl
 
 
 @pytest.mark.parametrize(("slow", "other"), [pytest.param("n1", "n2", marks=pytest.mark.long), ("n2", "n1")])
-def test_on_two_hosts_a_link_that_is_slow_in_one_direction_is_found(hosts: Hosts, tmp_path: Path, slow: str, other: str) -> None:
+def test_on_two_hosts_a_link_that_is_slow_in_one_direction_is_found(
+    hosts: Hosts, tmp_path: Path, slow: str, other: str
+) -> None:
     """About 50 times slower than the link of network namespaces, and above the rate that is no network's."""
     hosts.shape("110mbit", slow)
     try:
         for _ in range(3):  # other work on this machine may hold the fast direction back
-            code, told, *_ = examine(hosts, tmp_path, ["n1", "n2"], "--nodes", "2", "--nproc", "1", "--head", "n1:29412")
+            code, told, *_ = examine(
+                hosts, tmp_path, ["n1", "n2"], "--nodes", "2", "--nproc", "1", "--head", "n1:29412"
+            )
             if code == 1:
                 break
     finally:
         hosts.shape(None)
-    assert code == 1 and re.search(rf"links between hosts are slow: .*\n +where: {slow} to {other}: 0.0\d+ GB/s\n", told), told
+    assert code == 1 and re.search(
+        rf"links between hosts are slow: .*\n +where: {slow} to {other}: 0.0\d+ GB/s\n", told
+    ), told
 
 
 def test_on_two_hosts_a_misplaced_mesh_is_flagged_at_full_speed(hosts: Hosts, tmp_path: Path) -> None:
@@ -413,7 +457,10 @@ def test_on_two_hosts_a_misplaced_mesh_is_flagged_at_full_speed(hosts: Hosts, tm
     assert code == 1, told
     assert "4 ranks on 2 hosts: ranks 0, 2 (n1), 1, 3 (n2)" in told[0]
     assert "axis dp_shard (size 2) should be inside a host and spans 2" in told[0]
-    assert [line.split()[0] for line in told[0].splitlines() if "all_gather" in line] == ["dp_replicate=2", "dp_shard=2"]
+    assert [line.split()[0] for line in told[0].splitlines() if "all_gather" in line] == [
+        "dp_replicate=2",
+        "dp_shard=2",
+    ]
     found = re.findall(r"^ *\d+\. (.*)", told[0], re.MULTILINE)
     assert len(found) == told[0].count("where:")
     # On a busy machine speeds may well differ; when that is a finding, tests with numbers of their own decide.
@@ -435,7 +482,9 @@ training: {steps: 3}
 @pytest.mark.long
 def test_a_measured_profile_is_one_that_the_forecast_takes(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    done = subprocess.run([*MESHPAR, "doctor", "--nproc", "2", "--profile", str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*MESHPAR, "doctor", "--nproc", "2", "--profile", str(path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     measured = Hardware.load(path)
     assert measured.node == 2 and 1e9 < measured.peak["float32"] < 1e14 and 1e7 < measured.node_bandwidth < 1e12

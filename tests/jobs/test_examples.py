@@ -17,13 +17,24 @@ def run(command, folder):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
-    return [(float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+), gradient norm ([\d.]+)", done.stdout)]
+    return [
+        (float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+), gradient norm ([\d.]+)", done.stdout)
+    ]
 
 
 def test_a_loop_of_ones_own_on_one_process_and_on_a_mesh(tmp_path):
     """In one folder, as the README runs them: the second run replaces the first one's checkpoint and export."""
     alone = run([sys.executable, str(EXAMPLE), ""], tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE), "tp=2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(EXAMPLE),
+        "tp=2",
+    ]
     together = run(torchrun, tmp_path)
     assert len(alone) == 3 and alone[-1][0] < alone[0][0]
     for (loss, norm), (same_loss, same_norm) in zip(alone, together, strict=True):

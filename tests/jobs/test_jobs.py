@@ -1,4 +1,6 @@
-"""The recipes of the five jobs in short form, by name, on small data of a user's own; the long forms are in docs/jobs.md."""
+"""The recipes of the five jobs in short form, by name, on small data of a user's own; the long forms are in
+docs/jobs.md.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,23 @@ from meshpar.training.text import standard_library_root
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORDS = ["Return", "Close", "Open", "Read", "Write", "Send", "the", "a", "this", "file", "socket", "name", "value", "queue", "lock"]
+WORDS = [
+    "Return",
+    "Close",
+    "Open",
+    "Read",
+    "Write",
+    "Send",
+    "the",
+    "a",
+    "this",
+    "file",
+    "socket",
+    "name",
+    "value",
+    "queue",
+    "lock",
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +49,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = []
     for number in range(120):
         verb, noun = WORDS[number % 6], WORDS[9 + number % 6]
-        source = textwrap.dedent(f"def {verb.lower()}_{noun}(self, x{number}):\n    return self.{noun}.{verb.lower()}(x{number})")
+        source = textwrap.dedent(
+            f"def {verb.lower()}_{noun}(self, x{number}):\n    return self.{noun}.{verb.lower()}(x{number})"
+        )
         rows.append(
-            {"code": source, "doc": f"{verb} the {noun}.", "kind": ["plain", "odd", "rare"][0 if number % 4 else 1 + number % 3 % 2]}
+            {
+                "code": source,
+                "doc": f"{verb} the {noun}.",
+                "kind": ["plain", "odd", "rare"][0 if number % 4 else 1 + number % 3 % 2],
+            }
         )
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -41,9 +65,19 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(home: Path, name: str, *overrides: str, ranks: int = 2, **options: Any) -> Recipe:
     """Train a recipe that comes with meshpar, by name, and return it as it ran."""
-    given = [f"output={home / name}", f"data.cache={home / 'cache'}", "training.tensorboard=false", "training.log_every=1", *overrides]
+    given = [
+        f"output={home / name}",
+        f"data.cache={home / 'cache'}",
+        "training.tensorboard=false",
+        "training.log_every=1",
+        *overrides,
+    ]
     given = [each.replace("output=", "output_dir=") for each in given] if "distillation" in name else given
-    given = [each for each in given if "distillation" not in name or not each.startswith(("training.tensorboard", "training.log_every"))]
+    given = [
+        each
+        for each in given
+        if "distillation" not in name or not each.startswith(("training.tensorboard", "training.log_every"))
+    ]
     assert train_recipe(name, given, nproc=ranks, quiet=True, **options) == 0
     return load_recipe(name, given)
 
@@ -81,9 +115,21 @@ def test_gpt2_is_trained_gone_on_with_and_exported(home: Path) -> None:
 
 @pytest.mark.long
 def test_t5_summarises_and_its_best_step_is_exported(home: Path) -> None:
-    rows = ["data.source=jsonl", f"data.paths=[{home / 'rows.jsonl'}]", "data.field=code", "data.target_field=doc", "data.tokenizer=bytes"]
+    rows = [
+        "data.source=jsonl",
+        f"data.paths=[{home / 'rows.jsonl'}]",
+        "data.field=code",
+        "data.target_field=doc",
+        "data.tokenizer=bytes",
+    ]
     small = ["model.config.vocab_size=320", "model.config.d_model=32", "model.config.d_kv=8", "model.config.d_ff=48"]
-    more = ["training.epochs=3", "data.validation_fraction=0.2", "data.target_length=40", "data.micro_batch=4", "optimizer.lr=1e-2"]
+    more = [
+        "training.epochs=3",
+        "data.validation_fraction=0.2",
+        "data.target_length=40",
+        "data.micro_batch=4",
+        "optimizer.lr=1e-2",
+    ]
     recipe = train(home, "t5_summarisation", *rows, *small, *more, "model.config.num_layers=2")
     losses = values(recipe, "val/loss")
     assert len(losses) == 3 and min(losses) < losses[0]
@@ -100,12 +146,30 @@ def test_t5_summarises_and_its_best_step_is_exported(home: Path) -> None:
 
 
 def test_bert_goes_on_in_mid_epoch_on_another_mesh_as_if_it_had_not_stopped(home: Path) -> None:
-    rows = ["data.source=jsonl", f"data.paths=[{home / 'rows.jsonl'}]", "data.field=code", "data.label_field=kind", "data.tokenizer=bytes"]
-    more = [*rows, "data.micro_batch=2", "data.validation_fraction=0.2", "training.epochs=null", "training.validate_every=4"]
-    more += ["model.config.hidden_dropout_prob=0", "model.config.attention_probs_dropout_prob=0", "model.config.hidden_size=32"]
+    rows = [
+        "data.source=jsonl",
+        f"data.paths=[{home / 'rows.jsonl'}]",
+        "data.field=code",
+        "data.label_field=kind",
+        "data.tokenizer=bytes",
+    ]
+    more = [
+        *rows,
+        "data.micro_batch=2",
+        "data.validation_fraction=0.2",
+        "training.epochs=null",
+        "training.validate_every=4",
+    ]
+    more += [
+        "model.config.hidden_dropout_prob=0",
+        "model.config.attention_probs_dropout_prob=0",
+        "model.config.hidden_size=32",
+    ]
     more += ["schedule.steps=8", "schedule.step_every=3", "optimizer.eps=1e-3"]
     alone = ["mesh=''", "passes=[]", "data.micro_batch=4"]
-    whole = train(home, "bert_classification", *more, *alone, "training.steps=8", f"output={home / 'bert-whole'}", ranks=1)
+    whole = train(
+        home, "bert_classification", *more, *alone, "training.steps=8", f"output={home / 'bert-whole'}", ranks=1
+    )
     train(home, "bert_classification", *more, *alone, "training.steps=4", ranks=1)
     recipe = train(home, "bert_classification", *more, "training.steps=8")
     assert recipe.mesh == "dp_replicate=2" and recipe.data.accumulate == 2
@@ -120,15 +184,26 @@ def test_bert_goes_on_in_mid_epoch_on_another_mesh_as_if_it_had_not_stopped(home
 
 def test_a_student_learns_from_a_frozen_teacher_both_sharded_from_a_trainers_file(home: Path) -> None:
     data = text(home)
-    config = "model.config={model_type: qwen3_moe, vocab_size: 320, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, "
+    config = (
+        "model.config={model_type: qwen3_moe, vocab_size: 320, hidden_size: 32, num_hidden_layers: 1, "
+        "num_attention_heads: 2, "
+    )
     config += "num_key_value_heads: 1, head_dim: 16, moe_intermediate_size: 16, intermediate_size: 32, num_experts: 4, "
     config += "num_experts_per_tok: 2, max_position_embeddings: 64, tie_word_embeddings: true}"
-    teacher = train(home, "qwen3_moe_teacher", *data, config, "training.steps=3", "training.validate_every=3", "mesh=''", ranks=1)
+    teacher = train(
+        home, "qwen3_moe_teacher", *data, config, "training.steps=3", "training.validate_every=3", "mesh=''", ranks=1
+    )
     folder = export_run(teacher.folder, teacher.folder / "export")
     taught = ["teacher.model.config", "teacher.model.weights"]
-    student = [each for each in data if not each.startswith("data.micro")] + [f"{each}={folder}" for each in taught] + [config]
+    student = (
+        [each for each in data if not each.startswith("data.micro")]
+        + [f"{each}={folder}" for each in taught]
+        + [config]
+    )
     missing = [each.replace(str(folder), str(home / "nowhere")) for each in student]
-    with pytest.raises(PlanError, match=r"teacher\.model\.weights: .*nowhere does not exist; train and export the teacher first"):
+    with pytest.raises(
+        PlanError, match=r"teacher\.model\.weights: .*nowhere does not exist; train and export the teacher first"
+    ):
         train_recipe("qwen3_moe_distillation", missing, nproc=2, quiet=True)
     steps = ["max_steps=4", "logging_steps=1", "eval_steps=2", "save_steps=2", "per_device_train_batch_size=2"]
     recipe = train(home, "qwen3_moe_distillation", *student, *steps)
@@ -143,7 +218,14 @@ def test_a_student_learns_from_a_frozen_teacher_both_sharded_from_a_trainers_fil
 
 
 def test_two_nodes_from_one_command(home: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    more = [*text(home), "model.dim=32", "model.layers=2", "model.hidden=48", "training.steps=3", "training.validate_every=3"]
+    more = [
+        *text(home),
+        "model.dim=32",
+        "model.layers=2",
+        "model.hidden=48",
+        "training.steps=3",
+        "training.validate_every=3",
+    ]
     recipe = train(home, "hybrid_two_nodes", *more, "data.micro_batch=1", nodes=2)
     assert re.search(r"parameters on dp_replicate=2,dp_shard=2 \(cpu\), HybridShard", capfd.readouterr().err)
     whole = ["mesh=''", "passes=[]", "data.micro_batch=4", f"output={home / 'hybrid-alone'}"]

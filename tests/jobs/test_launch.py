@@ -54,7 +54,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def render(target: str, *options: str, mesh: str | None = "auto", nodes: int = 2, nproc: int = 1, **more: Any) -> Path:
-    launch_job(target, "job.yaml", [f"output=runs/{target}"], nodes=nodes, gpus_per_node=0, nproc=nproc, mesh=mesh, options=options, **more)
+    launch_job(
+        target,
+        "job.yaml",
+        [f"output=runs/{target}"],
+        nodes=nodes,
+        gpus_per_node=0,
+        nproc=nproc,
+        mesh=mesh,
+        options=options,
+        **more,
+    )
     return latest(Path("runs") / target)
 
 
@@ -64,13 +74,16 @@ def latest(run: Path) -> Path:
 
 
 def test_a_batch_script_is_complete_and_legal_shell(folder: Path) -> None:
-    made = render("slurm", "time=1:00:00", "partition=gpu", "signal_s=120", "max_requeues=3", "setup=module load x", nproc=4)
+    made = render(
+        "slurm", "time=1:00:00", "partition=gpu", "signal_s=120", "max_requeues=3", "setup=module load x", nproc=4
+    )
     text = (made / "job.sbatch").read_text()
     assert subprocess.run(["bash", "-n", made / "job.sbatch"], check=False).returncode == 0
     for line in (
         "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --time=1:00:00", "#SBATCH --partition=gpu", "#SBATCH --exclusive",
         "#SBATCH --signal=B:USR1@120", "#SBATCH --requeue", "set -euo pipefail", "module load x",
-        'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")', "export MESHPAR_JOB_ID=$SLURM_JOB_ID MESHPAR_RUN_ID=$SLURM_JOB_ID-$restart",
+        'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")', "export MESHPAR_JOB_ID=$SLURM_JOB_ID "
+        "MESHPAR_RUN_ID=$SLURM_JOB_ID-$restart",
     ):  # fmt: skip
         assert line in text.splitlines()
     assert '--node-rank="$SLURM_NODEID"' in text and "--nodes=2 --nproc=4" in text and "--kill-on-bad-exit=1" in text
@@ -105,7 +118,11 @@ def test_mesh_auto_makes_hybrid_sharding_of_full(folder: Path) -> None:
 
 def test_an_elastic_batch_script_outlives_a_node(folder: Path) -> None:
     text = (render("slurm", elastic="nodes") / "job.sbatch").read_text()
-    assert "--nodes=1:2 --restarts=10 --rejoin-s=15" in text and "--kill-on-bad-exit=0 --no-kill" in text and "#SBATCH --no-kill" in text
+    assert (
+        "--nodes=1:2 --restarts=10 --rejoin-s=15" in text
+        and "--kill-on-bad-exit=0 --no-kill" in text
+        and "#SBATCH --no-kill" in text
+    )
 
 
 def test_the_head_node_is_known_or_the_job_ends(folder: Path) -> None:
@@ -116,7 +133,11 @@ def test_the_head_node_is_known_or_the_job_ends(folder: Path) -> None:
     (fakes / "srun").write_text("#!/bin/bash\ntouch started\n")
     for fake in fakes.iterdir():
         fake.chmod(0o755)
-    environment = os.environ | {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    environment = os.environ | {
+        "PATH": f"{fakes}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    }
     assert subprocess.run(["bash", script], env=environment, check=False).returncode != 0
     assert not (folder / "started").exists()
 
@@ -138,7 +159,9 @@ def requeues(folder: Path) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
 
 
-@pytest.mark.parametrize(("code", "ends", "requeued"), [(0, 0, []), (1, 0, ["requeue 7"]), (78, 78, []), (138, 0, ["requeue 7"])])
+@pytest.mark.parametrize(
+    ("code", "ends", "requeued"), [(0, 0, []), (1, 0, ["requeue 7"]), (78, 78, []), (138, 0, ["requeue 7"])]
+)
 def test_a_batch_script_requeues_what_may_succeed(folder: Path, code: int, ends: int, requeued: list[str]) -> None:
     assert run_batch(folder, render("slurm") / "job.sbatch", code).returncode == ends
     assert requeues(folder) == requeued
@@ -154,7 +177,9 @@ def test_requeues_for_failures_have_a_budget_that_time_limits_do_not_use(folder:
 
 
 def test_a_task_of_a_job_array_requeues_itself_alone(folder: Path) -> None:
-    run_batch(folder, render("slurm") / "job.sbatch", 1, SLURM_JOB_ID="7", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    run_batch(
+        folder, render("slurm") / "job.sbatch", 1, SLURM_JOB_ID="7", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3"
+    )
     assert requeues(folder) == ["requeue 7_3"]
 
 
@@ -164,8 +189,13 @@ def test_replicas_are_an_array(folder: Path) -> None:
     assert {"#SBATCH --nodes=1", "#SBATCH --array=0-1", "#SBATCH --exclusive"} <= set(text.splitlines())
     assert '--node-rank="$SLURM_ARRAY_TASK_ID" --head="$MESHPAR_LOGS/head"' in text
     wide = (render("slurm", mesh="dp_replicate=2,dp_shard=3", nodes=6, elastic="replicas") / "job.sbatch").read_text()
-    assert {"#SBATCH --nodes=3", "#SBATCH --array=0-1"} <= set(wide.splitlines()) and "an array of one task a replica of 3 nodes" in wide
-    assert '--nodes=6 --restarts=10 \\\n  --node-rank="$((SLURM_ARRAY_TASK_ID * 3 + SLURM_NODEID))" --head="$MESHPAR_LOGS/head"' in wide
+    assert {"#SBATCH --nodes=3", "#SBATCH --array=0-1"} <= set(
+        wide.splitlines()
+    ) and "an array of one task a replica of 3 nodes" in wide
+    assert (
+        '--nodes=6 --restarts=10 \\\n  --node-rank="$((SLURM_ARRAY_TASK_ID * 3 + SLURM_NODEID))" '
+        '--head="$MESHPAR_LOGS/head"' in wide
+    )
     with pytest.raises(LaunchError, match="leave --array out"):
         render("slurm", "sbatch=--array=1-2%1", elastic="replicas")
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "1"}
@@ -191,7 +221,12 @@ def test_a_time_limit_leaves_time_before_the_signal(folder: Path) -> None:
 
 
 def test_numbers_of_targets_have_bounds() -> None:
-    for name, text in (("slurm", "signal_s=0"), ("slurm", "signal_s=65536"), ("kubernetes", "port=0"), ("skypilot", "port=65536")):
+    for name, text in (
+        ("slurm", "signal_s=0"),
+        ("slurm", "signal_s=65536"),
+        ("kubernetes", "port=0"),
+        ("skypilot", "port=65536"),
+    ):
         with pytest.raises(LaunchError, match=f"{text.partition('=')[0]} must be an integer from 1"):
             make_target(name, registry.plugin("meshpar.launchers", name), [text])
 
@@ -230,7 +265,9 @@ def test_kubernetes_takes_the_files(folder: Path) -> None:
     assert service["spec"]["clusterIP"] == "None" and job["spec"]["completionMode"] == "Indexed"
     assert recipe["data"]["recipe.yaml"] == (made / "recipe.resolved.yaml").read_text()
     assert {each["metadata"]["namespace"] for each in (service, recipe, job)} == {"team"}
-    assert [rule["action"] for rule in job["spec"]["podFailurePolicy"]["rules"]] == ["Ignore", "FailJob"], "an eviction is no failure"
+    assert [rule["action"] for rule in job["spec"]["podFailurePolicy"]["rules"]] == ["Ignore", "FailJob"], (
+        "an eviction is no failure"
+    )
     pod = job["spec"]["template"]["spec"]
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "runs"}
     assert pod["containers"][0]["resources"]["limits"] == {"memory": "8Gi"}
@@ -247,9 +284,13 @@ def test_a_jobset_restarts_all_pods_together(folder: Path) -> None:
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 3
     (part,) = jobset["spec"]["replicatedJobs"]
     job = part["template"]["spec"]
-    assert (job["backoffLimit"], job["completions"]) == (0, 2) and "suspend" not in job, "JobSet suspends its Jobs by itself"
+    assert (job["backoffLimit"], job["completions"]) == (0, 2) and "suspend" not in job, (
+        "JobSet suspends its Jobs by itself"
+    )
     (train,) = job["template"]["spec"]["containers"]
-    assert "--head=my-job-001-node-0-0.my-job-001:29400" in train["command"][2], "the name that JobSet gives the first pod"
+    assert "--head=my-job-001-node-0-0.my-job-001:29400" in train["command"][2], (
+        "the name that JobSet gives the first pod"
+    )
     assert "jobset-uid" in train["env"][0]["valueFrom"]["fieldRef"]["fieldPath"], "equal in all restarts"
     for wrong in (("FailJobSet", "FailAll"), ("replicas:", "replica:")):
         (folder / "broken.yaml").write_text((made / "job.yaml").read_text().replace(*wrong))
@@ -263,7 +304,9 @@ def test_queues_of_kueue_and_volcano(folder: Path) -> None:
     documents = checked(render("kubernetes", "volcano=team-b") / "job.yaml")
     assert documents["PodGroup"]["spec"] == {"minMember": 2, "queue": "team-b"}
     template = documents["Job"]["spec"]["template"]
-    assert template["metadata"]["annotations"] == {"scheduling.k8s.io/group-name": documents["PodGroup"]["metadata"]["name"]}
+    assert template["metadata"]["annotations"] == {
+        "scheduling.k8s.io/group-name": documents["PodGroup"]["metadata"]["name"]
+    }
     assert template["spec"]["schedulerName"] == "volcano"
     assert "PodGroup" in checked(render("kubernetes", "volcano=team-b", "jobset=true") / "job.yaml")
     with pytest.raises(LaunchError, match="kueue and volcano: each starts the job by itself"):
@@ -312,14 +355,20 @@ def test_the_commands_run_as_two_hosts(folder: Path) -> None:
             homeless = ["env", "--unset=HOME", "--unset=USER"]
             command = [
                 *homeless,
-                *(each.replace("/job/", f"{mounted}/") for each in job["spec"]["template"]["spec"]["containers"][0]["command"]),
+                *(
+                    each.replace("/job/", f"{mounted}/")
+                    for each in job["spec"]["template"]["spec"]["containers"][0]["command"]
+                ),
             ]
             run_as_hosts(hosts, folder, command, [{"JOB_COMPLETION_INDEX": str(node)} for node in range(2)])
 
             trainer = yaml.safe_load((made["trainjob"] / "job.yaml").read_text())["spec"]["trainer"]
             common = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "n1", "PET_MASTER_PORT": "29402"}
             run_as_hosts(
-                hosts, folder, [*homeless, *trainer["command"], *trainer["args"]], [{**common, "PET_NODE_RANK": str(n)} for n in range(2)]
+                hosts,
+                folder,
+                [*homeless, *trainer["command"], *trainer["args"]],
+                [{**common, "PET_NODE_RANK": str(n)} for n in range(2)],
             )
     except Unavailable as reason:
         pytest.skip(str(reason))
@@ -335,8 +384,14 @@ def test_skypilots_command_says_where_a_node_is(folder: Path) -> None:
     fakes.mkdir()
     (fakes / "meshpar").write_text('#!/bin/bash\necho "$@"; cat "${@: -1}"\n')
     (fakes / "meshpar").chmod(0o755)
-    variables = {"PATH": f"{fakes}:{os.environ['PATH']}", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_NODE_RANK": "1"}
-    done = subprocess.run(["bash", "-c", task["run"]], env=os.environ | variables, capture_output=True, text=True, check=True)
+    variables = {
+        "PATH": f"{fakes}:{os.environ['PATH']}",
+        "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8",
+        "SKYPILOT_NODE_RANK": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-c", task["run"]], env=os.environ | variables, capture_output=True, text=True, check=True
+    )
     said, _, recipe = done.stdout.partition("\n")
     assert said.startswith("run --nodes=2 --nproc=1 --node-rank=1 --head=10.0.0.7:29401 ")
     assert recipe == (latest(folder / "runs" / "skypilot") / "recipe.resolved.yaml").read_text()
@@ -364,7 +419,9 @@ def test_problems_are_found_before_anything_is_written(folder: Path) -> None:
         ("replicas", {"mesh": "dp_replicate=3,dp_shard=2", "nodes": 2, "nproc": 3}, "3 replicas on 2 nodes"),
     ):
         with pytest.raises((LaunchError, MeshError), match=match):
-            launch_job("slurm", "job.yaml", [], **{"nodes": 1, "gpus_per_node": 0, "nproc": 2, "elastic": wanted, **more})
+            launch_job(
+                "slurm", "job.yaml", [], **{"nodes": 1, "gpus_per_node": 0, "nproc": 2, "elastic": wanted, **more}
+            )
     with pytest.raises(LaunchError, match="--elastic=replicas is for recipes"):
         launch_job("slurm", __file__, [], nodes=2, gpus_per_node=0, nproc=1, elastic="replicas")
     with pytest.raises(MeshError, match="needs 2 ranks, got 4"):
@@ -393,12 +450,19 @@ def test_each_launch_has_a_folder_of_its_own(folder: Path) -> None:
 
 def test_a_script_is_run_here_before_its_job_is_rendered(folder: Path) -> None:
     launch_script = partial(launch_job, "slurm", "train.py", ["--lr", "3"], nodes=2, gpus_per_node=0, nproc=2)
-    (folder / "train.py").write_text("import sys; sys.exit(0 if sys.argv[1:] == ['--lr', '3', '--dry-run', 'a b'] else 3)")
+    (folder / "train.py").write_text(
+        "import sys; sys.exit(0 if sys.argv[1:] == ['--lr', '3', '--dry-run', 'a b'] else 3)"
+    )
     told = launch_script()
-    assert told.startswith("train: 4 ranks on 2 x 2\n") and "note: the script is not checked here; --check ARGUMENTS" in told
+    assert (
+        told.startswith("train: 4 ranks on 2 x 2\n")
+        and "note: the script is not checked here; --check ARGUMENTS" in told
+    )
     assert "not checked" not in launch_script(check="--dry-run 'a b'")
     launches = len(list(Path("runs/train/launches").iterdir()))
-    with pytest.raises(LaunchError, match=r"the check train.py --lr 3 --wet ended with exit code 3; correct the script"):
+    with pytest.raises(
+        LaunchError, match=r"the check train.py --lr 3 --wet ended with exit code 3; correct the script"
+    ):
         launch_script(check="--wet")
     assert len(list(Path("runs/train/launches").iterdir())) == launches == 2
     with pytest.raises(LaunchError, match="--check is for scripts"):
@@ -413,12 +477,23 @@ def test_a_script_is_launched_with_its_arguments(folder: Path) -> None:
     (folder / "bin" / "scontrol").write_text("#!/bin/bash\necho n1\n")
     for fake in (folder / "bin").iterdir():
         fake.chmod(0o755)
-    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NODEID": "0", "JOB_COMPLETION_INDEX": "0", "SKYPILOT_TASK_ID": "t"}
+    variables = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_NODEID": "0",
+        "JOB_COMPLETION_INDEX": "0",
+        "SKYPILOT_TASK_ID": "t",
+    }
     environment = os.environ | variables | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SKYPILOT_NODE_IPS": "n1"}
-    for what, module, told in (("train.py", False, "train.py|--lr|3 '4|"), ("jobs.train", True, "-m|jobs.train|--lr|3 '4|")):
+    for what, module, told in (
+        ("train.py", False, "train.py|--lr|3 '4|"),
+        ("jobs.train", True, "-m|jobs.train|--lr|3 '4|"),
+    ):
         for target in ("slurm", "kubernetes", "trainjob", "skypilot"):
             options = [f"meshpar={folder / 'bin' / 'meshpar'}"] if target == "slurm" else []
-            launch_job(target, what, ["--lr", "3 '4"], nodes=2, gpus_per_node=0, nproc=2, options=options, module=module)
+            launch_job(
+                target, what, ["--lr", "3 '4"], nodes=2, gpus_per_node=0, nproc=2, options=options, module=module
+            )
             made = latest(Path("runs/train"))
             *_, job = yaml.safe_load_all((made / "job.yaml").read_text()) if target != "slurm" else [None]
             command = {
@@ -430,7 +505,10 @@ def test_a_script_is_launched_with_its_arguments(folder: Path) -> None:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
             assert done.stdout.startswith("run|") and done.stdout.endswith(told), (target, done)
             assert not (made / "mesh.json").exists(), "a script makes its own mesh"
-    for options, refused in (({"mesh": "auto"}, "--mesh is for recipes"), ({"preflight": "fail"}, "--preflight is for recipes")):
+    for options, refused in (
+        ({"mesh": "auto"}, "--mesh is for recipes"),
+        ({"preflight": "fail"}, "--preflight is for recipes"),
+    ):
         with pytest.raises(LaunchError, match=refused):
             launch_job("slurm", "train.py", [], nodes=2, gpus_per_node=8, **options)
     with pytest.raises(LaunchError, match=r"there is no file absent\.py"):
@@ -438,12 +516,15 @@ def test_a_script_is_launched_with_its_arguments(folder: Path) -> None:
 
 
 def test_further_options_of_sbatch_are_passed_on_and_those_that_meshpar_writes_are_not(folder: Path) -> None:
-    lines = (render("slurm", "sbatch=--mem=0 --exclude=n7", "sbatch=--array=0-9%1") / "job.sbatch").read_text().splitlines()
+    lines = (
+        (render("slurm", "sbatch=--mem=0 --exclude=n7", "sbatch=--array=0-9%1") / "job.sbatch").read_text().splitlines()
+    )
     assert {"#SBATCH --mem=0", "#SBATCH --exclude=n7", "#SBATCH --array=0-9%1"} <= set(lines)
     told = {
         "-x n7": "'-x' is not a long option", "--mem 0": "'0' is not a long option", "--time=5:00": "write -o time=5:00",
         "--nodes=3": "meshpar writes --nodes", "--array=0-9": "would train in one folder; write --array=0-9%1",
-        "--array=1,2%2": "write --array=1,2%1 to", '--comment="a': "No closing quotation in '--comment=\"a'; close the quotes",
+        "--array=1,2%2": "write --array=1,2%1 to", '--comment="a': "No closing quotation in '--comment=\"a'; close "
+        "the quotes",
     }  # fmt: skip
     for given, expected in told.items():
         with pytest.raises(LaunchError, match=re.escape(expected)):
@@ -457,21 +538,36 @@ def test_a_patch_adds_to_a_kubernetes_job_and_changes_nothing(folder: Path) -> N
     Path("patch.yaml").write_text(f"{patch}---\nkind: Service\nmetadata: {{labels: {{team: me}}}}\n")
     documents = checked(render("kubernetes", "patch=patch.yaml") / "job.yaml")
     plain = list(yaml.safe_load_all((render("kubernetes") / "job.yaml").read_text()))[2]
-    assert documents["Service"]["metadata"]["labels"] == {"team": "me"} and documents["Job"]["spec"]["ttlSecondsAfterFinished"] == 86400
+    assert (
+        documents["Service"]["metadata"]["labels"] == {"team": "me"}
+        and documents["Job"]["spec"]["ttlSecondsAfterFinished"] == 86400
+    )
     pod, before = documents["Job"]["spec"]["template"]["spec"], plain["spec"]["template"]["spec"]
     (train,), (as_before,) = pod["containers"], before["containers"]
-    assert {"nodeSelector", "tolerations", "priorityClassName", "imagePullSecrets", "serviceAccountName"} <= pod.keys() - before.keys()
-    assert train["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}} and "rdma/hca" in train["resources"]["limits"]
+    assert {
+        "nodeSelector",
+        "tolerations",
+        "priorityClassName",
+        "imagePullSecrets",
+        "serviceAccountName",
+    } <= pod.keys() - before.keys()
+    assert (
+        train["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+        and "rdma/hca" in train["resources"]["limits"]
+    )
     assert train["command"] == [each.replace("002", "001") for each in as_before["command"]] and train["envFrom"]
     assert [each["name"] for each in train["env"]] == ["MESHPAR_JOB_ID", "NCCL_DEBUG"]
     told = {
         "spec: {completions: 3}": "sets Job.spec.completions to 3, and meshpar writes 2",
-        "spec: {template: {spec: {containers: [{name: train, command: [sh]}]}}}": "containers.train.command to ['sh'], and meshpar writes",
+        "spec: {template: {spec: {containers: [{name: train, command: [sh]}]}}}": "containers.train.command to "
+        "['sh'], and meshpar writes",
         "kind: Secret": "is a patch of a Secret; expected one of Service, ConfigMap, Job",
         "- a": "is not a mapping", "a: [": "cannot read patch",
     }  # fmt: skip
     if importlib.util.find_spec("kubernetes_validate") is not None:
-        told["spec: {ttlSeconds: 3}"] = "the patched Job is not valid: spec: Additional properties are not allowed ('ttlSeconds'"
+        told["spec: {ttlSeconds: 3}"] = (
+            "the patched Job is not valid: spec: Additional properties are not allowed ('ttlSeconds'"
+        )
     for text, expected in told.items():
         Path("patch.yaml").write_text(text)
         with pytest.raises(LaunchError, match=re.escape(expected)):
@@ -492,12 +588,16 @@ def test_files_of_the_cluster_are_checked_there_and_the_launch_says_so(folder: P
     with pytest.raises(PlanError, match=r"tp"):
         launch_job("kubernetes", "job.yaml", there, **{**shape, "nodes": 1, "nproc": 3, "mesh": "tp=3"})
     model = ["model={kind: huggingface, config: /cluster/llama}", "passes=[HybridShard]"]
-    assert "note: the plan is checked when the job starts" in launch_job("kubernetes", "job.yaml", [*there[::2], *model], **shape)
+    assert "note: the plan is checked when the job starts" in launch_job(
+        "kubernetes", "job.yaml", [*there[::2], *model], **shape
+    )
 
 
 def test_a_job_whose_checkpoints_would_be_lost_with_its_pods_says_so(folder: Path) -> None:
     def told(*arguments: str, options: tuple[str, ...] = ()) -> str:
-        return launch_job("kubernetes", "job.yaml", arguments, nodes=2, gpus_per_node=0, nproc=1, mesh="auto", options=options)
+        return launch_job(
+            "kubernetes", "job.yaml", arguments, nodes=2, gpus_per_node=0, nproc=1, mesh="auto", options=options
+        )
 
     assert "note: without -o claim=NAME, /workspace is a folder that each pod has for itself" in told()
     assert "claim" not in told(options=("claim=runs",))
@@ -508,7 +608,16 @@ def test_two_runs_have_folders_of_their_own_in_a_bucket(folder: Path) -> None:
     mounts = []
     elsewhere = folder.with_name(f"{folder.name}-2")
     for output in ("runs/a", "runs/b", elsewhere / "a", elsewhere / "b"):
-        launch_job("skypilot", "job.yaml", [f"output={output}"], nodes=2, gpus_per_node=0, nproc=1, mesh="auto", options=["bucket=s3://b"])
+        launch_job(
+            "skypilot",
+            "job.yaml",
+            [f"output={output}"],
+            nodes=2,
+            gpus_per_node=0,
+            nproc=1,
+            mesh="auto",
+            options=["bucket=s3://b"],
+        )
         mounts.append(yaml.safe_load((latest(Path(output)) / "job.yaml").read_text())["file_mounts"])
     places = {f"~/sky_workdir/runs/{name}": f"s3://b/runs/{name}" for name in "ab"} | {
         f"{elsewhere}/{name}": f"s3://b{elsewhere}/{name}" for name in "ab"
@@ -530,7 +639,8 @@ def test_options_given_twice_are_joined_or_refused() -> None:
     with pytest.raises(LaunchError, match="'time=2:00:00': time is given twice; give it once"):
         make_target("slurm", Slurm, ["time=1:00:00", "time=2:00:00"])
     with pytest.raises(
-        LaunchError, match=r"'mem=200G': slurm has no such option.*; for an option of sbatch's own write -o sbatch=--mem=200G"
+        LaunchError,
+        match=r"'mem=200G': slurm has no such option.*; for an option of sbatch's own write -o sbatch=--mem=200G",
     ):
         make_target("slurm", Slurm, ["mem=200G"])
 
@@ -539,7 +649,9 @@ HARD = "a: [b\n#SBATCH --nodes=9 'c\"\\"
 
 
 @pytest.mark.parametrize("target", ["slurm", "kubernetes", "trainjob", "skypilot"])
-def test_no_text_changes_the_structure_of_a_job_file(folder: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+def test_no_text_changes_the_structure_of_a_job_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
     """A line break is refused where a job file has one line, and text is quoted elsewhere."""
     cls = registry.plugin("meshpar.launchers", target)
     for name, hint in get_type_hints(cls).items():
@@ -555,11 +667,15 @@ def test_no_text_changes_the_structure_of_a_job_file(folder: Path, monkeypatch: 
         "kubernetes": [f"image={hard}", f"claim={hard}", f"workdir={hard}"],
     }[target]  # fmt: skip
     made = render(target, *options)
-    words = subprocess.run(["bash", "-c", f"printf '%s|' {(made / 'command.txt').read_text()}"], capture_output=True, text=True, check=True)
+    words = subprocess.run(
+        ["bash", "-c", f"printf '%s|' {(made / 'command.txt').read_text()}"], capture_output=True, text=True, check=True
+    )
     assert words.stdout == f"meshpar|launch|{HARD}|"
     if target == "slurm":
         text = (made / "job.sbatch").read_text()
-        assert "--nodes=9" not in text.partition("set -eo pipefail")[0].replace((made / "command.txt").read_text().strip(), "")
+        assert "--nodes=9" not in text.partition("set -eo pipefail")[0].replace(
+            (made / "command.txt").read_text().strip(), ""
+        )
         return
     documents = list(yaml.safe_load_all((made / "job.yaml").read_text()))
     assert any(hard in text for text in _texts(documents))
@@ -583,14 +699,21 @@ def test_setup_runs_as_scripts_of_conda_expect(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "word"), [("/my env/meshpar", "/my env/meshpar"), ("~/$E/meshpar", "/home/me/env/meshpar"), ('/"`\\x', '/"`\\x')]
+    ("path", "word"),
+    [("/my env/meshpar", "/my env/meshpar"), ("~/$E/meshpar", "/home/me/env/meshpar"), ('/"`\\x', '/"`\\x')],
 )
 def test_the_command_on_the_nodes_is_one_word(folder: Path, path: str, word: str) -> None:
     (line,) = [
-        line for line in (render("slurm", f"meshpar={path}") / "job.sbatch").read_text().splitlines() if line.startswith("export MESHPAR=")
+        line
+        for line in (render("slurm", f"meshpar={path}") / "job.sbatch").read_text().splitlines()
+        if line.startswith("export MESHPAR=")
     ]
     done = subprocess.run(
-        ["bash", "-c", f'{line}; printf %s "$MESHPAR"'], env={"HOME": "/home/me", "E": "env"}, capture_output=True, text=True, check=True
+        ["bash", "-c", f'{line}; printf %s "$MESHPAR"'],
+        env={"HOME": "/home/me", "E": "env"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == word
 
@@ -602,7 +725,19 @@ def test_submission_without_the_engine_is_told(folder: Path, monkeypatch: pytest
 
 
 def test_the_command_tells_what_it_made(folder: Path) -> None:
-    arguments = ["launch", "slurm", "job.yaml", "--nodes", "2", "--gpus-per-node", "0", "--nproc", "2", "--mesh", "auto"]
+    arguments = [
+        "launch",
+        "slurm",
+        "job.yaml",
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "0",
+        "--nproc",
+        "2",
+        "--mesh",
+        "auto",
+    ]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert done.output.startswith("My_Job: 4 ranks, dp_replicate=2,dp_shard=2 on 2 x 2\n")
@@ -660,7 +795,9 @@ def test_the_batch_of_an_elastic_job_is_kept_or_its_change_is_told(
 ) -> None:
     monkeypatch.setenv("MESHPAR_ELASTIC", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    recipe = load_recipe("job.yaml", [f"mesh={mesh}", f"data.micro_batch={micro_batch}", f"data.accumulate={accumulate}"])
+    recipe = load_recipe(
+        "job.yaml", [f"mesh={mesh}", f"data.micro_batch={micro_batch}", f"data.accumulate={accumulate}"]
+    )
     fitted = elastic.fitted(recipe, left)
     assert (fitted.mesh, fitted.data.micro_batch, fitted.data.accumulate) == now
     assert told in fitted.notes[-1]
@@ -676,11 +813,16 @@ def test_a_preflight_of_another_name_is_refused_before_anything_is_rendered(fold
 
 def test_the_launch_advises_its_own_options(folder: Path) -> None:
     with pytest.raises(
-        MeshError, match=r"needs 2 ranks, got 4; pass --mesh auto, or a --mesh of 2 x 2 ranks, or other --nodes and --nproc"
+        MeshError,
+        match=r"needs 2 ranks, got 4; pass --mesh auto, or a --mesh of 2 x 2 ranks, or other --nodes and --nproc",
     ):
         render("slurm", mesh=None, nproc=2)
     told = CliRunner().invoke(app, ["launch", "slurm", "--help"]).output
-    assert "Options of slurm, as -o KEY=VALUE:" in told and "signal_s: seconds before" in told and "Options of skypilot" not in told
+    assert (
+        "Options of slurm, as -o KEY=VALUE:" in told
+        and "signal_s: seconds before" in told
+        and "Options of skypilot" not in told
+    )
 
 
 @pytest.mark.parametrize("container", ["pyxis", "apptainer"])
@@ -695,7 +837,9 @@ def test_the_tasks_of_a_batch_script_run_in_a_container(folder: Path, container:
     for fake in fakes.iterdir():
         fake.chmod(0o755)
     environment = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
-    words = subprocess.run(["bash", made / "job.sbatch"], env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    words = subprocess.run(
+        ["bash", made / "job.sbatch"], env=environment, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     run, mounts = f"{folder}/runs/slurm", ["/data", "/scratch/a b:/tmp"]
     expected = {
         "pyxis": [
@@ -776,11 +920,15 @@ class ApiServer(http.server.BaseHTTPRequestHandler):
             self.answer({"kind": "APIVersions", "versions": ["v1"]})
         elif path == "apis":
             versions = [{"groupVersion": each, "version": each.partition("/")[2]} for each in self.kinds if "/" in each]
-            groups = [{"name": each["groupVersion"].partition("/")[0], "versions": [each], "preferredVersion": each} for each in versions]
+            groups = [
+                {"name": each["groupVersion"].partition("/")[0], "versions": [each], "preferredVersion": each}
+                for each in versions
+            ]
             self.answer({"kind": "APIGroupList", "apiVersion": "v1", "groups": groups})
         elif group in self.kinds:
             listed = [
-                {"name": plural, "kind": kind, "namespaced": True, "verbs": ["get", "list", "delete"]} for plural, kind in self.kinds[group]
+                {"name": plural, "kind": kind, "namespaced": True, "verbs": ["get", "list", "delete"]}
+                for plural, kind in self.kinds[group]
             ]
             self.answer({"kind": "APIResourceList", "groupVersion": group, "resources": listed})
         elif path.endswith("/log"):
@@ -788,11 +936,17 @@ class ApiServer(http.server.BaseHTTPRequestHandler):
         elif path.endswith("/pods"):
             selected = urllib.parse.parse_qs(self.path.partition("?")[2])["labelSelector"][0]
             pods = [each for each in self.objects.values() if each["kind"] == "Pod"]
-            pods = [each for each in pods if selected in [f"{key}={value}" for key, value in each["metadata"]["labels"].items()]]
+            pods = [
+                each
+                for each in pods
+                if selected in [f"{key}={value}" for key, value in each["metadata"]["labels"].items()]
+            ]
             self.answer({"kind": "PodList", "apiVersion": "v1", "items": pods})
         else:
             self.answer(
-                self.objects.get(path, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404})
+                self.objects.get(
+                    path, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+                )
             )
 
     def do_DELETE(self) -> None:
@@ -815,7 +969,12 @@ class ApiServer(http.server.BaseHTTPRequestHandler):
     ("jobset=true", "jobset.x-k8s.io/v1alpha2/namespaces/team/jobsets", "jobset.sigs.k8s.io/jobset-name"),
 ])  # fmt: skip
 def test_jobs_of_kubernetes_by_the_real_kubectl(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], option: str, plural: str, label: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    option: str,
+    plural: str,
+    label: str,
 ) -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
@@ -833,7 +992,10 @@ def test_jobs_of_kubernetes_by_the_real_kubectl(
         assert states("runs") == ["my-job-001 not submitted", "my-job-002 not submitted"]
         running = {**documents[-1], "status": {"ready": 2, "replicatedJobsStatus": [{"name": "node", "ready": 1}]}}
         ApiServer.objects[f"apis/{plural}/my-job-001"] = running
-        pods = [{"metadata": {"name": f"p{node}", "namespace": "team", "labels": {label: "my-job-001"}}} for node in range(2)]
+        pods = [
+            {"metadata": {"name": f"p{node}", "namespace": "team", "labels": {label: "my-job-001"}}}
+            for node in range(2)
+        ]
         for each in pods:
             pod = {"kind": "Pod", "apiVersion": "v1", **each, "spec": {"containers": [{"name": "train"}]}}
             ApiServer.objects[f"api/v1/namespaces/team/pods/{each['metadata']['name']}"] = pod
@@ -850,7 +1012,8 @@ def test_jobs_of_kubernetes_by_the_real_kubectl(
         assert ApiServer.deleted == []
         assert CliRunner().invoke(app, ["jobs", "cancel", str(first)]).exit_code == 0
         assert (
-            f"apis/{plural}/my-job-001" in ApiServer.deleted and "api/v1/namespaces/team/configmaps/my-job-001-recipe" in ApiServer.deleted
+            f"apis/{plural}/my-job-001" in ApiServer.deleted
+            and "api/v1/namespaces/team/configmaps/my-job-001-recipe" in ApiServer.deleted
         )
         server.shutdown()
     told = CliRunner().invoke(app, ["jobs", "status", str(first)])
@@ -862,7 +1025,9 @@ def test_jobs_of_kubernetes_by_the_real_kubectl(
 
 def test_kubectl_is_what_hands_kubernetes_files_over() -> None:
     target = make_target("kubernetes", registry.plugin("meshpar.launchers", "kubernetes"), [])
-    assert target.submit(Path("job.yaml")) == ["kubectl", "create", "-f", "job.yaml"], "which changes no object that exists"
+    assert target.submit(Path("job.yaml")) == ["kubectl", "create", "-f", "job.yaml"], (
+        "which changes no object that exists"
+    )
 
 
 def test_jobs_of_skypilot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -870,7 +1035,10 @@ def test_jobs_of_skypilot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     first = render("skypilot")
     render("skypilot")
     (folder / "bin").mkdir()
-    rows = [{"job_id": number, "job_name": "my-job-001", "status": status} for number, status in ((9, "RUNNING"), (4, "FAILED"))]
+    rows = [
+        {"job_id": number, "job_name": "my-job-001", "status": status}
+        for number, status in ((9, "RUNNING"), (4, "FAILED"))
+    ]
     (folder / "rows").write_text(json.dumps([*rows, {"job_id": 8, "job_name": None, "status": None}]))
     (folder / "bin" / "sky").write_text('#!/bin/bash\necho "$@" >> said\n[ "$2" != queue ] || cat rows\n')
     (folder / "bin" / "sky").chmod(0o755)

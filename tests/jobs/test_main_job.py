@@ -1,4 +1,6 @@
-"""The main job through the real command line: train, stop by signal, resume on the same mesh and on another, export, load."""
+"""The main job through the real command line: train, stop by signal, resume on the same mesh and on another, export,
+load.
+"""
 
 from __future__ import annotations
 
@@ -70,12 +72,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(folder: Path, output: str, *overrides: str) -> list[str]:
-    more = [f"output={folder / output}", f"data.paths=[{folder / 'text.txt'}]", f"data.cache={folder / 'cache'}", *overrides]
+    more = [
+        f"output={folder / output}",
+        f"data.paths=[{folder / 'text.txt'}]",
+        f"data.cache={folder / 'cache'}",
+        *overrides,
+    ]
     return [sys.executable, "-m", "meshpar.launchers", "train", str(folder / "job.yaml"), *more, "--quiet"]
 
 
 def start(folder: Path, output: str, *overrides: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
-    return subprocess.Popen([*before, *command(folder, output, *overrides)], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        [*before, *command(folder, output, *overrides)], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -89,7 +98,9 @@ def run(folder: Path, output: str, *overrides: str) -> str:
 
 
 @contextlib.contextmanager
-def running(folder: Path, output: str, *overrides: str, until_step: int, before: Sequence[str] = ()) -> Iterator[subprocess.Popen[str]]:
+def running(
+    folder: Path, output: str, *overrides: str, until_step: int, before: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
     """Start a run in a session of its own and wait until it reports a step."""
     process = start(folder, output, *overrides, before=before)
     try:
@@ -187,8 +198,15 @@ def test_a_terminal_that_is_closed_during_validation_stops_the_run_with_a_checkp
     def own() -> None:
         fcntl.ioctl(end, termios.TIOCSCTTY, 0)
 
-    long = ["data.validation_fraction=0.9", "data.micro_batch=1", "training.validate_steps=null", "training.validate_every=5"]
-    process = subprocess.Popen(command(folder, "closed", *long), stdin=end, stdout=end, stderr=end, start_new_session=True, preexec_fn=own)
+    long = [
+        "data.validation_fraction=0.9",
+        "data.micro_batch=1",
+        "training.validate_steps=null",
+        "training.validate_every=5",
+    ]
+    process = subprocess.Popen(
+        command(folder, "closed", *long), stdin=end, stdout=end, stderr=end, start_new_session=True, preexec_fn=own
+    )
     os.close(end)
 
     def at_step_five() -> bool:
@@ -250,7 +268,8 @@ def test_a_killed_rank_ends_the_job_with_one_message(folder: Path) -> None:
         rest = rest_of(process)
         assert process.returncode == 1
         assert [line for line in rest.splitlines() if line.startswith("meshpar:")] == [
-            "meshpar: rank 1 was ended by SIGKILL; a person or a scheduler does this, or the kernel when memory runs out"
+            "meshpar: rank 1 was ended by SIGKILL; a person or a scheduler does this, or the kernel when memory runs "
+            "out"
         ]
         assert "Traceback" not in rest
         assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
@@ -279,7 +298,9 @@ def losses(recipe: Recipe) -> list[float]:
 
 def test_text_json_lines_and_tokens_train_alike(folder: Path) -> None:
     documents = text().split("\n\n")
-    (folder / "text.jsonl").write_text("".join(json.dumps({"body": document}) + "\n" for document in documents if document.strip()))
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"body": document}) + "\n" for document in documents if document.strip())
+    )
     tokenizer = byte_tokenizer()
     ids = [[*tokenizer.encode(document), tokenizer.eos_id] for document in documents if document.strip()]
     write_tokens(folder / "text.bin", ids, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
@@ -291,7 +312,9 @@ def test_text_json_lines_and_tokens_train_alike(folder: Path) -> None:
     }
     found = {}
     for source, overrides in sources.items():
-        recipe = small(folder, f"data.source={source}", f"output={folder / f'from-{source}'}", "data.micro_batch=8", *overrides)
+        recipe = small(
+            folder, f"data.source={source}", f"output={folder / f'from-{source}'}", "data.micro_batch=8", *overrides
+        )
         assert launch(recipe, 1, quiet=True) == 0
         found[source] = losses(recipe)
         assert (recipe.folder / "tokenizer" / "tokenizer.json").is_file()
@@ -319,7 +342,9 @@ def test_resume_never_and_resume_from_elsewhere(folder: Path) -> None:
         assert launch(recipe, 1, quiet=True) == 0
         assert len(losses(recipe)) == (3 if name == "step" else 2)
     with pytest.raises(MeshparError, match=r"there is no .*nowhere; expected auto, never"):
-        launch(small(folder, f"output={folder / 'other'}", paths, f"checkpoint.resume={folder / 'nowhere'}"), 1, quiet=True)
+        launch(
+            small(folder, f"output={folder / 'other'}", paths, f"checkpoint.resume={folder / 'nowhere'}"), 1, quiet=True
+        )
 
 
 def test_the_best_step_by_validation_loss_stays(folder: Path) -> None:
@@ -343,7 +368,9 @@ def test_weights_of_an_export_are_a_beginning(folder: Path) -> None:
         pytest.skip("needs the run of another test")
     export_run(folder / "first", folder / "first-export", overwrite=True)
     config = f"model={{kind: huggingface, config: {folder / 'first-export'}, weights: {folder / 'first-export'}}}"
-    tuned = small(folder, f"output={folder / 'tuned'}", f"data.paths=[{folder / 'text.txt'}]", config, "optimizer.lr=1e-9")
+    tuned = small(
+        folder, f"output={folder / 'tuned'}", f"data.paths=[{folder / 'text.txt'}]", config, "optimizer.lr=1e-9"
+    )
     assert launch(tuned, 1, quiet=True) == 0
     expected, got = weights(folder, "first"), weights(folder, "tuned")
     assert sorted(expected) == sorted(got)
@@ -356,7 +383,14 @@ def test_an_imported_model_is_a_beginning_in_the_runs_folder_and_elsewhere(folde
     expected = weights(folder, "source")
 
     def imported(to: str, *options: str) -> None:
-        words = ["import", str(folder / "source-export"), str(folder / to / "checkpoints"), "--dtype", "bfloat16", *options]
+        words = [
+            "import",
+            str(folder / "source-export"),
+            str(folder / to / "checkpoints"),
+            "--dtype",
+            "bfloat16",
+            *options,
+        ]
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output
 
@@ -415,17 +449,32 @@ def test_a_resume_with_other_data_or_another_batch_says_so(tmp_path: Path, monke
     assert Path("runs/job/recipe.yaml").read_bytes() == kept, "a complete run keeps the recipe that made it"
     told = train("training.steps=3", "data.micro_batch=2")
     assert "WARNING: a step had 8 samples before and has 4 from now on, on 1 data ranks" in told.stderr
-    assert "to keep it, set data.micro_batch=2 data.accumulate=4; the 1 steps that are left of training.steps have 4 samples" in told.stderr
+    assert (
+        "to keep it, set data.micro_batch=2 data.accumulate=4; the 1 steps that are left of training.steps have 4 "
+        "samples" in told.stderr
+    )
     with Path("text.txt").open("a") as file:
         file.write("more\n")
     other = train("training.steps=4")
     assert other.exit_code == 78
-    assert re.search(r"data: the checkpoint .* was saved with other data: text.txt has changed \(it had [\d,]+ bytes and has", other.stderr)
+    assert re.search(
+        r"data: the checkpoint .* was saved with other data: text.txt has changed \(it had [\d,]+ bytes and has",
+        other.stderr,
+    )
 
 
 def test_an_epoch_that_began_on_one_rank_ends_on_two(folder: Path) -> None:
-    """Each sample has the learning rate that it has in a run without a stop, and the run ends when its epoch is used up."""
-    epoch = ["mesh=''", "passes=[]", "training.steps=null", "training.epochs=1", "data.micro_batch=8", "schedule.warmup_steps=60"]
+    """Each sample has the learning rate that it has in a run without a stop, and the run ends when its epoch is used
+    up.
+    """
+    epoch = [
+        "mesh=''",
+        "passes=[]",
+        "training.steps=null",
+        "training.epochs=1",
+        "data.micro_batch=8",
+        "schedule.warmup_steps=60",
+    ]
     with running(folder, "grown", *epoch, until_step=20) as process:
         process.send_signal(signal.SIGTERM)
         rest = rest_of(process)
@@ -434,9 +483,15 @@ def test_an_epoch_that_began_on_one_rank_ends_on_two(folder: Path) -> None:
     begun = len(records)
     assert [record["step"] for record in records] == list(range(1, begun + 1)) and begun < 60
     told = run(folder, "grown", *epoch, "mesh=dp_shard=2", "passes=null")
-    left, size = len(metrics(folder / "grown")) - begun, int(re.findall(r"cosine over (\d+) steps of 16 samples", told)[0])
+    left, size = (
+        len(metrics(folder / "grown")) - begun,
+        int(re.findall(r"cosine over (\d+) steps of 16 samples", told)[0]),
+    )
     assert left == math.ceil((size - begun) / 2)
-    assert "WARNING: a step had 16 samples before and has 32 from now on, on 2 data ranks; to keep it, set data.micro_batch=8 data" in told
+    assert (
+        "WARNING: a step had 16 samples before and has 32 from now on, on 2 data ranks; to keep it, set "
+        "data.micro_batch=8 data" in told
+    )
     assert f"; {left} steps are left instead of {size - begun}, and the learning rate follows the samples" in told
     assert f"step {begun + left}/{begun + left}  loss" in told
     schedule = Schedule(lr=1e-3, warmup_steps=60).over(size)
@@ -454,7 +509,9 @@ def metrics(output: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "train/loss" in line]
 
 
-def test_a_run_of_joined_documents_goes_on_with_separate_ones_only_if_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_joined_documents_goes_on_with_separate_ones_only_if_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text(RECIPE)
     for name in ("a.txt", "b.txt"):
@@ -468,25 +525,31 @@ def test_a_run_of_joined_documents_goes_on_with_separate_ones_only_if_told(tmp_p
     refused = train("training.steps=3")
     assert refused.exit_code == 78
     assert (
-        "data.documents was 'joined' and is 'separate'; restore the files and settings that changed, set checkpoint.allow: [data.documents]"
-        in refused.stderr
+        "data.documents was 'joined' and is 'separate'; restore the files and settings that changed, set "
+        "checkpoint.allow: [data.documents]" in refused.stderr
     )
     told = train("training.steps=3", "checkpoint.allow=[data.documents]")
     assert told.exit_code == 0, told.stderr
     assert train("training.steps=4").exit_code == 0, "from here on the run's documents are separate"
     with Path("a.txt").open("a") as file:
         file.write("more\n")
-    assert "a.txt has changed" in train("training.steps=5", "data.documents=joined", "checkpoint.allow=[data.documents]").stderr
+    assert (
+        "a.txt has changed"
+        in train("training.steps=5", "data.documents=joined", "checkpoint.allow=[data.documents]").stderr
+    )
 
 
-def test_a_mixture_with_conversations_trains_resumes_and_reports_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_with_conversations_trains_resumes_and_reports_each_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     said = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This one."}]
     Path("chat.jsonl").write_text("".join(json.dumps({"messages": said, "n": place}) + "\n" for place in range(60)))
     Path("text.txt").write_text(text(400))
     Path("job.yaml").write_text(
         RECIPE.partition("data:")[0]
-        + "data:\n  sequence_length: 32\n  micro_batch: 2\n  cache: cache\n  tokenizer: bpe\n  vocab_size: 260\n  packing: best_fit\n  validation_fraction: 0.1\n  mix:\n"
+        + "data:\n  sequence_length: 32\n  micro_batch: 2\n  cache: cache\n  tokenizer: bpe\n  vocab_size: 260\n  "
+        "packing: best_fit\n  validation_fraction: 0.1\n  mix:\n"
         + "    - {name: prose, source: files, paths: [text.txt], weight: 0.7}\n"
         + "    - {name: talk, source: chat, paths: [chat.jsonl], template: chatml, weight: 0.3, epochs: 2}\n"
         + "training: {steps: 6, log_every: 1, validate_every: 3, tensorboard: false}\n"

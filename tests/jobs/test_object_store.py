@@ -1,4 +1,6 @@
-"""Runs in an object store: what is saved there is committed once, restored on any mesh, and equal to what lies on a disk."""
+"""Runs in an object store: what is saved there is committed once, restored on any mesh, and equal to what lies on a
+disk.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ obstore = pytest.importorskip("obstore", reason="the extra object-store is not i
 def parallel(mesh: str, seed: int) -> meshpar.Parallelized:
     with torch.device("meta"):
         model = Transformer(TransformerConfig(vocab_size=96, dim=32, layers=2, heads=2, hidden=64, max_positions=16))
-    passes = [*([meshpar.TensorParallel()] if "tp" in mesh else []), *([meshpar.FullyShard()] if "dp_shard" in mesh else [])]
+    passes = [
+        *([meshpar.TensorParallel()] if "tp" in mesh else []),
+        *([meshpar.FullyShard()] if "dp_shard" in mesh else []),
+    ]
     return meshpar.Plan(mesh, passes).apply(model, device_type="cpu").materialize(seed=seed)
 
 
@@ -96,7 +101,12 @@ def restore_both(store: Store, roots: list[str], mesh: str) -> None:
         optimizer = torch.optim.AdamW(par.module.parameters())
         restored = CheckpointManager(root).restore(par, optimizer, verify="full")
         assert restored.extra == {"step": 3}
-        found.append([par.full_state_dict() if hasattr(par, "full_state_dict") else par.module.state_dict(), optimizer.state_dict()])
+        found.append(
+            [
+                par.full_state_dict() if hasattr(par, "full_state_dict") else par.module.state_dict(),
+                optimizer.state_dict(),
+            ]
+        )
     for left, right in zip(found[0][0].values(), found[1][0].values()):
         left, right = (each.full_tensor() if hasattr(each, "full_tensor") else each for each in (left, right))
         assert torch.equal(left, right)
@@ -124,13 +134,19 @@ checkpoint: {every: 2, keep: 2, best: val/loss}
 
 
 def meshpar_in(folder: Path, *words: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "meshpar.launchers", *words], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "meshpar.launchers", *words], cwd=folder, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def losses(file: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["train/loss"]) for row in map(json.loads, file.read_text().splitlines()) if "train/loss" in row]
+    return [
+        (row["step"], row["train/loss"])
+        for row in map(json.loads, file.read_text().splitlines())
+        if "train/loss" in row
+    ]
 
 
 def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket, tmp_path, monkeypatch):
@@ -142,10 +158,17 @@ def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket
     urls = (*train, f"data.paths=[{bucket}/data/text.txt]", f"output={run}")
     meshpar_in(tmp_path, *urls, "training.steps=4")
     shutil.rmtree(tmp_path / "runs")  # another machine goes on
-    assert f"resuming after step 4 from {run}/checkpoints/step-00000004" in meshpar_in(tmp_path, *urls, "training.steps=8")
+    assert f"resuming after step 4 from {run}/checkpoints/step-00000004" in meshpar_in(
+        tmp_path, *urls, "training.steps=8"
+    )
     local = tmp_path / "runs" / Path(run.replace("://", "/"))
-    assert losses(local / "metrics.jsonl") == losses(tmp_path / "disk" / "metrics.jsonl") and len(losses(local / "metrics.jsonl")) == 8
-    assert (local / "metrics.jsonl").read_bytes() == place(f"{run}/metrics.jsonl").read_small(), "nothing is on this machine alone"
+    assert (
+        losses(local / "metrics.jsonl") == losses(tmp_path / "disk" / "metrics.jsonl")
+        and len(losses(local / "metrics.jsonl")) == 8
+    )
+    assert (local / "metrics.jsonl").read_bytes() == place(f"{run}/metrics.jsonl").read_small(), (
+        "nothing is on this machine alone"
+    )
     monkeypatch.chdir(tmp_path)
     whole, recipe = (
         (local / "metrics.jsonl").read_text(),
@@ -163,11 +186,19 @@ def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket
         assert place(f"{bucket}/hf/{name}").read_small() == (tmp_path / "hf" / name).read_bytes(), name
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
         export_run(run, f"{bucket}/hf")
-    for words, said in (("ls", "val/loss"), ("verify", "is whole"), ("pin", "is pinned"), ("rm", "is pinned"), ("prune", "6, 8")):
+    for words, said in (
+        ("ls", "val/loss"),
+        ("verify", "is whole"),
+        ("pin", "is pinned"),
+        ("rm", "is pinned"),
+        ("prune", "6, 8"),
+    ):
         options = ["--keep", "1", "--best", "val/loss"] if words == "prune" else []
         target = f"{run}/checkpoints/step-00000006" if words in ("pin", "rm") else run
         assert said in CliRunner().invoke(app, ["checkpoints", words, target, *options]).output, words
-    assert not [each for each in tmp_path.rglob("*") if each.is_file() and object_store.SECRET.encode() in each.read_bytes()]
+    assert not [
+        each for each in tmp_path.rglob("*") if each.is_file() and object_store.SECRET.encode() in each.read_bytes()
+    ]
     same = f"{bucket}/imported"
     import_safetensors(f"{bucket}/hf", same)
     published, ours = Safetensors(f"{bucket}/hf"), DistributedCheckpoint(open_step(same), prefix="model.")
@@ -190,7 +221,8 @@ def test_what_other_libraries_read_and_write_is_read_and_written_at_urls_as_on_a
     with meshpar.distributed("cpu"):
         par = parallel("dp_shard=1", seed=0)
         dead, living = (
-            place(f"{bucket}/.hf/module.tmp-{host}-4194304-0123456789abcdef/step-00000000") for host in (host_name(), "elsewhere")
+            place(f"{bucket}/.hf/module.tmp-{host}-4194304-0123456789abcdef/step-00000000")
+            for host in (host_name(), "elsewhere")
         )
         for each in (dead, living):
             (each / "x").write_durably(b"")
@@ -201,7 +233,9 @@ def test_what_other_libraries_read_and_write_is_read_and_written_at_urls_as_on_a
         for name in ("hf/model.safetensors", "hf/config.json", "gguf/model-f16.gguf"):
             stored = functools.reduce(lambda folder, part: folder / part, name.split("/"), place(bucket))
             assert stored.read_small() == (tmp_path / name).read_bytes(), name
-        assert {each.name for each in place(f"{bucket}/hf").iterdir()} == {each.name for each in (tmp_path / "hf").iterdir()}
+        assert {each.name for each in place(f"{bucket}/hf").iterdir()} == {
+            each.name for each in (tmp_path / "hf").iterdir()
+        }
         assert [each.name for each in place(f"{bucket}/.hf").iterdir()] == [living.parent.name]
         with pytest.raises(CheckpointError, match="already exists and is not empty"):
             export_module(par, f"{bucket}/hf")
@@ -287,7 +321,9 @@ def test_a_deposed_writer_commits_nothing(bucket, when, monkeypatch):
 
 
 def test_a_save_that_stages_to_a_disk_uploads_beside_training_and_leaves_nothing(bucket, tmp_path):
-    dead, replaced = (tmp_path / f"step-00000007.{kind}-{host_name()}-4194304-0123456789abcdef" for kind in ("tmp", "old"))
+    dead, replaced = (
+        tmp_path / f"step-00000007.{kind}-{host_name()}-4194304-0123456789abcdef" for kind in ("tmp", "old")
+    )
     dead.mkdir()
     replaced.mkdir()
     with CheckpointManager(f"{bucket}/run", async_=True, staging=tmp_path) as manager:
@@ -300,7 +336,9 @@ def test_a_save_that_stages_to_a_disk_uploads_beside_training_and_leaves_nothing
                 for parameter in module.parameters():
                     parameter.add_(1.0)  # while the files of the step before are uploaded
     assert [value_of(place(f"{bucket}/run/step-{step:08d}")) for step in (1, 2)] == [1.0, 2.0]
-    assert list(tmp_path.iterdir()) == [replaced], "a step that may be the only one; neither this job's files nor those of a dead one"
+    assert list(tmp_path.iterdir()) == [replaced], (
+        "a step that may be the only one; neither this job's files nor those of a dead one"
+    )
     with pytest.raises(CheckpointError, match="which is on a disk already"):
         CheckpointManager(tmp_path, async_=True, staging=tmp_path)
     with pytest.raises(CheckpointError, match="staging is for saves in the background; pass async_=True"):
@@ -311,7 +349,9 @@ def test_what_a_dead_save_left_goes_and_what_a_live_one_writes_stays(bucket, mon
     root, job = place(f"{bucket}/run"), Job(Filled(1.0))
     CheckpointManager(root).save(1, job)
     for step, host, process in ((1, host_name(), 1 << 22), (2, host_name(), 1 << 22), (2, "elsewhere", 7)):
-        (root / f"step-{step:08d}" / f"step-{step:08d}.tmp-{host}-{process}-0123456789abcdef" / "__0_0.distcp").write_durably(b"half")
+        (
+            root / f"step-{step:08d}" / f"step-{step:08d}.tmp-{host}-{process}-0123456789abcdef" / "__0_0.distcp"
+        ).write_durably(b"half")
     assert list_steps(root).count("of a save or a removal") == 3
     with monkeypatch.context() as context:
         now = time.time() + 7 * 3600
@@ -330,7 +370,10 @@ def test_what_a_dead_save_left_goes_and_what_a_live_one_writes_stays(bucket, mon
 
 
 FAULTS = int(os.environ.get("MESHPAR_FAULTS", "10"))
-LANES, BOUND_S = max(1, min(8, FAULTS // 15)), 360.0  # of one operation: three attempts of 90 s, and 30 s of silence each
+LANES, BOUND_S = (
+    max(1, min(8, FAULTS // 15)),
+    360.0,
+)  # of one operation: three attempts of 90 s, and 30 s of silence each
 
 
 class Drawn(torch.nn.Module):
@@ -347,12 +390,18 @@ def last_good(root: Place, committed: int) -> int:
     job = Job(Drawn(0))
     step = CheckpointManager(root).restore(job, random=False).step
     right = Drawn(step).state_dict()
-    assert step >= committed and all(torch.equal(each, right[name]) for name, each in job.module.state_dict().items()), (step, committed)
+    assert step >= committed and all(
+        torch.equal(each, right[name]) for name, each in job.module.state_dict().items()
+    ), (step, committed)
     return step
 
 
-def under_failures(root: Place, proxy: object_store.FaultyProxy, rate: float, faults: int) -> list[tuple[str, bool, Counter[str], float]]:
-    """Save, restore and export until so many requests have failed; return each operation, how it ended, its failures and its seconds."""
+def under_failures(
+    root: Place, proxy: object_store.FaultyProxy, rate: float, faults: int
+) -> list[tuple[str, bool, Counter[str], float]]:
+    """Save, restore and export until so many requests have failed; return each operation, how it ended, its failures
+    and its seconds.
+    """
     committed, exported, found, hf = 0, 0, [], root.parent / "hf"
     for step in itertools.count(1):
         for name, act in (
@@ -375,13 +424,17 @@ def under_failures(root: Place, proxy: object_store.FaultyProxy, rate: float, fa
             if committed or ended:
                 newest = last_good(root, step if name == "save" and ended else committed)
                 committed = max(committed, newest)
-            if name == "export" and (hf / "config.json").is_file():  # this export, or the one before that could not be replaced
+            if (
+                name == "export" and (hf / "config.json").is_file()
+            ):  # this export, or the one before that could not be replaced
                 source = Safetensors(hf)
                 whole = {key: torch.empty(shape) for key, shape in source.shapes().items()}
                 for key, out in whole.items():
                     source.read(key, (), out)
                 fits = [
-                    each for each in {newest, exported} if all(torch.equal(whole[key], w) for key, w in Drawn(each).state_dict().items())
+                    each
+                    for each in {newest, exported}
+                    if all(torch.equal(whole[key], w) for key, w in Drawn(each).state_dict().items())
                 ]
                 assert fits == [newest] if ended else fits, (fits, newest, exported)
                 exported = fits[0]
@@ -393,7 +446,9 @@ def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s
     faults, long = object_store.FAULTS, FAULTS > 100
     if not long:
         monkeypatch.setattr(objects, "CLIENT", {**objects.CLIENT, "read_timeout": timedelta(seconds=3)})
-        monkeypatch.setattr(objects, "RETRY", {**objects.RETRY, "max_retries": 3, "retry_timeout": timedelta(seconds=20)})
+        monkeypatch.setattr(
+            objects, "RETRY", {**objects.RETRY, "max_retries": 3, "retry_timeout": timedelta(seconds=20)}
+        )
     monkeypatch.setattr(objects, "_UPLOAD_BYTES", 5 << 20)  # the least that S3 takes: two pieces of a file
     monkeypatch.setattr(objects, "_PIECE_BYTES", 1 << 20)
     seed, lanes = int(os.environ.get("MESHPAR_FAULTS_SEED", "0")), []
@@ -407,7 +462,11 @@ def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s
             objects._store(root.root, os.getpid())  # opened with this environment
         lanes.append((root, proxy))
     with ThreadPoolExecutor(LANES) as pool:
-        found = list(itertools.chain(*pool.map(lambda lane: under_failures(*lane, 0.12 if long else 0.06, -(-FAULTS // LANES)), lanes)))
+        found = list(
+            itertools.chain(
+                *pool.map(lambda lane: under_failures(*lane, 0.12 if long else 0.06, -(-FAULTS // LANES)), lanes)
+            )
+        )
     for _, proxy in lanes:
         proxy.close()
     objects._store.cache_clear()
@@ -416,8 +475,12 @@ def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s
         good, bad = (sum(injected[each] for _, ended, injected, _ in found if ended is well) for well in (True, False))
         told.append(f"{each:12} {good + bad:8}  {good:29}  {bad:11}")
     counts, longest = Counter((name, ended) for name, ended, _, _ in found), max(seconds for *_, seconds in found)
-    ends = ", ".join(f"{name} {counts[name, True]} well and {counts[name, False]} in an error" for name in ("save", "restore", "export"))
-    print("\n".join([*told, f"{sum(each.total() for _, _, each, _ in found)} failures: {ends}; the longest {longest:.1f} s"]))  # noqa: T201
+    ends = ", ".join(
+        f"{name} {counts[name, True]} well and {counts[name, False]} in an error"
+        for name in ("save", "restore", "export")
+    )
+    failures = sum(each.total() for _, _, each, _ in found)
+    print("\n".join([*told, f"{failures} failures: {ends}; the longest {longest:.1f} s"]))  # noqa: T201
     assert longest < BOUND_S and sum(count for (_, ended), count in counts.items() if ended) > 1
 
 
@@ -438,10 +501,16 @@ def test_damage_in_a_store_is_found_named_and_passed_over(bucket, damage):
         verify_step(newer)
     job = Job(Filled(0.0))
     restored = manager.restore(job, fallback=True)
-    assert restored.step == 1 and named in restored.passed_over[0] and all((each == 1.0).all() for each in job.module.parameters())
+    assert (
+        restored.step == 1
+        and named in restored.passed_over[0]
+        and all((each == 1.0).all() for each in job.module.parameters())
+    )
     manager.save(2, Job(Filled(2.0)), replace=True)
     assert value_of(newer) == 2.0
-    if damage != "manifest cut":  # which folder was the step's is lost with it, so that its files stay until this process has ended
+    if (
+        damage != "manifest cut"
+    ):  # which folder was the step's is lost with it, so that its files stay until this process has ended
         assert len(list(newer.iterdir())) == 2
 
 
@@ -462,7 +531,8 @@ def test_a_store_that_refuses_is_no_damage_that_is_passed_over(store, bucket, mo
 
     monkeypatch.setattr(obstore, "get", expired)
     with pytest.raises(
-        StoreError, match=r"__0_\d.distcp failed: the store answered 403 .*check the credentials in the store's usual environment"
+        StoreError,
+        match=r"__0_\d.distcp failed: the store answered 403 .*check the credentials in the store's usual environment",
     ):
         manager.restore(Job(Filled(0.0)), fallback=True)
 
@@ -476,8 +546,14 @@ def test_who_may_only_read_reads_and_is_told_that_nothing_was_deleted(bucket, mo
         monkeypatch.setenv(name, value)
     objects._store.cache_clear()
     assert "is whole" in verify_step(root)
-    for act in (lambda: prune_steps(root, keep=1), lambda: remove_step(root / "step-00000001"), lambda: pin_step(root / "step-00000001")):
-        with pytest.raises(StoreError, match=r"/step-00000001/.*AccessDenied.*check the credentials in the store's usual environment"):
+    for act in (
+        lambda: prune_steps(root, keep=1),
+        lambda: remove_step(root / "step-00000001"),
+        lambda: pin_step(root / "step-00000001"),
+    ):
+        with pytest.raises(
+            StoreError, match=r"/step-00000001/.*AccessDenied.*check the credentials in the store's usual environment"
+        ):
             act()
     assert CheckpointManager(root).steps() == [1, 2]
     objects._store.cache_clear()
@@ -495,7 +571,9 @@ def test_missing_and_damaged_credentials_are_named_as_such(monkeypatch):
             CheckpointManager(url).steps()
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "someone")
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "not base64")
-    with pytest.raises(StoreError, match=r"Invalid Access Key: .*check the credentials in the store's usual environment"):
+    with pytest.raises(
+        StoreError, match=r"Invalid Access Key: .*check the credentials in the store's usual environment"
+    ):
         CheckpointManager(urls[1]).steps()
 
 
@@ -548,8 +626,13 @@ def test_data_is_copied_once_with_what_belongs_to_it_and_again_when_it_has_chang
     folder = fetched(data / "folder", tmp_path)
     assert {str(each.relative_to(folder)) for each in folder.rglob("*.txt")} == {"a.txt", "deep/b.txt"}
     (data / "tokens.bin").write_durably(b"others")
-    assert fetched(data / "tokens.bin", tmp_path, (".json",)).read_text() == "others" and tokens.read_text() == "tokens.bin"
-    assert (fetched(place(bucket), tmp_path) / "data" / "folder" / "a.txt").read_text() == "folder/a.txt", "a bucket alone"
+    assert (
+        fetched(data / "tokens.bin", tmp_path, (".json",)).read_text() == "others"
+        and tokens.read_text() == "tokens.bin"
+    )
+    assert (fetched(place(bucket), tmp_path) / "data" / "folder" / "a.txt").read_text() == "folder/a.txt", (
+        "a bucket alone"
+    )
     with pytest.raises(CheckpointError, match=f"there is no {bucket}/data/absent$"):
         fetched(data / "absent", tmp_path)
     with pytest.raises(CheckpointError, match="a URL is no pattern"):

@@ -34,7 +34,9 @@ training: {steps: 9, log_every: 1, tensorboard: false}
 
 @pytest.mark.long
 def test_a_job_profiles_itself_and_trains_as_without(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("".join(f"def add_{a}_{b}():\n    return {a} + {b}\n\n" for a in range(60) for b in range(30)))
+    (tmp_path / "text.txt").write_text(
+        "".join(f"def add_{a}_{b}():\n    return {a} + {b}\n\n" for a in range(60) for b in range(30))
+    )
     (tmp_path / "job.yaml").write_text(RECIPE)
     losses = {}
     for name, profile in {"with": "on", "without": "off"}.items():
@@ -50,17 +52,28 @@ def test_a_job_profiles_itself_and_trains_as_without(tmp_path: Path) -> None:
         records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         losses[name] = [record["train/loss"] for record in records if "train/loss" in record]
     few = [*more, f"output={tmp_path / 'with'}", "profile=on", "training.steps=10"]  # of which 9 are done
-    done = subprocess.run([*command[:4], str(tmp_path / "job.yaml"), *few], capture_output=True, text=True, timeout=150, check=True)
+    done = subprocess.run(
+        [*command[:4], str(tmp_path / "job.yaml"), *few], capture_output=True, text=True, timeout=150, check=True
+    )
     assert "no profile: it requires 8 steps, and 1 are left" in done.stderr
     assert losses["with"] == losses["without"] and len(losses["with"]) == 9
     assert not (tmp_path / "without" / "profile").exists()
     trace = json.loads((tmp_path / "with" / "profile" / "trace.json").read_text())
     assert sum(each.get("name") == "data" for each in trace["traceEvents"] if each.get("ph") == "X") == 3
     page = (tmp_path / "with" / "profile" / "summary.md").read_text()
-    for wanted in ("compute", "exposed communication, dp_shard", "waiting for data", "gaps", "| 1 |", "What it suggests"):
+    for wanted in (
+        "compute",
+        "exposed communication, dp_shard",
+        "waiting for data",
+        "gaps",
+        "| 1 |",
+        "What it suggests",
+    ):
         assert wanted in page, page
     # Adam's two moments, half of them here: the recorder counts what is there.
-    sizes = {name: float(size) for name, size in re.findall(r"^\| (\w[\w ]*) \| ([\d.]+) \| \d+% \|$", page, re.MULTILINE)}
+    sizes = {
+        name: float(size) for name, size in re.findall(r"^\| (\w[\w ]*) \| ([\d.]+) \| \d+% \|$", page, re.MULTILINE)
+    }
     assert sizes["optimizer"] == pytest.approx(2 * sizes["parameters"], rel=0.1) and sizes["activations"] > 0, page
 
 
@@ -86,7 +99,10 @@ def test_gloos_threads_are_their_groups_also_when_others_start_in_between(tmp_pa
     assert sorted(threads.values()) == ["", "", "dp_shard", "dp_shard", "tp", "tp"]
     for axis in ("dp_shard", "tp", None):
         with profiler(activities=[ProfilerActivity.CPU]) as tracer:
-            works = [dist.all_reduce(torch.ones(1), group=mesh.get_group(axis) if axis else None, async_op=True) for _ in range(20)]
+            works = [
+                dist.all_reduce(torch.ones(1), group=mesh.get_group(axis) if axis else None, async_op=True)
+                for _ in range(20)
+            ]
             for work in works:
                 work.wait()
         path = tmp_path / f"{axis}-{dist.get_rank()}.json"

@@ -31,7 +31,9 @@ def run(tmp_path_factory):
     """A run's folder with three steps; the second is the best."""
     root = tmp_path_factory.mktemp("job") / "run"
     with meshpar.distributed("cpu"):
-        par = meshpar.Plan("", []).apply(Transformer(TransformerConfig(vocab_size=257, dim=128, layers=1, heads=4, hidden=128)))
+        par = meshpar.Plan("", []).apply(
+            Transformer(TransformerConfig(vocab_size=257, dim=128, layers=1, heads=4, hidden=128))
+        )
         for step, loss in ((2, 3.0), (4, 1.0), (6, 2.0)):
             with torch.no_grad():
                 par.module.get_parameter("layers.0.mlp.up.weight").add_(step)
@@ -87,7 +89,10 @@ class Hub(BaseHTTPRequestHandler):
             self.answer({"files": [{"path": n, "uploadMode": m, "shouldIgnore": False} for n, m in zip(names, modes)]})
         elif self.path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
-            actions = [{**each, "actions": {"upload": {"href": f"{self.server.url}/lfs/{each['oid']}", "header": {}}}} for each in objects]
+            actions = [
+                {**each, "actions": {"upload": {"href": f"{self.server.url}/lfs/{each['oid']}", "header": {}}}}
+                for each in objects
+            ]
             self.answer({"transfer": "basic", "objects": actions})
         else:
             self.server.commit = [json.loads(line) for line in body.splitlines()]
@@ -114,7 +119,13 @@ class Hub(BaseHTTPRequestHandler):
 def hub(monkeypatch):
     constants = pytest.importorskip("huggingface_hub.constants")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.url, server.large, server.seen, server.refuses, server.commit = f"http://127.0.0.1:{server.server_port}", {}, [], "", None
+    server.url, server.large, server.seen, server.refuses, server.commit = (
+        f"http://127.0.0.1:{server.server_port}",
+        {},
+        [],
+        "",
+        None,
+    )
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", "secret-of-a-test")
@@ -129,23 +140,45 @@ def test_a_push_uploads_every_byte_and_a_card_that_says_where_it_comes_from(run,
     assert done.exit_code == 0, done.output
     assert f"pushed to {hub.url}/me/tiny/commit/1234" in done.stdout and "secret-of-a-test" not in done.output
     assert (
-        hub.created["name"] == "tiny" and hub.created["organization"] == "me" and "private" in (hub.created.get("visibility"), *hub.created)
+        hub.created["name"] == "tiny"
+        and hub.created["organization"] == "me"
+        and "private" in (hub.created.get("visibility"), *hub.created)
     )
     assert {key for _, key in hub.seen} == {"Bearer secret-of-a-test"}
-    arrived = {each["value"]["path"]: base64.b64decode(each["value"]["content"]) for each in hub.commit if each["key"] == "file"}
-    arrived |= {each["value"]["path"]: hub.large[each["value"]["oid"]] for each in hub.commit if each["key"] == "lfsFile"}
+    arrived = {
+        each["value"]["path"]: base64.b64decode(each["value"]["content"])
+        for each in hub.commit
+        if each["key"] == "file"
+    }
+    arrived |= {
+        each["value"]["path"]: hub.large[each["value"]["oid"]] for each in hub.commit if each["key"] == "lfsFile"
+    }
     assert arrived == {each.name: each.read_bytes() for each in (tmp_path / "hf").iterdir()}
     card = arrived["README.md"].decode()
-    for text in ("# me/tiny", "Step 4, saved", "| Metric val/loss | 1 |", "| Position: tokens | 4000 |", "| Position: data.samples | 32 |"):
+    for text in (
+        "# me/tiny",
+        "Step 4, saved",
+        "| Metric val/loss | 1 |",
+        "| Position: tokens | 4000 |",
+        "| Position: data.samples | 32 |",
+    ):
         assert text in card, text
-    assert "name: tiny" in card and f"| Version of torch | {torch.__version__} |" in card and "| Mesh | dp_shard=1 (1 ranks, cpu) |" in card
+    assert (
+        "name: tiny" in card
+        and f"| Version of torch | {torch.__version__} |" in card
+        and "| Mesh | dp_shard=1 (1 ranks, cpu) |" in card
+    )
     assert hashlib.sha256(arrived["model.safetensors"]).hexdigest() in card
 
 
 def test_a_push_that_is_refused_keeps_the_export_and_says_why(run, tmp_path, hub):
     hub.refuses = "/commit/main"
     done = export(run, tmp_path / "hf", "--push", "me/tiny")
-    assert done.exit_code == 1 and "storage quota exceeded" in done.stderr and "the export is complete: push it again" in done.stderr
+    assert (
+        done.exit_code == 1
+        and "storage quota exceeded" in done.stderr
+        and "the export is complete: push it again" in done.stderr
+    )
     assert hub.commit is None and Safetensors(tmp_path / "hf").shapes() and "secret-of-a-test" not in done.output
 
 
@@ -210,4 +243,7 @@ def test_the_watch_command_names_each_export_after_its_step(run, tmp_path):
     done = export(run, tmp_path / "all", "--watch", "--every", "2", "--quantize", "int8")
     assert done.exit_code == 0, done.output
     assert sorted(each.name for each in (tmp_path / "all").iterdir()) == [f"step-{step:08d}" for step in (2, 4, 6)]
-    assert all(Safetensors(each).dtypes()["model.layers.0.mlp.up_proj.weight"] == torch.int8 for each in (tmp_path / "all").iterdir())
+    assert all(
+        Safetensors(each).dtypes()["model.layers.0.mlp.up_proj.weight"] == torch.int8
+        for each in (tmp_path / "all").iterdir()
+    )

@@ -13,7 +13,14 @@ from typer.testing import CliRunner
 
 from meshpar.launchers.cli import app
 
-SMALL = ["model.dim=32", "model.layers=2", "model.heads=2", "model.hidden=64", "data.vocab_size=300", "data.sequence_length=64"]
+SMALL = [
+    "model.dim=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.hidden=64",
+    "data.vocab_size=300",
+    "data.sequence_length=64",
+]
 
 
 def source(folder: Path) -> str:
@@ -24,7 +31,18 @@ def source(folder: Path) -> str:
 
 def test_the_quickstart_trains_resumes_elsewhere_exports_and_completes(tmp_path: Path) -> None:
     out = tmp_path / "quick"
-    command = [sys.executable, "-m", "meshpar.launchers", "quickstart", "--mesh", "hsdp", "--out", str(out), "--minutes", "0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "meshpar.launchers",
+        "quickstart",
+        "--mesh",
+        "hsdp",
+        "--out",
+        str(out),
+        "--minutes",
+        "0.1",
+    ]
     small = [*SMALL, "data.source=files", source(tmp_path), "data.separator='\\n\\n\\n'"]
     done = subprocess.run([*command, *small], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
@@ -40,7 +58,13 @@ def test_the_quickstart_trains_resumes_elsewhere_exports_and_completes(tmp_path:
     assert float(differ[1]) < 1e-4
     assert len(re.findall(r"(?m)^  .+ ».*$", told)) == 4
     assert f"tensorboard --logdir {out / 'tensorboard'}" in told
-    for name in ("checkpoints/latest", "tokenizer/tokenizer.json", "export/model.safetensors", "export/tokenizer.json", "recipe.yaml"):
+    for name in (
+        "checkpoints/latest",
+        "tokenizer/tokenizer.json",
+        "export/model.safetensors",
+        "export/tokenizer.json",
+        "recipe.yaml",
+    ):
         assert (out / name).exists(), name
     assert list((out / "tensorboard").iterdir())
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,5 @@
-"""Replicas that are lost and come back: no token is lost or counted twice, every loss is one process's, and nobody waits for long.
+"""Replicas that are lost and come back: no token is lost or counted twice, every loss is one process's, and nobody
+waits for long.
 
 A sample of faults runs here; ``benchmarks/replicas.py`` draws hundreds, also of links.
 """
@@ -36,7 +37,17 @@ from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.elastic import Elected
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.testing import on_ranks
-from meshpar.training import Batches, CausalLM, Lighthouse, LoaderSettings, Replicas, Schedule, Trainer, TrainSettings, elastic
+from meshpar.training import (
+    Batches,
+    CausalLM,
+    Lighthouse,
+    LoaderSettings,
+    Replicas,
+    Schedule,
+    Trainer,
+    TrainSettings,
+    elastic,
+)
 from meshpar.training.metrics import JsonLines
 from meshpar.training.order import Interleave
 from meshpar.training.quorum import Member, Quorum
@@ -71,7 +82,9 @@ def rows(micro_batches):
 
 
 def test_samples_of_a_lost_replica_come_again_and_each_counts_once_an_epoch():
-    """Replicas come and go, a step of one of them is lost now and then, and a plain job finishes the epoch from the saved position."""
+    """Replicas come and go, a step of one of them is lost now and then, and a plain job finishes the epoch from the
+    saved position.
+    """
     data, seen = batches(47, accumulate=2), []
     for flags in ([True, True], [True, False, True], [False], [True, True, False]):
         shares = [rows(data.share(number, len(flags))) for number in range(len(flags))]
@@ -100,7 +113,9 @@ def member(name, step, sum, *, waits=False, failures=0):
 
 
 def test_a_quorum_goes_on_from_the_newest_sum():
-    """Two steps of one number: that of the later group counts, so that a replica which was dropped with a sum of its own is behind."""
+    """Two steps of one number: that of the later group counts, so that a replica which was dropped with a sum of its
+    own is behind.
+    """
     a, b, c = member("a", 5, (1, 0)), member("b", 5, (2, 0)), member("c", 4, (1, 0), waits=True)
     quorum = Quorum(number=3, members=(a, b, c))
     assert quorum.best == b.state and quorum.ready == (a, b, c)  # c was left behind: it copies, and completes nothing
@@ -143,7 +158,8 @@ def test_a_job_is_divided_into_replicas():
         assert (list(found.here), found.node, found.nodes, found.ranks, found.ranks_here) == ([replica], place, 3, 6, 2)
     for replicas, nodes in ((3, 2), (4, 6), (2, 3)):
         with pytest.raises(
-            LaunchError, match=f"{replicas} replicas on {nodes} nodes; expected whole .* a multiple or a divisor of {nodes}"
+            LaunchError,
+            match=f"{replicas} replicas on {nodes} nodes; expected whole .* a multiple or a divisor of {nodes}",
         ):
             divided(MeshSpec(f"dp_replicate={replicas},dp_shard=2"), nodes, 0)
     assert exit_code(ReplicaError("")) == 75
@@ -166,7 +182,12 @@ def test_all_ranks_of_a_node_need_a_device(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
     monkeypatch.setattr(build, "default_device_type", lambda: "cuda")
     with pytest.raises(PlanError, match="4 ranks need a cuda device each, and this machine has 3"):
-        run(str(tmp_path / "job.yaml"), ["device=cuda", "mesh=dp_replicate=2,dp_shard=2"], {"nproc": "4"}, elastic="replicas")
+        run(
+            str(tmp_path / "job.yaml"),
+            ["device=cuda", "mesh=dp_replicate=2,dp_shard=2"],
+            {"nproc": "4"},
+            elastic="replicas",
+        )
 
 
 def test_replicas_of_an_open_mesh_are_over_the_ranks_of_all_nodes(tmp_path):
@@ -208,7 +229,9 @@ def small(lighthouse, data, *, sparse=False, **options):
 
 @on_ranks(1)
 def test_what_never_succeeds_ends_with_its_error():
-    """An exchange that fails every time, and a replica that was given another batch, by which samples would count twice."""
+    """An exchange that fails every time, and a replica that was given another batch, by which samples would count
+    twice.
+    """
     lighthouse = Lighthouse(patience_s=1.0)
     with small(lighthouse, batches(), sparse=True, name="0", replicas=1, patience_s=1.0) as replicas:
         replicas.begin()
@@ -257,12 +280,21 @@ def test_all_ranks_wait_for_the_lighthouse():
     elastic._MOST_S, elastic._CONNECT_S = 0.0, 0.2  # so long the other rank waits for the one that asks
     par = Plan("dp_shard=2", [FullyShard()]).apply(lab.model())
     with pytest.raises(ReplicaError, match="does not answer"):
-        Replicas(par, torch.optim.SGD(par.module.parameters()), batches(), lighthouse="http://127.0.0.1:9", patience_s=1.5, wait_s=4.0)
+        Replicas(
+            par,
+            torch.optim.SGD(par.module.parameters()),
+            batches(),
+            lighthouse="http://127.0.0.1:9",
+            patience_s=1.5,
+            wait_s=4.0,
+        )
 
 
 @on_ranks(2)
 def test_a_stop_request_ends_the_wait_for_other_replicas():
-    """They may take a quarter of an hour to come, or never do; every rank leaves, whichever of the signals' reasons it has."""
+    """They may take a quarter of an hour to come, or never do; every rank leaves, whichever of the signals' reasons it
+    has.
+    """
     lighthouse = Lighthouse() if dist.get_rank() == 0 else None
     address = [lighthouse and f"http://127.0.0.1:{lighthouse.port}"]
     dist.broadcast_object_list(address)
@@ -275,18 +307,28 @@ def test_a_stop_request_ends_the_wait_for_other_replicas():
     began = time.monotonic()
     with Replicas(par, optimizer, data, state=trainer, lighthouse=address[0], name="0", replicas=2) as trainer.replicas:
         outcome = trainer.run(stop)
-    assert (outcome.stopped, outcome.steps, saves.steps) == ("SIGTERM", 0, []) and time.monotonic() - began < patience.patient(15)
+    assert (outcome.stopped, outcome.steps, saves.steps) == (
+        "SIGTERM",
+        0,
+        [],
+    ) and time.monotonic() - began < patience.patient(15)
 
 
 class Watched:
-    """Notes in validation what another replica would get, and when this one was last alive; it is not heard for a while then."""
+    """Notes in validation what another replica would get, and when this one was last alive; it is not heard for a while
+    then.
+    """
 
     trainer, sent, moved = None, None, ()
 
     def loss(self, model, batch):
         if not model.training:
             membership = self.trainer.replicas._membership
-            self.sent, self.moved, membership.fresh = self.trainer.state_dict()["tokens"], (*self.moved, membership._moved), False
+            self.sent, self.moved, membership.fresh = (
+                self.trainer.state_dict()["tokens"],
+                (*self.moved, membership._moved),
+                False,
+            )
         return CausalLM().loss(model, batch)
 
     def tokens(self, batch):
@@ -315,10 +357,16 @@ def test_a_long_validation_costs_no_checkpoint():
         trainer.run()
     assert saves.steps == [2]  # after step 1 the others may have gone on
     assert len(set(objective.moved)) == len(objective.moved) == 16
-    counted = [objective.tokens(batch) for step in itertools.islice(Batches(lab.Rows(16), micro_batch=2, seed=0), 2) for batch in step]
+    counted = [
+        objective.tokens(batch)
+        for step in itertools.islice(Batches(lab.Rows(16), micro_batch=2, seed=0), 2)
+        for batch in step
+    ]
     assert objective.sent == trainer.tokens == sum(counted)
     trainer._meter.add(torch.ones(()), 5, {})
-    trainer.load_state_dict(trainer.state_dict())  # as a replica does that was dropped: the others have told these tokens
+    trainer.load_state_dict(
+        trainer.state_dict()
+    )  # as a replica does that was dropped: the others have told these tokens
     assert not trainer._meter.used
 
 
@@ -348,7 +396,11 @@ def test_a_replica_that_dies_in_backward_costs_a_step(tmp_path):
         assert time.monotonic() - began < patience.patient(15)
         job.finish()
     found = lab.check(tmp_path, 160)
-    assert [(lost, joined) for _, lost, joined in sorted(found["changes"], key=str)] in ([(1, 1)], [(0, 1), (1, 0)], [(1, 0), (0, 1)])
+    assert [(lost, joined) for _, lost, joined in sorted(found["changes"], key=str)] in (
+        [(1, 1)],
+        [(0, 1), (1, 0)],
+        [(1, 0), (0, 1)],
+    )
 
 
 FAULTS = int(os.environ.get("MESHPAR_REPLICA_FAULTS", "20"))
@@ -364,12 +416,18 @@ def test_faults_at_random_instants_lose_and_double_nothing(tmp_path, replicas, r
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "more", [["training.steps=null", "training.epochs=1", "data.micro_batch=4"], ["passes=[{HybridShard: {optimizer: world}}]"]]
+    "more",
+    [
+        ["training.steps=null", "training.epochs=1", "data.micro_batch=4"],
+        ["passes=[{HybridShard: {optimizer: world}}]"],
+    ],
 )
 def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path, more):
-    """The one that reports is killed: another one does, each step is told once, and the newest checkpoint is the last step's.
+    """The one that reports is killed: another one does, each step is told once, and the newest checkpoint is the last
+    step's.
 
-    Steps without a replica have fewer samples: an epoch then has more of them, and the learning rate falls to its end all the same.
+    Steps without a replica have fewer samples: an epoch then has more of them, and the learning rate falls to its end
+    all the same.
     """
     seconds, told = lab.killed_recipe(tmp_path, ["--elastic", "replicas"], "out/logs/replica-0", overrides=more)
     records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
@@ -390,7 +448,9 @@ def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path, more):
 
 
 def test_what_a_drill_reads_in_the_metrics():
-    """The report tells of the first loss after all had come; a replica that is back at once is lost and returned in one change."""
+    """The report tells of the first loss after all had come; a replica that is back at once is lost and returned in one
+    change.
+    """
     early, late = {"step": 50, "train/loss": 1.0}, {"step": 100, "train/loss": 1.0}
     lost, back = {"step": 70, "replicas": 1}, {"step": 80, "replicas": 2}
     assert parts([], 2) == parts([{"step": 20}], 2) == []
@@ -412,17 +472,35 @@ def test_what_a_drill_reads_in_the_metrics():
 def test_a_drill_that_cannot_be_held_is_refused(tmp_path, words, match):
     place = {name: words.get(name) for name in ("nproc", "nodes")}
     with pytest.raises(MeshparError, match=match):
-        run_drill(words.get("mesh", "dp_replicate=2,dp_shard=1"), place, folder=None, profile=words.get("profile"), part_s=60.0)
+        run_drill(
+            words.get("mesh", "dp_replicate=2,dp_shard=1"),
+            place,
+            folder=None,
+            profile=words.get("profile"),
+            part_s=60.0,
+        )
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_drill_on_two_hosts(tmp_path):
-    """Replica 1 is killed on the second host; the first one reports, and both commands end. What an earlier drill left is no record."""
+    """Replica 1 is killed on the second host; the first one reports, and both commands end. What an earlier drill left
+    is no record.
+    """
     (tmp_path / "meshpar-drill").mkdir()
     earlier = [{"step": 50}, {"step": 70, "replicas": 1}, {"step": 80, "replicas": 2}]
     (tmp_path / "meshpar-drill/metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in earlier))
-    command = [sys.executable, "-m", "meshpar.launchers", "doctor", "--drill", "--mesh", "dp_replicate=2,dp_shard=1", "--nodes", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "meshpar.launchers",
+        "doctor",
+        "--drill",
+        "--mesh",
+        "dp_replicate=2,dp_shard=1",
+        "--nodes",
+        "2",
+    ]
     try:
         with Hosts(2) as hosts:
             jobs = [
@@ -447,7 +525,9 @@ class ByHand:
         mesh = f"mesh: dp_replicate={replicas},dp_shard={4 // replicas}"
         recipe = lab.RECIPE.replace("mesh: dp_replicate=2,dp_shard=1", mesh).replace("steps: 150", f"steps: {steps}")
         (folder / "job.yaml").write_text(recipe)
-        (folder / "text.txt").write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(3000)))
+        (folder / "text.txt").write_text(
+            "".join(f"{number} times {number} is {number * number}.\n" for number in range(3000))
+        )
 
     def start(self, node, placed=list):
         """``placed``: command -> the command on the node's host."""
@@ -474,9 +554,11 @@ class ByHand:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("replicas", [4, 2])
 def test_four_hosts_by_hand(tmp_path, replicas):
-    """The command of a lost host is given again; so is that of the lighthouse's host, and all go on from the newest checkpoint.
+    """The command of a lost host is given again; so is that of the lighthouse's host, and all go on from the newest
+    checkpoint.
 
-    Four replicas have a host each. Two have two hosts each, of which the remaining one waits for the lost one, also while its link is cut.
+    Four replicas have a host each. Two have two hosts each, of which the remaining one waits for the lost one, also
+    while its link is cut.
     """
     steps = 1800
     job = ByHand(tmp_path, replicas, steps)
@@ -496,7 +578,9 @@ def test_four_hosts_by_hand(tmp_path, replicas):
             job.until(lambda: job.replicas()[-2:] == [replicas - 1, replicas])
             if replicas == 2:
                 hosts.cut("n4")
-                job.until(lambda: "lost node 3 of replica 1" in job.told(2) and "lost node 2 of replica 1" in job.told(3))
+                job.until(
+                    lambda: "lost node 3 of replica 1" in job.told(2) and "lost node 2 of replica 1" in job.told(3)
+                )
                 job.until(lambda: job.replicas()[-1:] == [1])
                 hosts.cut("n4", cut=False)
                 job.until(lambda: job.replicas()[-2:] == [1, 2])

@@ -39,7 +39,9 @@ RUN = [sys.executable, "-m", "meshpar.launchers", "run"]
 
 def run(folder: Path, script: str, *options: str, arguments: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     (folder / "job.py").write_text(script)
-    return subprocess.run([*RUN, *options, "job.py", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=150)
+    return subprocess.run(
+        [*RUN, *options, "job.py", *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=150
+    )
 
 
 def logs(folder: Path) -> dict[str, str]:
@@ -62,7 +64,9 @@ def test_a_script_runs_on_its_ranks_with_a_log_file_each(tmp_path: Path) -> None
 
 
 def test_on_a_terminal_rank_0_keeps_it_and_its_log_has_the_lines(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text("import sys\nprint(sys.stdout.isatty(), end=' there\\n')\nsys.stdout.write('\\x1b[2Kmoving\\r')\n")
+    (tmp_path / "job.py").write_text(
+        "import sys\nprint(sys.stdout.isatty(), end=' there\\n')\nsys.stdout.write('\\x1b[2Kmoving\\r')\n"
+    )
     ours, theirs = os.openpty()
     process = subprocess.Popen([*RUN, "--nproc", "1", "job.py"], cwd=tmp_path, stdout=theirs, stderr=theirs)
     assert process.wait(timeout=90) == 0
@@ -77,7 +81,8 @@ def test_the_first_failing_rank_is_shown_and_no_other(tmp_path: Path) -> None:
     script = (
         "import glob, os, time\n"
         "deadline = time.monotonic() + 600\n"
-        "while os.environ['RANK'] != '2' and not glob.glob('runs/job/logs/*/rank-2.error.json') and time.monotonic() < deadline: time.sleep(0.01)\n"
+        "while os.environ['RANK'] != '2' and not glob.glob('runs/job/logs/*/rank-2.error.json') and time.monotonic() "
+        "< deadline: time.sleep(0.01)\n"
         "raise ValueError('only ' + os.environ['RANK'])\n"
     )
     done = run(tmp_path, script, "--nproc", "3")
@@ -97,7 +102,9 @@ def test_the_first_failing_rank_is_shown_and_no_other(tmp_path: Path) -> None:
         pytest.param("os._exit(4)", "meshpar: rank 1 ended itself with os._exit(4)\n", marks=pytest.mark.long),
         pytest.param("os._exit(0)", "meshpar: rank 1 ended itself with os._exit(0)\n", marks=pytest.mark.long),
         ("sys.exit()", "meshpar: rank 1 ended itself with sys.exit(0)\n"),
-        pytest.param("raise BaseException('x')", "meshpar: rank 1 failed with BaseException: x\n", marks=pytest.mark.long),
+        pytest.param(
+            "raise BaseException('x')", "meshpar: rank 1 failed with BaseException: x\n", marks=pytest.mark.long
+        ),
         ("ctypes.CDLL(None)._exit(5)", "meshpar: rank 1 ended with exit code 5 and without a Python error"),
     ],
 )
@@ -119,7 +126,10 @@ def test_a_rank_that_ends_without_an_exception_is_named_and_not_its_victim(tmp_p
 @pytest.mark.parametrize(
     ("fills", "told"),
     [
-        ("raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')", "OutOfMemoryError: CUDA out of memory."),
+        (
+            "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')",
+            "OutOfMemoryError: CUDA out of memory.",
+        ),
         ("torch.empty(1 << 60)", "RuntimeError: "),
     ],
 )
@@ -142,7 +152,9 @@ def test_a_full_disk_of_logs_ends_no_job_and_hides_no_error(tmp_path: Path) -> N
     )
     options = ("--nproc", "2", "--logs", "logs", "--run-id", "x")
     assert run(tmp_path, script, *options).returncode == 0
-    assert run(tmp_path, script, *options, arguments=("fail",)).stderr.startswith("meshpar: rank 1 failed with ValueError: the cause\n")
+    assert run(tmp_path, script, *options, arguments=("fail",)).stderr.startswith(
+        "meshpar: rank 1 failed with ValueError: the cause\n"
+    )
 
 
 def test_output_that_nobody_takes_ends_no_job(tmp_path: Path) -> None:
@@ -209,7 +221,9 @@ def test_a_script_that_does_not_listen_is_no_job_that_stopped_in_time(tmp_path: 
 
 
 def test_control_c_ends_all_ranks(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text("import os, time\nopen(os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
+    (tmp_path / "job.py").write_text(
+        "import os, time\nopen(os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
+    )
     process = subprocess.Popen([*RUN, "--nproc", "2", "job.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"))
     process.send_signal(signal.SIGINT)
@@ -231,8 +245,15 @@ def test_ranks_that_leave_without_an_error_fail_nothing_by_themselves(tmp_path: 
     assert not any(tmp_path.iterdir())
 
 
-def test_ranks_that_stop_as_asked_end_with_the_signals_code_also_when_one_is_ended_on_its_way_out(tmp_path: Path) -> None:
-    done = run(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '0':\n    sys.exit(138)\ntime.sleep(120)\n", "--nproc", "2")
+def test_ranks_that_stop_as_asked_end_with_the_signals_code_also_when_one_is_ended_on_its_way_out(
+    tmp_path: Path,
+) -> None:
+    done = run(
+        tmp_path,
+        "import os, sys, time\nif os.environ['RANK'] == '0':\n    sys.exit(138)\ntime.sleep(120)\n",
+        "--nproc",
+        "2",
+    )
     assert done.returncode == 128 + signal.SIGUSR1, done.stderr
     assert not done.stderr
 
@@ -268,7 +289,9 @@ def run_recipe(folder: Path, *options: str, more: str = "", **variables: str) ->
     (folder / "job.yaml").write_text(RECIPE + more)
     (folder / "text.md").write_text((Path(__file__).parents[2] / "README.md").read_text())
     environment = os.environ | {"OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run([*RUN, *options, "job.yaml"], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [*RUN, *options, "job.yaml"], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_job_without_a_step_is_not_started_a_third_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +339,9 @@ def test_a_step_gives_a_job_new_starts(tmp_path: Path) -> None:
 def test_inside_torchrun_it_is_one_of_its_ranks(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("import os, sys\nprint(os.environ['RANK'], os.getppid(), sys.argv[1:])\n")
     environment = os.environ | {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    done = subprocess.run([*RUN, "job.py", "x"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*RUN, "job.py", "x"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, f"5 {os.getpid()} ['x']\n")
     assert not (tmp_path / "runs").exists()
 
@@ -345,7 +370,9 @@ def test_the_command_ends_where_a_node_does_not_come() -> None:
     assert f"these nodes did not connect to {head} within 1 s: 1; connected: 0 (" in done.stderr
 
 
-def test_a_wait_says_for_whom_and_ends_at_control_c(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wait_says_for_whom_and_ends_at_control_c(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(check_in, "EVERY_S", 0.0)
     head, ends = f"127.0.0.1:{free_port()}", threading.Event()
 
@@ -362,7 +389,9 @@ def test_a_wait_says_for_whom_and_ends_at_control_c(monkeypatch: pytest.MonkeyPa
         assert ends.is_set() and f"meshpar: waiting for {whom}" in told and " of 900 s\n" in told
 
 
-def test_nodes_of_an_elastic_job_say_for_whom_they_wait(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nodes_of_an_elastic_job_say_for_whom_they_wait(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(check_in, "EVERY_S", 0.0)
     started: list[int] = []
     monkeypatch.setattr(check_in, "children", lambda: started)
@@ -389,7 +418,9 @@ def test_ranks_are_bound_to_numa_nodes_where_the_environment_says_so(monkeypatch
         _config(Placement(ranks=1), "x")
 
 
-def test_ranks_with_a_gpu_each_are_bound_and_their_memory_grows_unless_somebody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_a_gpu_each_are_bound_and_their_memory_grows_unless_somebody_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "MESHPAR_NUMA_BINDING"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -400,7 +431,9 @@ def test_ranks_with_a_gpu_each_are_bound_and_their_memory_grows_unless_somebody_
     assert _config(Placement(ranks=8), "x").numa_options.affinity_mode.value == "node"
     assert _config(Placement(ranks=4), "x").numa_options is None, "the GPU of a rank is not known"
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
-    assert (os.cpu_count() == 1) or _config(Placement(ranks=8), "x").numa_options is None, "a scheduler has bound the job"
+    assert (os.cpu_count() == 1) or _config(Placement(ranks=8), "x").numa_options is None, (
+        "a scheduler has bound the job"
+    )
     os.environ["MESHPAR_NUMA_BINDING"] = "off"
     assert _config(Placement(ranks=8), "x").numa_options is None
     _set_environment(Placement(ranks=8), terminal=False)
@@ -433,7 +466,8 @@ def test_of_several_srun_tasks_the_first_to_fail_shows_its_traceback(tmp_path: P
     assert [task.returncode for task in tasks] == [1, 1, 1]
     assert ["Traceback" in each for each in told] == [False, True, False]
     first = (
-        f"meshpar: rank 1 on {socket.gethostname()} failed first, with ValueError: on purpose\nthen this one, rank 0, with RuntimeError\n"
+        f"meshpar: rank 1 on {socket.gethostname()} failed first, with ValueError: on purpose\nthen this one, "
+        "rank 0, with RuntimeError\n"
     )
     assert told[0].endswith(first)
 
@@ -442,7 +476,9 @@ def test_options_that_start_ranks_are_refused_in_a_rank(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("")
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for command in (["run", "--nproc", "2", "job.py"], ["doctor", "--nproc", "2"]):
-        done = subprocess.run([*RUN[:-1], *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*RUN[:-1], *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 1
         assert "--nproc: this is already one of 8 ranks that torchrun or srun started" in done.stderr
 
@@ -470,7 +506,10 @@ def test_nodes_without_an_id_agree_on_one(tmp_path: Path) -> None:
     head = f"127.0.0.1:{free_port()}"
     command = [*RUN, "--nodes", "2", "--nproc", "1", "--head", head]
     both = [
-        subprocess.Popen([*command, "--node-rank", str(node), "job.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) for node in (1, 0)
+        subprocess.Popen(
+            [*command, "--node-rank", str(node), "job.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        )
+        for node in (1, 0)
     ]
     assert [each.communicate(timeout=90)[0] for each in both] == ["", "0 of 2\n"]
     assert [each.returncode for each in both] == [0, 0]
@@ -480,7 +519,13 @@ def test_nodes_without_an_id_agree_on_one(tmp_path: Path) -> None:
 def test_placements() -> None:
     assert placed({"nproc": "4"}) == Placement(ranks=4)
     assert placed({"nproc": 2, "nodes": "1:3", "head": "a:1"}) == Placement(ranks=2, nodes=3, least_nodes=1, head="a:1")
-    kubeflow = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "3"}
+    kubeflow = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "4",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "a",
+        "PET_MASTER_PORT": "3",
+    }
     assert placed(from_kubeflow(kubeflow)) == Placement(ranks=4, nodes=2, least_nodes=2, node_rank=1, head="a:3")
 
 

@@ -70,7 +70,19 @@ def losses(folder: Path, output: str) -> list[float]:
 
 
 def submit(slurm: Slurm, folder: Path, output: str, *more: str) -> str:
-    options = ["--nodes", "2", "--gpus-per-node", "0", "--nproc", "2", "-o", "cpus_per_task=2", "-o", f"meshpar={folder}/meshpar", *more]
+    options = [
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "0",
+        "--nproc",
+        "2",
+        "-o",
+        "cpus_per_task=2",
+        "-o",
+        f"meshpar={folder}/meshpar",
+        *more,
+    ]
     command = [*MESHPAR, "launch", "slurm", "job.yaml", f"output={output}", *options, "--submit"]
     done = subprocess.run(command, cwd=folder, env=slurm.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -109,16 +121,27 @@ def assert_losses(folder: Path, output: str, expected: list[float]) -> None:
     assert worst <= 1e-5, f"losses differ by {worst}"
 
 
-def test_hybrid_sharding_on_two_nodes_trains_as_one_process_does(slurm: Slurm, folder: Path, expected: list[float]) -> None:
+def test_hybrid_sharding_on_two_nodes_trains_as_one_process_does(
+    slurm: Slurm, folder: Path, expected: list[float]
+) -> None:
     job = submit(slurm, folder, "whole", "--mesh", "auto")
     slurm.wait(job)
     assert_losses(folder, "whole", expected)
     ranks = json.loads((folder / "whole" / "launches" / "001" / "mesh.json").read_text())["ranks"]
-    assert [(each["node"], each["dp_replicate"], each["dp_shard"]) for each in ranks] == [(0, 0, 0), (0, 0, 1), (1, 1, 0), (1, 1, 1)]
-    assert sorted(path.name for path in (folder / "whole" / "logs" / f"{job}-0").glob("*.log")) == [f"rank-{n}.log" for n in range(4)]
+    assert [(each["node"], each["dp_replicate"], each["dp_shard"]) for each in ranks] == [
+        (0, 0, 0),
+        (0, 0, 1),
+        (1, 1, 0),
+        (1, 1, 1),
+    ]
+    assert sorted(path.name for path in (folder / "whole" / "logs" / f"{job}-0").glob("*.log")) == [
+        f"rank-{n}.log" for n in range(4)
+    ]
 
 
-def test_launched_jobs_are_listed_shown_and_cancelled(slurm: Slurm, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launched_jobs_are_listed_shown_and_cancelled(
+    slurm: Slurm, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "sleep.py").write_text("import time\nprint('at work', flush=True)\ntime.sleep(600)\n")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
@@ -139,9 +162,14 @@ def test_launched_jobs_are_listed_shown_and_cancelled(slurm: Slurm, folder: Path
     until(lambda: states() == ["RUNNING", "PENDING"])
     first = "runs/sleep/launches/001"
     until(lambda: "at work" in "".join(path.read_text() for path in (folder / first).glob("slurm-*.out")))
-    printed = subprocess.run([*MESHPAR, "jobs", "logs", first], env=slurm.environment, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [*MESHPAR, "jobs", "logs", first], env=slurm.environment, capture_output=True, text=True, check=True
+    ).stdout
     assert printed.endswith("at work\n")
-    assert re.search(r"^runs/sleep/launches/001: slurm \d+, RUNNING\n", told := jobs("jobs", "status", first)) and " on n" in told
+    assert (
+        re.search(r"^runs/sleep/launches/001: slurm \d+, RUNNING\n", told := jobs("jobs", "status", first))
+        and " on n" in told
+    )
     jobs("jobs", "cancel", "runs/sleep")  # the newest launch
     assert states() == ["RUNNING", "CANCELLED"]
     jobs("jobs", "cancel", first)
@@ -170,7 +198,9 @@ def test_a_worker_killed_in_mid_run_is_requeued_and_ends_as_if_it_had_not_been(
     done = slurm.wait(disturbed["killed"])
     assert done["Restarts"] == "1"
     errors = "".join(path.read_text() for path in (folder / "killed" / "logs").glob("*/rank-*.error.json"))
-    assert "was ended by SIGKILL" in told(folder, "killed") + errors, "srun may end the step before the launcher tells it"
+    assert "was ended by SIGKILL" in told(folder, "killed") + errors, (
+        "srun may end the step before the launcher tells it"
+    )
     assert "resuming after step" in told(folder, "killed")
     assert_losses(folder, "killed", expected)
 
@@ -192,7 +222,8 @@ def test_a_lost_node_shrinks_an_elastic_job_which_ends(
     slurm.wait(disturbed["elastic"])
     text = told(folder, "elastic")
     assert (
-        "2 of 4 ranks are left: mesh dp_replicate=1,dp_shard=2, a step of 4 x 2 a data rank instead of 2 x 2: 16 in all as before" in text
+        "2 of 4 ranks are left: mesh dp_replicate=1,dp_shard=2, a step of 4 x 2 a data rank instead of 2 x 2: 16 in "
+        "all as before" in text
     )
     assert_losses(folder, "elastic", expected)
 
@@ -211,7 +242,9 @@ def test_preflight_stops_a_job_before_it_trains(slurm: Slurm, folder: Path) -> N
 @pytest.mark.long
 def test_a_script_trains_on_two_nodes_as_in_one_process(slurm: Slurm, folder: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "own_loop.py"
-    alone = subprocess.run([sys.executable, script, "", "alone_script"], cwd=folder, check=True, capture_output=True, text=True).stdout
+    alone = subprocess.run(
+        [sys.executable, script, "", "alone_script"], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout
     options = ["--nodes", "2", "--gpus-per-node", "0", "--nproc", "1", "-o", "cpus_per_task=2", "--submit"]
     command = [*MESHPAR, "launch", "slurm", str(script), *options, "--", "tp=2", str(folder / "script")]
     done = subprocess.run(command, cwd=folder, env=slurm.environment, capture_output=True, text=True, check=True)
@@ -222,7 +255,9 @@ def test_a_script_trains_on_two_nodes_as_in_one_process(slurm: Slurm, folder: Pa
 
 
 @pytest.mark.long
-def test_the_second_task_of_an_array_goes_on_where_the_first_one_was_stopped(slurm: Slurm, folder: Path, expected: list[float]) -> None:
+def test_the_second_task_of_an_array_goes_on_where_the_first_one_was_stopped(
+    slurm: Slurm, folder: Path, expected: list[float]
+) -> None:
     array = submit(slurm, folder, "array", "-o", "sbatch=--array=1-2%1")
     until(lambda: step_of(folder, "array") >= 7)
     slurm.call("scancel", "--batch", "--signal=USR1", f"{array}_1")
@@ -249,7 +284,9 @@ def test_failures_are_counted_up_to_the_budget(slurm: Slurm, folder: Path, expec
 
 
 @pytest.mark.long
-def test_of_two_submissions_of_one_run_the_second_is_told_who_writes(slurm: Slurm, folder: Path, expected: list[float]) -> None:
+def test_of_two_submissions_of_one_run_the_second_is_told_who_writes(
+    slurm: Slurm, folder: Path, expected: list[float]
+) -> None:
     first, second = (submit(slurm, folder, "twice", "-o", f"partition={partition}") for partition in ("lab", "spare"))
     until(lambda: bool(re.search(r"is written by|is being written", told(folder, "twice"))))
     slurm.call("scancel", second)
@@ -263,7 +300,10 @@ def test_of_two_submissions_of_one_run_the_second_is_told_who_writes(slurm: Slur
     [
         ("replicas", ["passes=[{HybridShard: {optimizer: replica}}]", "-o", "partition=spare"]),
         ("replicas-world", ["passes=[{HybridShard: {optimizer: world}}]", "-o", "partition=spare"]),
-        ("replicas-wide", ["--nodes", "4", "--nproc", "1", "-o", "partition=lab,spare"]),  # each of two nodes, of which the second is lost
+        (
+            "replicas-wide",
+            ["--nodes", "4", "--nproc", "1", "-o", "partition=lab,spare"],
+        ),  # each of two nodes, of which the second is lost
     ],
 )
 def test_a_replica_whose_node_is_lost_comes_back_on_a_node_that_is_given_back(
@@ -285,7 +325,9 @@ def test_a_replica_whose_node_is_lost_comes_back_on_a_node_that_is_given_back(
 
 
 @pytest.mark.long
-def test_replicas_go_on_from_a_checkpoint_where_the_node_of_their_lighthouse_is_lost(slurm: Slurm, folder: Path) -> None:
+def test_replicas_go_on_from_a_checkpoint_where_the_node_of_their_lighthouse_is_lost(
+    slurm: Slurm, folder: Path
+) -> None:
     options = ("training.steps=1200", "checkpoint.every=20", "--elastic", "replicas", "-o", "partition=spare")
     array = submit(slurm, folder, "lighthouse", *options)
     until(lambda: step_of(folder, "lighthouse") >= 42)

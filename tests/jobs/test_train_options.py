@@ -1,4 +1,6 @@
-"""What `meshpar train` does around a run: the largest micro-batch, the forecast beside the first steps, the objective's options."""
+"""What `meshpar train` does around a run: the largest micro-batch, the forecast beside the first steps, the objective's
+options.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +211,12 @@ def test_a_pretrained_encoder_gets_a_new_head(tmp_path: Path) -> None:
     from meshpar.launchers.jobs.models import with_weights
 
     sizes = dict(
-        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
     )
     config = transformers.BertConfig(**sizes)
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "pretrained")
@@ -227,9 +234,15 @@ def test_a_pretrained_encoder_gets_a_new_head(tmp_path: Path) -> None:
         with torch.device("meta"):
             other = transformers.BertForSequenceClassification(config)
         with pytest.raises(RecipeError, match=r"model.new: 'clasifier.\*' matches no parameter"):
-            with_weights(Plan().apply(other), SimpleNamespace(weights=tmp_path / "pretrained", new=("clasifier.*",), ignore=()), 0)
+            with_weights(
+                Plan().apply(other),
+                SimpleNamespace(weights=tmp_path / "pretrained", new=("clasifier.*",), ignore=()),
+                0,
+            )
     held = par.module.state_dict()
-    assert all(torch.equal(held[name], source[name]) for name in held if not name.startswith(("classifier", "bert.pooler")))
+    assert all(
+        torch.equal(held[name], source[name]) for name in held if not name.startswith(("classifier", "bert.pooler"))
+    )
     assert float(held["classifier.weight"].std()) == pytest.approx(0.02, rel=0.5) and not held["classifier.bias"].any()
 
 

@@ -71,14 +71,21 @@ def ended(mode: str, folder: Path) -> tuple[list[int | None], list[str], float]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(testing.PRELOAD)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [context.Process(target=rank_main, args=(rank, server.port, mode, str(folder)), daemon=True) for rank in range(RANKS)]
+    ranks = [
+        context.Process(target=rank_main, args=(rank, server.port, mode, str(folder)), daemon=True)
+        for rank in range(RANKS)
+    ]
     try:
         for process in ranks:
             process.start()
         began = time.monotonic()  # the first start waits for the server, which loads torch and transformers
         for process in ranks:
             process.join(patient(60))
-        return [each.exitcode for each in ranks], [(folder / f"rank-{n}").read_text() for n in range(RANKS)], time.monotonic() - began
+        return (
+            [each.exitcode for each in ranks],
+            [(folder / f"rank-{n}").read_text() for n in range(RANKS)],
+            time.monotonic() - began,
+        )
     finally:
         for process in ranks:
             process.kill()
@@ -100,7 +107,9 @@ def test_a_rank_that_is_stopped_is_named_and_the_others_leave(stopped: int, tmp_
 def test_a_rank_that_skips_a_collective_is_named_with_the_collective(tmp_path: Path) -> None:
     codes, texts, _ = ended("skip 2", tmp_path)
     assert codes == [STALLED] * RANKS
-    assert re.search(r"ranks that did not arrive at gloo:all_reduce, number \d+ of default_pg \(ranks 0, 1, 2\): 2", texts[0]), texts[0]
+    assert re.search(
+        r"ranks that did not arrive at gloo:all_reduce, number \d+ of default_pg \(ranks 0, 1, 2\): 2", texts[0]
+    ), texts[0]
     assert "time.sleep" in texts[2] or "in rank_main" in texts[2]
 
 

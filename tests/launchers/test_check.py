@@ -26,7 +26,10 @@ from meshpar.training.samples import PackedTokens
 from meshpar.training.tokens import TokenFile
 
 zstd = pytest.importorskip("backports.zstd" if sys.version_info < (3, 14) else "compression.zstd")
-LLAMA = "model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, vocab_size: 320"
+LLAMA = (
+    "model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, "
+    "vocab_size: 320"
+)
 BASE = """\
 name: job
 device: cpu
@@ -102,7 +105,9 @@ def test_a_broken_recipe_gets_one_error_with_its_place(
     monkeypatch.setattr("meshpar.launchers.commands.train.launch_local", lambda *_: pytest.fail("a rank was started"))
     # What depends on the machine is checked where ranks would start.
     machine = nproc is not None or changes.get("device") == "cuda"
-    command = ["train", "job.yaml", *([] if nproc is None else ["--nproc", nproc])] if machine else ["check", "job.yaml"]
+    command = (
+        ["train", "job.yaml", *([] if nproc is None else ["--nproc", nproc])] if machine else ["check", "job.yaml"]
+    )
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     if not place:
         assert (done.exit_code, done.stderr) == (0, "")
@@ -130,7 +135,9 @@ def test_there_are_a_hundred_broken_recipes() -> None:
         ("num_layerz: 3", "transformers has no such field of llama: num_layerz (nearest: num_hidden_layers"),
     ],
 )
-def test_values_that_transformers_cannot_use_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, change: str, told: str) -> None:
+def test_values_that_transformers_cannot_use_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: str, told: str
+) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(folder)
     Path("job.yaml").write_text(BASE)
@@ -149,7 +156,9 @@ def test_an_id_outside_the_vocabulary_is_refused_when_it_is_read(folder: Path, m
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with weights as they come: whole, with a file missing, with an old index, of torch.save, twice, of another shape."""
+    """Return a folder with weights as they come: whole, with a file missing, with an old index, of torch.save, twice,
+    of another shape.
+    """
     made = tmp_path_factory.mktemp("weights")
     (made / "text.md").write_text("some text\n" * 200)
     (made / "job.yaml").write_text(BASE.replace("hidden: 32,", "hidden: 32, vocab_size: 260,"))
@@ -170,7 +179,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.unlink()
     save_file(tensors, made / "old/model.safetensors")
     save_file({names[0]: tensors[names[0]]}, made / "stale/model-00001-of-00002.safetensors")
-    (made / "torn/model-00001-of-00002.safetensors").write_bytes((made / "whole/model-00001-of-00002.safetensors").read_bytes()[:-4])
+    (made / "torn/model-00001-of-00002.safetensors").write_bytes(
+        (made / "whole/model-00001-of-00002.safetensors").read_bytes()[:-4]
+    )
     (made / "twice/model.safetensors.index.json").unlink()
     save_file(tensors, made / "twice/consolidated.safetensors")
     torch.save(tensors, made / "bin/pytorch_model.bin")
@@ -184,10 +195,15 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("whole", ""),
         ("bin", ""),
-        ("missing", "lists 2 files, and 1 of them are missing: model-00002-of-00002.safetensors; copy or download the folder again"),
+        (
+            "missing",
+            "lists 2 files, and 1 of them are missing: model-00002-of-00002.safetensors; copy or download the folder "
+            "again",
+        ),
         (
             "old",
-            "lists 2 files, and 2 of them are missing: model-00001-of-00002.safetensors, model-00002-of-00002.safetensors; copy or "
+            "lists 2 files, and 2 of them are missing: model-00001-of-00002.safetensors, "
+            "model-00002-of-00002.safetensors; copy or "
             "download the folder again, or remove the index to read the files that are there",
         ),
         ("stale", "stale/model-00001-of-00002.safetensors lacks 5 tensors of the index"),
@@ -197,9 +213,13 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("fewer", "missing: embed.weight (260, 32)"),
     ],
 )
-def test_check_opens_the_weights_that_the_ranks_will_open(weights: Path, monkeypatch: pytest.MonkeyPatch, folder: str, told: str) -> None:
+def test_check_opens_the_weights_that_the_ranks_will_open(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, folder: str, told: str
+) -> None:
     monkeypatch.chdir(weights)
-    done = CliRunner().invoke(app, ["check", "job.yaml", f"model.weights={folder}", "data.tokenizer=bytes"], catch_exceptions=False)
+    done = CliRunner().invoke(
+        app, ["check", "job.yaml", f"model.weights={folder}", "data.tokenizer=bytes"], catch_exceptions=False
+    )
     assert done.exit_code == (78 if told else 0) and told in done.stderr, done.stderr
     assert not told or ": model.weights: " in done.stderr, done.stderr
     if "remove the index" in told:

@@ -74,7 +74,9 @@ def test_an_error_is_one_message_on_stderr_and_its_exit_code(recipe: str) -> Non
     done = invoke("check", recipe, "training.stps=3")
     assert done.exit_code == 78
     assert done.stdout == ""
-    assert done.stderr == ("meshpar: 1 problem in this recipe\n  override 'training.stps=3': training.stps: unknown key; nearest: steps\n")
+    assert done.stderr == (
+        "meshpar: 1 problem in this recipe\n  override 'training.stps=3': training.stps: unknown key; nearest: steps\n"
+    )
 
 
 def test_debug_shows_the_traceback(recipe: str) -> None:
@@ -110,7 +112,9 @@ def test_describe_of_70b_on_512_ranks_is_right_to_the_byte() -> None:
     assert f"{matrices + norms:,} parameters" in done.stdout
     assert f"{bytes_ / 2**30:,.2f} GiB of parameters" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if "float32" in line]
-    each = [int(row[-1].replace(",", "")) if row[-1] != "each" else c.layers * int(row[-2].replace(",", "")) for row in rows]
+    each = [
+        int(row[-1].replace(",", "")) if row[-1] != "each" else c.layers * int(row[-2].replace(",", "")) for row in rows
+    ]
     assert sum(each) == bytes_
     assert math.isclose(bytes_, 4.41e9, rel_tol=0.01)
 
@@ -118,7 +122,9 @@ def test_describe_of_70b_on_512_ranks_is_right_to_the_byte() -> None:
 def test_describe_takes_recipes_and_names_shapes_it_does_not_know(recipe: str) -> None:
     assert "Transformer under dp_shard=4" in invoke("describe", recipe, "mesh=dp_shard=4").stdout
     assert "124,439,808 parameters" in invoke("describe", "gpt2", "--mesh", "dp_shard=4").stdout
-    assert "Transformer under dp_replicate=2,dp_shard=4,tp=8" in invoke("describe", "hsdp_tp").stdout  # its data lies elsewhere
+    assert (
+        "Transformer under dp_replicate=2,dp_shard=4,tp=8" in invoke("describe", "hsdp_tp").stdout
+    )  # its data lies elsewhere
     assert "shapes: tiny, 124m" in invoke("describe", "llama-80b").stderr
 
 
@@ -143,7 +149,13 @@ def test_export_names_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_sizes_are_read_with_their_units() -> None:
-    assert [bytes_of(text) for text in ("5GB", "2GiB", "500 mb", "1000", "1.5K")] == [5 * 10**9, 2 << 30, 5 * 10**8, 1000, 1500]
+    assert [bytes_of(text) for text in ("5GB", "2GiB", "500 mb", "1000", "1.5K")] == [
+        5 * 10**9,
+        2 << 30,
+        5 * 10**8,
+        1000,
+        1500,
+    ]
     with pytest.raises(CheckpointError, match="the size is '5 apples'"):
         bytes_of("5 apples")
 
@@ -154,7 +166,9 @@ def test_a_stopped_run_ends_with_128_and_the_signal() -> None:
 
 
 def write_error(folder: Path, rank: int, kind: str, message: str, seconds: float) -> None:
-    failure = Failure(rank=rank, host=socket.gethostname(), kind=kind, message=message, trace=f"Traceback of {rank}", seconds=seconds)
+    failure = Failure(
+        rank=rank, host=socket.gethostname(), kind=kind, message=message, trace=f"Traceback of {rank}", seconds=seconds
+    )
     (folder / f"rank-{rank}.error.json").write_text(json.dumps(asdict(failure)))
 
 
@@ -234,7 +248,13 @@ def test_an_unreadable_node_list_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "search", "ranks"),
-    [("dp_shard=2", False, 2), ("dp_shard=8,tp=2", False, 16), ("dp_shard=-1,tp=2", False, 8), ("auto", False, 8), ("dp_shard=2", True, 8)],
+    [
+        ("dp_shard=2", False, 2),
+        ("dp_shard=8,tp=2", False, 16),
+        ("dp_shard=-1,tp=2", False, 8),
+        ("auto", False, 8),
+        ("dp_shard=2", True, 8),
+    ],
 )
 def test_a_recipes_mesh_says_for_how_many_ranks_it_is_planned(mesh: str, search: bool, ranks: int) -> None:
     assert ranks_of(mesh, Hardware.load("h100"), search=search) == ranks
@@ -248,10 +268,14 @@ def test_the_version_and_a_shells_completion() -> None:
 
 def test_the_page_of_keys_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "recipe_keys.md"
-    assert page.read_text() == invoke("check", "--keys").output, "write it again: meshpar check --keys > docs/recipe_keys.md"
+    assert page.read_text() == invoke("check", "--keys").output, (
+        "write it again: meshpar check --keys > docs/recipe_keys.md"
+    )
     lines = page.read_text().splitlines()
     (nonfinite,) = (line for line in lines if line.startswith("| `nonfinite`"))
-    assert nonfinite.endswith("no checkpoint contains the weights of such a step. |"), "a line of a meaning may have a colon"
+    assert nonfinite.endswith("no checkpoint contains the weights of such a step. |"), (
+        "a line of a meaning may have a colon"
+    )
     steps = lines[lines.index("## schedule") :][5]
     assert steps.startswith("| `steps` | an integer or null |  |"), "the section's default, not that of its dataclass"
 
@@ -283,14 +307,19 @@ def test_generate_stops_samples_by_seed_and_chats(tmp_path: Path) -> None:
     assert said(*drawn, "--seed", "3") == said(*drawn, "--seed", "3") != said(*drawn, "--seed", "4")
     assert said(prompt="").endswith("\n")
     assert "also pass --temperature" in invoke("generate", str(tmp_path), "ab", "--seed", "1").stderr
-    assert "--engine must be transformers or vllm, got 'x'" in invoke("generate", str(tmp_path), "ab", "--engine", "x").stderr.replace(
-        "\n", ""
-    )
+    assert "--engine must be transformers or vllm, got 'x'" in invoke(
+        "generate", str(tmp_path), "ab", "--engine", "x"
+    ).stderr.replace("\n", "")
     if importlib.util.find_spec("vllm") is None:
-        assert "vLLM is not installed; --engine vllm needs it" in invoke("generate", str(tmp_path), "ab", "--engine", "vllm").stderr
+        assert (
+            "vLLM is not installed; --engine vllm needs it"
+            in invoke("generate", str(tmp_path), "ab", "--engine", "vllm").stderr
+        )
     assert "has no chat template; leave out --chat" in invoke("generate", str(tmp_path), "ab", "--chat").stderr
     (tmp_path / "chat_template.jinja").write_text("{% for each in messages %}<{{ each.content }}>{% endfor %}")
-    assert said("--chat") == said(prompt="<ab>").removeprefix("<ab>"), "the template around the prompt; the answer alone is printed"
+    assert said("--chat") == said(prompt="<ab>").removeprefix("<ab>"), (
+        "the template around the prompt; the answer alone is printed"
+    )
 
 
 @pytest.mark.parametrize(("bos", "eos", "start"), [(5, 7, 5), (None, 7, 7)])

@@ -1,4 +1,6 @@
-"""Recipes: every fault at once, with file, line, path and the nearest name; old names translated; resolved text that reads back."""
+"""Recipes: every fault at once, with file, line, path and the nearest name; old names translated; resolved text that
+reads back.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from meshpar import ActivationCheckpoint, ContextParallel, FullyShard, HybridShard, RecipeError, Replicate, TensorParallel
+from meshpar import (
+    ActivationCheckpoint,
+    ContextParallel,
+    FullyShard,
+    HybridShard,
+    RecipeError,
+    Replicate,
+    TensorParallel,
+)
 from meshpar.launchers.converters.translate import translate
 from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.recipes.loading import load_recipe, resolve, shipped
@@ -59,12 +69,20 @@ def only(text: str = SMALL, *overrides: str) -> str:
 
 def test_numbers_are_those_of_yaml_1_2() -> None:
     recipe = read(SMALL, "optimizer.lr=3e-4", "optimizer.eps=1E-8", "training.clip=.inf", "name=12:30:00")
-    assert (recipe.optimizer.lr, recipe.optimizer.eps, recipe.training.clip, recipe.name) == (3e-4, 1e-8, float("inf"), "12:30:00")
+    assert (recipe.optimizer.lr, recipe.optimizer.eps, recipe.training.clip, recipe.name) == (
+        3e-4,
+        1e-8,
+        float("inf"),
+        "12:30:00",
+    )
 
 
 def test_the_resolved_text_reads_back_as_the_same_recipe() -> None:
     recipe = read(
-        SMALL, "passes=[ActivationCheckpoint, FullyShard: {param_dtype: bf16}]", "model.rope_scaling.factor=4", "optimizer.eps=1e-8"
+        SMALL,
+        "passes=[ActivationCheckpoint, FullyShard: {param_dtype: bf16}]",
+        "model.rope_scaling.factor=4",
+        "optimizer.eps=1e-8",
     )
     text = recipe.to_yaml()
     again = resolve(parse_document(text, "recipe.yaml"))
@@ -92,15 +110,18 @@ passes:
         "small.yaml:2: model.dim: expected an integer or null, got 64.5",
         "small.yaml:2: model.rope_scaling.facto: unknown key; nearest: factor",
         "small.yaml:2: model.layrs: unknown key; nearest: layers",
-        "small.yaml:3: data.source: expected 'stdlib', 'files', 'jsonl', 'csv', 'parquet', 'chat', 'tokens', 'mix' or 'dataset', got 'stdlb'",
+        "small.yaml:3: data.source: expected 'stdlib', 'files', 'jsonl', 'csv', 'parquet', 'chat', 'tokens', 'mix' "
+        "or 'dataset', got 'stdlb'",
         "small.yaml:3: data.micro_batch: must be greater than or equal to 1, got 0",
         "small.yaml:6: optimizer.betas: expected a list of 2, got [0.9]",
         "small.yaml:4: training.steps: expected an integer or null, got '5'",
         "small.yaml:4: training.validate_every: expected an integer, 'epoch' or null, got 0.5",
         "small.yaml:5: optimiser: unknown key; nearest: optimizer",
-        "small.yaml:1: mesh: cannot read 'dp_shad=2=' in mesh 'dp_shad=2='; write it like 'dp_replicate=2,dp_shard=-1,tp=4'",
+        "small.yaml:1: mesh: cannot read 'dp_shad=2=' in mesh 'dp_shad=2='; write it like "
+        "'dp_replicate=2,dp_shard=-1,tp=4'",
         "small.yaml:8: passes.0: no pass 'FullShard' is installed; nearest: FullyShard",
-        "small.yaml:10: passes.1.FullyShard.param_dtype: expected a dtype such as float32, bfloat16 or float16, got 'float17'",
+        "small.yaml:10: passes.1.FullyShard.param_dtype: expected a dtype such as float32, bfloat16 or float16, got "
+        "'float17'",
         "small.yaml:11: passes.1.FullyShard.offlod: unknown key; nearest: offload",
     ]
 
@@ -124,14 +145,20 @@ passes:
 def test_a_name_that_is_suggested_is_near(name: str, known: tuple[str, ...], near: list[str]) -> None:
     assert nearest(name, known) == near
     listed = suggestion(name, [f"other{number}" for number in range(9)])
-    assert suggestion(name, known) == (f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(sorted(known))}")
+    assert suggestion(name, known) == (
+        f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(sorted(known))}"
+    )
     assert listed == "none of the 9 names is near"
 
 
 def test_overrides_name_themselves_in_messages() -> None:
     assert only(SMALL, "training.stps=5") == "override 'training.stps=5': training.stps: unknown key; nearest: steps"
-    assert only(SMALL, "optimiser.lr=1").startswith("override 'optimiser.lr=1': optimiser: unknown key; nearest: optimizer")
-    assert only(SMALL, "data.workers=-1").startswith("override 'data.workers=-1': data.workers: must be greater than or equal to 0, got -1")
+    assert only(SMALL, "optimiser.lr=1").startswith(
+        "override 'optimiser.lr=1': optimiser: unknown key; nearest: optimizer"
+    )
+    assert only(SMALL, "data.workers=-1").startswith(
+        "override 'data.workers=-1': data.workers: must be greater than or equal to 0, got -1"
+    )
 
 
 def test_overrides_that_cannot_be_applied_are_all_told() -> None:
@@ -167,21 +194,32 @@ def test_fields_of_other_models_are_their_own() -> None:
     assert "model.n_layr: unknown key; nearest: n_layer" in only(SMALL, "model={kind: gpt2, n_layr: 2}")
     assert "passes.0: expected a pass's name, or one name with its options" in only(SMALL, "passes=[{FullyShard: 3}]")
     assert "data.paths: tokens are one .bin file, got 2" in only(SMALL, "data={source: tokens, paths: [a.bin, b.bin]}")
-    assert "data.tokenizer: the input is tokens already" in only(SMALL, "data={source: tokens, paths: [a.bin], tokenizer: bpe}")
+    assert "data.tokenizer: the input is tokens already" in only(
+        SMALL, "data={source: tokens, paths: [a.bin], tokenizer: bpe}"
+    )
 
 
 def test_what_a_run_cannot_measure_is_no_wrong_recipe_but_does_not_start() -> None:
     recipe = read(SMALL, "checkpoint.best=+val/accuracy", "profile=true")
     assert build.check_job(recipe, 2) == [
-        "override 'checkpoint.best=+val/accuracy': checkpoint.best: no validation measures val/accuracy; set data.validation_fraction or data.validation_paths",
-        "override 'profile=true': profile: a profile requires 8 steps, and training.steps is 5; raise it, or set profile: off",
+        "override 'checkpoint.best=+val/accuracy': checkpoint.best: no validation measures val/accuracy; set "
+        "data.validation_fraction or data.validation_paths",
+        "override 'profile=true': profile: a profile requires 8 steps, and training.steps is 5; raise it, or set "
+        "profile: off",
     ]
 
 
 def test_balance_of_experts_that_a_model_lacks_does_not_start() -> None:
     (found,) = build.check_job(read(SMALL, "training.balance_rate=0.01"), 2)
-    assert found.startswith("small.yaml:8: training: balance_rate=0.01 moves a bias (E,) beside each router, and Transformer has 0 for 0")
-    assert build.check_job(read(SMALL, "model={experts: 4, shared_experts: 1, qk_norm: true}", "training.balance_rate=0.01"), 2) == []
+    assert found.startswith(
+        "small.yaml:8: training: balance_rate=0.01 moves a bias (E,) beside each router, and Transformer has 0 for 0"
+    )
+    assert (
+        build.check_job(
+            read(SMALL, "model={experts: 4, shared_experts: 1, qk_norm: true}", "training.balance_rate=0.01"), 2
+        )
+        == []
+    )
 
 
 def test_weights_bring_their_config_and_tokenizer(tmp_path: Path) -> None:
@@ -199,7 +237,9 @@ def test_weights_bring_their_config_and_tokenizer(tmp_path: Path) -> None:
     there = load_recipe(tmp_path / "tune.yaml", ["model.weights=/models/name"], disks=False)
     assert there.model.config == "/models/name", "on another machine"
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(RecipeError, match=r"data.tokenizer: missing: .*published has no tokenizer.json; name the folder"):
+    with pytest.raises(
+        RecipeError, match=r"data.tokenizer: missing: .*published has no tokenizer.json; name the folder"
+    ):
         load_recipe(tmp_path / "tune.yaml")
     assert load_recipe(tmp_path / "tune.yaml", ["data.tokenizer=bytes"]).data.tokenizer == "bytes"
     (folder / "tokenizer.json").write_text("{}")
@@ -216,19 +256,43 @@ def test_an_unknown_recipe_names_those_that_come_with_meshpar() -> None:
     ("overrides", "told"),
     [
         (["data={mix: [{source: files}]}"], "data.mix: source: files with paths []; expected none for stdlib"),
-        (["data={mix: [{source: stdlib}], paths: [x]}"], "data.mix: paths, validation_paths and template are written in each source"),
+        (
+            ["data={mix: [{source: stdlib}], paths: [x]}"],
+            "data.mix: paths, validation_paths and template are written in each source",
+        ),
         (["data.source=mix"], "data.mix: a mixture is written mix:"),
         (["data={mix: [{source: stdlib, name: a}, {source: stdlib, name: a}]}"], "two sources share a name"),
         (["data={mix: [{source: stdlib, weight: 0}]}"], "must be greater than 0, got 0"),
         (["data={mix: [{source: stdlib, weight: .inf}]}"], "data.mix: expected weights above 0 and finite"),
-        (["data={mix: [{source: stdlib, weight: 1e-99}, {source: stdlib}]}"], "data.mix: expected weights above 0 and finite"),
-        (["data={mix: [{source: stdlib, name: stdlib1}, {source: stdlib}]}"], "two sources share a name in ['stdlib1', 'stdlib1']"),
-        (["data={mix: [{source: stdlib}]}", "training.epochs=1"], "training.epochs: a mixture ends with the epochs of its sources"),
-        (["data={mix: [{source: stdlib}]}", "checkpoint.every=epoch"], "checkpoint.every: a mixture with a source that repeats"),
+        (
+            ["data={mix: [{source: stdlib, weight: 1e-99}, {source: stdlib}]}"],
+            "data.mix: expected weights above 0 and finite",
+        ),
+        (
+            ["data={mix: [{source: stdlib, name: stdlib1}, {source: stdlib}]}"],
+            "two sources share a name in ['stdlib1', 'stdlib1']",
+        ),
+        (
+            ["data={mix: [{source: stdlib}]}", "training.epochs=1"],
+            "training.epochs: a mixture ends with the epochs of its sources",
+        ),
+        (
+            ["data={mix: [{source: stdlib}]}", "checkpoint.every=epoch"],
+            "checkpoint.every: a mixture with a source that repeats",
+        ),
         (["data={mix: [{source: stdlib, wieght: 1}]}"], "unknown key; nearest: weight"),
-        (["data={source: chat, paths: [stdlib]}"], "tokenizer bytes has no chat template; write template: chatml or llama3"),
-        (["data={mix: [{source: jsonl, paths: [x.json]}]}"], "data.mix: source: jsonl reads files ending in .jsonl, got 'x.json'"),
-        (["data={source: parquet, paths: [x.txt]}"], "source: parquet reads files ending in .parquet or .arrow, got 'x.txt'"),
+        (
+            ["data={source: chat, paths: [stdlib]}"],
+            "tokenizer bytes has no chat template; write template: chatml or llama3",
+        ),
+        (
+            ["data={mix: [{source: jsonl, paths: [x.json]}]}"],
+            "data.mix: source: jsonl reads files ending in .jsonl, got 'x.json'",
+        ),
+        (
+            ["data={source: parquet, paths: [x.txt]}"],
+            "source: parquet reads files ending in .parquet or .arrow, got 'x.txt'",
+        ),
         (["data={eos: x}"], "data.eos: tokenizer bytes ends a document with its own token"),
         (
             [
@@ -240,7 +304,10 @@ def test_an_unknown_recipe_names_those_that_come_with_meshpar() -> None:
         ),
         (["data={template: chatml}"], "a chat template requires source: chat"),
         (["data={packing: best_fit, documents: joined}"], "best_fit keeps documents whole"),
-        (["data={mix: [{source: stdlib}]}", "training.objective=seq2seq"], "learns from pairs, and a mixture contains texts"),
+        (
+            ["data={mix: [{source: stdlib}]}", "training.objective=seq2seq"],
+            "learns from pairs, and a mixture contains texts",
+        ),
     ],
 )
 def test_mixtures_and_packing_that_cannot_be_are_refused(overrides: list[str], told: str) -> None:
@@ -250,7 +317,10 @@ def test_mixtures_and_packing_that_cannot_be_are_refused(overrides: list[str], t
 
 
 def test_a_mixture_reads_back_and_is_checked(tmp_path: Path) -> None:
-    mix = "data={mix: [{source: stdlib, weight: 2, epochs: 3}, {name: b, source: chat, paths: [stdlib], template: llama3}], tokenizer: %s}"
+    mix = (
+        "data={mix: [{source: stdlib, weight: 2, epochs: 3}, {name: b, source: chat, paths: [stdlib], template: "
+        "llama3}], tokenizer: %s}"
+    )
     recipe = read(SMALL, mix % "bpe")
     assert read(recipe.to_yaml()) == recipe
     assert build.check_job(recipe, 2) == []
@@ -258,12 +328,17 @@ def test_a_mixture_reads_back_and_is_checked(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("text " * 200)
     two = f"data={{mix: [{{source: tokens, paths: [{tmp_path}/a.bin]}}, {{source: files, paths: [{tmp_path}/b.txt]}}]}}"
     found = "\n".join(build.check_job(read(SMALL, two), 2))
-    assert "data.mix: the sources of a mix are of different tokenizers: tokens0 has vocab_size 300 and eos_id 0, files1 has" in found
+    assert (
+        "data.mix: the sources of a mix are of different tokenizers: tokens0 has vocab_size 300 and eos_id 0, files1 "
+        "has" in found
+    )
     (found,) = build.check_job(read(SMALL, mix % "bytes"), 2)
     assert re.search(r"data.mix.1.paths: the tokenizer has no token <\|begin_of_text\|>, .*write tokenizer: bpe", found)
 
 
-def test_a_file_that_cannot_be_read_is_one_problem_at_its_own_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_one_problem_at_its_own_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("text " * 2000)
 
@@ -273,7 +348,10 @@ def test_a_file_that_cannot_be_read_is_one_problem_at_its_own_field(tmp_path: Pa
     for field, name in (("paths", "a.txt"), ("validation_paths", "b.txt")):
         recipe = read(SMALL, f"data={{source: files, paths: [{tmp_path}/a.txt], validation_paths: [{tmp_path}/b.txt]}}")
         with monkeypatch.context() as patch:
-            patch.setattr("meshpar.training.text._read", lambda path, name=name: refused(path) if path.name == name else iter(["text "]))
+            patch.setattr(
+                "meshpar.training.text._read",
+                lambda path, name=name: refused(path) if path.name == name else iter(["text "]),
+            )
             (found,) = build.check_job(recipe, 2)
         assert re.fullmatch(rf".*: data.{field}: {tmp_path}/{name} cannot be read: .*Permission denied.*", found)
 
@@ -313,7 +391,10 @@ def test_without_passes_the_axes_call_for_them(mesh: str, passes: list[Any]) -> 
 
 
 def test_options_become_the_values_that_the_pass_takes() -> None:
-    written = "passes=[FullyShard: {param_dtype: bfloat16, reshard_after_forward: 4, blocks: [layers.*], prefetch_forward: 2}]"
+    written = (
+        "passes=[FullyShard: {param_dtype: bfloat16, reshard_after_forward: 4, blocks: [layers.*], "
+        "prefetch_forward: 2}]"
+    )
     assert make_passes(read(SMALL, written).passes) == [
         FullyShard(param_dtype=torch.bfloat16, reshard_after_forward=4, blocks=("layers.*",), prefetch_forward=2)
     ]
@@ -342,13 +423,21 @@ OLD: list[tuple[dict[str, Any], Any]] = [
     ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1000}, FullyShard(min_params=1000)),
     ({"state_dict_type": "FULL_STATE_DICT"}, FullyShard()),
     (
-        {"limit_all_gathers": True, "use_orig_params": True, "device_id": 0, "flatten_parameters": True, "sync_module_states": True},
+        {
+            "limit_all_gathers": True,
+            "use_orig_params": True,
+            "device_id": 0,
+            "flatten_parameters": True,
+            "sync_module_states": True,
+        },
         FullyShard(),
     ),
 ]
 
 
-@pytest.mark.parametrize(("options", "expected"), OLD, ids=lambda value: ",".join(value) if isinstance(value, Mapping) else "")
+@pytest.mark.parametrize(
+    ("options", "expected"), OLD, ids=lambda value: ",".join(value) if isinstance(value, Mapping) else ""
+)
 def test_old_names_are_translated_and_told(options: dict[str, Any], expected: Any) -> None:
     text = SMALL + f"passes: [fsdp: {options}]\n"
     recipe = read(text)
@@ -360,20 +449,26 @@ def test_old_names_are_translated_and_told(options: dict[str, Any], expected: An
 
 def test_an_old_name_without_a_counterpart_is_told_to_have_no_effect() -> None:
     (note,) = read(SMALL + "passes: [FullyShard: {limit_all_gathers: true}]\n").notes
-    assert note == "FullyShard.limit_all_gathers: has no effect: FSDP2 frees gathered parameters in stream order and needs no limit"
+    assert (
+        note
+        == "FullyShard.limit_all_gathers: has no effect: FSDP2 frees gathered parameters in stream order and needs "
+        "no limit"
+    )
 
 
 def test_a_trainers_keys_become_the_last_pass() -> None:
     recipe = read(
-        SMALL
-        + "fsdp: full_shard auto_wrap offload\nfsdp_config: {backward_prefetch: backward_post, transformer_layer_cls_to_wrap: [Layer]}\n",
+        SMALL + "fsdp: full_shard auto_wrap offload\nfsdp_config: {backward_prefetch: backward_post, "
+        "transformer_layer_cls_to_wrap: [Layer]}\n",
         "passes=[ActivationCheckpoint]",
     )
     expected = FullyShard(offload="cpu", prefetch_backward=0, blocks=("Layer",))
     assert make_passes(recipe.passes) == [ActivationCheckpoint(), expected]
     assert "fsdp.sharding_strategy: FULL_SHARD became FullyShard()" in recipe.notes
     assert "fsdp: 'half_shard' is not known" in only(SMALL + "fsdp: half_shard\n")
-    assert make_passes(read(SMALL + "fsdp_config: {fsdp_sharding_strategy: 5}\n").passes) == [HybridShard(reshard_after_forward=False)]
+    assert make_passes(read(SMALL + "fsdp_config: {fsdp_sharding_strategy: 5}\n").passes) == [
+        HybridShard(reshard_after_forward=False)
+    ]
 
 
 def test_gradient_checkpointing_becomes_a_pass_before_the_sharding() -> None:
@@ -382,7 +477,9 @@ def test_gradient_checkpointing_becomes_a_pass_before_the_sharding() -> None:
 
 
 def test_old_values_that_mean_nothing_are_refused() -> None:
-    assert "passes.0.fsdp.sharding_strategy: expected one of FULL_SHARD" in only(SMALL + "passes: [fsdp: {sharding_strategy: HALF}]\n")
+    assert "passes.0.fsdp.sharding_strategy: expected one of FULL_SHARD" in only(
+        SMALL + "passes: [fsdp: {sharding_strategy: HALF}]\n"
+    )
     assert "is refused: a local state dict" in only(SMALL + "passes: [fsdp: {state_dict_type: LOCAL_STATE_DICT}]\n")
     assert "expected bf16, fp16, no" in only(SMALL + "passes: [fsdp: {mixed_precision: bf17}]\n")
 
@@ -409,12 +506,15 @@ def test_a_model_too_small_for_its_data_is_refused_before_anything_runs() -> Non
         "small.yaml:3: model: the data has 257 different tokens and the model's vocab_size is 200; raise it"
     ]
     assert build.check_job(read(SMALL, "data.sequence_length=4096"), 2) == [
-        "small.yaml:3: model: data.sequence_length is 4096 and the model has 2048 positions; lower it, or raise the number of positions"
+        "small.yaml:3: model: data.sequence_length is 4096 and the model has 2048 positions; lower it, or raise the "
+        "number of positions"
     ]
 
 
 def test_check_finds_every_problem_of_plan_data_and_objective() -> None:
-    recipe = read(SMALL, "mesh=dp_shard=2,tp=3", "data={source: files, paths: [/nowhere/*.txt]}", "training.objective=cusal_lm")
+    recipe = read(
+        SMALL, "mesh=dp_shard=2,tp=3", "data={source: files, paths: [/nowhere/*.txt]}", "training.objective=cusal_lm"
+    )
     found = build.check_job(recipe, 6)
     assert any("/nowhere/*.txt" in line for line in found)
     assert any("2 heads, which tp=3 does not divide" in line for line in found)

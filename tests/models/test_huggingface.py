@@ -138,7 +138,8 @@ def test_what_a_plan_leaves_whole_is_told() -> None:
     assert not list(TensorParallel().warnings(model, layout_of(model), MeshSpec("tp=2")))
     (warning,) = TensorParallel(styles=attention).warnings(model, layout_of(model), MeshSpec("tp=2"))
     assert warning.startswith(
-        "tensor parallelism leaves 64% of the parameters whole on every rank of tp, the largest model.layers.0.self_attn"
+        "tensor parallelism leaves 64% of the parameters whole on every rank of tp, the largest "
+        "model.layers.0.self_attn"
     )
     layout = layout_of(model)
     others = {name: style for name, style in layout.tensor.items() if ".self_attn" not in name}
@@ -168,7 +169,10 @@ def test_experts_that_no_split_fits_are_refused() -> None:
     assert not list(style.problems("experts", module, 2)), "whole experts need not divide inside"
     first, *inside = style.problems("experts", module, 3)
     assert first == "experts has 4 experts, which tp=3 does not divide; use tp=2 or 4"
-    assert inside[0] == "experts.gate_up_proj has 2 parts of 50 in dim 1, which tp=3 does not divide; use tp=2, 5, 10, 25 or 50"
+    assert (
+        inside[0]
+        == "experts.gate_up_proj has 2 parts of 50 in dim 1, which tp=3 does not divide; use tp=2, 5, 10, 25 or 50"
+    )
 
 
 def test_an_unknown_style_is_refused_by_name() -> None:
@@ -176,7 +180,9 @@ def test_an_unknown_style_is_refused_by_name() -> None:
     model._tp_plan |= {f"{LAYER}.mlp.up_proj": "diagonal"}
     (problem,) = TensorParallel().problems(model, layout_of(model), MeshSpec("tp=2"))
     assert problem.endswith("(and 1 more like it)")
-    assert problem.startswith("model.layers.0.mlp.up_proj: its tp_plan has the style 'diagonal', which meshpar does not support")
+    assert problem.startswith(
+        "model.layers.0.mlp.up_proj: its tp_plan has the style 'diagonal', which meshpar does not support"
+    )
 
 
 def test_parameters_among_split_projections_need_a_style() -> None:
@@ -188,7 +194,9 @@ def test_parameters_among_split_projections_need_a_style() -> None:
 
 
 def test_a_model_without_a_plan_says_so() -> None:
-    model = from_config({"model_type": "mamba", "vocab_size": 96, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2})
+    model = from_config(
+        {"model_type": "mamba", "vocab_size": 96, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}
+    )
     layout = layout_of(model)
     assert layout.blocks == ("backbone.layers.*",)
     assert "transformers gives MambaForCausalLM no tp_plan" in layout.refusals["tp"]
@@ -218,8 +226,16 @@ def test_a_cache_is_refused_under_recomputation() -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "mixtral", "llama3_rope"])
 def test_init_fills_every_parameter_and_buffer_after_to_empty(model_type: str) -> None:
-    """Module by module, in any order: the weights that _init_weights would draw, and the rotary frequencies that it computes."""
-    scaling = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    """Module by module, in any order: the weights that _init_weights would draw, and the rotary frequencies that it
+    computes.
+    """
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     rope = {"rope_parameters": scaling | {"original_max_position_embeddings": 16}}
     values = {"mixtral": MIXTRAL, "llama3_rope": config("llama", **rope)}.get(model_type) or config(model_type)
     model = from_config(values)
@@ -284,9 +300,19 @@ def test_a_padding_mask_is_refused_under_sequence_parallelism() -> None:
 
 
 # Latent attention and fused or gathered projections, which only transformers' own styles know.
-MLA = {"first_k_dense_replace": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+MLA = {
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 ON_A_MESH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "deepseek_v3": (config("deepseek_v3", head_dim=4, num_key_value_heads=4, n_group=1, topk_group=1, n_routed_experts=4) | MLA, {}),
+    "deepseek_v3": (
+        config("deepseek_v3", head_dim=4, num_key_value_heads=4, n_group=1, topk_group=1, n_routed_experts=4) | MLA,
+        {},
+    ),
     "glm4": (config("glm4", pad_token_id=0), {"loss_parallel": True}),
     "mixtral": (MIXTRAL, {}),
     "mixtral_inside": (MIXTRAL | {"num_local_experts": 3}, {}),
@@ -302,6 +328,12 @@ ON_A_MESH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_adapted_models_match_one_process() -> None:
     for values, options in ON_A_MESH.values():
         passes = [TensorParallel(**options), ActivationCheckpoint(), FullyShard()]
-        # Qwen2's biases start at zero: two AdamW steps are their whole value, so the rounding of a gradient's sum shows (1.2e-5 of it).
-        # In float64 the gradients of these models agree to 1e-11.
-        assert_parity(lambda values=values: from_config(values), "dp_shard=2,tp=2", passes, token_steps(96, steps=2), tolerance=3e-5)
+        # Qwen2's biases start at zero: two AdamW steps are their whole value, so the rounding of a gradient's sum shows
+        # (1.2e-5 of it). In float64 the gradients of these models agree to 1e-11.
+        assert_parity(
+            lambda values=values: from_config(values),
+            "dp_shard=2,tp=2",
+            passes,
+            token_steps(96, steps=2),
+            tolerance=3e-5,
+        )

@@ -51,7 +51,9 @@ def make_norms_uneven(model: nn.Module) -> None:
 
 
 def transformers_model(model: Transformer | GPT2) -> nn.Module:
-    """Build transformers' model from the layout's config.json and give it ``model``'s weights under their published names."""
+    """Build transformers' model from the layout's config.json and give it ``model``'s weights under their published
+    names.
+    """
     layout = model.meshpar_layout()
     config = dict(layout.config)
     hf_config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
@@ -174,7 +176,9 @@ def test_every_tensor_is_initialised_by_its_own_module(model: nn.Module) -> None
     forwards, backwards = drawn(1), drawn(-1)
     assert all(tensor.isfinite().all() for tensor in forwards.values())
     assert all(torch.equal(forwards[name], backwards[name]) for name in forwards)
-    residual = next(tensor for name, tensor in forwards.items() if name.endswith(("0.attn.o.weight", "0.attn.c_proj.weight")))
+    residual = next(
+        tensor for name, tensor in forwards.items() if name.endswith(("0.attn.o.weight", "0.attn.c_proj.weight"))
+    )
     assert residual.std().item() == pytest.approx(0.02 / 2, rel=0.15)
 
 
@@ -185,7 +189,9 @@ def test_every_pattern_of_a_layout_matches(model: Any) -> None:
         assert list(patterns.find_modules(model, pattern)), pattern
     covered = {name for pattern in layout.tensor for name, _ in patterns.find_modules(model, pattern)}
     missing = [
-        name for name, module in model.named_modules() if name not in covered and next(module.parameters(recurse=False), None) is not None
+        name
+        for name, module in model.named_modules()
+        if name not in covered and next(module.parameters(recurse=False), None) is not None
     ]
     assert not missing
     names = dict(model.named_parameters(remove_duplicate=False))

@@ -1,4 +1,6 @@
-"""Architectures of transformers under every plan against one process, a sample; ``benchmarks/architectures.py`` runs them all."""
+"""Architectures of transformers under every plan against one process, a sample; ``benchmarks/architectures.py`` runs
+them all.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,10 @@ def pool():
 @pytest.mark.parametrize("case", EVERYWHERE, ids="-".join)
 def test_every_plan_equals_one_process(pool, case):
     plans = architectures.measure(pool, case)["plans"]
-    expected = {plan: "refused" if plan in UNSPLIT.get(case[0], ()) else "exact" for plan in ("one process", *architectures.PLANS)}
+    expected = {
+        plan: "refused" if plan in UNSPLIT.get(case[0], ()) else "exact"
+        for plan in ("one process", *architectures.PLANS)
+    }
     assert {plan: each["verdict"] for plan, each in plans.items()} == expected, plans
     assert {each.get("export", "exact") for each in plans.values()} == {"exact"}
 
@@ -68,8 +73,12 @@ def test_every_plan_equals_one_process(pool, case):
 def test_what_has_no_exact_split_is_refused_and_shards_over_data(pool, case):
     plans = architectures.measure(pool, case)["plans"]
     verdicts = {plan: each["verdict"] for plan, each in plans.items()}
-    exact = (*DATA_PLANS, *POSITIONS) if case == ("doge", "causal") else DATA_PLANS  # a recurrence without attention is refused over cp
-    assert verdicts == {plan: "exact" if plan in exact else "refused" for plan in ("one process", *architectures.PLANS)}, plans
+    exact = (
+        (*DATA_PLANS, *POSITIONS) if case == ("doge", "causal") else DATA_PLANS
+    )  # a recurrence without attention is refused over cp
+    assert verdicts == {
+        plan: "exact" if plan in exact else "refused" for plan in ("one process", *architectures.PLANS)
+    }, plans
     why = {plan: each["why"] for plan, each in plans.items() if each["verdict"] == "refused"}
     said = dict.fromkeys(POSITIONS, "position") | dict.fromkeys(EXPERTS, "experts") | {"documents": "document"}
     assert all(said.get(plan, "TensorParallel") in text for plan, text in why.items()), why
@@ -86,7 +95,8 @@ def test_a_missing_gradient_sum_is_found(pool):
 
 
 @pytest.mark.parametrize(
-    ("name", "task"), [("falcon_h1", "causal"), ("openai-gpt", "causal"), ("apertus", "causal"), ("data2vec-text", "masked")]
+    ("name", "task"),
+    [("falcon_h1", "causal"), ("openai-gpt", "causal"), ("apertus", "causal"), ("data2vec-text", "masked")],
 )
 def test_tensors_that_only_a_constructor_or_an_outer_model_fills_are_initialised(name, task):
     with torch.device("meta"):
@@ -101,11 +111,15 @@ def test_tensors_that_only_a_constructor_or_an_outer_model_fills_are_initialised
 
 
 class Side(nn.Module):
-    """A model that nobody describes: attention and feed-forward side by side in lists of lists, and two layers that share a weight."""
+    """A model that nobody describes: attention and feed-forward side by side in lists of lists, and two layers that
+    share a weight.
+    """
 
     def __init__(self):
         super().__init__()
-        self.pairs = nn.ModuleList([nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))]) for _ in range(2)])
+        self.pairs = nn.ModuleList(
+            [nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))]) for _ in range(2)]
+        )
         self.tied = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
         self.tied[2].weight = self.tied[0].weight
 
@@ -121,7 +135,10 @@ def test_ranks_notice_where_a_sum_over_the_axis_is_missing():
     attention = "model.layers.*.self_attn"
     forgotten = dict.fromkeys((attention, f"{attention}.q_norm"))
     batch = tiny.tiny_batch("causal")
-    for styles, differ in (({}, []), (forgotten, [f"model.layers.{place}.self_attn.q_norm.weight" for place in (0, 1)])):
+    for styles, differ in (
+        ({}, []),
+        (forgotten, [f"model.layers.{place}.self_attn.q_norm.weight" for place in (0, 1)]),
+    ):
         plan = Plan("dp_shard=1,tp=2", [TensorParallel(styles=styles), FullyShard()], verify=False)
         par = plan.apply(tiny.tiny_model("qwen3", "causal"))
         par.cycle.agreement = None

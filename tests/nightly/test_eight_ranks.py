@@ -34,7 +34,9 @@ def test_an_optimizer_over_the_world_equals_one_process_with_and_without_tensor_
         held = torch.tensor(sum(local_tensor(each).numel() for each in par.module.parameters()))
         total = sum(each.numel() for each in par.module.parameters())
         dist.all_reduce(held)
-        assert held == total if "tp" not in mesh else held < 1.1 * total, "an element is trained by one rank, but for what tp keeps whole"
+        assert held == total if "tp" not in mesh else held < 1.1 * total, (
+            "an element is trained by one rank, but for what tp keeps whole"
+        )
 
 
 @on_ranks(8, keep=True)

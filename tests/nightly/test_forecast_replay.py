@@ -10,7 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, Plan, Replicate, TensorParallel
+from meshpar import (
+    ActivationCheckpoint,
+    ContextParallel,
+    ExpertParallel,
+    FullyShard,
+    HybridShard,
+    Plan,
+    Replicate,
+    TensorParallel,
+)
 from meshpar.forecasting.simulate import Simulation, simulate
 from meshpar.forecasting.step import Batch, record_step, summed_token_loss
 from meshpar.forecasting.trace import Trace
@@ -57,11 +66,17 @@ CASES = {
     "fsdp, recomputed": ("dp_shard=4", [ActivationCheckpoint(), FullyShard()]),
     "fsdp, bfloat16": ("dp_shard=2", [FullyShard(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)]),
     "no reshard": ("dp_shard=2", [FullyShard(reshard_after_forward=False)]),
-    "no reshard, recomputed": ("dp_shard=2", [ActivationCheckpoint(mode="selective"), FullyShard(reshard_after_forward=False)]),
+    "no reshard, recomputed": (
+        "dp_shard=2",
+        [ActivationCheckpoint(mode="selective"), FullyShard(reshard_after_forward=False)],
+    ),
     "replicas": ("dp_replicate=2", [Replicate()]),
     "hybrid": ("dp_replicate=2,dp_shard=2", [HybridShard()]),
     "hybrid, recomputed": ("dp_replicate=2,dp_shard=2", [ActivationCheckpoint(), HybridShard()]),
-    "hybrid, optimizer of the world": ("dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world", param_dtype=torch.bfloat16)]),
+    "hybrid, optimizer of the world": (
+        "dp_replicate=2,dp_shard=2",
+        [HybridShard(optimizer="world", param_dtype=torch.bfloat16)],
+    ),
     "tp": ("tp=2", [TensorParallel()]),
     "tp, recomputed": ("tp=2", [TensorParallel(loss_parallel=True), ActivationCheckpoint()]),
     "fsdp x tp": ("dp_shard=2,tp=2", [SP, FullyShard()]),
@@ -74,7 +89,10 @@ CASES = {
     "experts, fsdp x ep": ("dp_shard=2,ep=2", [ExpertParallel(), ActivationCheckpoint(), FullyShard()]),
     "gpt2, fsdp x tp": ("dp_shard=2,tp=2", [SP, FullyShard()]),
     "fsdp x cp": ("dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),
-    "cp by heads, recomputed": ("dp_shard=1,cp=2", [ContextParallel(transport="heads"), ActivationCheckpoint(), FullyShard()]),
+    "cp by heads, recomputed": (
+        "dp_shard=1,cp=2",
+        [ContextParallel(transport="heads"), ActivationCheckpoint(), FullyShard()],
+    ),
 }
 COVERED = {
     "fsdp",
@@ -112,23 +130,35 @@ def simulated(covered):
     cases = [case for case in CASES if (case in COVERED) == covered]
     wanted = [(case, 0) for case in cases] + [(case, world_of(case) - 1) for case in cases if case in ON_THE_LAST_RANK]
     jobs = [
-        Simulation(plan=Plan(*CASES[case]), model=on_meta(case), batch=BATCH, world_size=world_of(case), rank=rank, device="cpu")
+        Simulation(
+            plan=Plan(*CASES[case]),
+            model=on_meta(case),
+            batch=BATCH,
+            world_size=world_of(case),
+            rank=rank,
+            device="cpu",
+        )
         for case, rank in wanted
     ]
     return dict(zip(wanted, (trace.to_json() for trace in simulate(jobs))))
 
 
 def real_step(case, expected):
-    """On every rank: steps of a real job after the first two; the ranks of which a simulation is known hold theirs against it."""
+    """On every rank: steps of a real job after the first two; the ranks of which a simulation is known hold theirs
+    against it.
+    """
     par = Plan(*CASES[case]).apply(on_meta(case)).materialize(seed=0)
     optimizer = build_adamw(par.module, AdamWSettings(fused=True))
-    batches = [{name: each.zero_() for name, each in BATCH.tensors(par.device).items()} for _ in range(BATCH.accumulate)]
+    batches = [
+        {name: each.zero_() for name, each in BATCH.tensors(par.device).items()} for _ in range(BATCH.accumulate)
+    ]
     for _ in range(2):
         for batch in par.accumulate(map(par.split, batches)):
             summed_token_loss(par.module, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    # Gloo's threads let go of a collective's input some time after its result is there, now and then at the peak: the least of a few steps.
+    # Gloo's threads let go of a collective's input some time after its result is there, now and then at the peak: the
+    # least of a few steps.
     steps = [record_step(par, optimizer, batches) for _ in range(4)]
     if dist.get_rank() in expected:
         plan = Trace.from_json(expected[dist.get_rank()])
@@ -137,10 +167,14 @@ def real_step(case, expected):
             assert plan.exact == fact.exact
             assert plan.flops() == fact.flops()
         want, got = plan.memory(), min((fact.memory() for fact in steps), key=lambda memory: memory.peak)
-        assert want.peak == pytest.approx(got.peak, rel=0.03), f"planned {want.peak}: {want.held}; measured {got.peak}: {got.held}"
+        assert want.peak == pytest.approx(got.peak, rel=0.03), (
+            f"planned {want.peak}: {want.held}; measured {got.peak}: {got.held}"
+        )
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if case in COVERED else case for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long) if case in COVERED else case for case in CASES]
+)
 def test_the_simulated_step_is_the_real_one(case):
     expected = {rank: text for (name, rank), text in simulated(case in COVERED).items() if name == case}
     launch(__name__, "real_step", world_of(case), (case, expected))

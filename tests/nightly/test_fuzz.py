@@ -81,7 +81,11 @@ def test_a_rank_that_waits_alone_hangs():
 
 
 def test_a_failing_case_shrinks_to_what_makes_it_fail():
-    spec = next(spec for spec in map(fuzz_draw.draw, range(1000)) if spec["model"]["counter"] == "block" and len(spec["passes"]) > 1)
+    spec = next(
+        spec
+        for spec in map(fuzz_draw.draw, range(1000))
+        if spec["model"]["counter"] == "block" and len(spec["passes"]) > 1
+    )
     small = fuzz_shrink.shrink(spec, lambda each: each["model"]["counter"] == "block")
     assert small["model"]["counter"] == "block" and small["loop"]["habits"] == [] and small["model"]["layers"] == 1
     assert fuzz_script.ranks(small) == 2 and len(small["passes"]) == 1

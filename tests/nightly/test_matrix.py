@@ -1,7 +1,7 @@
 """What any mesh saves, any mesh and one process restore, bit for bit: meshes of 2, 4 and 8 ranks.
 
-The suite restores what each mesh saved once on each number of ranks, on a disk; ``-m long`` also in an object store, and each under every
-other.
+The suite restores what each mesh saved once on each number of ranks, on a disk; ``-m long`` also in an object store,
+and each under every other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def save_all(root: str, home: str, store: Store | None) -> None:
         name = f"{kind}-{world()}"
         job = make(kind, seed=1)
         optimizer = train(job)
-        CheckpointManager(f"{home}/{name}").save(7, job, optimizer, extra={"position": [1, 2]}, rank_extra={"rank": dist.get_rank()})
+        CheckpointManager(f"{home}/{name}").save(
+            7, job, optimizer, extra={"position": [1, 2]}, rank_extra={"rank": dist.get_rank()}
+        )
         values = everything(job, optimizer)
         if dist.get_rank() == 0:
             torch.save(values, Path(root) / f"{name}.pt")
@@ -91,7 +93,9 @@ def check_alone(saved: str, root: Path, home: str) -> None:
 
 @pytest.mark.parametrize("storage", ["disk", pytest.param("store", marks=(pytest.mark.long, pytest.mark.timeout(900)))])
 def test_what_each_mesh_saves_meshes_of_2_4_8_ranks_and_one_process_restore_bitwise(tmp_path, storage, request):
-    home = (str(tmp_path),) if storage == "disk" else (request.getfixturevalue("bucket"), request.getfixturevalue("store"))
+    home = (
+        (str(tmp_path),) if storage == "disk" else (request.getfixturevalue("bucket"), request.getfixturevalue("store"))
+    )
     check_matrix(tmp_path, *home, every=False)
 
 

@@ -1,7 +1,8 @@
 """Steps saved under one torch load bit for bit under every other, by stock ``dcp.load`` and by meshpar.
 
 ``MESHPAR_TORCHES`` names the interpreters of the other environments, which ``make test TORCH=...`` makes:
-``MESHPAR_TORCHES=.venv-torch-2.11.0/bin/python:.venv-torch-2.15.0/bin/python pytest -m long tests/nightly/test_torches.py``
+``MESHPAR_TORCHES=.venv-torch-2.11.0/bin/python:.venv-torch-2.15.0/bin/python pytest -m long
+tests/nightly/test_torches.py``
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ PLANS = {
 def parallel(mesh: str, passes: list, seed: int) -> tuple[Parallelized, torch.optim.Optimizer]:
     """Return a parallel model and its optimizer after two steps."""
     torch.manual_seed(seed)
-    par = Plan(mesh, passes).apply(Transformer(TransformerConfig(vocab_size=33, dim=16, layers=2, heads=4, hidden=24, tied=True)))
+    par = Plan(mesh, passes).apply(
+        Transformer(TransformerConfig(vocab_size=33, dim=16, layers=2, heads=4, hidden=24, tied=True))
+    )
     optimizer = torch.optim.AdamW(par.module.parameters(), lr=0.1)
     for step in range(2):
         token_loss_sum(par.module, random_tokens(33, 2, 8, seed=step))[0].backward()

@@ -24,7 +24,17 @@ from meshpar import (
 )
 from meshpar.checkpoints import export_module
 from meshpar.testing import launch, on_ranks, whole
-from meshpar.training import AdamWSettings, Batches, CausalLM, ExpertLoad, PackedTokens, Schedule, Trainer, TrainSettings, build_adamw
+from meshpar.training import (
+    AdamWSettings,
+    Batches,
+    CausalLM,
+    ExpertLoad,
+    PackedTokens,
+    Schedule,
+    Trainer,
+    TrainSettings,
+    build_adamw,
+)
 from meshpar.training.metrics import JsonLines
 from meshpar.training.tokens import write_tokens
 from tests.support.models_for_parity import VOCAB, huggingface, transformer
@@ -64,15 +74,21 @@ MESHES = {
 
 
 def trains(root, mesh, passes, name):
-    """Train three steps of two micro-batches of 4 samples in all, whatever the mesh, and keep weights, biases and records on rank 0."""
+    """Train three steps of two micro-batches of 4 samples in all, whatever the mesh, and keep weights, biases and
+    records on rank 0.
+    """
     build, balance = BUILDS[name]
     with torch.device("meta"):
         module = build()
     par = Plan(mesh, passes).apply(module, device_type="cpu").materialize(seed=0)
     file = Path(root) / f"{name}-{mesh}-{dist.get_rank()}"
     ids = np.random.default_rng(0).zipf(1.3, 24 * 16 + 1) % VOCAB  # skewed, and more so for one half of the batch
-    tokens = PackedTokens(write_tokens(file.with_suffix(".bin"), [ids], vocab_size=VOCAB, eos_id=VOCAB - 1), 16, documents="joined")
-    data = Batches(tokens, micro_batch=4 // par.data_size, accumulate=2, data_rank=par.data_rank, data_size=par.data_size)
+    tokens = PackedTokens(
+        write_tokens(file.with_suffix(".bin"), [ids], vocab_size=VOCAB, eos_id=VOCAB - 1), 16, documents="joined"
+    )
+    data = Batches(
+        tokens, micro_batch=4 // par.data_size, accumulate=2, data_rank=par.data_rank, data_size=par.data_size
+    )
     settings = TrainSettings(steps=3, log_every=1, **balance)
     records = JsonLines(file.with_suffix(".jsonl"))
     optimizer = build_adamw(module, AdamWSettings(lr=1e-2, eps=1e-3))
@@ -96,12 +112,18 @@ def test_balance_by_bias_and_by_loss_equals_one_process(tmp_path):
         for name in names:
             (want, expected), (have, got) = (torch.load(tmp_path / f"{name}-{each}-0.pt") for each in ("", mesh))
             for key, value in want.items():
-                torch.testing.assert_close(have[key], value, rtol=0, atol=1e-5 * float(value.abs().max()), msg=f"{name} on {mesh}: {key}")
-            assert any(each.abs().max() > 0.01 for key, each in want.items() if key.endswith("bias")) == ("balance_rate" in BUILDS[name][1])
+                torch.testing.assert_close(
+                    have[key], value, rtol=0, atol=1e-5 * float(value.abs().max()), msg=f"{name} on {mesh}: {key}"
+                )
+            assert any(each.abs().max() > 0.01 for key, each in want.items() if key.endswith("bias")) == (
+                "balance_rate" in BUILDS[name][1]
+            )
             told = [key for key in expected[0] if key.startswith(("experts/", "train/", "grad"))]
             assert {"experts/entropy", "experts/dropped", "train/loss"} <= {*told}
             for one, other in zip(expected, got, strict=True):
-                assert {key: other[key] for key in told} == pytest.approx({key: one[key] for key in told}, rel=2e-5), f"{name} on {mesh}"
+                assert {key: other[key] for key in told} == pytest.approx({key: one[key] for key in told}, rel=2e-5), (
+                    f"{name} on {mesh}"
+                )
 
 
 def test_the_balance_loss_is_switch_s_and_the_bias_deepseek_s():
@@ -117,7 +139,9 @@ def test_the_balance_loss_is_switch_s_and_the_bias_deepseek_s():
         for ids in torch.randint(VOCAB, (2, 3, 7)):  # one loss of two forwards' tokens
             par.module(ids)
         loss = load.loss(42)
-        want = load_balancing_loss_func((torch.cat(seen),), 8, 2) / 2  # which is 2, the experts of a token, where all are alike
+        want = (
+            load_balancing_loss_func((torch.cat(seen),), 8, 2) / 2
+        )  # which is 2, the experts of a token, where all are alike
         torch.testing.assert_close(loss, 0.25 * 42 * want)
         (gate,) = torch.autograd.grad(loss, [par.module.model.layers[0].mlp.gate.weight])
         assert gate.abs().max() > 0
@@ -138,10 +162,18 @@ def test_the_balance_loss_is_switch_s_and_the_bias_deepseek_s():
         load.step(moved=False)
         par.module.eval()(torch.randint(VOCAB, (3, 7)))
         told = load.take()
-        assert torch.equal(mixture.bias, before) and told["experts/dropped"] == 0.0 and 0.9 < told["experts/entropy"] <= 1.0
+        assert (
+            torch.equal(mixture.bias, before)
+            and told["experts/dropped"] == 0.0
+            and 0.9 < told["experts/entropy"] <= 1.0
+        )
         assert float(told["experts/most"]) <= 21.0  # a token chooses an expert once, and the evaluation is not counted
-        mixture.experts(torch.randn(4, 32), torch.zeros(4, 2, dtype=torch.int64), torch.tensor([[1.0, 0.0]]).expand(4, 2))
-        mixture.experts.train()(torch.randn(4, 32), torch.zeros(4, 2, dtype=torch.int64), torch.tensor([[1.0, 0.0]]).expand(4, 2))
+        mixture.experts(
+            torch.randn(4, 32), torch.zeros(4, 2, dtype=torch.int64), torch.tensor([[1.0, 0.0]]).expand(4, 2)
+        )
+        mixture.experts.train()(
+            torch.randn(4, 32), torch.zeros(4, 2, dtype=torch.int64), torch.tensor([[1.0, 0.0]]).expand(4, 2)
+        )
         load.step(moved=False)
         assert load.take()["experts/dropped"] == 0.5
 
@@ -173,7 +205,11 @@ def test_balance_that_a_model_does_not_have_is_refused():
             ExpertLoad(par, **balance)
         return str(caught.value)
 
-    assert "has 0 for 2 layers of experts; use balance_loss, a model with such biases" in problem(without_shared, balance_rate=0.1)
+    assert "has 0 for 2 layers of experts; use balance_loss, a model with such biases" in problem(
+        without_shared, balance_rate=0.1
+    )
     assert "names 0 routers for 0 layers" in problem(transformer, balance_loss=0.1)
-    with pytest.raises(PlanError, match=r"own tokens to its loss \(config.output_router_logits\).*training.balance_loss"):
+    with pytest.raises(
+        PlanError, match=r"own tokens to its loss \(config.output_router_logits\).*training.balance_loss"
+    ):
         Plan("dp_shard=2", [FullyShard()]).apply(qwen(output_router_logits=True))

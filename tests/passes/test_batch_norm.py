@@ -1,4 +1,6 @@
-"""Batch norm under data parallelism equals one process on the concatenated batch: loss, gradients, weights and running statistics."""
+"""Batch norm under data parallelism equals one process on the concatenated batch: loss, gradients, weights and running
+statistics.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, ModelLayout, Plan, PlanError, Replicate, TensorParallel
+from meshpar import (
+    ActivationCheckpoint,
+    Compile,
+    FullyShard,
+    HybridShard,
+    ModelLayout,
+    Plan,
+    PlanError,
+    Replicate,
+    TensorParallel,
+)
 from meshpar._torch import BEFORE_2_13
 from meshpar.passes.batch_norm import synchronize_batch_norm
 from meshpar.testing import assert_parity, on_ranks, whole
@@ -65,7 +77,10 @@ def batches(sizes, steps=3, dtype=torch.float32):
     made = torch.Generator().manual_seed(1)
     return [
         # A mean far from zero: the variance as a difference of squares would be lost in float32.
-        [((3 + torch.randn(size, 3, 5, 5, generator=made)).to(dtype), torch.randint(5, (size,), generator=made)) for size in sizes]
+        [
+            ((3 + torch.randn(size, 3, 5, 5, generator=made)).to(dtype), torch.randint(5, (size,), generator=made))
+            for size in sizes
+        ]
         for _ in range(steps)
     ]
 
@@ -96,7 +111,9 @@ def assert_equals_one_process(mesh, passes, sizes, *, build=build, reference=bui
     steps = batches(sizes[: par.data_size])
     expected = reference()
     want_losses, want = alone(expected, steps)
-    losses, got = train(par.module, [step[par.data_rank] for step in steps], par.token_scale, lambda: par.clip_grad_norm_(float("inf")))
+    losses, got = train(
+        par.module, [step[par.data_rank] for step in steps], par.token_scale, lambda: par.clip_grad_norm_(float("inf"))
+    )
     close("loss", par.data_sum(losses), want_losses, tolerance)
     typical = max(float(grad.abs().max()) for grad in want.values())
     for name, grad in want.items():
@@ -119,7 +136,9 @@ def close(name, have, want, tolerance, floor=0.0):
 LONG = ("recomputed-and-compiled", "replicate")
 
 
-@pytest.mark.parametrize("plan", [pytest.param(plan, marks=pytest.mark.long) if plan in LONG else plan for plan in PLANS])
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=pytest.mark.long) if plan in LONG else plan for plan in PLANS]
+)
 def test_batch_norm_equals_one_process(plan):
     equals_one_process(plan)
 
@@ -177,7 +196,9 @@ def gathered(mine, like):
         {"momentum": None},
         {"track_running_stats": False},
         {"affine": False},
-        pytest.param({"bias": False}, marks=pytest.mark.skipif(BEFORE_2_13, reason="this torch's batch norm has no bias=")),
+        pytest.param(
+            {"bias": False}, marks=pytest.mark.skipif(BEFORE_2_13, reason="this torch's batch norm has no bias=")
+        ),
         {"momentum": 0.3, "eps": 0.1},
     ],
     ids=str,
@@ -218,7 +239,9 @@ def test_evaluation_does_not_communicate():
         torch.testing.assert_close(norm(x), nn.BatchNorm2d(8).eval()(x), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str
+)
 def test_input_dtypes(dtype, tolerance):
     inputs(dtype, tolerance)
 

@@ -57,7 +57,9 @@ def gradients(model, loss):
 
 
 def compare(found, expected, tolerance):
-    """Each to ``tolerance`` of its largest value; where that is nothing beside the others' (a key bias'), of a hundredth of theirs."""
+    """Each to ``tolerance`` of its largest value; where that is nothing beside the others' (a key bias'), of a
+    hundredth of theirs.
+    """
     floor = max(float(each.abs().max()) for each in expected.values()) / 100
     for key, gradient in expected.items():
         assert (found[key] - gradient).abs().max() <= tolerance * max(float(gradient.abs().max()), floor), key
@@ -78,7 +80,9 @@ def test_loss_and_gradients_are_the_plain_ones(name, dtype):
         compare(found, expected, 2e-2 if dtype is torch.bfloat16 else 1e-6)
     with torch.no_grad():
         torch.testing.assert_close(chunked(model, ids, labels), one)
-        torch.testing.assert_close(chunked_token_loss(model, {"input_ids": ids}, labels), token_loss(model(input_ids=ids).logits, labels))
+        torch.testing.assert_close(
+            chunked_token_loss(model, {"input_ids": ids}, labels), token_loss(model(input_ids=ids).logits, labels)
+        )
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,10 @@ def test_every_plan_gives_the_plain_gradients(mesh, passes):
         found = gradients(par.module, other)
         one = plain(par.module, ids[rows], labels[rows])
         torch.testing.assert_close(other, one)
-        compare(*({key: local_tensor(each) for key, each in part.items()} for part in (found, gradients(par.module, one))), 1e-6)
+        compare(
+            *({key: local_tensor(each) for key, each in part.items()} for part in (found, gradients(par.module, one))),
+            1e-6,
+        )
 
 
 def test_a_model_that_changes_its_logits_is_refused():
@@ -152,7 +159,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 def test_it_takes_a_quarter_of_the_memory_at_most():
     def peak(which):
-        done = subprocess.run([sys.executable, "-c", MEMORY, which], capture_output=True, text=True, check=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", MEMORY, which], capture_output=True, text=True, check=True, timeout=120
+        )
         return int(done.stdout)
 
     assert peak("chunked") <= peak("plain") / 4

@@ -1,4 +1,6 @@
-"""ContextParallel: a part of every sequence on each rank, documents that do not see each other, and the numbers of one process."""
+"""ContextParallel: a part of every sequence on each rank, documents that do not see each other, and the numbers of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ MESHES = {
         ("dp_shard=2,cp=2", [ActivationCheckpoint(), FullyShard()]),
         ("dp_shard=1,cp=2,tp=2", [TensorParallel(sequence_parallel=True, loss_parallel=True), FullyShard()]),
     ],
-    8: [("dp_replicate=2,dp_shard=2,cp=2", [HybridShard()]), ("dp_shard=2,cp=2,tp=2", [TensorParallel(), FullyShard()])],
+    8: [
+        ("dp_replicate=2,dp_shard=2,cp=2", [HybridShard()]),
+        ("dp_shard=2,cp=2,tp=2", [TensorParallel(), FullyShard()]),
+    ],
 }
 MODELS = {
     "transformer": transformer,
@@ -130,8 +135,11 @@ def flexed():
     with (
         mock.patch.multiple("meshpar.positions", BLOCK=3, _FLEX=("cpu",), _LEAST_CHANNELS=1, _compiled_flex=called),
         mock.patch("meshpar.passes.exchange.BLOCK", 3),
-        # On a CPU torch refuses gradients, though what it checks its kernels against has them, and runs without the compiler.
-        mock.patch.multiple(flex_attention, _validate_device=lambda *_: None, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True),
+        # On a CPU torch refuses gradients, though what it checks its kernels against has them, and runs without the
+        # compiler.
+        mock.patch.multiple(
+            flex_attention, _validate_device=lambda *_: None, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True
+        ),
     ):
         for transport in ("gather", "heads"):
             assert_parity(Strange, "dp_shard=1,cp=2", [ContextParallel(transport=transport), FullyShard()], steps)
@@ -148,7 +156,11 @@ def test_blocks_of_the_mask_hold_what_the_mask_holds():
             rows = torch.cat([torch.arange(each.start, each.stop) for each in runs(length, 2, rank, balance=True)])
             blocks = block_mask(numbers, rows, window)
             sees = causal_mask(numbers, None, window=window)[:, :, rows]
-            tiles = torch.nn.functional.pad(sees, (0, -length % 128, 0, -len(rows) % 128)).unflatten(-1, (-1, 128)).unflatten(2, (-1, 128))
+            tiles = (
+                torch.nn.functional.pad(sees, (0, -length % 128, 0, -len(rows) % 128))
+                .unflatten(-1, (-1, 128))
+                .unflatten(2, (-1, 128))
+            )
             kept, whole = (
                 type(blocks).from_kv_blocks(count, which, seq_lengths=(len(rows), length)).to_dense().bool()
                 for count, which in (
@@ -161,7 +173,9 @@ def test_blocks_of_the_mask_hold_what_the_mask_holds():
             assert every[whole].all(), "a block that is seen in part is seen whole"
             assert not (kept & whole).any()
             if length % 512 == 0:
-                assert (kept | whole).equal(some) and whole.equal(every), "a block more than the mask needs is looked at"
+                assert (kept | whole).equal(some) and whole.equal(every), (
+                    "a block more than the mask needs is looked at"
+                )
 
 
 def test_the_blocks_of_32768_tokens_are_made_without_their_matrix():
@@ -212,7 +226,9 @@ def test_flex_attention_on_a_gpu_gives_the_gradients_of_a_mask(window):
         torch.testing.assert_close(have, each, rtol=1e-5, atol=1e-5 * float(each.abs().max()))
     torch.cuda.reset_peak_memory_stats()
     long = torch.randn(1, 1, 32768, 32, device="cuda", requires_grad=True)
-    attention(Bare(), long, long, long, attention_mask(Bare(), torch.arange(32768, device="cuda")[None])).sum().backward()
+    attention(
+        Bare(), long, long, long, attention_mask(Bare(), torch.arange(32768, device="cuda")[None])
+    ).sum().backward()
     assert torch.cuda.max_memory_allocated() < 1 << 29, "a mask of 32,768 x 32,768 takes a GiB"
 
 
@@ -306,7 +322,11 @@ def strange():
         (Strange(reaches=(3, 3)), True, r"layers.0.near \(Conv1d\) mixes positions"),
         (Strange(reaches=(1, 3)), True, r"layers.1.near \(Conv1d\) mixes positions"),
         (Strange(shifted=True), True, "Strange mixes positions, or counts them itself"),
-        (Strange(shifted=True), False, "Strange mixes positions, or counts them itself"),  # rank 0 alone would see nothing
+        (
+            Strange(shifted=True),
+            False,
+            "Strange mixes positions, or counts them itself",
+        ),  # rank 0 alone would see nothing
         (Counted(), True, "Counted computes other values without position_ids than with the 0, 1, 2, ... of par.split"),
     ):
         par = Plan("dp_shard=1,cp=2", [ContextParallel(balance=balance), FullyShard()]).apply(model)
@@ -326,7 +346,9 @@ def test_a_packed_row_is_its_documents_one_by_one():
         torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
         other = ids.clone()
         other[:, :5] = torch.randint(0, VOCAB, (1, 5))
-        assert module(input_ids=other, position_ids=positions).logits[:, 5:].equal(packed[:, 5:]), f"{name}: documents see each other"
+        assert module(input_ids=other, position_ids=positions).logits[:, 5:].equal(packed[:, 5:]), (
+            f"{name}: documents see each other"
+        )
 
 
 class Sums(nn.Module):
@@ -355,7 +377,9 @@ class Mixed(Strange):
 
     def meshpar_layout(self):
         tensor = {"layers.*": "region", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
-        return ModelLayout(blocks=("layers.*",), tensor={"embed": "vocab", **tensor, "norm": "sequence", "head": "head"})
+        return ModelLayout(
+            blocks=("layers.*",), tensor={"embed": "vocab", **tensor, "norm": "sequence", "head": "head"}
+        )
 
 
 OWN = {
@@ -364,13 +388,24 @@ OWN = {
     "qwen3_next": (
         "Qwen3Next",
         {
-            **dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8),
-            **dict(layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2),
+            **dict(
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+            ),
+            **dict(
+                layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2
+            ),
             **dict(linear_key_head_dim=8, linear_value_head_dim=8, num_experts=0, mlp_only_layers=[0, 1]),
         },
     ),
 }
-"""Models of transformers that attend past its interface, with places or with a bias, or mix positions beside attention too."""
+"""Models of transformers that attend past its interface, with places or with a bias, or mix positions beside attention
+too.
+"""
 
 
 def own(name):
@@ -402,12 +437,22 @@ def test_mixers_are_named_by_the_plan_or_refused():
     with torch.device("meta"):
         pictures = transformers.AutoModelForCausalLM.from_config(transformers.Gemma3Config())
     assert layout_for(pictures).mixers == (), "its tower for images sees no positions of the text"
-    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, use_cache=False))
-    with pytest.raises(PlanError, match=r"takes no position_ids.*or name what mixes positions, ContextParallel\(mixers="):
+    mamba = transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, use_cache=False)
+    )
+    with pytest.raises(
+        PlanError, match=r"takes no position_ids.*or name what mixes positions, ContextParallel\(mixers="
+    ):
         Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).check(mamba, world_size=2)
-    Plan("dp_shard=1,cp=2", [ContextParallel(mixers=("backbone.layers.*.mixer",)), FullyShard()]).check(mamba, world_size=2)
-    with pytest.raises(PlanError, match=r"'backbone.layers.*.mixr', which mixes positions, matches no module.*backbone.layers.*mixer"):
-        Plan("dp_shard=1,cp=2", [ContextParallel(mixers=("backbone.layers.*.mixr",)), FullyShard()]).check(mamba, world_size=2)
+    Plan("dp_shard=1,cp=2", [ContextParallel(mixers=("backbone.layers.*.mixer",)), FullyShard()]).check(
+        mamba, world_size=2
+    )
+    with pytest.raises(
+        PlanError, match=r"'backbone.layers.*.mixr', which mixes positions, matches no module.*backbone.layers.*mixer"
+    ):
+        Plan("dp_shard=1,cp=2", [ContextParallel(mixers=("backbone.layers.*.mixr",)), FullyShard()]).check(
+            mamba, world_size=2
+        )
 
 
 @on_ranks(4)
@@ -417,13 +462,17 @@ def named_mixers():
     for passes in ([FullyShard()], [ActivationCheckpoint(), Compile(backend="aot_eager"), FullyShard()]):
         assert_parity(Mixed, "dp_shard=1,cp=2,tp=2", [context, TensorParallel(), *passes], steps)
     par = Plan("dp_shard=1,cp=2,tp=2", [context, TensorParallel(sequence_parallel=True), FullyShard()]).apply(Mixed())
-    with pytest.raises(MeshparError, match=r"Sums computes whole sequences of 16 .* use TensorParallel\(sequence_parallel=False\)"):
+    with pytest.raises(
+        MeshparError, match=r"Sums computes whole sequences of 16 .* use TensorParallel\(sequence_parallel=False\)"
+    ):
         par.module(**par.split({"input_ids": torch.arange(16)[None]}))
 
 
 def test_what_cannot_be_split_is_refused():
     with pytest.raises(PlanError, match=r"the layout does not name the attention of Bare; call meshpar.attention"):
-        Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).check(Bare(), ModelLayout(blocks=("layers.*",)), world_size=2)
+        Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).check(
+            Bare(), ModelLayout(blocks=("layers.*",)), world_size=2
+        )
     with pytest.raises(PlanError, match=r"transport='ring'.*must be 'gather' or 'heads'"):
         Plan("dp_shard=1,cp=2", [ContextParallel(transport="ring"), FullyShard()]).check(transformer(), world_size=2)
     with pytest.raises(PlanError, match="attends by 'flex_attention', and ContextParallel serves 'sdpa' and 'eager'"):
@@ -442,7 +491,10 @@ def test_the_test_of_positions_leaves_no_trace_in_the_first_step(passes):
 
 def first_step(passes):
     assert_parity(
-        transformer, "dp_shard=1,cp=2", [ContextParallel(), *passes, FullyShard()], with_documents(token_steps(VOCAB, parts=1, steps=2))
+        transformer,
+        "dp_shard=1,cp=2",
+        [ContextParallel(), *passes, FullyShard()],
+        with_documents(token_steps(VOCAB, parts=1, steps=2)),
     )
 
 
@@ -468,7 +520,11 @@ def shared_config():
     plans = [Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).apply(each) for each in (one, other)]
     assert one.config is not other.config
     ids, documents = torch.arange(16)[None], torch.cat([torch.arange(5), torch.arange(11)])[None]
-    for par, positions in ((plans[0], torch.arange(16)[None]), (plans[1], documents), (plans[0], torch.arange(16)[None])):
+    for par, positions in (
+        (plans[0], torch.arange(16)[None]),
+        (plans[1], documents),
+        (plans[0], torch.arange(16)[None]),
+    ):
         alone = type(one)(huggingface("Llama").config)
         alone.load_state_dict({name: each.full_tensor() for name, each in par.module.state_dict().items()})
         want = alone(input_ids=ids, position_ids=positions).logits
@@ -505,6 +561,8 @@ def refused():
             par.module(input_ids=torch.arange(8)[None], position_ids=torch.arange(8)[None])
     with pytest.raises(MeshparError, match="generate makes one position after another"):
         par.module.generate(torch.arange(8)[None])
-    par = Plan("dp_shard=1,cp=2", [ContextParallel(transport="heads"), FullyShard()]).apply(transformer(heads=3, kv_heads=3, dim=24))
+    par = Plan("dp_shard=1,cp=2", [ContextParallel(transport="heads"), FullyShard()]).apply(
+        transformer(heads=3, kv_heads=3, dim=24)
+    )
     with pytest.raises(MeshparError, match="divides the heads, got 3"):
         par.module(**par.split({"input_ids": torch.arange(8)[None]}))

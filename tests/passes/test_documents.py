@@ -16,7 +16,17 @@ from meshpar.errors import MeshparError
 from meshpar.layout import ModelLayout
 from meshpar.plan import Plan
 from meshpar.testing import on_ranks
-from meshpar.training import AdamWSettings, Batches, Distillation, PackedTokens, Schedule, Trainer, TrainSettings, build_adamw, freeze
+from meshpar.training import (
+    AdamWSettings,
+    Batches,
+    Distillation,
+    PackedTokens,
+    Schedule,
+    Trainer,
+    TrainSettings,
+    build_adamw,
+    freeze,
+)
 from meshpar.training.documents import check_documents
 from meshpar.training.objectives import CausalLM
 from meshpar.training.samples import MappedSamples
@@ -26,7 +36,12 @@ from meshpar.training.tokens import prepare_tokens, write_tokens
 from tests.support.models_for_parity import VOCAB, Masked, gpt2, huggingface, transformer
 
 END = VOCAB - 1
-MODELS = {"transformer": transformer, "gpt2": gpt2, "llama": lambda: huggingface("Llama"), "qwen3": lambda: huggingface("Qwen3")}
+MODELS = {
+    "transformer": transformer,
+    "gpt2": gpt2,
+    "llama": lambda: huggingface("Llama"),
+    "qwen3": lambda: huggingface("Qwen3"),
+}
 
 
 def documents(*lengths, seed=0):
@@ -52,7 +67,11 @@ def test_a_packed_row_has_the_loss_and_gradients_of_its_documents(name, tmp_path
     torch.manual_seed(0)
     model, written = MODELS[name]().eval(), documents(9, 1, 14, 8)
     row = packed(tmp_path, written, 31).__getitems__([0])
-    alone = [{"input_ids": torch.tensor([each[:-1]]), "labels": torch.tensor([each[1:]])} for each in written if len(each) > 1]
+    alone = [
+        {"input_ids": torch.tensor([each[:-1]]), "labels": torch.tensor([each[1:]])}
+        for each in written
+        if len(each) > 1
+    ]
     loss, gradients = loss_and_gradients(model, [row])
     want, wanted = loss_and_gradients(model, alone)
     assert loss == pytest.approx(want, rel=1e-5)
@@ -61,8 +80,13 @@ def test_a_packed_row_has_the_loss_and_gradients_of_its_documents(name, tmp_path
     other = {**row, "labels": row["labels"].clone(), "input_ids": row["input_ids"].clone()}
     row["labels"][:, :10] = other["labels"][:, :10] = -100
     other["input_ids"][:, :8] = (other["input_ids"][:, :8] + 1) % END
-    assert CausalLM().loss(model, row)[0].equal(CausalLM().loss(model, other)[0]), "a document changed the loss of another one"
-    joined = {key: value for key, value in row.items() if key != "position_ids"}, {k: v for k, v in other.items() if k != "position_ids"}
+    assert CausalLM().loss(model, row)[0].equal(CausalLM().loss(model, other)[0]), (
+        "a document changed the loss of another one"
+    )
+    joined = (
+        {key: value for key, value in row.items() if key != "position_ids"},
+        {k: v for k, v in other.items() if k != "position_ids"},
+    )
     assert not CausalLM().loss(model, joined[0])[0].equal(CausalLM().loss(model, joined[1])[0])
 
 
@@ -75,7 +99,9 @@ def test_documents_are_counted_in_the_ids(tmp_path):
     other = PackedTokens(replace(file, eos_id=ord("o")), 64)
     assert other.fingerprint != told.fingerprint and other.fingerprint_of("joined") == told.fingerprint_of("joined")
     (tmp_path / "a.txt").write_text("one story")
-    assert not PackedTokens(prepare_tokens(TextSource(inputs=(str(tmp_path / "a.txt"),)), byte_tokenizer(), tmp_path).train, 64).separates
+    assert not PackedTokens(
+        prepare_tokens(TextSource(inputs=(str(tmp_path / "a.txt"),)), byte_tokenizer(), tmp_path).train, 64
+    ).separates
 
 
 def test_every_token_but_the_first_of_a_document_is_a_label_once(tmp_path):
@@ -130,10 +156,15 @@ def test_a_model_that_lets_documents_see_each_other_is_refused_by_name():
 def refused():
     import transformers
 
-    sizes = dict(vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2, conv_kernel=3, expand=2, time_step_rank=4)
+    sizes = dict(
+        vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2, conv_kernel=3, expand=2, time_step_rank=4
+    )
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, use_cache=False))
     for model, told in (
-        (Carried("recurrent"), "Carried does not keep the documents of a packed row separate: .*data.documents: joined"),
+        (
+            Carried("recurrent"),
+            "Carried does not keep the documents of a packed row separate: .*data.documents: joined",
+        ),
         (Carried("one before"), "Carried does not keep the documents of a packed row separate"),
         (Carried("counts"), "Carried counts positions itself"),
         (Masked(), "Masked takes no position_ids"),
@@ -160,13 +191,20 @@ def trained(folder):
         (Carried("recurrent"), CausalLM(), samples, "Carried does not keep the documents"),
         (Carried("recurrent"), CausalLM(), one, "Carried does not keep the documents"),
         (transformer(), CausalLM(), unlabelled, "no label of the first 2 steps counted"),
-        (transformer(), Distillation(teacher=freeze(Carried("recurrent"))), samples, "Carried does not keep the documents"),
+        (
+            transformer(),
+            Distillation(teacher=freeze(Carried("recurrent"))),
+            samples,
+            "Carried does not keep the documents",
+        ),
         (transformer(), Distillation(teacher=freeze(transformer())), samples, None),
     ):
         par = Plan("", []).apply(model)
         batches, optimizer = Batches(data, micro_batch=2), build_adamw(model, AdamWSettings(lr=1e-3))
         held = None if data is not one else Batches(samples, micro_batch=2)
-        trainer = Trainer(par, objective, batches, optimizer, Schedule(lr=1e-3, steps=2), TrainSettings(steps=2), validation=held)
+        trainer = Trainer(
+            par, objective, batches, optimizer, Schedule(lr=1e-3, steps=2), TrainSettings(steps=2), validation=held
+        )
         with nullcontext() if told is None else pytest.raises(MeshparError, match=told):
             trainer.run()
     row = samples.__getitems__([0])
@@ -174,7 +212,9 @@ def trained(folder):
     other["input_ids"][:, :8] = (row["input_ids"][:, :8] + 1) % END
     row["labels"][:, :9] = other["labels"][:, :9] = -100
     model.eval()
-    assert objective.loss(model, row)[0].equal(objective.loss(model, other)[0]), "a teacher or a student saw another document"
+    assert objective.loss(model, row)[0].equal(objective.loss(model, other)[0]), (
+        "a teacher or a student saw another document"
+    )
 
 
 @pytest.mark.parametrize(

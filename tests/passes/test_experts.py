@@ -36,7 +36,9 @@ from tests.support.models_for_parity import VOCAB, huggingface, transformer
 
 
 def mixture(name="Qwen3Moe", **options):
-    sizes = dict(moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1)
+    sizes = dict(
+        moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1
+    )
     return huggingface(name, **sizes | options)
 
 
@@ -45,7 +47,9 @@ def own_mixture():
 
 
 def on_two_experts():
-    """Every token of every rank chooses experts 5 and 4, in the order of its weights: six experts and three of four ranks get none."""
+    """Every token of every rank chooses experts 5 and 4, in the order of its weights: six experts and three of four
+    ranks get none.
+    """
     model = mixture()
     for layer in model.model.layers:
         gate = layer.mlp.gate
@@ -67,9 +71,17 @@ MESHES = {
         ("dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), FullyShard()]),
         ("dp_shard=1,cp=2,ep=2", [ExpertParallel(), ContextParallel(), FullyShard()]),
     ],
-    8: [("dp_replicate=2,dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()])],
+    8: [
+        (
+            "dp_replicate=2,dp_shard=1,ep=2,tp=2",
+            [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()],
+        )
+    ],
     16: [
-        ("dp_replicate=2,dp_shard=2,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()]),
+        (
+            "dp_replicate=2,dp_shard=2,ep=2,tp=2",
+            [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), HybridShard()],
+        ),
         ("dp_shard=2,cp=2,ep=2,tp=2", [ExpertParallel(), ContextParallel(), TensorParallel(), FullyShard()]),
     ],
 }
@@ -99,7 +111,9 @@ def test_a_mesh_that_equals_one_whose_groups_are_closed_has_its_own(tmp_path):
 
 
 def divided(ranks):
-    """Uneven counts of tokens, two micro-batches and clipping. Many ranks train our own mixture, for each would import transformers."""
+    """Uneven counts of tokens, two micro-batches and clipping. Many ranks train our own mixture, for each would import
+    transformers.
+    """
     build = mixture if ranks < 8 else own_mixture
     steps = token_steps(VOCAB, micro_batches=2, parts=max(8, ranks), length=8)
     for mesh, passes in MESHES[ranks]:
@@ -126,7 +140,10 @@ def test_the_reference_mixture_is_qwen3_moe(tmp_path):
 @pytest.mark.long
 @on_ranks(4)
 def test_the_reference_mixture_on_any_mesh_equals_one_process():
-    for mesh, passes in [("dp_shard=1,ep=4", [ExpertParallel(), Compile(backend="eager"), FullyShard()]), *MESHES[4][2:]]:
+    for mesh, passes in [
+        ("dp_shard=1,ep=4", [ExpertParallel(), Compile(backend="eager"), FullyShard()]),
+        *MESHES[4][2:],
+    ]:
         assert_parity(own_mixture, mesh, passes, token_steps(VOCAB, micro_batches=2, length=8))
     assert_parity(own_mixture, "dp_shard=2,tp=2", [TensorParallel(), FullyShard()], token_steps(VOCAB, length=8))
 
@@ -135,7 +152,10 @@ def test_the_reference_mixture_on_any_mesh_equals_one_process():
 def test_experts_without_tokens_and_all_tokens_on_one_rank_equal_one_process():
     assert_parity(on_two_experts, "dp_shard=1,ep=4", [ExpertParallel(), FullyShard()], token_steps(VOCAB))
     assert_parity(
-        lambda: mixture(num_experts=6), "dp_shard=2,ep=2", [ExpertParallel(), FullyShard()], token_steps(VOCAB, batch=1, length=2)
+        lambda: mixture(num_experts=6),
+        "dp_shard=2,ep=2",
+        [ExpertParallel(), FullyShard()],
+        token_steps(VOCAB, batch=1, length=2),
     )
 
 
@@ -145,7 +165,11 @@ def test_a_thousand_routings_equal_the_dense_computation_bitwise():
     group, rank = dist.group.WORLD, dist.get_rank()
     for trial in range(1000):
         draw = torch.Generator().manual_seed(trial)
-        count, slots, width = 4 * int(torch.randint(1, 4, (), generator=draw)), int(torch.randint(1, 5, (), generator=draw)), 6
+        count, slots, width = (
+            4 * int(torch.randint(1, 4, (), generator=draw)),
+            int(torch.randint(1, 5, (), generator=draw)),
+            6,
+        )
         tables = torch.randn(2, count, width, generator=draw, dtype=torch.float64)
         sizes = torch.randint(0, 9, (4,), generator=draw).tolist()
         heavy = torch.rand(count, generator=draw) ** (1 + trial % 40)
@@ -165,9 +189,17 @@ def test_a_thousand_routings_equal_the_dense_computation_bitwise():
         held = count // 4
         mine = tables[:, rank * held : (rank + 1) * held]
         got = by_experts(
-            lambda rows, number, scale, own=mine: expert(rows, number[:, 0], scale, own), x, chosen, weights, count, group, Routing()
+            lambda rows, number, scale, own=mine: expert(rows, number[:, 0], scale, own),
+            x,
+            chosen,
+            weights,
+            count,
+            group,
+            Routing(),
         )
-        want = torch.stack([expert(x, chosen[:, slot], weights[:, slot, None], tables) for slot in range(slots)], 1).sum(1)
+        want = torch.stack(
+            [expert(x, chosen[:, slot], weights[:, slot, None], tables) for slot in range(slots)], 1
+        ).sum(1)
         assert torch.equal(got, want), f"routing {trial} differs on rank {rank}"
         if trial % 20 == 0:
             seen = torch.autograd.grad(got.square().sum(), (x, weights))
@@ -393,7 +425,9 @@ def test_experts_compute_in_the_dtypes_that_they_would_have_without_ep():
         told = []
         for mesh, passes in (("dp_shard=2", []), ("dp_shard=1,ep=2", [ExpertParallel()])):
             plan = Plan(mesh, [*passes, FullyShard(param_dtype=torch.bfloat16)], verify=False)
-            par = plan.apply(nn.Sequential(Around(), Around()), ModelLayout(blocks=("*",), experts=("*.experts",), fp32=fp32))
+            par = plan.apply(
+                nn.Sequential(Around(), Around()), ModelLayout(blocks=("*",), experts=("*.experts",), fp32=fp32)
+            )
             par.module(torch.randn(16, 32))
             told.append([block.experts.seen for block in par.module])
         assert told[0] == told[1], fp32
@@ -431,7 +465,10 @@ class Biased(Even):
 
 def in_order(experts, x, chosen, weights):
     order, sizes = chosen.flatten().argsort(stable=True), chosen.flatten().bincount(minlength=8)
-    rows = experts(x[order // 2], sizes if isinstance(experts, Offset) else sizes.tolist()) * weights.flatten()[order, None]
+    rows = (
+        experts(x[order // 2], sizes if isinstance(experts, Offset) else sizes.tolist())
+        * weights.flatten()[order, None]
+    )
     return torch.zeros_like(x).index_add(0, order // 2, rows[:, :32] - 2 * rows[:, 32:])
 
 
@@ -445,17 +482,27 @@ def test_experts_that_take_rows_in_their_order_equal_one_process_and_are_counted
     layout, passes = replace(OWN, experts_in_order=OWN.experts), [ExpertParallel(), FullyShard()]
     counted = []
     for kind, call in [(Sized, in_order), (Offset, in_order), (Even, evenly)]:
-        assert_parity(lambda kind=kind, call=call: OwnMixture(kind, call), "dp_shard=1,ep=2", passes, token_steps(VOCAB), layout=layout)
+        assert_parity(
+            lambda kind=kind, call=call: OwnMixture(kind, call),
+            "dp_shard=1,ep=2",
+            passes,
+            token_steps(VOCAB),
+            layout=layout,
+        )
         torch.manual_seed(0)
         par = Plan("dp_shard=1,ep=2", passes).apply(OwnMixture(kind, call), layout)
         load = ExpertLoad(par)
         par.module(torch.arange(8)[None])
         load.step()
         counted.append({name: round(float(value), 6) for name, value in load.take().items()})
-    assert counted[0] == counted[1] == counted[2] and counted[0]["experts/dropped"] == 0 and counted[0]["experts/most"] > 4, counted
+    assert (
+        counted[0] == counted[1] == counted[2] and counted[0]["experts/dropped"] == 0 and counted[0]["experts/most"] > 4
+    ), counted
     with pytest.raises(ParallelError, match=r"layers.0.experts \(Biased\) gives other results"):
         Plan("dp_shard=1,ep=2", passes).apply(OwnMixture(Biased, evenly), layout).module(torch.arange(8)[None])
-    assert "forward(x, chosen, weights), expected (rows (R, D) in the order" in problems_of("dp_shard=1,ep=2", passes, OwnMixture(), layout)
+    assert "forward(x, chosen, weights), expected (rows (R, D) in the order" in problems_of(
+        "dp_shard=1,ep=2", passes, OwnMixture(), layout
+    )
 
 
 def dropped(experts, x, chosen, weights):
@@ -494,7 +541,9 @@ class Elsewhere(Own):
         del self.num_experts
 
     def forward(self, x, chosen, weights):
-        return sum(self.each(x, number) * (weights * (chosen == number)).sum(-1, keepdim=True) for number in range(self.E))
+        return sum(
+            self.each(x, number) * (weights * (chosen == number)).sum(-1, keepdim=True) for number in range(self.E)
+        )
 
 
 class Twice(Own):
@@ -519,17 +568,37 @@ def test_what_a_model_does_with_its_experts_equals_one_process_or_is_refused_on_
     assert_parity(lambda: OwnMixture(call=added_in_place), "dp_shard=1,ep=2", sharded, token_steps(VOCAB), layout=OWN)
     assert_parity(Shared, "dp_shard=1,ep=2", sharded, token_steps(VOCAB), layout=OWN)
     for kind, call, message in [
-        (Own, dropped, r"8 chosen experts of rank\(s\) 1 of ep are no experts, expected numbers from 0 to 7; .*weight 0"),
-        (Own, lambda experts, x, chosen, weights: experts(x, chosen >= 0, weights), r"chosen \(8, 2\) bool.*expected \(hidden states"),
-        (Own, lambda experts, x, chosen, weights: experts(x, chosen.T, weights.T), r"got chosen experts \(2, 8\) .*expected \(hidden"),
+        (
+            Own,
+            dropped,
+            r"8 chosen experts of rank\(s\) 1 of ep are no experts, expected numbers from 0 to 7; .*weight 0",
+        ),
+        (
+            Own,
+            lambda experts, x, chosen, weights: experts(x, chosen >= 0, weights),
+            r"chosen \(8, 2\) bool.*expected \(hidden states",
+        ),
+        (
+            Own,
+            lambda experts, x, chosen, weights: experts(x, chosen.T, weights.T),
+            r"got chosen experts \(2, 8\) .*expected \(hidden",
+        ),
         (Paired, lambda *given: given[0](*given[1:])[0], r"returned tuple, expected one tensor"),
-        (Scaled, lambda *given: given[0](*given[1:], given[1].mean(-1, keepdim=True)), r"factor \(8, 1\) float32.* and no other tensor"),
+        (
+            Scaled,
+            lambda *given: given[0](*given[1:], given[1].mean(-1, keepdim=True)),
+            r"factor \(8, 1\) float32.* and no other tensor",
+        ),
         (
             Own,
             lambda experts, x, chosen, weights: experts(x, chosen[:, 0], weights[:, 0]),
             r"got chosen experts \(8,\) .*expected \(hidden",
         ),
-        (Elsewhere, lambda experts, *given: experts(*given), "does not run with 4 of its experts on rows of noise .*such as num_experts"),
+        (
+            Elsewhere,
+            lambda experts, *given: experts(*given),
+            "does not run with 4 of its experts on rows of noise .*such as num_experts",
+        ),
     ]:
         with pytest.raises(ParallelError, match=message):
             run_own(OwnMixture(kind, call))
@@ -540,7 +609,9 @@ def test_what_a_model_does_with_its_experts_equals_one_process_or_is_refused_on_
     optimizer = torch.optim.LBFGS(par.module.parameters())
     with pytest.raises(MeshparError, match=r"LBFGS .*on several meshes"):
         optimizer.step(lambda: 0.0)
-    plan = Plan("dp_shard=1,ep=2", [ExpertParallel(), Compile(blocks=("layers.*.experts",), fullgraph=True), FullyShard()])
+    plan = Plan(
+        "dp_shard=1,ep=2", [ExpertParallel(), Compile(blocks=("layers.*.experts",), fullgraph=True), FullyShard()]
+    )
     with pytest.raises(ParallelError, match="drop fullgraph=True"):
         plan.apply(OwnMixture(), OWN)
     par = Plan("dp_shard=1,ep=2", sharded).apply(OwnMixture(call=none_of_them), OWN)
@@ -617,7 +688,9 @@ def test_what_cannot_be_divided_is_refused_before_anything_runs():
 
     with torch.device("meta"):
         model, dense = mixture(num_experts=6), transformer()
-        sizes = dict(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_heads=4, num_layers=2, num_sparse_encoder_layers=2)
+        sizes = dict(
+            vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_heads=4, num_layers=2, num_sparse_encoder_layers=2
+        )
         switch = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**sizes))
     sharded = [ExpertParallel(), FullyShard()]
     assert "model.layers.0.mlp.experts has 6 experts, which ep=4 does not divide; use ep=2, 3 or 6" in problems_of(
@@ -631,11 +704,14 @@ def test_what_cannot_be_divided_is_refused_before_anything_runs():
     )
     assert "names no experts" in problems_of("dp_shard=1,ep=2", sharded, dense)
     assert "has no experts to divide" in problems_of("dp_shard=1,ep=2", sharded, huggingface("Llama"))
-    assert "encoder.block.0.layer.1.mlp.experts is a list of modules, and each of their parameters is one expert's" in problems_of(
-        "dp_shard=1,ep=2", sharded, switch
+    assert (
+        "encoder.block.0.layer.1.mlp.experts is a list of modules, and each of their parameters is one expert's"
+        in problems_of("dp_shard=1,ep=2", sharded, switch)
     )
     assert "add ExpertParallel() or drop ep" in problems_of("dp_shard=1,ep=2", [FullyShard()], model)
-    assert "write ExpertParallel -> TensorParallel" in problems_of("dp_shard=1,ep=2,tp=2", [TensorParallel(), *sharded], model)
+    assert "write ExpertParallel -> TensorParallel" in problems_of(
+        "dp_shard=1,ep=2,tp=2", [TensorParallel(), *sharded], model
+    )
     assert "skew=3.0) is expected to be from 1, equal routing, to ep=2" in problems_of(
         "dp_shard=1,ep=2", [ExpertParallel(skew=3.0), FullyShard()], model
     )
@@ -647,8 +723,12 @@ def test_what_cannot_be_divided_is_refused_before_anything_runs():
     assert "layers.0.attn must hold parameters whose first dim counts its experts, got no parameter" in found
     found = problems_of("dp_shard=1,ep=2", sharded, OwnMixture(Buffered), OWN)
     assert "layers.1.experts.scale (8,) is a buffer whose first dim counts experts" in found
-    assert "layers.1.experts.norm.weight (8, 32) is a parameter of a child module whose first dim counts experts" in found
-    assert "layers.0.experts.up and layers.1.experts.up are one parameter" in problems_of("dp_shard=1,ep=2", sharded, Tied(), OWN)
+    assert (
+        "layers.1.experts.norm.weight (8, 32) is a parameter of a child module whose first dim counts experts" in found
+    )
+    assert "layers.0.experts.up and layers.1.experts.up are one parameter" in problems_of(
+        "dp_shard=1,ep=2", sharded, Tied(), OWN
+    )
     assert "layers.0.experts.up and layers.0.experts.down are one parameter" in problems_of(
         "dp_shard=1,ep=2", sharded, OwnMixture(Twice), OWN
     )

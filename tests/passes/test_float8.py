@@ -15,7 +15,9 @@ from meshpar.placements import local_tensor
 from meshpar.testing import on_ranks
 from tests.support.models_for_parity import VOCAB, transformer
 
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed (the extra float8)")
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed (the extra float8)"
+)
 
 
 def model() -> torch.nn.Module:
@@ -28,7 +30,9 @@ def batch() -> torch.Tensor:
 
 
 def losses_of(module: torch.nn.Module, ids: torch.Tensor, scale: float) -> torch.Tensor:
-    loss = torch.nn.functional.cross_entropy(module(input_ids=ids).logits.flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="sum")
+    loss = torch.nn.functional.cross_entropy(
+        module(input_ids=ids).logits.flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="sum"
+    )
     (loss * scale).backward()
     return loss.detach()
 
@@ -87,7 +91,11 @@ def test_tokens_that_16_does_not_divide_are_padded(monkeypatch: pytest.MonkeyPat
 
     padded: list[tuple[int, ...]] = []
     pad = float8_ops.pad_tensor_for_matmul
-    monkeypatch.setattr(float8_ops, "pad_tensor_for_matmul", lambda tensor, dims: padded.append(tuple(tensor.shape)) or pad(tensor, dims))
+    monkeypatch.setattr(
+        float8_ops,
+        "pad_tensor_for_matmul",
+        lambda tensor, dims: padded.append(tuple(tensor.shape)) or pad(tensor, dims),
+    )
     module = model()
     Float8(emulate=True).apply(module, module.meshpar_layout(), None)  # type: ignore[arg-type]
     losses_of(module, batch(), 1 / 4)

@@ -141,7 +141,9 @@ def test_adapters_on_divided_experts_train_as_in_one_process_and_are_merged_as_p
     with pytest.raises(MeshparError, match=r"balance_rate=0.1 changes biases of frozen experts"):
         ExpertLoad(par, balance_rate=0.1)
     saved_and_exported(par, qwen3_moe, ON_EXPERTS, "fsdp-tp", folder)
-    on_experts = peft.get_peft_model(qwen3_moe(), peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])).base_model.model
+    on_experts = peft.get_peft_model(
+        qwen3_moe(), peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])
+    ).base_model.model
     with pytest.raises(MeshparError, match=r"experts.base_layer is below peft's own adapters.*LoRA\(parameters="):
         Plan(*PLANS["experts"]).check(on_experts)
     if dist.get_rank() == 0:
@@ -162,7 +164,10 @@ def compare_exports(folder: Path, trained: dict[str, torch.Tensor], settings: Lo
     want = theirs.merge_and_unload()
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
         export_adapters(folder / "checkpoints", folder / "adapters", settings, folder / "base")
-    weights, config = merged(folder / "checkpoints", settings, folder / "base"), json.loads((folder / "base" / "config.json").read_text())
+    weights, config = (
+        merged(folder / "checkpoints", settings, folder / "base"),
+        json.loads((folder / "base" / "config.json").read_text()),
+    )
     export_safetensors(weights, folder / "merged", max_shard_size=20_000, config=config)
     assert len(list((folder / "merged").glob("*.safetensors"))) > 1
     ours = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged")
@@ -199,10 +204,14 @@ def test_adapters_on_experts_that_are_stored_transposed_compute_as_pefts_own() -
     peft.inject_adapter_in_model(
         peft.LoraConfig(r=2, lora_alpha=16, target_modules=[], target_parameters=list(settings.parameters)), theirs
     )
-    values = {name: torch.randn_like(each) if ".lora_" in name else each.detach() for name, each in model.named_parameters()}
+    values = {
+        name: torch.randn_like(each) if ".lora_" in name else each.detach() for name, each in model.named_parameters()
+    }
     for each in (model, theirs):
         each.load_state_dict(values, strict=False)
-    assert {name for name, each in theirs.named_parameters() if each.requires_grad} == {name for name in values if ".lora_" in name}
+    assert {name for name, each in theirs.named_parameters() if each.requires_grad} == {
+        name for name in values if ".lora_" in name
+    }
     ids = torch.arange(12)[None]
     torch.testing.assert_close(model(input_ids=ids).logits, theirs(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 
@@ -211,7 +220,9 @@ def test_a_layout_with_adapters_can_be_sent_to_a_forecasts_process() -> None:
     with torch.device("meta"):
         model = qwen3()
     model, layout = pickle.loads(pickle.dumps((model, add_adapters(model, SETTINGS))))
-    layer = next(each for name, each in model.to_empty(device="cpu").named_modules() if name.endswith("q_proj.lora_B.default"))
+    layer = next(
+        each for name, each in model.to_empty(device="cpu").named_modules() if name.endswith("q_proj.lora_B.default")
+    )
     layout.init(layer)
     assert not layer.weight.any(), "its modules are those of the model that was sent with it"
 
@@ -226,7 +237,9 @@ def test_a_seed_gives_adapters_that_change_nothing_yet() -> None:
     values = dict(par.module.named_parameters())
     assert all(not value.any() for name, value in values.items() if ".lora_B." in name)
     assert all(float(value.detach().std()) > 0.01 for name, value in values.items() if ".lora_A." in name)
-    assert {name for name, value in values.items() if value.requires_grad} == {name for name in values if ".lora_" in name}
+    assert {name for name, value in values.items() if value.requires_grad} == {
+        name for name in values if ".lora_" in name
+    }
 
 
 def test_what_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +251,10 @@ def test_what_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         LoRA(rank=0)
     for settings, message in [
         (LoRA(targets=("experts",)), "lora: Target module Qwen3MoeExperts"),
-        (LoRA(targets=("q_proj", "gate_proj", "up_proj")), "reach model.layers.1.mlp.experts.gate_up_proj, expected linear layers"),
+        (
+            LoRA(targets=("q_proj", "gate_proj", "up_proj")),
+            "reach model.layers.1.mlp.experts.gate_up_proj, expected linear layers",
+        ),
         (
             LoRA(parameters=("gate.weight",)),
             r"names model.layers.0.mlp.gate.weight \(8, 32\), .* has experts.down_proj, experts.gate_up_proj",
@@ -257,11 +273,15 @@ def test_adapters_on_the_head_are_refused_under_tp() -> None:
     with torch.device("meta"):
         model = qwen3()
     layout = add_adapters(model, LoRA(targets=("lm_head",)))
-    with pytest.raises(MeshparError, match=r"adapters on lm_head, whose style is .*, cannot be split; leave it out of lora.targets"):
+    with pytest.raises(
+        MeshparError, match=r"adapters on lm_head, whose style is .*, cannot be split; leave it out of lora.targets"
+    ):
         Plan("tp=2", [TensorParallel()]).check(model, layout, 2)
 
 
-def test_a_recipe_trains_adapters_goes_on_and_exports_them_merged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_trains_adapters_goes_on_and_exports_them_merged(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from meshpar.launchers.commands.train import launch as train
     from meshpar.launchers.export.run import export_run
     from meshpar.launchers.recipes.loading import load_recipe
@@ -273,19 +293,26 @@ def test_a_recipe_trains_adapters_goes_on_and_exports_them_merged(tmp_path: Path
     (tmp_path / "text.txt").write_text("a line of text\n" * 400)
     given = [
         f"model={{kind: huggingface, config: {tmp_path / 'base'}, weights: {tmp_path / 'base'}}}",
-        f"data={{source: files, paths: [{tmp_path / 'text.txt'}], tokenizer: bytes, sequence_length: 16, micro_batch: 2, cache: {tmp_path / 'cache'}}}",
+        f"data={{source: files, paths: [{tmp_path / 'text.txt'}], tokenizer: bytes, sequence_length: 16, "
+        f"micro_batch: 2, cache: {tmp_path / 'cache'}}}",
         "lora={targets: [q_proj, down_proj], rank: 2}", "mesh=''", "training.tensorboard=false", "training.validate_every=null", "schedule.warmup_steps=0",
     ]  # fmt: skip
     for steps in (2, 4):
-        recipe = load_recipe("quickstart", [*given, f"output={tmp_path / 'run'}", f"training.steps={steps}", "training.log_every=1"])
+        recipe = load_recipe(
+            "quickstart", [*given, f"output={tmp_path / 'run'}", f"training.steps={steps}", "training.log_every=1"]
+        )
         assert train(recipe, 1, quiet=True) == 0
-    trained = 2 * 2 * (base.config.hidden_size * 3 + base.config.intermediate_size)  # two layers; rank 2 beside two matrices of each
+    trained = (
+        2 * 2 * (base.config.hidden_size * 3 + base.config.intermediate_size)
+    )  # two layers; rank 2 beside two matrices of each
     assert f" parameters, {trained:,} of them trained, on one process" in capfd.readouterr().err
     stored = names_in(tmp_path / "run" / "checkpoints" / "latest")
     assert len(stored) == 2 * 2 * 2 and all(".lora_" in name for name in stored)
     import transformers
 
-    merged = transformers.AutoModelForCausalLM.from_pretrained(export_run(tmp_path / "run", tmp_path / "merged")).state_dict()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(
+        export_run(tmp_path / "run", tmp_path / "merged")
+    ).state_dict()
     changed = {name for name, value in base.state_dict().items() if not torch.equal(value, merged[name])}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "down_proj"} and len(changed) == 4
     with pytest.raises(RecipeError, match="adapters need a model of transformers"):
@@ -293,5 +320,7 @@ def test_a_recipe_trains_adapters_goes_on_and_exports_them_merged(tmp_path: Path
 
 
 def test_adapters_on_an_embedding_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"lora.targets name model.embed_tokens, a Embedding; adapters require linear layers"):
+    with pytest.raises(
+        RecipeError, match=r"lora.targets name model.embed_tokens, a Embedding; adapters require linear layers"
+    ):
         add_adapters(qwen3(), LoRA(targets=("embed_tokens",)))

@@ -53,7 +53,13 @@ ON_EIGHT = {("transformer-tied-qknorm", "hsdp-tp-sequence-loss")}
 
 
 def ranks_of(plan):
-    return 8 if plan.startswith("hsdp-tp") else 4 if plan in ("hsdp", "replicate-tp", "fsdp-tp", "fsdp-tp-sequence-loss") else 2
+    return (
+        8
+        if plan.startswith("hsdp-tp")
+        else 4
+        if plan in ("hsdp", "replicate-tp", "fsdp-tp", "fsdp-tp-sequence-loss")
+        else 2
+    )
 
 
 def with_recomputation(passes, **options):
@@ -96,7 +102,9 @@ def test_four_ranks(model, plan):
 
 
 class EveryStyle(nn.Module):
-    """Attention in the styles that the models above do without: lookups by features, copied heads with biases, parameters by name."""
+    """Attention in the styles that the models above do without: lookups by features, copied heads with biases,
+    parameters by name.
+    """
 
     def __init__(self):
         super().__init__()
@@ -178,7 +186,11 @@ def failing():
 def test_kept_ranks_serve_the_next_test_until_one_fails(tmp_path):
     keeping = functools.partial(on_ranks, 2, timeout_s=80, keep=True)
     for test, after in ((seen, 2), (seen, 2), (failing, 2), (seen, 4), (seen, 4)):
-        with nullcontext() if test is seen else pytest.raises(RankFailure, match=r"failed on rank 1 of 2(.|\n)*an error of its own"):
+        with (
+            nullcontext()
+            if test is seen
+            else pytest.raises(RankFailure, match=r"failed on rank 1 of 2(.|\n)*an error of its own")
+        ):
             keeping()(test)(*((str(tmp_path), True) if test is seen else ()))
         assert len(list(tmp_path.iterdir())) == after
     on_ranks(2)(seen)(str(tmp_path), False)

@@ -1,11 +1,23 @@
-"""The knobs of the passes, each against one process; sizes that do not divide; compiled; and what mixed precision keeps."""
+"""The knobs of the passes, each against one process; sizes that do not divide; compiled; and what mixed precision
+keeps.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, Pass, Plan, PlanError, Replicate, TensorParallel
+from meshpar import (
+    ActivationCheckpoint,
+    Compile,
+    FullyShard,
+    HybridShard,
+    Pass,
+    Plan,
+    PlanError,
+    Replicate,
+    TensorParallel,
+)
 from meshpar._torch import as_one_operator
 from meshpar.passes.recompute import _selective_contexts
 from meshpar.placements import local_tensor
@@ -35,7 +47,9 @@ KNOBS = {
 }
 
 
-@pytest.mark.parametrize("knob", [pytest.param(knob, marks=pytest.mark.long) if knob == "compiled" else knob for knob in KNOBS])
+@pytest.mark.parametrize(
+    "knob", [pytest.param(knob, marks=pytest.mark.long) if knob == "compiled" else knob for knob in KNOBS]
+)
 def test_fsdp_knobs(knob):
     fsdp_knob(knob)
 
@@ -71,7 +85,9 @@ def test_selective_recomputation_in_mixed_precision():
     ("mesh", "passes"),
     [
         ("dp_replicate=2", [Compile(backend="aot_eager"), Replicate()]),
-        pytest.param("dp_replicate=2,dp_shard=1", [Compile(backend="aot_eager"), HybridShard()], marks=pytest.mark.long),
+        pytest.param(
+            "dp_replicate=2,dp_shard=1", [Compile(backend="aot_eager"), HybridShard()], marks=pytest.mark.long
+        ),
         pytest.param("tp=2", [TensorParallel(), Compile(backend="aot_eager")], marks=pytest.mark.long),
         ("dp_shard=1,tp=2", [SEQUENCE, ActivationCheckpoint(), Compile(backend="aot_eager"), FullyShard()]),
     ],
@@ -88,7 +104,9 @@ def compiled(mesh, passes):
 
 @on_ranks(2, keep=True)
 def test_selective_recomputation_under_tp():
-    assert_parity(transformer, "tp=2", [TensorParallel(), ActivationCheckpoint(mode="selective")], token_steps(VOCAB, parts=2))
+    assert_parity(
+        transformer, "tp=2", [TensorParallel(), ActivationCheckpoint(mode="selective")], token_steps(VOCAB, parts=2)
+    )
 
 
 @on_ranks(3, keep=True)
@@ -98,13 +116,22 @@ def test_fsdp_rows_that_do_not_divide():
 
 @on_ranks(4, keep=True)
 def test_tp_features_that_do_not_divide():
-    assert_parity(lambda: transformer(hidden=7, vocab_size=10, kv_heads=4), "tp=4", [SEQUENCE], token_steps(10, parts=2))
-    assert_parity(lambda: transformer(hidden=7, vocab_size=10, kv_heads=4), "tp=4", [TensorParallel()], token_steps(10, parts=2))
+    assert_parity(
+        lambda: transformer(hidden=7, vocab_size=10, kv_heads=4), "tp=4", [SEQUENCE], token_steps(10, parts=2)
+    )
+    assert_parity(
+        lambda: transformer(hidden=7, vocab_size=10, kv_heads=4), "tp=4", [TensorParallel()], token_steps(10, parts=2)
+    )
 
 
 @on_ranks(6, keep=True)
 def test_fsdp_and_tp_sizes_that_do_not_divide():
-    assert_parity(lambda: transformer(hidden=51, vocab_size=97), "dp_shard=3,tp=2", [SEQUENCE, FullyShard()], token_steps(97, parts=3))
+    assert_parity(
+        lambda: transformer(hidden=51, vocab_size=97),
+        "dp_shard=3,tp=2",
+        [SEQUENCE, FullyShard()],
+        token_steps(97, parts=3),
+    )
 
 
 @on_ranks(4, keep=True)
@@ -133,7 +160,14 @@ def on_meta(build):
 
 @on_ranks(2)
 def test_mixed_precision_computes_low_and_keeps_float32_masters():
-    passes = [FullyShard(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32, buffer_dtype=torch.bfloat16)]
+    passes = [
+        FullyShard(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            output_dtype=torch.float32,
+            buffer_dtype=torch.bfloat16,
+        )
+    ]
     module = on_meta(transformer)
     module.register_buffer("counts", torch.ones(3))
     module.norm.register_buffer("scale", torch.ones(3))
@@ -157,7 +191,12 @@ def test_gradients_are_reduced_in_param_dtype_by_default(make):
     """FSDP2's own default has changed with torch 2.15."""
     half, single = torch.bfloat16, torch.float32
     given = make(param_dtype=half)
-    assert [each.reduce_dtype for each in (given.inner(), given.outer(), given.kept(), make().inner())] == [half, half, single, None]
+    assert [each.reduce_dtype for each in (given.inner(), given.outer(), given.kept(), make().inner())] == [
+        half,
+        half,
+        single,
+        None,
+    ]
     assert make(param_dtype=half, reduce_dtype=single).inner().reduce_dtype == single
 
 
@@ -181,7 +220,11 @@ def test_nothing_is_reduced_before_the_last_micro_batch(passes):
 
 @on_ranks(2, keep=True)
 def unreduced(passes):
-    par = Plan("dp_shard=2" if passes[0].name == "FullyShard" else "dp_replicate=2", passes).apply(on_meta(transformer)).materialize(seed=0)
+    par = (
+        Plan("dp_shard=2" if passes[0].name == "FullyShard" else "dp_replicate=2", passes)
+        .apply(on_meta(transformer))
+        .materialize(seed=0)
+    )
     reduced = []
     for batch in par.accumulate([random_tokens(VOCAB, 1, 8, seed=n) for n in range(3)]):
         token_loss_sum(par.module, batch)[0].backward()

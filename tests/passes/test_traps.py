@@ -55,14 +55,20 @@ MESHES = {
 
 @on_ranks(4, keep=True)
 def test_initial_weights_do_not_depend_on_the_mesh_and_ties_hold():
-    for build in (lambda: transformer(vocab_size=97, tied=True), lambda: huggingface("Qwen3", tie_word_embeddings=True)):
+    for build in (
+        lambda: transformer(vocab_size=97, tied=True),
+        lambda: huggingface("Qwen3", tie_word_embeddings=True),
+    ):
         expected = alone(build)
         for mesh, passes in MESHES.values():
             par = Plan(mesh, passes).apply(on_meta(build)).materialize(seed=0)
             assert tied_names(par.module), "the head came untied"
             for name, parameter in par.module.named_parameters():
                 assert torch.equal(whole(parameter), expected[name]), (mesh, name)
-                assert torch.equal(local_tensor(parameter).cpu(), expected[name][held_by_this_rank(parameter)]), (mesh, name)
+                assert torch.equal(local_tensor(parameter).cpu(), expected[name][held_by_this_rank(parameter)]), (
+                    mesh,
+                    name,
+                )
 
 
 @on_ranks(4, keep=True)
@@ -110,7 +116,9 @@ def test_weights_that_do_not_fit_are_all_named_before_any_is_read():
     del source.tensors["norm.weight"]
     source.tensors["head.weight"] = torch.zeros(3, 3)
     par = Plan("dp_shard=2", [FullyShard()]).apply(on_meta(transformer))
-    with pytest.raises(MeshparError, match=r"missing: norm.weight \(32,\)\n.*shape of head.weight: expected \(96, 32\), got \(3, 3\)"):
+    with pytest.raises(
+        MeshparError, match=r"missing: norm.weight \(32,\)\n.*shape of head.weight: expected \(96, 32\), got \(3, 3\)"
+    ):
         par.materialize(weights=source)
     assert source.elements == 0
 
@@ -118,7 +126,9 @@ def test_weights_that_do_not_fit_are_all_named_before_any_is_read():
 @on_ranks(4)
 def test_replicas_that_start_different_are_refused():
     torch.manual_seed(dist.get_rank() // 2)
-    with pytest.raises(MeshparError, match=r"the weights handed to apply differ.*\n.*embed.weight: rank 0 against ranks \[2, 3\]"):
+    with pytest.raises(
+        MeshparError, match=r"the weights handed to apply differ.*\n.*embed.weight: rank 0 against ranks \[2, 3\]"
+    ):
         Plan("dp_replicate=2,dp_shard=2", [HybridShard()]).apply(transformer())
 
 
@@ -154,12 +164,17 @@ class Rotating(nn.Module):
 @on_ranks(2)
 def test_buffers_outside_the_state_dict_are_right_after_meta():
     layout = ModelLayout(blocks=("0",))
-    for weights in ({"seed": 0}, {"weights": Weights({"0.linear.weight": torch.ones(4, 4), "0.linear.bias": torch.ones(4)})}):
+    for weights in (
+        {"seed": 0},
+        {"weights": Weights({"0.linear.weight": torch.ones(4, 4), "0.linear.bias": torch.ones(4)})},
+    ):
         module = on_meta(lambda: nn.Sequential(Rotating()))
         Plan("dp_shard=2", [FullyShard()]).apply(module, layout).materialize(**weights)
         assert torch.equal(module[0].table, torch.arange(4.0))
     with pytest.raises(LayoutError, match=r"0 \(Rotating\) has no initialisation for table"):
-        Plan("dp_shard=2", [FullyShard()]).apply(on_meta(lambda: nn.Sequential(Rotating(resets=False))), layout).materialize(seed=0)
+        Plan("dp_shard=2", [FullyShard()]).apply(
+            on_meta(lambda: nn.Sequential(Rotating(resets=False))), layout
+        ).materialize(seed=0)
 
 
 @on_ranks(4, keep=True)
@@ -229,13 +244,20 @@ def gathered(tensor):
 
 @on_ranks(4, keep=True)
 def test_dropout_differs_across_shards_and_agrees_where_activations_are_replicated():
-    par = Plan("dp_replicate=2,tp=2", [TensorParallel(), Replicate()]).apply(on_meta(lambda: nn.Sequential(Masked())), MASKED)
+    par = Plan("dp_replicate=2,tp=2", [TensorParallel(), Replicate()]).apply(
+        on_meta(lambda: nn.Sequential(Masked())), MASKED
+    )
     par.materialize(seed=0).manual_seed(5)
     par.module(torch.randn(1, 16, 8))
     inside, outside, before = (gathered(mask) for mask in par.module[0].masks[0])
     assert not torch.equal(inside[0], inside[1]) and not torch.equal(inside[2], inside[3]), "shards drew the same mask"
-    for shared in (outside, before):  # before the projections of a region, too: what is split counts, not where a region begins
-        assert torch.equal(shared[0], shared[1]) and torch.equal(shared[2], shared[3]), "replicated activations drew different masks"
+    for shared in (
+        outside,
+        before,
+    ):  # before the projections of a region, too: what is split counts, not where a region begins
+        assert torch.equal(shared[0], shared[1]) and torch.equal(shared[2], shared[3]), (
+            "replicated activations drew different masks"
+        )
     assert not torch.equal(outside[0], outside[2]), "different data drew the same mask"
     par.module(torch.randn(1, 16, 8))
     assert not torch.equal(par.module[0].masks[1][0], par.module[0].masks[0][0]), "every step drew the same mask"
@@ -288,7 +310,10 @@ class Chosen(Splits):
     def forward(self, x, chosen, weights):
         mask = self.inside(torch.ones_like(x))
         self.masks = [mask == 0]
-        return sum((weights * (chosen == place)).sum(-1, keepdim=True) * (x * mask @ self.each[place]) for place in range(self.num_experts))
+        return sum(
+            (weights * (chosen == place)).sum(-1, keepdim=True) * (x * mask @ self.each[place])
+            for place in range(self.num_experts)
+        )
 
 
 class Table(Splits):
@@ -312,7 +337,9 @@ class Around(nn.Module):
 
     def forward(self, x):
         chosen = torch.arange(16).remainder(4)[None, :, None]
-        more = {Nested: (), Features: (), Chosen: (chosen, torch.ones(1, 16, 1)), Table: (chosen[..., 0],)}[type(self.inner)]
+        more = {Nested: (), Features: (), Chosen: (chosen, torch.ones(1, 16, 1)), Table: (chosen[..., 0],)}[
+            type(self.inner)
+        ]
         out = self.inner(x, *more)
         self.inner.masks.append(self.outside(torch.ones_like(out)) == 0)
         return out
@@ -403,7 +430,11 @@ CARELESS = ModelLayout(tensor={"0.embed": "vocab", "0.q": "colwise", "0.o": "row
 @on_ranks(2)
 def test_errors_inside_a_parallel_module_say_where_why_and_what_to_do():
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    par = Plan("tp=2", [TensorParallel()]).apply(on_meta(lambda: nn.Sequential(Careless("weight"))), CARELESS).materialize(seed=0)
+    par = (
+        Plan("tp=2", [TensorParallel()])
+        .apply(on_meta(lambda: nn.Sequential(Careless("weight"))), CARELESS)
+        .materialize(seed=0)
+    )
     with pytest.raises(ParallelError) as caught:
         par.module(tokens)
     text = str(caught.value)
@@ -411,7 +442,11 @@ def test_errors_inside_a_parallel_module_say_where_why_and_what_to_do():
     assert "embed.weight (16, 8) as tp:S(0)" in text and "test_traps.py:" in text
     assert "likely cause: a parameter that is split over the mesh is used outside its own module" in text
     assert "remedy: call the module that owns the weight" in text
-    par = Plan("tp=2", [TensorParallel()]).apply(on_meta(lambda: nn.Sequential(Careless("heads"))), CARELESS).materialize(seed=0)
+    par = (
+        Plan("tp=2", [TensorParallel()])
+        .apply(on_meta(lambda: nn.Sequential(Careless("heads"))), CARELESS)
+        .materialize(seed=0)
+    )
     with pytest.raises(ParallelError) as caught:
         par.module(tokens)
     assert "assumes all heads or features, but this rank holds its share" in str(caught.value)
@@ -423,7 +458,9 @@ def test_a_sequence_that_does_not_divide_is_refused_by_name():
     par = Plan("tp=2", [TensorParallel(sequence_parallel=True)]).apply(on_meta(transformer)).materialize(seed=0)
     with pytest.raises(MeshparError, match="sequence length 15 is not divided by tp=2"):
         par.module(input_ids=random_tokens(VOCAB, 1, 15, seed=0)["input_ids"])
-    table = nn.Sequential(nn.Embedding(VOCAB, 8))  # which is the first to split the sequence, and would leave a position out
+    table = nn.Sequential(
+        nn.Embedding(VOCAB, 8)
+    )  # which is the first to split the sequence, and would leave a position out
     par = Plan("tp=2", [TensorParallel(sequence_parallel=True)]).apply(table, ModelLayout(tensor={"0": "sequence"}))
     with pytest.raises(MeshparError, match="sequence length 15 is not divided by tp=2"):
         par.module(torch.arange(15)[None] % VOCAB)
@@ -498,7 +535,9 @@ class Choosing(nn.Module):
 
 
 CHOICES = [(["a", "b"], ["a", "b"]), (["a", "a"], ["b", "a"])]
-"""By micro-batch: the branches that the two ranks take; nobody takes ``c``, and the second time nobody ``b`` on its own."""
+"""By micro-batch: the branches that the two ranks take; nobody takes ``c``, and the second time nobody ``b`` on its
+own.
+"""
 
 
 @pytest.mark.parametrize("accumulated", [False, True], ids=["each", "accumulated"])
@@ -574,7 +613,8 @@ def test_every_input_of_a_region_gets_its_whole_gradient():
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-5, atol=1e-6)
     with pytest.raises(
-        MeshparError, match=r"attend.temperature \(1,\) in region attend has no style.*give 'attend.temperature' 'grad_sum'"
+        MeshparError,
+        match=r"attend.temperature \(1,\) in region attend has no style.*give 'attend.temperature' 'grad_sum'",
     ):
         Plan("tp=2", [TensorParallel()]).check(CrossAttention(bare=True), CROSS)
 
@@ -585,7 +625,11 @@ def test_a_forward_without_gradients_leaves_nothing_stale():
     for keep in (True, False):
         results = []
         for evaluate in (False, True):
-            par = Plan("dp_shard=2", [FullyShard(reshard_after_forward=keep)]).apply(on_meta(transformer)).materialize(seed=0)
+            par = (
+                Plan("dp_shard=2", [FullyShard(reshard_after_forward=keep)])
+                .apply(on_meta(transformer))
+                .materialize(seed=0)
+            )
             optimizer = torch.optim.SGD(par.module.parameters(), lr=1.0)
             token_loss_sum(par.module, tokens)[0].backward()
             if evaluate:
@@ -657,7 +701,9 @@ def test_ranks_that_bring_different_modules_are_told_instead_of_waiting():
 
 
 @pytest.mark.parametrize(
-    "passes", [[FullyShard(param_dtype=torch.bfloat16)], [Replicate(param_dtype=torch.bfloat16)]], ids=["fsdp", "replicate"]
+    "passes",
+    [[FullyShard(param_dtype=torch.bfloat16)], [Replicate(param_dtype=torch.bfloat16)]],
+    ids=["fsdp", "replicate"],
 )
 def test_modules_kept_in_float32_compute_in_it(passes):
     kept_in_float32(passes)
@@ -719,5 +765,7 @@ def test_a_gradient_that_is_not_summed_over_the_axis_is_named_in_the_first_step(
     par = Plan("tp=2", [unsummed]).apply(transformer(qk_norm=True))
     par.cycle.split_test = None
     loss = par.module(input_ids=torch.randint(0, VOCAB, (2, 8))).logits.square().mean()
-    with pytest.raises(MeshparError, match=r"ranks of tp have different gradients .*layers\.0\.attn\.q_norm\.weight.*'grad_sum'"):
+    with pytest.raises(
+        MeshparError, match=r"ranks of tp have different gradients .*layers\.0\.attn\.q_norm\.weight.*'grad_sum'"
+    ):
         loss.backward()

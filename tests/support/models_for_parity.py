@@ -14,7 +14,9 @@ VOCAB = 96
 
 def transformer(**options):
     return Transformer(
-        TransformerConfig(**dict(vocab_size=VOCAB, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, max_positions=64) | options)
+        TransformerConfig(
+            **dict(vocab_size=VOCAB, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, max_positions=64) | options
+        )
     )
 
 
@@ -25,7 +27,14 @@ def gpt2(**options):
 def huggingface(name, **options):
     import transformers
 
-    sizes = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     options = sizes | dict(max_position_embeddings=64, head_dim=8, use_cache=False) | options
     config = getattr(transformers, f"{name}Config")(**options)
     return getattr(transformers, f"{name}ForCausalLM")(config)
@@ -34,7 +43,16 @@ def huggingface(name, **options):
 def huggingface_gpt2(**options):
     import transformers
 
-    sizes = dict(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    sizes = dict(
+        vocab_size=VOCAB,
+        n_positions=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False, **options))
 
 
@@ -48,7 +66,9 @@ class MaskedAttention(nn.Module):
     def forward(self, x):
         q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
         mask = torch.ones(x.shape[1], x.shape[1], device=x.device, dtype=torch.bool).tril()
-        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        return x + self.out(
+            nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        )
 
 
 class Masked(nn.Module):

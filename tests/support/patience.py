@@ -19,7 +19,9 @@ class Patience:
             while time.process_time() - used < 0.1:
                 pass
             self._measured = time.monotonic()
-            self._factor = min(10.0, max(self._factor / 2, (self._measured - began) / 0.1, 1.0))  # it may be busy again in a moment
+            self._factor = min(
+                10.0, max(self._factor / 2, (self._measured - began) / 0.1, 1.0)
+            )  # it may be busy again in a moment
         return self._factor
 
 
@@ -31,7 +33,9 @@ def patient(seconds: float) -> float:
     return PATIENCE.factor() * seconds
 
 
-def until(true: Callable[[], object], seconds: float = 180, *, every: float = 0.02, told: Callable[[], str] = str) -> None:
+def until(
+    true: Callable[[], object], seconds: float = 180, *, every: float = 0.02, told: Callable[[], str] = str
+) -> None:
     """Wait until something is true, and fail with what is ``told`` after so many seconds of a quiet machine."""
     while not true():
         assert seconds > 0, f"it is not so in time\n{told()}"

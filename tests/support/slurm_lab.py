@@ -59,14 +59,22 @@ class Slurm:
         self.hosts, self.folder = hosts, folder
 
     def __enter__(self) -> Slurm:
-        missing = [tool for tool in ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "munged") if shutil.which(tool) is None]
+        missing = [
+            tool
+            for tool in ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "munged")
+            if shutil.which(tool) is None
+        ]
         if missing:
-            raise Unavailable(f"SLURM is not installed: no {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge)")
+            raise Unavailable(
+                f"SLURM is not installed: no {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge)"
+            )
         try:
             self._start()
         except (subprocess.SubprocessError, OSError) as error:
             self.__exit__()
-            raise Unavailable(f"SLURM's daemons do not run here: {error} {getattr(error, 'stderr', '') or ''}".strip()) from error
+            raise Unavailable(
+                f"SLURM's daemons do not run here: {error} {getattr(error, 'stderr', '') or ''}".strip()
+            ) from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -110,9 +118,18 @@ class Slurm:
         run, key = self.folder / "run", self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
-        munge = [f"--socket={run}/munge.socket", f"--key-file={key}", f"--pid-file={run}/munged.pid", "--num-threads=2", "--force"]
+        munge = [
+            f"--socket={run}/munge.socket",
+            f"--key-file={key}",
+            f"--pid-file={run}/munged.pid",
+            "--num-threads=2",
+            "--force",
+        ]
         _daemon("munged", *munge, f"--log-file={self.folder}/log/munged.log", f"--seed-file={run}/munged.seed")
-        nodes = [f"NodeName={host} NodeAddr={self.hosts.address(host)} CPUs=8 RealMemory=4000 State=UNKNOWN" for host in self.hosts.names]
+        nodes = [
+            f"NodeName={host} NodeAddr={self.hosts.address(host)} CPUs=8 RealMemory=4000 State=UNKNOWN"
+            for host in self.hosts.names
+        ]
         conf = self.folder / "slurm.conf"
         address = self.hosts.address("ctl")
         conf.write_text(CONF.format(address=address, run=run, folder=self.folder, nodes="\n".join(nodes)))
@@ -128,7 +145,9 @@ class Slurm:
 
     def states(self) -> set[str]:
         """Return the states that nodes are in."""
-        done = subprocess.run(["sinfo", "-h", "-o", "%T"], env=self.environment, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(
+            ["sinfo", "-h", "-o", "%T"], env=self.environment, capture_output=True, text=True, check=False, timeout=60
+        )
         return set(done.stdout.split())
 
     def start_node(self, host: str) -> None:
@@ -139,6 +158,8 @@ class Slurm:
 
 
 def _daemon(*command: str, env: dict[str, str] | None = None) -> None:
-    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60
+    )
     if done.returncode:
         raise subprocess.SubprocessError(f"{command[0]} ended with {done.returncode}: {done.stderr.strip()[-400:]}")

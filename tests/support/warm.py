@@ -1,8 +1,11 @@
-"""meshpar's commands and ranks without the seconds that a new interpreter takes to import torch: forked from a server that has done so.
+"""meshpar's commands and ranks without the seconds that a new interpreter takes to import torch: forked from a server
+that has done so.
 
-``start_warm()`` makes ``subprocess.Popen`` of this process fork ``python -m meshpar.launchers ...`` and the forecast's workers from a server;
-``run`` and ``train`` fork their ranks in the same way. Each is a real process: a child of the process that asks, with a command line,
-environment, folder, streams and signals of its own. Everything else starts as ever. ``pytest --cold`` forks nothing.
+``start_warm()`` makes ``subprocess.Popen`` of this process fork ``python -m meshpar.launchers ...`` and the forecast's
+workers from a server;
+``run`` and ``train`` fork their ranks in the same way. Each is a real process: a child of the process that asks, with a
+command line, environment, folder, streams and signals of its own. Everything else starts as ever. ``pytest --cold``
+forks nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +73,11 @@ def _warm(options: dict[str, Any], modules: Sequence[str]) -> bool:
     args, env = options["args"], options["env"] or os.environ
     known = isinstance(args, list | tuple) and list(args[:2]) == [sys.executable, "-m"] and args[2] in modules
     unusual = any(options[name] for name in ("preexec_fn", "pass_fds", "shell"))
-    return known and not unusual and all(env.get(name) == os.environ.get(name) for name in {*env, *os.environ} if name.startswith("PYTHON"))
+    return (
+        known
+        and not unusual
+        and all(env.get(name) == os.environ.get(name) for name in {*env, *os.environ} if name.startswith("PYTHON"))
+    )
 
 
 def _fork(process: Any, options: dict[str, Any], server: _Server) -> None:
@@ -84,7 +91,9 @@ def _fork(process: Any, options: dict[str, Any], server: _Server) -> None:
     given = (options["p2cread"], options["c2pwrite"], options["errwrite"])
     process.pid = server.fork(wanted, [number if stream == -1 else stream for number, stream in enumerate(given)])
     process._child_created = True
-    process._close_pipe_fds(*(options[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))
+    process._close_pipe_fds(
+        *(options[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
+    )
 
 
 class _Server:
@@ -108,10 +117,13 @@ class _Server:
     def _started(self) -> socket.socket:
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         code = (
-            f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import warm; warm.start({theirs.fileno()}, {list(self._preload)!r})"
+            f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import warm; "
+            f"warm.start({theirs.fileno()}, {list(self._preload)!r})"
         )
         room = "#" * _COMMAND_LINE  # for the command lines of what is forked
-        self._process = subprocess.Popen([sys.executable, "-c", f"{code} {room}"], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"{code} {room}"], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+        )
         theirs.close()
         return ours
 
@@ -132,8 +144,12 @@ def _load(preload: Sequence[str]) -> None:
 
 
 def write_command(path: Path) -> Path:
-    """Write a command ``meshpar`` for hosts that no server of a test reaches: what its ranks need is loaded once, before it forks them."""
-    code = f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import warm; warm.command() {'#' * _COMMAND_LINE}"
+    """Write a command ``meshpar`` for hosts that no server of a test reaches: what its ranks need is loaded once,
+    before it forks them.
+    """
+    code = (
+        f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import warm; warm.command() {'#' * _COMMAND_LINE}"
+    )
     path.write_text(f'#!/bin/bash\nexec {sys.executable} -c "{code}" "$@"\n')
     path.chmod(0o755)
     return path
@@ -171,7 +187,9 @@ def _serve(asked: socket.socket) -> None:
             os.close(each)
 
 
-def _become(owner: int, args: list[str], folder: str, environment: dict[str, str], session: bool, streams: list[int]) -> None:
+def _become(
+    owner: int, args: list[str], folder: str, environment: dict[str, str], session: bool, streams: list[int]
+) -> None:
     """Run a module in this process as ``python -m`` does in a new one."""
     import torch
 

@@ -24,27 +24,40 @@ from meshpar.training.tokens import prepare_tokens, write_tokens
 pytest.importorskip("transformers")
 
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
+    "'\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA3 = (
-    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] + "
-    "'<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
-    "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
+    "message['role'] + "
+    "'<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = "
+    "bos_token + content %}"
+    "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 MISTRAL = (
     "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
-    "{{ message['content'] + eos_token + ' ' }}{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == "
+    "'assistant' %}"
+    "{{ message['content'] + eos_token + ' ' }}{% else %}{{ raise_exception('Only user and assistant roles are "
+    "supported!') }}{% endif %}"
     "{% endfor %}"
 )
 REWRITES = (  # as templates of models that think: earlier thoughts are left out
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content.split('</think>')[-1] "
+    "}}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-BLOCK = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt "
+    "%}<assistant>{% endif %}"
+)
+BLOCK = (
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% "
+    "endif %}"
+)
 SAID = [("user", "Hé, 2+2?"), ("assistant", " 4 \n"), ("user", "And 中?"), ("assistant", "A <b>letter</b>.")]
 
 
@@ -57,7 +70,10 @@ def of_chatml(role, text):
 
 
 def of_llama3(role, text):
-    return [(f"<|start_header_id|>{role}<|end_header_id|>\n\n", False), (f"{text.strip()}<|eot_id|>", role == "assistant")]
+    return [
+        (f"<|start_header_id|>{role}<|end_header_id|>\n\n", False),
+        (f"{text.strip()}<|eot_id|>", role == "assistant"),
+    ]
 
 
 def of_mistral(role, text):
@@ -77,12 +93,16 @@ def of_mistral(role, text):
 )
 def test_the_assistants_tokens_alone_count_turn_by_turn(template, begin, turn, tmp_path):
     said = [("system", "Be brief."), *SAID] if turn is not of_mistral else SAID
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages(said)}) + "\n" + json.dumps({"messages": messages()}) + "\n")
+    (tmp_path / "chat.jsonl").write_text(
+        json.dumps({"messages": messages(said)}) + "\n" + json.dumps({"messages": messages()}) + "\n"
+    )
     parts = [[(begin, False), *(part for each in written for part in turn(*each))] for written in (said, SAID)]
     want = [np.concatenate([np.full(len(text.encode()), counts) for text, counts in each]) for each in parts]
     source = ChatSource(inputs=(str(tmp_path / "chat.jsonl"),), template=template)
     pieces = list(source.token_pieces(byte_tokenizer()))
-    assert [bytes(ids.tolist()).decode() for ids, _, _ in pieces] == ["".join(text for text, _ in each) for each in parts]
+    assert [bytes(ids.tolist()).decode() for ids, _, _ in pieces] == [
+        "".join(text for text, _ in each) for each in parts
+    ]
     for (_, _, counted), each in zip(pieces, want, strict=True):
         np.testing.assert_array_equal(counted, each)
     file = prepare_tokens(source, byte_tokenizer(), tmp_path / "cache").train
@@ -111,10 +131,15 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     thought = [("user", "a"), ("assistant", "<think>x</think>b"), ("user", "c"), ("assistant", "<think>y</think>d")]
     template = ChatTemplate(text=REWRITES)
     assert template.conversation(messages(thought[:2]))[1]
-    with pytest.raises(RecipeError, match=r"turn 2.*rewrites earlier turns.*mark the assistant's text with {% generation %}.*one answer"):
+    with pytest.raises(
+        RecipeError,
+        match=r"turn 2.*rewrites earlier turns.*mark the assistant's text with {% generation %}.*one answer",
+    ):
         template.conversation(messages(thought))
     with pytest.raises(RecipeError, match=r"does not render it: .*Conversation roles must alternate"):
-        ChatTemplate(text=MISTRAL, variables={"bos_token": "", "eos_token": ""}).conversation(messages([("system", "x")]))
+        ChatTemplate(text=MISTRAL, variables={"bos_token": "", "eos_token": ""}).conversation(
+            messages([("system", "x")])
+        )
 
 
 LLAMA32 = """{{- bos_token }}
@@ -140,7 +165,9 @@ LLAMA32 = """{{- bos_token }}
 def test_a_template_that_writes_the_date_writes_that_of_the_data(tmp_path):
     file = tmp_path / "chat.jsonl"
     file.write_text(json.dumps({"messages": messages()}) + "\n")
-    source = ChatSource(inputs=(str(file),), template=ChatTemplate(text=LLAMA32, variables={"bos_token": "<|begin_of_text|>"}))
+    source = ChatSource(
+        inputs=(str(file),), template=ChatTemplate(text=LLAMA32, variables={"bos_token": "<|begin_of_text|>"})
+    )
     found = {}
     for day in ("2024-07-26", "2025-01-02"):
         seconds = datetime.fromisoformat(f"{day}T12:00+00:00").timestamp()
@@ -149,8 +176,12 @@ def test_a_template_that_writes_the_date_writes_that_of_the_data(tmp_path):
     for (text, spans), date in zip(found.values(), ("26 Jul 2024", "02 Jan 2025"), strict=True):
         assert f"Today Date: {date}\n\n<|eot_id|>" in text
         assert [text[begin:end] for begin, end in spans] == ["4<|eot_id|>", "A <b>letter</b>.<|eot_id|>"]
-    with pytest.raises(RecipeError, match=r"calls strftime_now with something else than a text, .*; write the format into the call"):
-        list(ChatSource(inputs=(str(file),), template=ChatTemplate(text="{{ strftime_now(f) }}" + PLAIN)).conversations())
+    with pytest.raises(
+        RecipeError, match=r"calls strftime_now with something else than a text, .*; write the format into the call"
+    ):
+        list(
+            ChatSource(inputs=(str(file),), template=ChatTemplate(text="{{ strftime_now(f) }}" + PLAIN)).conversations()
+        )
 
 
 def test_the_first_word_counts_behind_a_prompt_that_ends_in_a_space():
@@ -168,8 +199,15 @@ def test_the_first_word_counts_behind_a_prompt_that_ends_in_a_space():
 @pytest.mark.parametrize(
     "text,told",
     [
-        (f"{{% macro turn(m) %}}<{{{{ m.role }}}}>{BLOCK}\n{{% endmacro %}}{{% for m in messages %}}{{{{ turn(m) }}}}{{% endfor %}}", None),
-        (f"{{% for m in messages %}}{{% set x %}}<{{{{ m.role }}}}>{BLOCK}{{% endset %}}{{{{ x }}}}{{% endfor %}}", None),
+        (
+            f"{{% macro turn(m) %}}<{{{{ m.role }}}}>{BLOCK}\n{{% endmacro %}}{{% for m in messages %}}{{{{ turn(m) "
+            f"}}}}{{% endfor %}}",
+            None,
+        ),
+        (
+            f"{{% for m in messages %}}{{% set x %}}<{{{{ m.role }}}}>{BLOCK}{{% endset %}}{{{{ x }}}}{{% endfor %}}",
+            None,
+        ),
         ("{# {% generation %} #}" + PLAIN, None),
         (f"{{% for m in messages %}}{{% filter trim %}}{BLOCK}{{% endfilter %}}{{% endfor %}}", "cannot be found"),
         (
@@ -205,7 +243,9 @@ def test_forms_of_conversations_and_tools_pass_through():
     asked = {"prompt": [parts, *messages(SAID[1:3])], "completion": messages(SAID[3:]), "system": "S"}
     text, spans = TEMPLATES["chatml"].conversation(*messages_of(asked))
     assert "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ?<|im_end|>" in text
-    assert [text[begin:end] for begin, end in spans] == ["A <b>letter</b>.<|im_end|>"], "the prompt's answers are no labels"
+    assert [text[begin:end] for begin, end in spans] == ["A <b>letter</b>.<|im_end|>"], (
+        "the prompt's answers are no labels"
+    )
     assert messages_of({"messages": messages(), "system": "S"})[0][0] == {"role": "system", "content": "S"}
     call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     said = [
@@ -221,13 +261,20 @@ def test_forms_of_conversations_and_tools_pass_through():
         "It is 4.<|im_end|>",
     ]
     TEMPLATES["chatml"].check("<|im_end|>", None)
-    for template, told in ((TEMPLATES["llama3"], "no token <|begin_of_text|>"), (ChatTemplate(text=PLAIN), "no <|endoftext|> behind")):
+    for template, told in (
+        (TEMPLATES["llama3"], "no token <|begin_of_text|>"),
+        (ChatTemplate(text=PLAIN), "no <|endoftext|> behind"),
+    ):
         with pytest.raises(RecipeError, match=re.escape(told)):
             template.check("<|endoftext|>", byte_tokenizer().fast.token_to_id)
     outside = ChatTemplate(text="{% for m in messages %}" + BLOCK + "<|endoftext|>{% endfor %}")
-    with pytest.raises(RecipeError, match=r"block of the chat template ends before <\|endoftext\|> .* write the token inside the block"):
+    with pytest.raises(
+        RecipeError, match=r"block of the chat template ends before <\|endoftext\|> .* write the token inside the block"
+    ):
         outside.check("<|endoftext|>", None)
-    ChatTemplate(text=outside.text.replace("{% endgeneration %}", "<|endoftext|>{% endgeneration %}")).check("<|endoftext|>", None)
+    ChatTemplate(text=outside.text.replace("{% endgeneration %}", "<|endoftext|>{% endgeneration %}")).check(
+        "<|endoftext|>", None
+    )
     with pytest.raises(RecipeError, match="llama3 has no tool calls"):
         TEMPLATES["llama3"].conversation(said)
     for tools in ([{"name": "add"}], '[{"name": "add"}]'):
@@ -246,7 +293,9 @@ def test_forms_of_conversations_and_tools_pass_through():
 def test_alpacas_records_and_lists_as_texts_of_json_are_conversations():
     want = messages([("user", "Sum up\nA text."), ("assistant", "Text.")])
     assert messages_of({"instruction": "Sum up", "input": "A text.", "output": "Text."}) == (want, None)
-    assert messages_of({"instruction": "Hi", "input": "", "output": "Yo"})[0] == messages([("user", "Hi"), ("assistant", "Yo")])
+    assert messages_of({"instruction": "Hi", "input": "", "output": "Yo"})[0] == messages(
+        [("user", "Hi"), ("assistant", "Yo")]
+    )
     for key in ("messages", "conversations"):
         assert messages_of({key: json.dumps(messages()), "tools": '[{"name": "f"}]'}) == (messages(), [{"name": "f"}])
     calls = [{"name": "f", "arguments": {"x": 1}}]
@@ -272,17 +321,25 @@ def test_what_the_assistant_says_is_written_by_the_template_or_refused(name, tmp
         return [text for text, _ in ChatSource(inputs=(str(file),), template=template, reading=reading).conversations()]
 
     told = (
-        rf"chat\.jsonl:1: the chat template leaves out the {name} of turn 2, so the model would not learn it; use a template that writes it"
+        rf"chat\.jsonl:1: the chat template leaves out the {name} of turn 2, so the model would not learn it; use "
+        r"a template that writes it"
     )
     with pytest.raises(RecipeError, match=told):
         texts({"messages": thought}, TEMPLATES["chatml"], Reading())
     if name == "reasoning_content":
-        assert "<think>2 and 2</think>4<|im_end|>" in texts({"messages": thought}, ChatTemplate(text=THINKS), Reading())[0]
+        assert (
+            "<think>2 and 2</think>4<|im_end|>" in texts({"messages": thought}, ChatTemplate(text=THINKS), Reading())[0]
+        )
         inside = [*messages(SAID[:1]), {"role": "assistant", "content": "<think>2 and 2</think>4"}]
-        assert "<think>2 and 2</think>4<|im_end|>" in texts({"messages": inside}, TEMPLATES["chatml"], Reading())[0], "as the error says"
+        assert "<think>2 and 2</think>4<|im_end|>" in texts({"messages": inside}, TEMPLATES["chatml"], Reading())[0], (
+            "as the error says"
+        )
         uncounted = [*thought[:1], {**thought[1], "weight": 0}, *messages(SAID[2:])]
         assert texts({"messages": uncounted}, TEMPLATES["chatml"], Reading()), "its tokens are not learned"
-    with pytest.raises(RecipeError, match=rf"{name} is beside prompt, where no template reads it; write it into a turn of the assistant"):
+    with pytest.raises(
+        RecipeError,
+        match=rf"{name} is beside prompt, where no template reads it; write it into a turn of the assistant",
+    ):
         texts({"prompt": "Q", "completion": "A", name: "T"}, TEMPLATES["chatml"], Reading())
     reading = Reading(skip=True)
     assert len(texts({"messages": thought}, TEMPLATES["chatml"], reading)) == 1
@@ -290,7 +347,14 @@ def test_what_the_assistant_says_is_written_by_the_template_or_refused(name, tmp
 
 
 def test_fields_that_no_template_reads_are_named_once(tmp_path):
-    rows = [{"id": 1, "messages": [{**each, "name": "Ann", "time": 5} for each in messages()], "source": "web", "empty": None}] * 3
+    rows = [
+        {
+            "id": 1,
+            "messages": [{**each, "name": "Ann", "time": 5} for each in messages()],
+            "source": "web",
+            "empty": None,
+        }
+    ] * 3
     for name, template, unused in (
         ("all", CHATML, "id, name, source, time"),
         ("some", "{{ messages[0].name }}" + CHATML, "id, source, time"),
@@ -298,12 +362,17 @@ def test_fields_that_no_template_reads_are_named_once(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         source = ChatSource(inputs=(str(tmp_path / f"{name}.jsonl"),), template=ChatTemplate(text=template))
         assert len(list(source.conversations())) == 3
-        told = f"nothing reads these fields of the data, so they are not trained on: {unused} (first in {tmp_path / name}.jsonl:1)"
+        told = (
+            f"nothing reads these fields of the data, so they are not trained on: {unused} (first in "
+            f"{tmp_path / name}.jsonl:1)"
+        )
         assert list(source.reading.notes()) == [told]
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     source = ChatSource(inputs=(str(tmp_path / "a.parquet"),), template=ChatTemplate(text=CHATML))
-    assert len(list(source.conversations())) == 3 and "not trained on: empty, id, name, source, time" in next(source.reading.notes())
+    assert len(list(source.conversations())) == 3 and "not trained on: empty, id, name, source, time" in next(
+        source.reading.notes()
+    )
 
 
 @pytest.mark.parametrize(
@@ -312,7 +381,10 @@ def test_fields_that_no_template_reads_are_named_once(tmp_path):
         ('{"messages": [', "is not JSON"),
         ('{"messages": []}', "the conversation is empty; .* remove the line, or write its turns"),
         ('{"messages": [{"content": "x"}]}', "turn 1 has no role; it has .*'content'.*: add role"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', r"no turn is the assistant's \(roles: user\).*; remove the line, or name"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}]}',
+            r"no turn is the assistant's \(roles: user\).*; remove the line, or name",
+        ),
         ('{"messages": [{"role": "assistant"}]}', r"turn 1 \(assistant\) has no content; .*: add content"),
         ('{"messages": "x"}', "messages is a text that is not JSON .*; expected a list of objects"),
         (
@@ -324,8 +396,14 @@ def test_fields_that_no_template_reads_are_named_once(tmp_path):
             "no token of the conversation would count .*another template",
         ),
         ('{"messages": [{"role": "assitant", "content": "x"}]}', "turn 1 has role 'assitant'; write assistant"),
-        ('{"system": "S", "messages": [{"role": "system", "content": "T"}]}', "turn 1 is the system's, .*; keep one of the two"),
-        ('{"text": "x"}', "there are .*'text'.*; expected messages, conversations, prompt and completion, or instruction and output"),
+        (
+            '{"system": "S", "messages": [{"role": "system", "content": "T"}]}',
+            "turn 1 is the system's, .*; keep one of the two",
+        ),
+        (
+            '{"text": "x"}',
+            "there are .*'text'.*; expected messages, conversations, prompt and completion, or instruction and output",
+        ),
         ("[1]", "got a list; expected an object"),
     ],
 )
@@ -347,7 +425,9 @@ def test_best_fit_cuts_no_document_that_fits(tmp_path):
         samples = PackedTokens(file, length, packing="best_fit")
         batch = samples.__getitems__(range(len(samples)))
         ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
-        positions = batch["position_ids"].numpy() if "position_ids" in batch else np.broadcast_to(np.arange(length), ids.shape)
+        positions = (
+            batch["position_ids"].numpy() if "position_ids" in batch else np.broadcast_to(np.arange(length), ids.shape)
+        )
         found, whole = [], []
         for row in range(len(samples)):
             (used,) = np.nonzero(labels[row] != -100)
@@ -357,7 +437,9 @@ def test_best_fit_cuts_no_document_that_fits(tmp_path):
                 found += part[1:]
                 whole += [tuple(part)] if to - at < length else []
         assert sorted(found) == sorted(id_ for each in written for id_ in each[1:])
-        assert not {tuple(each) for each in written if 1 < len(each) <= length} - set(whole), "a document that fits was cut"
+        assert not {tuple(each) for each in written if 1 < len(each) <= length} - set(whole), (
+            "a document that fits was cut"
+        )
         assert samples.padding == pytest.approx(float((labels == -100).mean()))
         assert f"{samples.padding:.1%} padding" in str(samples)
     small = write_tokens(tmp_path / "small.bin", [[1] * each + [0] for each in (6, 4, 3, 3)], vocab_size=100, eos_id=0)
@@ -374,7 +456,10 @@ def test_parquet_and_arrow_are_read_by_columns_as_a_stream(tmp_path):
     table = arrow.table({"text": texts, "label": list(range(4000)), "more": ["y" * 4000] * 4000})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=500, compression="none")
     (tmp_path / "saved").mkdir()
-    with arrow.OSFile(str(tmp_path / "saved/data-00000-of-00001.arrow"), "wb") as file, arrow.ipc.new_stream(file, table.schema) as writer:
+    with (
+        arrow.OSFile(str(tmp_path / "saved/data-00000-of-00001.arrow"), "wb") as file,
+        arrow.ipc.new_stream(file, table.schema) as writer,
+    ):
         writer.write_table(table, max_chunksize=500)
     (tmp_path / "saved/cache-1.arrow").write_bytes(b"what datasets keeps")
     (tmp_path / "saved/state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
@@ -409,14 +494,19 @@ def test_parquet_and_arrow_are_read_by_columns_as_a_stream(tmp_path):
     with pytest.raises(RecipeError, match=r"broken.parquet cannot be read as parquet"):
         list(TextSource(inputs=(str(tmp_path / "broken.parquet"),)).documents())
     calls = [{"role": "assistant", "tool_calls": [{"name": name, "arguments": {name: 1}}]} for name in ("f", "g")]
-    rows = [{"messages": messages(), "noise": 1}, *({"messages": [*messages(SAID[:1]), call], "noise": 2} for call in calls)]
+    rows = [
+        {"messages": messages(), "noise": 1},
+        *({"messages": [*messages(SAID[:1]), call], "noise": 2} for call in calls),
+    ]
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines, table = (
         list(ChatSource(inputs=(str(tmp_path / name),), template=TEMPLATES["chatml"]).conversations())
         for name in ("chat.jsonl", "chat.parquet")
     )
-    assert table == lines and '{"name": "f", "arguments": {"f": 1}}' in lines[1][0], "a table adds the keys of other rows"
+    assert table == lines and '{"name": "f", "arguments": {"f": 1}}' in lines[1][0], (
+        "a table adds the keys of other rows"
+    )
     (tmp_path / "saved/dataset_dict.json").write_text("{}")
     (tmp_path / "saved/train").mkdir()
     with pytest.raises(RecipeError, match=r"several splits \(train\); name one of them"):

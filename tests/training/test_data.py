@@ -44,7 +44,9 @@ def token_file(folder: Path, tokens: int) -> TokenFile:
 
 def counted(steps: list[list[dict[str, torch.Tensor]]]) -> list[int]:
     """Return the labels that count, which in ``token_file`` are their places."""
-    return [int(label) for step in steps for batch in step for label in batch["labels"].flatten() if label != IGNORE_INDEX]
+    return [
+        int(label) for step in steps for batch in step for label in batch["labels"].flatten() if label != IGNORE_INDEX
+    ]
 
 
 # tokenizers
@@ -80,7 +82,9 @@ def test_a_text_that_is_tokenized_in_pieces_has_the_ids_of_the_whole(kind: str, 
     if kind == "GPT-4":
         before = need("tokenizers").pre_tokenizers
         words = before.Split(need("tokenizers").Regex(GPT4), behavior="isolated")
-        tokenizer.fast.pre_tokenizer = before.Sequence([words, before.ByteLevel(add_prefix_space=False, use_regex=False)])
+        tokenizer.fast.pre_tokenizer = before.Sequence(
+            [words, before.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     if kind == "GPT-NeoX":
         tokenizer.fast.add_tokens([" " * count for count in range(24, 1, -1)])
         tokenizer.vocab_size += 23
@@ -143,7 +147,10 @@ def test_inputs_are_files_globs_and_folders(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "sub/c.py", "picture.png"):
         (tmp_path / name).write_text(name)
     assert [path.name for path in TextSource(inputs=(str(tmp_path),)).files()] == ["a.txt", "b.txt", "c.py"]
-    assert [path.name for path in TextSource(inputs=(f"{tmp_path}/*.txt", f"{tmp_path}/b.txt")).files()] == ["a.txt", "b.txt"]
+    assert [path.name for path in TextSource(inputs=(f"{tmp_path}/*.txt", f"{tmp_path}/b.txt")).files()] == [
+        "a.txt",
+        "b.txt",
+    ]
     assert list(TextSource(inputs=(f"{tmp_path}/**/*.py",)).documents()) == ["sub/c.py"]
     with pytest.raises(RecipeError, match="matches no file"):
         TextSource(inputs=(f"{tmp_path}/*.md",)).files()
@@ -171,7 +178,14 @@ def test_csv_and_compressed_files_are_read_by_name(tmp_path: Path) -> None:
         zstd.compress(b'{"text": "first", "label": 3}\n') + zstd.compress(b'{"text": "frames", "label": 4}\n')
     )
     texts = ["two\nlines", 'said "yes"', "long " * 40_000]
-    assert list(TextSource(inputs=(str(tmp_path),)).documents()) == [*texts, *texts, "packed", "plain", "first", "frames"]
+    assert list(TextSource(inputs=(str(tmp_path),)).documents()) == [
+        *texts,
+        *texts,
+        "packed",
+        "plain",
+        "first",
+        "frames",
+    ]
     found = list(RecordSource(inputs=(str(tmp_path / "*[vl].gz"),), kind="labels", output_field="label").records())
     assert [label for _, label in found] == ["1", "0", "1", "3"]
 
@@ -191,7 +205,9 @@ def test_damaged_and_unknown_tables_are_named(tmp_path: Path) -> None:
     assert "e.jsonl.zst cannot be unpacked" in message_of("e.jsonl.zst", b"text")
     assert "unpack it first (bunzip2 e.jsonl.bz2)" in message_of("e.jsonl.bz2", b"")
     assert "f.csv is not UTF-8 text" in message_of("f.csv", "text\ncafé\n".encode("latin-1"))
-    assert "h.jsonl:1 has half of a surrogate pair ('\\ud83d'); remove it" in message_of("h.jsonl", b'{"text": "\\ud83d x"}')
+    assert "h.jsonl:1 has half of a surrogate pair ('\\ud83d'); remove it" in message_of(
+        "h.jsonl", b'{"text": "\\ud83d x"}'
+    )
     assert "i.jsonl:2 is nested too deeply" in message_of("i.jsonl", b'{"text": "\\ud83d\\ude00"}\n' + b"[" * 100_000)
     for name, content in (("j.jsonl", '{"text": "x"}'), ("k.txt", "x")):
         (tmp_path / name).write_text("\ufeff" + content)
@@ -220,7 +236,9 @@ def test_stdlib_is_python_source_of_ten_megabytes() -> None:
 # token files
 
 
-def test_tokens_are_prepared_once_and_anew_when_the_text_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_prepared_once_and_anew_when_the_text_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.txt").write_text("hello")
     (tmp_path / "b.txt").write_text("world!")
     source = TextSource(inputs=(str(tmp_path / "*.txt"),))
@@ -236,7 +254,9 @@ def test_tokens_are_prepared_once_and_anew_when_the_text_changes(tmp_path: Path,
     assert list(again.ids())[-3:] == [*b"ds", 256]
 
 
-def test_a_long_document_is_tokenized_in_pieces_to_the_same_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_document_is_tokenized_in_pieces_to_the_same_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.txt").write_text(SAMPLE * 30 + "\n\n   \nx = 1\n" * 9 + SAMPLE)
     source = TextSource(inputs=(str(tmp_path / "a.txt"),))
     tokenizer = train_bpe([SAMPLE * 30], 280)
@@ -248,7 +268,9 @@ def test_a_long_document_is_tokenized_in_pieces_to_the_same_ids(tmp_path: Path, 
 def test_the_split_is_by_document_and_seed(tmp_path: Path) -> None:
     documents = [[i + 1] * (i % 5 + 1) + [0] for i in range(50)]
     whole = write_tokens(tmp_path / "all.bin", documents, vocab_size=100, eos_id=0)
-    one, same, other = (split_tokens(whole, tmp_path / name, fraction=0.2, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    one, same, other = (
+        split_tokens(whole, tmp_path / name, fraction=0.2, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
     assert one.validation is not None and same.validation is not None and other.validation is not None
     assert one.validation.documents == 10 and one.train.documents == 40
     assert one.validation.fingerprint == same.validation.fingerprint != other.validation.fingerprint
@@ -297,7 +319,9 @@ def _build_slowly(folder: str, log: str) -> None:
 
 def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=_build_slowly, args=(str(tmp_path / "made"), str(tmp_path / "log"))) for _ in range(6)]
+    workers = [
+        context.Process(target=_build_slowly, args=(str(tmp_path / "made"), str(tmp_path / "log"))) for _ in range(6)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -333,7 +357,9 @@ def test_a_full_disk_is_told_with_the_remedy_and_leaves_nothing(tmp_path: Path) 
         with Path("/dev/full").open("w") as file:
             file.write("x" * 100_000)
 
-    with pytest.raises(RecipeError, match=r"cannot write to .* MB free\): OSError: .*No space left.*free some space.*data\.cache"):
+    with pytest.raises(
+        RecipeError, match=r"cannot write to .* MB free\): OSError: .*No space left.*free some space.*data\.cache"
+    ):
         build_once(tmp_path / "made", build)
     with pytest.raises(RecipeError, match=r"FileExistsError.*another folder"):
         build_once(tmp_path / "made.lock" / "inside", build)
@@ -388,11 +414,15 @@ def test_an_epoch_is_whole_on_every_mesh_and_across_changes_of_mesh(tmp_path: Pa
             data_size, micro_batch, accumulate = chance.randint(1, 4), chance.randint(1, 3), chance.randint(1, 3)
             stop, positions = chance.randint(1, 6), []
             for rank in range(data_size):
-                batches = Batches(samples, micro_batch=micro_batch, accumulate=accumulate, data_rank=rank, data_size=data_size, seed=5)
+                batches = Batches(
+                    samples, micro_batch=micro_batch, accumulate=accumulate, data_rank=rank, data_size=data_size, seed=5
+                )
                 if position is not None:
                     batches.load_state_dict(position)
                 steps = list(itertools.islice(batches.one_epoch(), stop))
-                assert all(len(step) == accumulate and step[0]["labels"].shape == (micro_batch, length) for step in steps)
+                assert all(
+                    len(step) == accumulate and step[0]["labels"].shape == (micro_batch, length) for step in steps
+                )
                 seen += counted(steps)
                 positions.append(batches.state_dict())
             assert all(each == positions[0] for each in positions)
@@ -464,8 +494,12 @@ PEOPLE = [{"text": f"line {place}", "id": place, "url": "x"} for place in range(
 
 def test_rows_that_cannot_be_used_are_skipped_and_counted_only_if_told_and_unused_fields_are_named(tmp_path, caplog):
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PEOPLE) + '{"text": null}\n{"text": "cut\n"just text"\n')
-    (tmp_path / "a.csv").write_text("text,id,url\n" + "".join(f"line {place},{place},x\n" for place in range(40)) + "short\n")
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in PEOPLE) + '{"text": null}\n{"text": "cut\n"just text"\n'
+    )
+    (tmp_path / "a.csv").write_text(
+        "text,id,url\n" + "".join(f"line {place},{place},x\n" for place in range(40)) + "short\n"
+    )
     parquet.write_table(arrow.Table.from_pylist([*PEOPLE, {"text": None, "id": 1, "url": "x"}]), tmp_path / "a.parquet")
     for name, skipped in (("a.jsonl", 3), ("a.csv", 1), ("a.parquet", 1)):
         source = TextSource(inputs=(str(tmp_path / name),))
@@ -479,12 +513,16 @@ def test_rows_that_cannot_be_used_are_skipped_and_counted_only_if_told_and_unuse
             assert file.documents == 40
             unused, counted = (record.getMessage() for record in caplog.records)
             assert unused.startswith(
-                f"nothing reads these fields of the data, so they are not trained on: id, url (first in {tmp_path / name}"
+                "nothing reads these fields of the data, so they are not trained on: id, url (first in "
+                f"{tmp_path / name}"
             )
             assert counted.startswith(
-                f"skipped {skipped} of {40 + skipped} rows of the data (data.bad_rows: skip); the first: {tmp_path / name}:4"
+                f"skipped {skipped} of {40 + skipped} rows of the data (data.bad_rows: skip); the first: "
+                f"{tmp_path / name}:4"
             )
-    pairs = RecordSource(inputs=(str(tmp_path / "a.jsonl"),), kind="pairs", output_field="url", reading=Reading(skip=True))
+    pairs = RecordSource(
+        inputs=(str(tmp_path / "a.jsonl"),), kind="pairs", output_field="url", reading=Reading(skip=True)
+    )
     caplog.clear()
     assert prepare_examples(pairs, byte_tokenizer(), tmp_path / "cache").train.count == 40
     assert [record.getMessage().partition(" (")[0].rpartition(": ")[2] for record in caplog.records] == [
@@ -492,9 +530,14 @@ def test_rows_that_cannot_be_used_are_skipped_and_counted_only_if_told_and_unuse
         "skipped 3 of 43 rows of the data",
     ]
     with pytest.raises(
-        RecipeError, match=r"has 0 tokens; expected at least 2: give more text; skipped 43 of 43 rows .*has no text under 'body'"
+        RecipeError,
+        match=r"has 0 tokens; expected at least 2: give more text; skipped 43 of 43 rows .*has no text under 'body'",
     ):
-        prepare_tokens(TextSource(inputs=pairs.inputs, field="body", reading=Reading(skip=True)), byte_tokenizer(), tmp_path / "cache")
+        prepare_tokens(
+            TextSource(inputs=pairs.inputs, field="body", reading=Reading(skip=True)),
+            byte_tokenizer(),
+            tmp_path / "cache",
+        )
 
 
 def test_files_that_begin_with_a_byte_order_mark_may_be_joined(tmp_path):
@@ -517,5 +560,7 @@ def test_a_json_array_is_refused_with_the_command_that_converts_it(tmp_path, nam
     made = next(each for each in tmp_path.glob("*.jsonl") if each.name != name)
     assert list(TextSource(inputs=(str(made),)).documents()) == [row["text"] for row in rows]
     (tmp_path / "lines.json").write_text('{"text": "a"}\n')
-    with pytest.raises(RecipeError, match=r"lines.json does not end in .jsonl; if it has one object a line, rename it to lines.jsonl"):
+    with pytest.raises(
+        RecipeError, match=r"lines.json does not end in .jsonl; if it has one object a line, rename it to lines.jsonl"
+    ):
         TextSource(inputs=(str(tmp_path / "lines.json"),), suffixes=(".jsonl",)).files()

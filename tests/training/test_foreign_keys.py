@@ -1,4 +1,6 @@
-"""The keys of Trainer and accelerate: each that the installed versions have is translated, told to have no effect, or refused with a reason."""
+"""The keys of Trainer and accelerate: each that the installed versions have is translated, told to have no effect, or
+refused with a reason.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ def problems(text: str) -> str:
 
 def test_every_key_of_training_arguments_is_known() -> None:
     transformers = pytest.importorskip("transformers")
-    keys = {field.name for field in dataclasses.fields(transformers.TrainingArguments)} - {"seed", "fsdp", "fsdp_config"}
+    keys = {field.name for field in dataclasses.fields(transformers.TrainingArguments)} - {
+        "seed",
+        "fsdp",
+        "fsdp_config",
+    }
     assert len(keys) > 100
     assert sorted(keys - {*TRAINER, *ACCELERATE}) == []
 
@@ -78,7 +84,9 @@ def test_every_flag_of_accelerate_launch_about_sharding_is_known() -> None:
     pytest.importorskip("accelerate")
     from accelerate.commands.launch import launch_command_parser
 
-    flags = [option.removeprefix("--") for action in launch_command_parser()._actions for option in action.option_strings]
+    flags = [
+        option.removeprefix("--") for action in launch_command_parser()._actions for option in action.option_strings
+    ]
     sharding = [flag for flag in flags if flag.startswith("fsdp_")]
     axes = [flag.removeprefix("parallelism_config_") for flag in flags if flag.startswith("parallelism_config_")]
     assert len(sharding) > 12 and len(axes) > 8
@@ -103,7 +111,10 @@ def test_what_cannot_be_had_is_refused_with_a_reason_and_its_default_passes(key:
 
 @pytest.mark.parametrize("key", sorted({*TRAINER.no_effect, *ACCELERATE.no_effect}))
 def test_what_needs_nothing_says_why(key: str) -> None:
-    assert any(note.startswith(f"{key}: has no effect: ") and len(note) > 40 for note in read(f"training: {{steps: 2}}\n{key}: 1\n").notes)
+    assert any(
+        note.startswith(f"{key}: has no effect: ") and len(note) > 40
+        for note in read(f"training: {{steps: 2}}\n{key}: 1\n").notes
+    )
 
 
 VALUES: dict[str, tuple[Any, str, Any]] = {
@@ -195,7 +206,9 @@ def test_the_model_of_a_trainers_script_is_a_folder_of_weights(tmp_path: Path) -
     recipe = resolve(parse_document(text, "run.yaml"))
     assert (recipe.model.kind, recipe.model.weights, recipe.model.config) == ("huggingface", tmp_path, str(tmp_path))
     assert f"model_name_or_path: {tmp_path} became model: {{kind: huggingface, weights: {tmp_path}}}" in recipe.notes
-    with pytest.raises(RecipeError, match=r"weights: some/name does not exist; expected a folder \(nothing is downloaded"):
+    with pytest.raises(
+        RecipeError, match=r"weights: some/name does not exist; expected a folder \(nothing is downloaded"
+    ):
         resolve(parse_document(text.replace(str(tmp_path), "some/name"), "run.yaml"))
 
 
@@ -233,11 +246,23 @@ fsdp_config:
         ActivationCheckpoint(),
         FullyShard(blocks=("Block",), prefetch_backward=1, param_dtype=half, reduce_dtype=half),
     ]
-    assert (recipe.mesh, recipe.data.micro_batch, recipe.data.accumulate, recipe.optimizer.betas) == ("dp_shard=-1", 4, 8, (0.9, 0.999))
-    assert (recipe.schedule.warmup_ratio, recipe.schedule.min_ratio, recipe.checkpoint.best) == (0.03, 0.0, "+val/accuracy")
+    assert (recipe.mesh, recipe.data.micro_batch, recipe.data.accumulate, recipe.optimizer.betas) == (
+        "dp_shard=-1",
+        4,
+        8,
+        (0.9, 0.999),
+    )
+    assert (recipe.schedule.warmup_ratio, recipe.schedule.min_ratio, recipe.checkpoint.best) == (
+        0.03,
+        0.0,
+        "+val/accuracy",
+    )
     assert "learning_rate: 2e-05 became optimizer.lr: 2e-05" in recipe.notes
     assert "mesh: dp_shard=-1 (full sharding)" in recipe.notes
-    assert any(note.startswith("Trainer's defaults: optimizer.betas: [0.9, 0.999], optimizer.weight_decay: 0.0") for note in recipe.notes)
+    assert any(
+        note.startswith("Trainer's defaults: optimizer.betas: [0.9, 0.999], optimizer.weight_decay: 0.0")
+        for note in recipe.notes
+    )
     assert resolve(parse_document(recipe.to_yaml(), "again.yaml")).model_dump() == recipe.model_dump()
 
 
@@ -273,7 +298,9 @@ use_cpu: false
 def test_accelerates_file_is_read_as_it_is() -> None:
     recipe = read("training: {steps: 3}\n" + ACCELERATE_1)
     half = torch.bfloat16
-    assert make_passes(recipe.passes) == [HybridShard(prefetch_backward=0, offload="cpu", param_dtype=half, reduce_dtype=half)]
+    assert make_passes(recipe.passes) == [
+        HybridShard(prefetch_backward=0, offload="cpu", param_dtype=half, reduce_dtype=half)
+    ]
     assert recipe.mesh == "dp_replicate=2,dp_shard=8"
     told = " ".join(recipe.notes)
     for line in ACCELERATE_1.splitlines():
@@ -292,14 +319,19 @@ def test_converting_writes_a_recipe_without_foreign_keys(tmp_path: Path) -> None
     file = tmp_path / "run.yaml"
     file.write_text(MODEL + "training: {steps: 3}\nlearning_rate: 1e-4\n" + ACCELERATE_1)
     text = convert_recipe(str(file))
-    assert "# learning_rate: 0.0001 became optimizer.lr: 0.0001\n" in text and "# fsdp.offload_params: True became offload=cpu\n" in text
+    assert (
+        "# learning_rate: 0.0001 became optimizer.lr: 0.0001\n" in text
+        and "# fsdp.offload_params: True became offload=cpu\n" in text
+    )
     again = resolve(parse_document(text, "run.yaml"))
     assert again == load_recipe(str(file)).noting(()) and again.notes == ()
 
 
 def test_the_reader_of_recipes_knows_no_foreign_key() -> None:
     source = "".join(path.read_text() for path in (ROOT / "launchers/recipes").glob("*.py"))
-    assert [key for key in {*TRAINER, *ACCELERATE, *_KNOBS, *ALIASES} - OURS if re.search(rf"[\"']{key}[\"']", source)] == []
+    assert [
+        key for key in {*TRAINER, *ACCELERATE, *_KNOBS, *ALIASES} - OURS if re.search(rf"[\"']{key}[\"']", source)
+    ] == []
 
 
 def test_a_stranger_converts_keys_and_options_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,13 +344,18 @@ def test_a_stranger_converts_keys_and_options_of_its_own(monkeypatch: pytest.Mon
             return [] if steps is None else [f"max_updates: {steps} became training.steps: {steps}"]
 
         def options(self, name: str, options: Mapping[str, Any]) -> Translation:
-            return Translation("fsdp" if name == "ddp_sharded" else name, dict(options), notes=["ddp_sharded: became fsdp"])
+            return Translation(
+                "fsdp" if name == "ddp_sharded" else name, dict(options), notes=["ddp_sharded: became fsdp"]
+            )
 
     monkeypatch.setattr(named, "_installed", lambda: (Lightning(), HuggingFace()))
     recipe = read("mesh: dp_shard=2\nmax_updates: 7\npasses: [ddp_sharded: {cpu_offload: true}]\n")
     assert recipe.training.steps == 7 and make_passes(recipe.passes) == [FullyShard(offload="cpu")]
     assert recipe.notes[0] == "max_updates: 7 became training.steps: 7"
-    assert recipe.notes[1:] == ("ddp_sharded.ddp_sharded: became fsdp", "ddp_sharded.cpu_offload: True became offload=cpu")
+    assert recipe.notes[1:] == (
+        "ddp_sharded.ddp_sharded: became fsdp",
+        "ddp_sharded.cpu_offload: True became offload=cpu",
+    )
     assert "run.yaml:3: precision: 'half' is refused" in problems("precision: half\n")
 
 
@@ -337,9 +374,14 @@ parallelism_config:
 """
     recipe = read("training: {steps: 3}\n" + text)
     assert recipe.mesh == "dp_replicate=2,dp_shard=2,tp=2"
-    assert make_passes(recipe.passes) == [TensorParallel(), ActivationCheckpoint(), HybridShard(reshard_after_forward=False, blocks=())]
-    assert "cp_size: 4 is refused: accelerate's context parallelism is not translated; remove it and add cp=4" in problems(
-        "training: {steps: 3}\nparallelism_config: {cp_size: 4}\n"
+    assert make_passes(recipe.passes) == [
+        TensorParallel(),
+        ActivationCheckpoint(),
+        HybridShard(reshard_after_forward=False, blocks=()),
+    ]
+    assert (
+        "cp_size: 4 is refused: accelerate's context parallelism is not translated; remove it and add cp=4"
+        in problems("training: {steps: 3}\nparallelism_config: {cp_size: 4}\n")
     )
 
 
@@ -351,7 +393,9 @@ def test_other_engines_and_kinds_of_jobs() -> None:
     assert "the backend TE is refused: the pass Float8 computes with torchao" in problems(
         "training: {steps: 3}\nfp8_config: {backend: TE}\n"
     )
-    assert "mixed precision needs a data-parallel pass" in problems("training: {steps: 3}\ndistributed_type: 'NO'\nmixed_precision: bf16\n")
+    assert "mixed precision needs a data-parallel pass" in problems(
+        "training: {steps: 3}\ndistributed_type: 'NO'\nmixed_precision: bf16\n"
+    )
     assert "the backend EAGER is refused" in problems("training: {steps: 3}\ndynamo_config: {dynamo_backend: EAGER}\n")
     compiled = read("training: {steps: 3}\nmesh: tp=2\ndynamo_config: {dynamo_backend: INDUCTOR}\n")
     assert make_passes(compiled.passes) == [TensorParallel(), Compile()]

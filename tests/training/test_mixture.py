@@ -18,7 +18,16 @@ from meshpar.errors import RecipeError
 from meshpar.launchers.jobs.datasets import changes, same_but_documents
 from meshpar.plan import Plan
 from meshpar.testing import on_ranks
-from meshpar.training import AdamWSettings, Batches, CausalLM, PackedTokens, Schedule, Trainer, TrainSettings, build_adamw
+from meshpar.training import (
+    AdamWSettings,
+    Batches,
+    CausalLM,
+    PackedTokens,
+    Schedule,
+    Trainer,
+    TrainSettings,
+    build_adamw,
+)
 from meshpar.training.metrics import JsonLines
 from meshpar.training.samples import MixedSamples
 from meshpar.training.tokens import write_tokens
@@ -36,7 +45,9 @@ def source(folder, name, samples, base):
 def rows(step, samples):
     """The source and the first label of each row of a step."""
     names = list(samples.sources)
-    found = [(names[each["source"][row]], int(each["labels"][row, 0])) for each in step for row in range(len(each["source"]))]
+    found = [
+        (names[each["source"][row]], int(each["labels"][row, 0])) for each in step for row in range(len(each["source"]))
+    ]
     return [each for each in found if each[1] >= 0]
 
 
@@ -46,22 +57,35 @@ def test_a_mix_is_one_order_on_any_ranks_and_across_stops(tmp_path):
         sizes, capped = [chance.randint(1, 30) for _ in range(chance.randint(1, 4))], chance.random() < 0.5
         weights = [chance.choice([0.1, 0.7, 1.0, 3.0, chance.uniform(0.01, 5)]) for _ in sizes]
         epochs = [chance.randint(1, 3) if capped or chance.random() < 0.3 else None for _ in sizes]
-        parts = {f"s{place}": source(tmp_path, f"{case}-{place}", size, place * 1000) for place, size in enumerate(sizes)}
+        parts = {
+            f"s{place}": source(tmp_path, f"{case}-{place}", size, place * 1000) for place, size in enumerate(sizes)
+        }
         samples = MixedSamples(parts, weights, epochs)
         total = samples.mix.total or 4 * sum(sizes)
         alone = [
-            row for step in itertools.islice(Batches(samples, micro_batch=1, seed=case).one_epoch(), total) for row in rows(step, samples)
+            row
+            for step in itertools.islice(Batches(samples, micro_batch=1, seed=case).one_epoch(), total)
+            for row in rows(step, samples)
         ]
         assert len(alone) == total
         seen, position = [], None
         while len(seen) < total:
-            ranks, micro, accumulate, stop = chance.randint(1, 4), chance.randint(1, 3), chance.randint(1, 2), chance.randint(1, 5)
+            ranks, micro, accumulate, stop = (
+                chance.randint(1, 4),
+                chance.randint(1, 3),
+                chance.randint(1, 2),
+                chance.randint(1, 5),
+            )
             steps, positions = [], []
             for rank in range(ranks):
-                batches = Batches(samples, micro_batch=micro, accumulate=accumulate, data_rank=rank, data_size=ranks, seed=case)
+                batches = Batches(
+                    samples, micro_batch=micro, accumulate=accumulate, data_rank=rank, data_size=ranks, seed=case
+                )
                 if position is not None:
                     batches.load_state_dict(position)
-                steps.append([[rows([micro], samples) for micro in step] for step in itertools.islice(batches.one_epoch(), stop)])
+                steps.append(
+                    [[rows([micro], samples) for micro in step] for step in itertools.islice(batches.one_epoch(), stop)]
+                )
                 positions.append(json.loads(json.dumps(batches.state_dict())))
             assert all(each == positions[0] for each in positions)
             position = positions[0]
@@ -70,9 +94,9 @@ def test_a_mix_is_one_order_on_any_ranks_and_across_stops(tmp_path):
         assert seen[:total] == alone, (sizes, weights, epochs)
         for place, (name, size, most) in enumerate(zip(parts, sizes, epochs)):
             mine = [label for whose, label in alone if whose == name]
-            assert all(len(set(mine[at : at + size])) == len(mine[at : at + size]) for at in range(0, len(mine), size)), (
-                "repeated in an epoch"
-            )
+            assert all(
+                len(set(mine[at : at + size])) == len(mine[at : at + size]) for at in range(0, len(mine), size)
+            ), "repeated in an epoch"
             assert most is None or len(mine) <= most * size
             assert not capped or len(mine) == most * size
             if not any(epochs):
@@ -86,7 +110,9 @@ def test_wrong_mixes_are_refused(tmp_path):
             MixedSamples({"one": one, "two": two}, [1.0, weight], [None, None])
     for more in ({"eos_id": 7}, {"vocab_size": 61_000}):
         other = PackedTokens(dataclasses.replace(two.tokens, **more), LENGTH)
-        with pytest.raises(RecipeError, match=r"different tokenizers: one has vocab_size 65536 and eos_id 60000, two has .*with one"):
+        with pytest.raises(
+            RecipeError, match=r"different tokenizers: one has vocab_size 65536 and eos_id 60000, two has .*with one"
+        ):
             MixedSamples({"one": one, "two": other}, [1, 1], [None, None])
     with pytest.raises(RecipeError, match="expected one length"):
         MixedSamples({"one": one, "two": PackedTokens(two.tokens, 8)}, [1, 1], [None, None])
@@ -100,17 +126,22 @@ def test_wrong_mixes_are_refused(tmp_path):
 def test_a_resume_may_change_documents_and_nothing_else(tmp_path):
     tokens = source(tmp_path, "one", 3, 0).tokens
     joined, apart, fitted = (
-        PackedTokens(tokens, LENGTH, **more) for more in ({"documents": "joined"}, {}, {"documents": "separate", "packing": "best_fit"})
+        PackedTokens(tokens, LENGTH, **more)
+        for more in ({"documents": "joined"}, {}, {"documents": "separate", "packing": "best_fit"})
     )
     for wrap in (lambda each: each, lambda each: MixedSamples({"one": each}, [1], [None])):
-        assert same_but_documents(wrap(joined).fingerprint, wrap(apart)) and same_but_documents(wrap(apart).fingerprint, wrap(joined))
+        assert same_but_documents(wrap(joined).fingerprint, wrap(apart)) and same_but_documents(
+            wrap(apart).fingerprint, wrap(joined)
+        )
         assert not same_but_documents(wrap(joined).fingerprint, wrap(fitted))
     before = {"settings": {}, "files": {}}
     now = {"settings": {"data.packing": "best_fit", "data.mix": [{}], "data.template": None}, "files": {}}
     assert changes(before, now) == ["data.packing was 'cut' and is 'best_fit'", "data.mix was [] and is [{}]"]
 
 
-@pytest.mark.parametrize("mesh,split,chunk", [("dp_shard=2,cp=2", [meshpar.ContextParallel()], 0), ("dp_shard=4", [], 3)], ids=str)
+@pytest.mark.parametrize(
+    "mesh,split,chunk", [("dp_shard=2,cp=2", [meshpar.ContextParallel()], 0), ("dp_shard=4", [], 3)], ids=str
+)
 def test_the_loss_of_each_source_is_reported(mesh, split, chunk, tmp_path):
     on_ranks(4)(losses)(mesh, split, chunk, tmp_path)
 
@@ -130,12 +161,21 @@ def losses(mesh, split, chunk, folder: Path):
     settings = TrainSettings(steps=1, log_every=1)
     held = Batches(MixedSamples(parts, [1, 1], [1, 1]), micro_batch=4, data_rank=par.data_rank, data_size=par.data_size)
     trainer = Trainer(
-        par, CausalLM(chunk=chunk), data, optimizer, Schedule(lr=1e-9, steps=1), settings, validation=held, reporters=[records]
+        par,
+        CausalLM(chunk=chunk),
+        data,
+        optimizer,
+        Schedule(lr=1e-9, steps=1),
+        settings,
+        validation=held,
+        reporters=[records],
     )
     trainer.run()
     found = [json.loads(line) for line in (folder / f"{torch.distributed.get_rank()}.jsonl").read_text().splitlines()]
     first, last = found[0], found[-1]
-    assert first["train/loss"] == pytest.approx(0.25 * first["train/loss/low"] + 0.75 * first["train/loss/wide"], rel=1e-5)
+    assert first["train/loss"] == pytest.approx(
+        0.25 * first["train/loss/low"] + 0.75 * first["train/loss/wide"], rel=1e-5
+    )
     assert last["val/loss"] == pytest.approx((last["val/loss/low"] + last["val/loss/wide"]) / 2, rel=1e-5)
     for name, each in parts.items():
         whole = each.__getitems__(range(len(each)))

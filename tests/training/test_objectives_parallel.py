@@ -13,7 +13,14 @@ from torch import nn
 import meshpar
 from meshpar import FullyShard, HybridShard, MeshparError, Plan, Replicate, TensorParallel
 from meshpar.testing import assert_parity, on_ranks, one_process, token_steps
-from meshpar.training.objectives import Distillation, Seq2Seq, SequenceClassification, divergence, freeze, teacher_problems
+from meshpar.training.objectives import (
+    Distillation,
+    Seq2Seq,
+    SequenceClassification,
+    divergence,
+    freeze,
+    teacher_problems,
+)
 from tests.support.models_for_parity import VOCAB, huggingface
 
 PLANS: dict[str, tuple[str, list[Any]]] = {
@@ -27,7 +34,9 @@ CLASSES, PARTS = 5, 4
 def t5(**options: Any) -> nn.Module:
     import transformers
 
-    sizes = dict(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False)
+    sizes = dict(
+        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False
+    )
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, tie_word_embeddings=True, **options))
 
 
@@ -35,7 +44,9 @@ def bert() -> nn.Module:
     import transformers
 
     sizes = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    still = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=CLASSES, max_position_embeddings=64)
+    still = dict(
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=CLASSES, max_position_embeddings=64
+    )
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, **still))
     for name, parameter in model.named_parameters():  # its gradient is zero by theory, and what is left is rounding
         parameter.requires_grad_(not name.endswith("key.bias"))
@@ -60,7 +71,10 @@ def examples(kind: str, seed: int) -> dict[str, torch.Tensor]:
 
 
 def steps_of(kind: str) -> list[list[list[dict[str, torch.Tensor]]]]:
-    return [[[examples(kind, (step * 7 + micro) * 11 + part) for part in range(PARTS)] for micro in range(2)] for step in range(2)]
+    return [
+        [[examples(kind, (step * 7 + micro) * 11 + part) for part in range(PARTS)] for micro in range(2)]
+        for step in range(2)
+    ]
 
 
 def summed(objective: Any, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
@@ -102,7 +116,9 @@ def test_distillation_equals_one_process_whatever_the_two_plans() -> None:
         par = Plan(*PLANS[theirs]).apply(model).materialize(weights=Given(weights))
         objective = Distillation(teacher=par.module, **options)
         mesh, passes = PLANS[name]
-        trained = assert_parity(student, mesh, passes, steps, loss_sum=functools.partial(summed, objective), expected=expected)
+        trained = assert_parity(
+            student, mesh, passes, steps, loss_sum=functools.partial(summed, objective), expected=expected
+        )
         assert all(parameter.grad is None for parameter in par.module.parameters())
         held = sum(meshpar.placements.local_tensor(parameter).numel() for parameter in par.module.parameters())
         assert held < 0.6 * sum(parameter.numel() for parameter in par.module.parameters()), "the teacher is not split"
@@ -127,14 +143,18 @@ def test_a_teacher_that_would_mix_batches_is_refused() -> None:
         model = teacher()
     split = Plan("dp_shard=2,tp=2", [TensorParallel(), FullyShard()])
     (problem,) = teacher_problems(split, model, Plan("dp_shard=4", [FullyShard()]), 4)
-    assert "lets ranks [0, 1] work on one batch, but the student's mesh dp_shard=4 gives them 2 different ones" in problem
+    assert (
+        "lets ranks [0, 1] work on one batch, but the student's mesh dp_shard=4 gives them 2 different ones" in problem
+    )
     assert not list(teacher_problems(split, model, split, 4))
     assert not list(teacher_problems(Plan("dp_replicate=4", [Replicate()]), model, split, 4))
 
 
 def test_a_teacher_that_is_not_frozen_is_refused() -> None:
     model = huggingface("Qwen3")
-    with pytest.raises(MeshparError, match=r"teacher is not frozen: model\.embed_tokens\.weight requires a gradient; call freeze"):
+    with pytest.raises(
+        MeshparError, match=r"teacher is not frozen: model\.embed_tokens\.weight requires a gradient; call freeze"
+    ):
         Distillation(teacher=model)
     with pytest.raises(MeshparError, match="it is in training mode"):
         Distillation(teacher=freeze(model).train())

@@ -17,7 +17,9 @@ from meshpar.training.records import RecordSource, first_sentence
 from meshpar.training.samples import LabelledExamples, PairedExamples
 from meshpar.training.tokenizer import byte_tokenizer, load_tokenizer
 
-ROWS = [{"text": f"input {number}", "target": "out" * (number % 3 + 1), "label": number % 2 == 0} for number in range(10)]
+ROWS = [
+    {"text": f"input {number}", "target": "out" * (number % 3 + 1), "label": number % 2 == 0} for number in range(10)
+]
 
 
 def lines(folder: Path, rows: list[dict[str, object]], name: str = "rows.jsonl") -> str:
@@ -41,8 +43,14 @@ def test_records_come_once_and_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"body": "x", "target": "y"}, r"rows.jsonl:1 has no text under 'text'; it has \['body', 'target'\]; name the key with data.field"),
-        ({"text": "x", "sum": "y"}, r"has no text under 'target'; it has \['sum', 'text'\]; name the key with data.target_field"),
+        (
+            {"body": "x", "target": "y"},
+            r"rows.jsonl:1 has no text under 'text'; it has \['body', 'target'\]; name the key with data.field",
+        ),
+        (
+            {"text": "x", "sum": "y"},
+            r"has no text under 'target'; it has \['sum', 'text'\]; name the key with data.target_field",
+        ),
         ({"text": "x", "target": 3}, "has no text under 'target'"),
     ],
 )
@@ -55,17 +63,25 @@ def test_a_label_may_be_a_number_and_nothing_else(tmp_path: Path) -> None:
     labelled = RecordSource(inputs=(lines(tmp_path, [{"text": "x", "label": 3}]),), kind="labels", output_field="label")
     assert list(labelled.records()) == [("x", "3")]
     with pytest.raises(RecipeError, match=r"has no label under 'label'.*data\.label_field"):
-        list(RecordSource(inputs=(lines(tmp_path, [{"text": "x", "label": 0.5}]),), kind="labels", output_field="label").records())
+        list(
+            RecordSource(
+                inputs=(lines(tmp_path, [{"text": "x", "label": 0.5}]),), kind="labels", output_field="label"
+            ).records()
+        )
     (tmp_path / "bad.jsonl").write_text("{")
     with pytest.raises(RecipeError, match=r"bad.jsonl:1 is not JSON"):
         list(RecordSource(inputs=(str(tmp_path / "bad.jsonl"),), kind="pairs").records())
 
 
-def test_functions_of_the_standard_library_lose_their_docstrings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_functions_of_the_standard_library_lose_their_docstrings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = tmp_path / "module.py"
     path.write_text(
-        "class A:\n    def put(self, item):\n        '''Put an item\n        into the queue.  More.\n\n        Rest.\n        '''\n"
-        "        self.items.append(item)\n        return 1\n\n    def bare(self):\n        return 2\n\n    def short(self):\n"
+        "class A:\n    def put(self, item):\n        '''Put an item\n        into the queue.  More.\n\n        "
+        "Rest.\n        '''\n"
+        "        self.items.append(item)\n        return 1\n\n    def bare(self):\n        return 2\n\n    def "
+        "short(self):\n"
         "        '''Nothing.'''\n        return 3\n\ndef one(x): 'Return one of them.'; return 1\n"
     )
     monkeypatch.setattr(records_module, "standard_library", lambda: [path])
@@ -82,11 +98,16 @@ def test_the_first_sentence() -> None:
 
 def test_lines_tell_their_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "big").mkdir()
-    (tmp_path / "big" / "a.py").write_text("value = compute_the_value(1)\nshared = the_same_line_here()\n# a comment that is long enough\n")
+    (tmp_path / "big" / "a.py").write_text(
+        "value = compute_the_value(1)\nshared = the_same_line_here()\n# a comment that is long enough\n"
+    )
     (tmp_path / "small.py").write_text("other = compute_another(2)\nshared = the_same_line_here()\nx = 1\n")
     monkeypatch.setattr(records_module, "standard_library", lambda: [tmp_path / "big" / "a.py", tmp_path / "small.py"])
     monkeypatch.setattr(records_module, "standard_library_root", lambda: tmp_path)
-    assert list(records_module.lines_of_modules()) == [("value = compute_the_value(1)", "big"), ("other = compute_another(2)", "small")]
+    assert list(records_module.lines_of_modules()) == [
+        ("value = compute_the_value(1)", "big"),
+        ("other = compute_another(2)", "small"),
+    ]
 
 
 def test_examples_are_prepared_once_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +116,9 @@ def test_examples_are_prepared_once_and_split(tmp_path: Path, monkeypatch: pytes
     assert split.validation is not None
     assert (split.train.count, split.validation.count) == (7, 3)
     texts = [
-        bytes(file.row("input", index)[:-1].tolist()).decode() for file in (split.train, split.validation) for index in range(file.count)
+        bytes(file.row("input", index)[:-1].tolist()).decode()
+        for file in (split.train, split.validation)
+        for index in range(file.count)
     ]
     assert sorted(texts) == [f"input {number}" for number in range(10)]
     monkeypatch.setattr(RecordSource, "records", lambda self: pytest.fail("read again"))
@@ -103,13 +126,17 @@ def test_examples_are_prepared_once_and_split(tmp_path: Path, monkeypatch: pytes
 
 
 def test_labels_get_numbers_and_the_validation_data_theirs(tmp_path: Path) -> None:
-    held = RecordSource(inputs=(lines(tmp_path, [{"text": "new", "label": "True"}], "held.jsonl"),), kind="labels", output_field="label")
+    held = RecordSource(
+        inputs=(lines(tmp_path, [{"text": "new", "label": "True"}], "held.jsonl"),), kind="labels", output_field="label"
+    )
     split = prepare_examples(source(tmp_path, "labels"), byte_tokenizer(), tmp_path / "cache", validation=held)
     assert split.train.classes == ("False", "True") and split.validation is not None
     assert split.train.column("output")[0].tolist() == [1, 0] * 5
     assert split.train.row("input", 0)[0] == byte_tokenizer().eos_id  # the position that a classifier reads
     strange = RecordSource(
-        inputs=(lines(tmp_path, [{"text": "new", "label": "other"}], "strange.jsonl"),), kind="labels", output_field="label"
+        inputs=(lines(tmp_path, [{"text": "new", "label": "other"}], "strange.jsonl"),),
+        kind="labels",
+        output_field="label",
     )
     with pytest.raises(RecipeError, match="labels that the training data lacks: other"):
         prepare_examples(source(tmp_path, "labels"), byte_tokenizer(), tmp_path / "cache", validation=strange)
@@ -169,7 +196,9 @@ def test_a_tokenizers_own_special_tokens_are_used(tmp_path: Path) -> None:
     ids = [(name, fast.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
     fast.post_processor = tokenizers.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
     fast.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "[SEP]", "pad_token": {"content": "[PAD]"}}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "[SEP]", "pad_token": {"content": "[PAD]"}})
+    )
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode_inputs(["a"], begin=True) == [[ids[0][1], ord("a"), ids[1][1]]]
     assert tokenizer.pad_id == fast.token_to_id("[PAD]")
@@ -180,4 +209,6 @@ def test_rows_of_the_file_are_those_that_were_written(tmp_path: Path) -> None:
     split = prepare_examples(source(tmp_path), byte_tokenizer(), tmp_path / "cache")
     again = ExampleFile.open(split.train.folder)
     assert again == split.train
-    assert torch.equal(torch.tensor(again.row("output", 1).tolist()), torch.tensor([*b"outout", byte_tokenizer().eos_id]))
+    assert torch.equal(
+        torch.tensor(again.row("output", 1).tolist()), torch.tensor([*b"outout", byte_tokenizer().eos_id])
+    )

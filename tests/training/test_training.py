@@ -41,7 +41,9 @@ VOCAB = 64
 
 
 def parallel(mesh: str = "", passes: list[Any] | None = None, dropout: float = 0.0) -> Parallelized:
-    config = TransformerConfig(vocab_size=VOCAB, dim=16, layers=2, heads=2, kv_heads=2, hidden=24, max_positions=32, dropout=dropout)
+    config = TransformerConfig(
+        vocab_size=VOCAB, dim=16, layers=2, heads=2, kv_heads=2, hidden=24, max_positions=32, dropout=dropout
+    )
     with torch.device("meta"):
         model = Transformer(config)
     return Plan(mesh, passes or []).apply(model, device_type="cpu").materialize(seed=0)
@@ -51,7 +53,9 @@ def packed(folder: Path, tokens: int = 330, length: int = 8) -> PackedTokens:
     """Return tokens that follow a rule: after i comes i + 1 or i + 2, in turn."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = np.cumsum(np.arange(tokens) % 2 + 1) % (VOCAB - 1)
-    return PackedTokens(write_tokens(folder / f"rank{dist.get_rank()}.bin", [ids], vocab_size=VOCAB, eos_id=VOCAB - 1), length)
+    return PackedTokens(
+        write_tokens(folder / f"rank{dist.get_rank()}.bin", [ids], vocab_size=VOCAB, eos_id=VOCAB - 1), length
+    )
 
 
 class Kept:
@@ -60,7 +64,15 @@ class Kept:
     def __init__(self) -> None:
         self.steps: dict[int, tuple[Any, Any, dict[str, Any]]] = {}
 
-    def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any], *, replace: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        par: Parallelized,
+        optimizer: torch.optim.Optimizer,
+        extra: dict[str, Any],
+        *,
+        replace: bool = False,
+    ) -> None:
         assert json.loads(json.dumps(extra)) == extra  # plain data
         self.steps[step] = (copy.deepcopy(par.module.state_dict()), copy.deepcopy(optimizer.state_dict()), extra)
 
@@ -86,8 +98,14 @@ class Records:
 def trainer(
     par: Parallelized, samples: PackedTokens, *, steps: int | None = 6, micro: int = 2, accumulate: int = 2, **more: Any
 ) -> Trainer:
-    data = Batches(samples, micro_batch=micro, accumulate=accumulate, data_rank=par.data_rank, data_size=par.data_size, seed=3)
-    parts = {name: more.pop(name) for name in ("validation", "checkpointer", "reporters", "scaler", "objective") if name in more}
+    data = Batches(
+        samples, micro_batch=micro, accumulate=accumulate, data_rank=par.data_rank, data_size=par.data_size, seed=3
+    )
+    parts = {
+        name: more.pop(name)
+        for name in ("validation", "checkpointer", "reporters", "scaler", "objective")
+        if name in more
+    }
     settings = TrainSettings(**{"steps": steps, "log_every": 1, "seed": 11} | more)
     optimizer = build_adamw(par.module, AdamWSettings(eps=1e-3))
     schedule = Schedule(name="cosine", lr=1e-2, steps=6, warmup_steps=2, min_ratio=0.2)
@@ -132,7 +150,9 @@ def test_warm_up_grows_to_the_peak(name: str) -> None:
 
 def test_a_schedule_sets_every_group_also_a_tensor_rate() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:], "lr": torch.tensor(5.0)}], foreach=False)
+    optimizer = torch.optim.AdamW(
+        [{"params": parameters[:1]}, {"params": parameters[1:], "lr": torch.tensor(5.0)}], foreach=False
+    )
     assert Schedule(name="linear", lr=1.0, steps=2).apply(optimizer, 1) == 0.5
     assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5, 0.5]
 
@@ -144,7 +164,9 @@ def test_wrong_schedules_are_named() -> None:
         Schedule(steps=5, warmup_steps=9)
     with pytest.raises(RecipeError, match=r"warmup_steps must be from 0 to steps, got 9 of 5 steps"):
         Schedule(warmup_steps=9).over(5)
-    with pytest.raises(RecipeError, match=r"without steps has no length of its own; set steps=, or use schedule.over\(steps\)"):
+    with pytest.raises(
+        RecipeError, match=r"without steps has no length of its own; set steps=, or use schedule.over\(steps\)"
+    ):
         Schedule().rate(1)
 
 
@@ -160,10 +182,9 @@ def test_rates_scale_with_the_data_ranks() -> None:
 def test_norms_and_biases_do_not_decay(group: None) -> None:
     par = parallel()
     optimizer = build_adamw(par.module, AdamWSettings(weight_decay=0.3, fused=None))
-    assert {(part["weight_decay"], parameter.ndim >= 2) for part in optimizer.param_groups for parameter in part["params"]} == {
-        (0.3, True),
-        (0.0, False),
-    }
+    assert {
+        (part["weight_decay"], parameter.ndim >= 2) for part in optimizer.param_groups for parameter in part["params"]
+    } == {(0.3, True), (0.0, False)}
     assert sum(len(part["params"]) for part in optimizer.param_groups) == len(list(par.module.parameters()))
     assert optimizer.defaults["fused"]
     for parameter in par.module.parameters():
@@ -187,7 +208,9 @@ def test_fused_adamw_takes_split_and_whole_parameters_together() -> None:
 
 def parallel_alone() -> torch.nn.Module:
     """Return the same model with the same weights, on this rank alone."""
-    model = Transformer(TransformerConfig(vocab_size=VOCAB, dim=16, layers=2, heads=2, kv_heads=2, hidden=24, max_positions=32))
+    model = Transformer(
+        TransformerConfig(vocab_size=VOCAB, dim=16, layers=2, heads=2, kv_heads=2, hidden=24, max_positions=32)
+    )
     source = parallel("tp=2", [TensorParallel()])
     model.load_state_dict({name: whole(tensor) for name, tensor in source.module.state_dict().items()})
     return model
@@ -212,7 +235,10 @@ def test_the_loop_equals_one_written_by_hand(group: None, tmp_path: Path) -> Non
         total, tokens_seen = 0.0, tokens_seen + tokens
         for batch in batches:
             logits = hand.module(input_ids=batch["input_ids"]).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / tokens
+            loss = (
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+                / tokens
+            )
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -226,14 +252,28 @@ def test_the_loop_equals_one_written_by_hand(group: None, tmp_path: Path) -> Non
     for name, value in weights(hand).items():
         torch.testing.assert_close(weights(par)[name], value, rtol=1e-4, atol=1e-6)
     last = records.records[-1]
-    assert last["tokens"] == tokens_seen and last["lr"] == schedule.rate(5) and last["tokens_per_second"] > 0 and last["memory_gib"] > 0
+    assert (
+        last["tokens"] == tokens_seen
+        and last["lr"] == schedule.rate(5)
+        and last["tokens_per_second"] > 0
+        and last["memory_gib"] > 0
+    )
 
 
 def test_the_loss_falls_and_is_validated(group: None, tmp_path: Path) -> None:
     samples = packed(tmp_path)
     par, records = parallel(), Records()
     validation = Batches(samples, micro_batch=4, seed=None)
-    run = trainer(par, samples, steps=None, epochs=5, validation=validation, validate_every="epoch", log_every=7, reporters=[records])
+    run = trainer(
+        par,
+        samples,
+        steps=None,
+        epochs=5,
+        validation=validation,
+        validate_every="epoch",
+        log_every=7,
+        reporters=[records],
+    )
     before = run.validate()["loss"]
     outcome = run.run()
     held = [record for record in records.records if "val/loss" in record]
@@ -284,7 +324,9 @@ def test_resuming_is_bitwise_with_dropout(group: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("warm", [{"warmup_steps": 7}, {"warmup_ratio": 0.3}])
-def test_an_epoch_goes_on_with_another_batch_at_the_same_rate(group: None, tmp_path: Path, warm: dict[str, Any]) -> None:
+def test_an_epoch_goes_on_with_another_batch_at_the_same_rate(
+    group: None, tmp_path: Path, warm: dict[str, Any]
+) -> None:
     """The learning rate is a function of the samples that were used, whatever their steps; each epoch is used up."""
     samples, schedule = packed(tmp_path), Schedule(name="linear", lr=1e-2, **warm)
 
@@ -306,12 +348,18 @@ def test_an_epoch_goes_on_with_another_batch_at_the_same_rate(group: None, tmp_p
     assert whole.step == 22 and list(rates.values()) == [schedule.over(22).rate(step) for step in range(22)]
     for step, micro in ((4, 4), (12, 4), (4, 1), (12, 1), (8, 3)):
         again, later, more = train(steps[step], micro=micro)
-        assert all(later[at] == pytest.approx(rates[at]) for at in later.keys() & rates.keys()) and len(later.keys() & rates.keys()) > 1
+        assert (
+            all(later[at] == pytest.approx(rates[at]) for at in later.keys() & rates.keys())
+            and len(later.keys() & rates.keys()) > 1
+        )
         assert list(later.values()) == [whole.planned.rate(at // 42 * 11 + at % 42 / 4) for at in later]
         assert again.planned == whole.planned
     # and once more, with the first batch again
     last, later, _ = train(more[12], micro=2)
-    assert all(later[at] == pytest.approx(rates[at]) for at in later.keys() & rates.keys()) and last.planned == whole.planned
+    assert (
+        all(later[at] == pytest.approx(rates[at]) for at in later.keys() & rates.keys())
+        and last.planned == whole.planned
+    )
     # as it was saved before a state told its batch
     model, optimizer, extra = steps[8]
     _, later, _ = train((model, optimizer, {name: value for name, value in extra.items() if name != "batch"}))
@@ -344,7 +392,9 @@ def test_resuming_on_two_ranks_is_bitwise_and_one_rank_stops_both() -> None:
 def check_ranks_must_agree(folder: Path) -> None:
     par = parallel("dp_shard=2", [FullyShard()])
     samples = packed(folder / "odd", tokens=200 + dist.get_rank())
-    with pytest.raises(MeshparError, match=r"what the ranks were given differ .*\n.*training data: rank 0 against ranks \[1\]"):
+    with pytest.raises(
+        MeshparError, match=r"what the ranks were given differ .*\n.*training data: rank 0 against ranks \[1\]"
+    ):
         trainer(par, samples).run()
 
 
@@ -373,7 +423,9 @@ def check_two_ranks_match_one(folder: Path) -> None:
 def alone_losses(samples: PackedTokens) -> list[float]:
     torch.manual_seed(0)
     source = parallel("dp_shard=2", [FullyShard()])
-    model = Transformer(TransformerConfig(vocab_size=VOCAB, dim=16, layers=2, heads=2, kv_heads=2, hidden=24, max_positions=32))
+    model = Transformer(
+        TransformerConfig(vocab_size=VOCAB, dim=16, layers=2, heads=2, kv_heads=2, hidden=24, max_positions=32)
+    )
     model.load_state_dict({name: whole(tensor) for name, tensor in source.module.state_dict().items()})
     optimizer, schedule = (
         build_adamw(model, AdamWSettings(eps=1e-3)),
@@ -421,13 +473,21 @@ class Asking:
 
 
 def check_stop_in_validation(folder: Path, par: Parallelized, last: Parallelized, late: int) -> None:
-    """The step is saved, and the next start makes up for the validation: a run that was stopped in each has the records of one that was not."""
+    """The step is saved, and the next start makes up for the validation: a run that was stopped in each has the records
+    of one that was not.
+    """
     samples = packed(folder)
 
     def train(par: Parallelized, saved: Any = None, batch: int = 99) -> tuple[Any, Kept, Records]:
         kept, records = Kept(), Records()
         held = Batches(samples, micro_batch=1, data_rank=par.data_rank, data_size=par.data_size, seed=None)
-        more: dict[str, Any] = {"steps": 4, "validate_every": 2, "validation": held, "checkpointer": kept, "reporters": [records]}
+        more: dict[str, Any] = {
+            "steps": 4,
+            "validate_every": 2,
+            "validation": held,
+            "checkpointer": kept,
+            "reporters": [records],
+        }
         run = resumed(par, saved, samples, **more) if saved else trainer(par, samples, **more)
         run.objective = Asking(batch if dist.get_rank() == dist.get_world_size() - 1 else 99)
         return run.run(), kept, records
@@ -438,20 +498,29 @@ def check_stop_in_validation(folder: Path, par: Parallelized, last: Parallelized
     assert records.notes[0] == "asked to stop (SIGHUP) after step 2, during its validation"
     assert par.module.training and not any("val/loss" in each for each in records.records)
     found, saved = records.records, kept.steps
-    for batch, steps in ((1, []), (30 * late, [2, 4]), (1, [])):  # in the same validation, in the last one, and in that again
+    for batch, steps in (
+        (1, []),
+        (30 * late, [2, 4]),
+        (1, []),
+    ):  # in the same validation, in the last one, and in that again
         outcome, kept, records = train(par, saved[max(saved)], batch)
         assert (outcome.stopped, sorted(kept.steps)) == ("SIGHUP", steps)
         found, saved = found + records.records, saved | kept.steps
     outcome, kept, records = train(par, saved[4])
     assert outcome.stopped is None and sorted(kept.steps) == [4]
     found += records.records
-    told = [[(each["step"], each.get("train/loss"), each.get("val/loss")) for each in records] for records in (found, expected.records)]
+    told = [
+        [(each["step"], each.get("train/loss"), each.get("val/loss")) for each in records]
+        for records in (found, expected.records)
+    ]
     assert told[0] == told[1]
     assert kept.steps[4][2] == whole.steps[4][2]
 
 
 def check_stop_in_a_long_step(folder: Path, passes: list[Any], reduce_each: bool) -> None:
-    """The micro-batches that were done are left, the state before the step is saved, and the next start repeats the step."""
+    """The micro-batches that were done are left, the state before the step is saved, and the next start repeats the
+    step.
+    """
     samples, (whole, part) = packed(folder), (parallel("dp_shard=2", passes, dropout=0.2) for _ in range(2))
     more: dict[str, Any] = {"micro": 1, "accumulate": 6, "steps": 3, "reduce_each": reduce_each}
     trainer(whole, samples, **more).run()
@@ -521,7 +590,9 @@ def test_steps_that_are_not_finite_can_be_skipped(group: None, tmp_path: Path) -
     assert run.skipped == 2 and all(math.isfinite(record["train/loss"]) for record in records.records)
     assert [record["step"] for record in records.records] == [1, 4, 5, 6]
     assert all(bool(parameter.isfinite().all()) for parameter in par.module.parameters())
-    forever = trainer(parallel(), packed(tmp_path), objective=Poisoned(*range(100)), accumulate=1, nonfinite="skip", steps=99)
+    forever = trainer(
+        parallel(), packed(tmp_path), objective=Poisoned(*range(100)), accumulate=1, nonfinite="skip", steps=99
+    )
     with pytest.raises(MeshparError, match="51 steps in a row"):
         forever.run()
 
@@ -558,11 +629,17 @@ def test_an_overflow_on_the_shards_of_one_rank_is_skipped_by_all() -> None:
         run = trainer(par, packed(Path(folder)), accumulate=1, scaler=scaler, reporters=[records], steps=4)
         last = list(par.module.parameters())[-1]
         handle = last.register_post_accumulate_grad_hook(
-            lambda parameter: local_tensor(parameter.grad).fill_(math.inf) if run.step == 2 and dist.get_rank() == 3 else None
+            lambda parameter: (
+                local_tensor(parameter.grad).fill_(math.inf) if run.step == 2 and dist.get_rank() == 3 else None
+            )
         )
         run.run()
         handle.remove()
-        assert [record["step"] for record in records.records] == [1, 2, 4] and (run.skipped, scaler.skipped, scaler.scale) == (1, 1, 2.0**9)
+        assert [record["step"] for record in records.records] == [1, 2, 4] and (
+            run.skipped,
+            scaler.skipped,
+            scaler.scale,
+        ) == (1, 1, 2.0**9)
         assert all(torch.equal(seen[2][name], seen[3][name]) for name in shards)  # no shard of any rank moved
         assert not all(torch.equal(seen[1][name], seen[2][name]) for name in shards)
         assert all(bool(shard.isfinite().all()) for shard in shards.values())
@@ -571,14 +648,23 @@ def test_an_overflow_on_the_shards_of_one_rank_is_skipped_by_all() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @on_ranks(2, keep=True)
 def test_half_precision_keeps_masters_in_float32(dtype: torch.dtype) -> None:
-    """Updates too small for the dtype that computes add up, in float32 moments and weights; the loss falls as in float32."""
+    """Updates too small for the dtype that computes add up, in float32 moments and weights; the loss falls as in
+    float32.
+    """
     with tempfile.TemporaryDirectory() as folder:
         losses = {}
         for computed in (torch.float32, dtype):
-            par, records = parallel("dp_shard=2", [FullyShard(param_dtype=computed, reduce_dtype=torch.float32)]), Records()
+            par, records = (
+                parallel("dp_shard=2", [FullyShard(param_dtype=computed, reduce_dtype=torch.float32)]),
+                Records(),
+            )
             before = weights(par)
             run = trainer(
-                par, packed(Path(folder)), accumulate=1, reporters=[records], scaler=LossScaler() if dtype == torch.float16 else None
+                par,
+                packed(Path(folder)),
+                accumulate=1,
+                reporters=[records],
+                scaler=LossScaler() if dtype == torch.float16 else None,
             )
             run.schedule = Schedule(name="constant", lr=1e-7, steps=6, warmup_steps=0)
             run.run()
@@ -606,7 +692,9 @@ def test_random_state_of_a_step_needs_only_seed_and_step(group: None, tmp_path: 
 
 
 def test_settings_are_checked_together() -> None:
-    with pytest.raises(RecipeError, match=r"length of the training.*log_every must be an integer from 1, got 0; clip must be above 0"):
+    with pytest.raises(
+        RecipeError, match=r"length of the training.*log_every must be an integer from 1, got 0; clip must be above 0"
+    ):
         TrainSettings(log_every=0, clip=-1)
     with pytest.raises(RecipeError, match=r"^validate_every must be an integer from 1 or 'epoch' or None, got 0$"):
         TrainSettings(steps=1, validate_every=0)
@@ -714,7 +802,9 @@ def test_tensorboard_has_every_scalar_once(tmp_path: Path) -> None:
 def test_the_console_writes_plain_lines_where_there_is_no_terminal() -> None:
     file = io.StringIO()
     console = Console(100, step=90, file=file)
-    console.report({"step": 95, "train/loss": 1.25, "lr": 3e-4, "grad_norm": 0.5, "tokens_per_second": 12345.6, "epoch": 0})
+    console.report(
+        {"step": 95, "train/loss": 1.25, "lr": 3e-4, "grad_norm": 0.5, "tokens_per_second": 12345.6, "epoch": 0}
+    )
     console.note("checkpoint of step 95 saved")
     console.close()
     line, note = file.getvalue().splitlines()

@@ -1,8 +1,9 @@
 """Collectives over one mesh axis that autograd knows, in pairs: what one does forward the other does backward.
 
-The f and g operators of Megatron-LM (arXiv 1909.08053, section 3) and their sequence-parallel forms (arXiv 2205.05198, section 4).
-They run on local tensors, in eager mode and under ``torch.compile``. Each one's backward is its partner, not the bare collective, so that
-gradients of gradients are exact, too. On a :class:`SimulatedGroup` the ranks are threads of one process.
+The f and g operators of Megatron-LM (arXiv 1909.08053, section 3) and their sequence-parallel forms (arXiv 2205.05198,
+section 4). They run on local tensors, in eager mode and under ``torch.compile``. Each one's backward is its partner,
+not the bare collective, so that gradients of gradients are exact, too. On a :class:`SimulatedGroup` the ranks are
+threads of one process.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Meeting:
 
 @final
 class SimulatedGroup:
-    """One rank's process group on a :class:`Meeting`; the collectives of :mod:`meshpar.passes.tensor.collectives` know it."""
+    """One rank's process group on a :class:`Meeting`; the collectives of :mod:`meshpar.passes.tensor.collectives` know
+    it.
+    """
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
@@ -90,9 +93,11 @@ def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def copy_weight(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return ``x``, a parameter that every rank holds whole and sees a part of the data with; its gradient is summed over the axis.
+    """Return ``x``, a parameter that every rank holds whole and sees a part of the data with; its gradient is summed
+    over the axis.
 
-    The sum is made in float32 or wider, whatever the parameter's dtype: it is small, and nothing is gained by rounding it.
+    The sum is made in float32 or wider, whatever the parameter's dtype: it is small, and nothing is gained by rounding
+    it.
     """
     return _CopyWeight.apply(x, group)
 
@@ -113,7 +118,8 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_replicated(x: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the last dim's shards joined to ``size`` features, for a use that is the same on every rank; each keeps its own gradient.
+    """Return the last dim's shards joined to ``size`` features, for a use that is the same on every rank; each keeps
+    its own gradient.
 
     The shards are torch's chunks of ``size``: the last one may be short.
     """
@@ -126,10 +132,11 @@ def split_replicated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def regroup(weight: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's slice of each of ``parts`` equal parts that stand fused along ``dim``, from contiguous shards of the whole.
+    """Return this rank's slice of each of ``parts`` equal parts that stand fused along ``dim``, from contiguous shards
+    of the whole.
 
-    A fused [q | k | v] stored as plain contiguous shards becomes [q_r | k_r | v_r] on rank r by one all-to-all of the weight;
-    the gradient goes back the same way.
+    A fused [q | k | v] stored as plain contiguous shards becomes [q_r | k_r | v_r] on rank r by one all-to-all of the
+    weight; the gradient goes back the same way.
     """
     return _Regroup.apply(weight, parts, dim, group)
 
@@ -274,7 +281,9 @@ class _Ungroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if grads[0].requires_grad:
-            raise MeshparError("gradients of the third order through packed_colwise are not known; split the projection into its parts")
+            raise MeshparError(
+                "gradients of the third order through packed_colwise are not known; split the projection into its parts"
+            )
         return _by_part(grads[0], ctx.parts, ctx.dim, ctx.group), None, None, None
 
 

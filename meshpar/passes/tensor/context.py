@@ -29,7 +29,8 @@ class Arrivals:
     """The modules to which the ranks of an axis come together.
 
     Attributes:
-        sends: None: ranks look; otherwise ranks are simulated, and whether they send what those send that look each time.
+        sends: None: ranks look; otherwise ranks are simulated, and whether they send what those send that look each
+            time.
     """
 
     def __init__(self) -> None:
@@ -47,8 +48,10 @@ class Arrivals:
         (together,) = same(torch.tensor([zlib.crc32(f"{name} {tuple(x.shape)}".encode())], device=x.device), [group])
         if not together:
             raise ParallelError(
-                f"ranks of the tensor axis run different modules at a time, this one {name}: under sequence_parallel each sees its own "
-                "positions, and a branch or a router in between decides by them; give the module around it the style 'region', which sees "
+                f"ranks of the tensor axis run different modules at a time, this one {name}: under sequence_parallel "
+                "each sees its own "
+                "positions, and a branch or a router in between decides by them; give the module around it the style "
+                "'region', which sees "
                 "all positions, or use TensorParallel(sequence_parallel=False)"
             )
 
@@ -68,7 +71,8 @@ class Context:
         random: random state, which follows the split; None where nothing is drawn.
         arrivals: whether ranks run the same modules; None where that is not looked at.
         inputs: keyword names under which a region may receive its hidden states.
-        placed: id of a parameter as it was, or as it is now -> references to both, so that tied ones stay tied; empty after the pass.
+        placed: id of a parameter as it was, or as it is now -> references to both, so that tied ones stay tied; empty
+            after the pass.
         regions: name -> the region that a module stands in.
         styles: name -> style of every module that has one.
         joining: modules at whose end random state is the axis's shared one again.
@@ -108,7 +112,8 @@ class Context:
             self.random.join()
 
     def join_after(self, name: str) -> None:
-        """See that activations count as replicated after the region that has ``name``, or else after the module around it.
+        """See that activations count as replicated after the region that has ``name``, or else after the module around
+        it.
 
         So they do also where an error or a recomputation leaves that module early.
         """
@@ -129,7 +134,8 @@ class Context:
         set_forward(module, forward)
 
     def arrive(self, name: str, x: Tensor) -> None:
-        """See that all ranks of the axis come to the module called ``name``; under sequence parallelism each may branch otherwise.
+        """See that all ranks of the axis come to the module called ``name``; under sequence parallelism each may branch
+        otherwise.
 
         Collective over the axis, where anything is looked at.
 
@@ -171,7 +177,8 @@ class Context:
         if length % self.size:
             raise PlanError(
                 [
-                    f"sequence length {length} is not divided by tp={self.size}, over which sequence parallelism splits it; pad the batch "
+                    f"sequence length {length} is not divided by tp={self.size}, over which sequence parallelism "
+                    "splits it; pad the batch "
                     "to a multiple, or use TensorParallel(sequence_parallel=False)"
                 ]
             )
@@ -183,8 +190,10 @@ class Style:
 
     Attributes:
         splits: each rank holds a part of the module's own parameters.
-        is_region: each rank computes a part inside of the module, between one preparation of its input and one reduction.
-        sums_gradients: ranks use parameters whole on their part of heads or features, so that gradients are summed over the axis.
+        is_region: each rank computes a part inside of the module, between one preparation of its input and one
+            reduction.
+        sums_gradients: ranks use parameters whole on their part of heads or features, so that gradients are summed over
+            the axis.
         splits_logits: the output may stay split over the vocabulary for the loss.
         splits_positions: the module, an embedding, can return this rank's positions of the sequence.
         stands_alone: input and output are not split, so the module can be tested by itself.

@@ -30,7 +30,9 @@ _WHOLE_SHARE = 0.25
 @final
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A layout's table, parsed: module pattern -> style, parameter pattern -> text (None: whole), and entries that cannot be parsed."""
+    """A layout's table, parsed: module pattern -> style, parameter pattern -> text (None: whole), and entries that
+    cannot be parsed.
+    """
 
     modules: dict[str, Style] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -56,13 +58,15 @@ class TensorParallel(Pass):
     dp_shard=4,tp=2 [TensorParallel -> FullyShard]
 
     Args:
-        sequence_parallel: split activations between layers along the sequence (arXiv 2205.05198). The sequence length must be a
-            multiple of the axis's size.
+        sequence_parallel: split activations between layers along the sequence (arXiv 2205.05198). The sequence length
+            must be a multiple of the axis's size.
         loss_parallel: keep the logits split over the vocabulary, as a DTensor that :func:`meshpar.token_loss` accepts.
-        styles: module pattern -> style, which replaces the entry of the layout's table. None removes the entry. The styles are
-            ``region``, ``colwise``, ``packed_colwise:N``, ``colwise_gather``, ``rowwise``, ``rowwise_split``, ``vocab``, ``features``,
-            ``head``, ``sequence`` and ``grad_sum``. A pattern that names a parameter (``blocks.*.attn.sinks``) supports ``per_head``,
-            which splits the first dim, ``grad_sum``, and None: whole, used with whole features.
+        styles: module pattern -> style, which replaces the entry of the layout's table. None removes the entry. The
+            styles are
+            ``region``, ``colwise``, ``packed_colwise:N``, ``colwise_gather``, ``rowwise``, ``rowwise_split``,
+            ``vocab``, ``features``,
+            ``head``, ``sequence`` and ``grad_sum``. A pattern that names a parameter (``blocks.*.attn.sinks``) supports
+            ``per_head``, which splits the first dim, ``grad_sum``, and None: whole, used with whole features.
     """
 
     sequence_parallel: bool = False
@@ -87,7 +91,10 @@ class TensorParallel(Pass):
         table = self._table(module, layout)
         yield from table.problems
         if not (table.modules or any(table.parameters.values()) or table.problems):
-            yield "TensorParallel has nothing to do: the layout has no table; give ModelLayout(tensor={'layers.*.up': 'colwise', ...})"
+            yield (
+                "TensorParallel has nothing to do: the layout has no table; give "
+                "ModelLayout(tensor={'layers.*.up': 'colwise', ...})"
+            )
         for pattern, style in table.modules.items():
             found = list(find_modules(module, pattern))
             if not found:
@@ -103,11 +110,16 @@ class TensorParallel(Pass):
         yield from _own_problems(module, table)
         yield from _sum_problems(module, table)
         if self.sequence_parallel and not any(isinstance(style, Sequence) for style in table.modules.values()):
-            yield "sequence_parallel needs the layout to say which modules run between regions ('sequence'); it names none: leave it off"
+            yield (
+                "sequence_parallel needs the layout to say which modules run between regions ('sequence'); it "
+                "names none: leave it off"
+            )
         if self.sequence_parallel and not _splits_sequence(module, table):
             yield (
-                "sequence_parallel needs an embedding in the layout's tensor-parallel table that splits the sequence ('vocab', or "
-                "'sequence' for positions); it names none, so every rank would treat the whole sequence as its part: name it, or "
+                "sequence_parallel needs an embedding in the layout's tensor-parallel table that splits the sequence "
+                "('vocab', or "
+                "'sequence' for positions); it names none, so every rank would treat the whole sequence as its part: "
+                "name it, or "
                 "leave sequence_parallel off"
             )
         if self.loss_parallel and not any(style.splits_logits for style in table.modules.values()):
@@ -116,7 +128,8 @@ class TensorParallel(Pass):
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         if mesh.spans_nodes("tp"):
             yield (
-                f"axis 'tp' (size {mesh.axes['tp']}) spans nodes of {mesh.ranks_per_node} ranks: every block then sends its activations, "
+                f"axis 'tp' (size {mesh.axes['tp']}) spans nodes of {mesh.ranks_per_node} ranks: every block then "
+                "sends its activations, "
                 "batch x sequence x features, four times a step between nodes; keep tp within a node"
             )
         split, sizes = self.shards(module, layout), {name: p.numel() for name, p in module.named_parameters()}
@@ -126,26 +139,40 @@ class TensorParallel(Pass):
         share = sum(sizes[name] for name in whole) / max(1, sum(sizes.values()))
         if mesh.axes["tp"] > 1 and share > _WHOLE_SHARE:
             yield (
-                f"tensor parallelism leaves {share:.0%} of the parameters whole on every rank of tp, the largest {whole[0]}, because the "
-                "layout's table does not name them; give linear layers and embeddings among them a style, or None to what is meant "
+                f"tensor parallelism leaves {share:.0%} of the parameters whole on every rank of tp, the largest "
+                f"{whole[0]}, because the "
+                "layout's table does not name them; give linear layers and embeddings among them a style, or None to "
+                "what is meant "
                 "to stay whole, or use data axes instead of tp"
             )
 
-    def late_problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]) -> Iterator[str]:
+    def late_problems(
+        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
+    ) -> Iterator[str]:
         split = applied(module).split
         draws = [name for name in came if is_dropout(module.get_submodule(name))]
         if draws and split is not None and split.size > 1 and split.random is None and not self.sequence_parallel:
             yield (
-                f"{draws[0]} draws random numbers, and no module did in plan.apply, so that the ranks of tp keep no common random state; "
+                f"{draws[0]} draws random numbers, and no module did in plan.apply, so that the ranks of tp keep no "
+                "common random state; "
                 "apply the plan with ModelLayout(dropout=True)"
             )
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
         table = self._table(module, layout)
-        owners = {name for pattern, style in table.modules.items() if style.splits for name, _ in find_modules(module, pattern)}
+        owners = {
+            name
+            for pattern, style in table.modules.items()
+            if style.splits
+            for name, _ in find_modules(module, pattern)
+        }
         names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         split = [pattern for pattern, text in table.parameters.items() if text == PER_HEAD]
-        return {name for name in names if name.rpartition(".")[0] in owners or any(matches(pattern, name) for pattern in split)}
+        return {
+            name
+            for name in names
+            if name.rpartition(".")[0] in owners or any(matches(pattern, name) for pattern in split)
+        }
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         axis, known = mesh["tp"], applied(module).split
@@ -155,7 +182,9 @@ class TensorParallel(Pass):
         self.split(module, layout, axis, axis.get_group(), axis.get_local_rank())
 
     def split(self, module: nn.Module, layout: ModelLayout, axis: DeviceMesh, group: Any, rank: int) -> Context:
-        """Split ``module`` in place as ``rank`` of ``axis`` holds it, with collectives on ``group``; return what its styles share."""
+        """Split ``module`` in place as ``rank`` of ``axis`` holds it, with collectives on ``group``; return what its
+        styles share.
+        """
         draws = (layout.dropout or draws_random(module)) and not self.sequence_parallel
         context = Context(
             mesh=axis,
@@ -175,8 +204,14 @@ class TensorParallel(Pass):
         table = self._table(module, layout)
         # A wrapper that takes a module's own parameters goes inside of the one that prepares its inputs.
         found = [*_parameter_styles(module, table)]
-        found += [(name, child, style) for pattern, style in table.modules.items() for name, child in find_modules(module, pattern)]
-        found = list(_with_copied_heads(module, layout, [each for each in found if each[1] not in context.done], context.size))
+        found += [
+            (name, child, style)
+            for pattern, style in table.modules.items()
+            for name, child in find_modules(module, pattern)
+        ]
+        found = list(
+            _with_copied_heads(module, layout, [each for each in found if each[1] not in context.done], context.size)
+        )
         context.regions.update({name: style for name, _, style in found if style.is_region})
         context.styles.update({name: style for name, _, style in found})
         for name, child, style in found:
@@ -191,7 +226,9 @@ class TensorParallel(Pass):
         applied(module).split = context
 
     def _table(self, module: nn.Module, layout: ModelLayout) -> _Table:
-        """Return the layout's table, its text parsed. This pass's entries replace what it says of the modules that they match."""
+        """Return the layout's table, its text parsed. This pass's entries replace what it says of the modules that they
+        match.
+        """
         table, entries = _Table(), dict(layout.tensor)
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         for pattern, text in self.styles.items():
@@ -202,14 +239,17 @@ class TensorParallel(Pass):
                 entries[pattern] = None
             elif not replaced:
                 table.problems.append(
-                    f"TensorParallel(styles={{{pattern!r}: None}}) matches no entry of the table; {suggestion(pattern, entries)}"
+                    f"TensorParallel(styles={{{pattern!r}: None}}) matches no entry of the table; "
+                    f"{suggestion(pattern, entries)}"
                 )
         for pattern, text in entries.items():
             if any(matches(pattern, name) for name in names):
                 table.parameters[pattern] = text
                 if text not in (*PARAMETER_STYLES, None):
                     known = ", ".join(PARAMETER_STYLES)
-                    table.problems.append(f"{pattern!r} names a parameter, which supports the styles {known}, or None; got {text!r}")
+                    table.problems.append(
+                        f"{pattern!r} names a parameter, which supports the styles {known}, or None; got {text!r}"
+                    )
                 continue
             if text is None:
                 continue
@@ -232,7 +272,10 @@ class TensorParallel(Pass):
             inside = [name for name in group if name in split]
             if inside and len(inside) < len(group):
                 missing = next(name for name in group if name not in split)
-                yield f"{inside[0]} is tied to {missing}, and only {inside[0]} is split over tp; give both a style, or neither"
+                yield (
+                    f"{inside[0]} is tied to {missing}, and only {inside[0]} is split over tp; give both a style, "
+                    "or neither"
+                )
 
 
 def _take_out(module: nn.Module, entries: dict[str, Any], pattern: str) -> bool:
@@ -252,7 +295,9 @@ def _with_copied_heads(
     module: nn.Module, layout: ModelLayout, found: list[tuple[str, nn.Module, Style]], size: int
 ) -> Iterator[tuple[str, nn.Module, Style]]:
     """Yield what was found, with the projections to fewer heads than ranks in a style of their own."""
-    heads = {name: layout.heads[pattern] for pattern in layout.copied_heads for name, _ in find_modules(module, pattern)}
+    heads = {
+        name: layout.heads[pattern] for pattern in layout.copied_heads for name, _ in find_modules(module, pattern)
+    }
     ratios: dict[int, tuple[nn.Module, int]] = {}
     for name, child, style in found:
         if style == Colwise() and heads.get(name, size) % size:
@@ -268,7 +313,9 @@ def _with_copied_heads(
 
 
 def _splits_sequence(module: nn.Module, table: _Table) -> bool:
-    """Tell whether activations come to be split along the sequence: by the sum of a split lookup, or a lookup of a rank's positions."""
+    """Tell whether activations come to be split along the sequence: by the sum of a split lookup, or a lookup of a
+    rank's positions.
+    """
     found = ((style, child) for pattern, style in table.modules.items() for _, child in find_modules(module, pattern))
     return any(isinstance(child, nn.Embedding) and style.splits_positions for style, child in found)
 
@@ -303,7 +350,9 @@ def _once(problems: Iterator[str]) -> Iterator[str]:
 
 
 def _split_together(module: nn.Module, table: _Table, name: str) -> list[str]:
-    """Return the names of the modules and parameters that are split together with the module called ``name``, and so are whole together."""
+    """Return the names of the modules and parameters that are split together with the module called ``name``, and so
+    are whole together.
+    """
     styled = {each: style for pattern, style in table.modules.items() for each, _ in find_modules(module, pattern)}
     regions = [each for each, style in styled.items() if style.is_region and name.startswith(f"{each}.")]
     if not regions and styled[name].stands_alone:
@@ -312,21 +361,34 @@ def _split_together(module: nn.Module, table: _Table, name: str) -> list[str]:
     around = name.rpartition(".")[0] if region is None else region
     split = [pattern for pattern, text in table.parameters.items() if text is not None]
     split = [each for each, _ in module.named_parameters() if any(matches(pattern, each) for pattern in split)]
-    return [*([] if region is None else [region]), *(each for each in (*styled, *split) if each.startswith(f"{around}."))]
+    return [
+        *([] if region is None else [region]),
+        *(each for each in (*styled, *split) if each.startswith(f"{around}.")),
+    ]
 
 
 def _own_problems(module: nn.Module, table: _Table) -> Iterator[str]:
     """Yield parameters of modules whose projections are split, which no style covers: they may count heads or features."""
     styled = {name for pattern in table.modules for name, _ in find_modules(module, pattern)}
-    split = [name for pattern, style in table.modules.items() if style == Colwise() for name, _ in find_modules(module, pattern)]
+    split = [
+        name
+        for pattern, style in table.modules.items()
+        if style == Colwise()
+        for name, _ in find_modules(module, pattern)
+    ]
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in split):
         for name, parameter in module.get_submodule(owner).named_parameters(recurse=False):
             if owner not in styled and not table.covers(f"{owner}.{name}"):
-                inside = ", ".join(sorted(f"{each!r}: None" for each in table.patterns if matches(each.rpartition(".")[0], owner)))
+                inside = ", ".join(
+                    sorted(f"{each!r}: None" for each in table.patterns if matches(each.rpartition(".")[0], owner))
+                )
                 yield (
-                    f"{owner}.{name} {tuple(parameter.shape)} has no style among projections split by heads or features; "
-                    f"give '{owner}.{name}' 'per_head' where its first dim counts them, 'grad_sum' where each rank uses the whole of it "
-                    "with its heads or features, None where it meets whole features (a scale of the output), or leave its "
+                    f"{owner}.{name} {tuple(parameter.shape)} has no style among projections split by heads or "
+                    "features; "
+                    f"give '{owner}.{name}' 'per_head' where its first dim counts them, 'grad_sum' where each rank "
+                    "uses the whole of it "
+                    "with its heads or features, None where it meets whole features (a scale of the output), or "
+                    "leave its "
                     f"projections whole: TensorParallel(styles={{{inside}}})"
                 )
 
@@ -342,14 +404,19 @@ def _sum_problems(module: nn.Module, table: _Table) -> Iterator[str]:
         owner = name.rpartition(".")[0]
         if not any(each == owner or each.startswith(f"{owner}.") for each in split):
             yield (
-                f"{name} sums its gradient over tp, but nothing in {owner or 'the model'} is split, so the gradient would count once "
+                f"{name} sums its gradient over tp, but nothing in {owner or 'the model'} is split, so the gradient "
+                "would count once "
                 f"per rank; leave {name} whole, too: TensorParallel(styles={{{name!r}: None}})"
             )
 
 
 def _region_problems(module: nn.Module, table: _Table) -> Iterator[str]:
-    """Yield parameters inside a region that no style covers: each rank would know a part of their gradient and nobody would sum it."""
-    regions = [name for pattern, style in table.modules.items() if style.is_region for name, _ in find_modules(module, pattern)]
+    """Yield parameters inside a region that no style covers: each rank would know a part of their gradient and nobody
+    would sum it.
+    """
+    regions = [
+        name for pattern, style in table.modules.items() if style.is_region for name, _ in find_modules(module, pattern)
+    ]
     styled = {name for pattern in table.modules for name, _ in find_modules(module, pattern)} - set(regions)
     for name, _ in module.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
@@ -359,7 +426,9 @@ def _region_problems(module: nn.Module, table: _Table) -> Iterator[str]:
         if not any(owner == each or owner.startswith(each + ".") for each in styled):
             shape = tuple(module.get_parameter(name).shape)
             yield (
-                f"{name} {shape} in region {outer} has no style, so its gradient would be incomplete; give {name!r} 'grad_sum' "
-                "where each rank's heads use it whole, 'per_head' where its first dim counts heads or features, None where it meets "
+                f"{name} {shape} in region {outer} has no style, so its gradient would be incomplete; give {name!r} "
+                "'grad_sum' "
+                "where each rank's heads use it whole, 'per_head' where its first dim counts heads or features, None "
+                "where it meets "
                 "whole features"
             )

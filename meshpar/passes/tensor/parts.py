@@ -13,7 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from meshpar.mesh import sizes_text
 from meshpar.passes.installed import set_forward
-from meshpar.passes.local import empty_problems, features_of, is_transposed, linear, local, replaced_problems, shard_parameter
+from meshpar.passes.local import (
+    empty_problems,
+    features_of,
+    is_transposed,
+    linear,
+    local,
+    replaced_problems,
+    shard_parameter,
+)
 from meshpar.passes.tensor.collectives import copy_to, copy_weight, gather_replicated, regroup
 from meshpar.passes.tensor.context import Context, Style
 
@@ -24,12 +32,14 @@ class Parts(Style):
     """A module that computes with this rank's part of its own parameters.
 
     Attributes:
-        dims: name of a parameter of the module's own -> (dim that is split, how many equal parts stand fused along it). A fused one is
-            stored as plain contiguous shards, and regrouped in forward, so that a rank computes its slice of each part.
+        dims: name of a parameter of the module's own -> (dim that is split, how many equal parts stand fused along it).
+            A fused one is stored as plain contiguous shards, and regrouped in forward, so that a rank computes its
+            slice of each part.
         added: names of parameters that are added to the partial sums (biases): each rank adds its share of the whole.
-        summed: names of parameters that every rank uses whole on its part of heads or features: their gradients are summed.
-        sums: the module takes replicated inputs to partial sums (experts). Its inputs are prepared and its output is reduced. Otherwise
-            what is around its parameters has styles of its own (attention with per-head sinks).
+        summed: names of parameters that every rank uses whole on its part of heads or features: their gradients are
+            summed.
+        sums: the module takes replicated inputs to partial sums (experts). Its inputs are prepared and its output is
+            reduced. Otherwise what is around its parameters has styles of its own (attention with per-head sinks).
     """
 
     dims: Mapping[str, tuple[int, int]]
@@ -44,14 +54,20 @@ class Parts(Style):
         for parameter, value in module.named_parameters(recurse=False):
             if parameter not in self.dims:
                 if self.sums and parameter not in self.added:
-                    yield f"{name}.{parameter} has no rule for the split over tp, and its gradient would be incomplete; leave {name} whole"
+                    yield (
+                        f"{name}.{parameter} has no rule for the split over tp, and its gradient would be "
+                        f"incomplete; leave {name} whole"
+                    )
                 continue
             dim, parts = self.dims[parameter]
             length = value.shape[dim]
             if length % (parts * size):
                 fused = f"{parts} parts of " if parts > 1 else ""
                 fits = sizes_text("tp", length // parts)
-                yield f"{name}.{parameter} has {fused}{length // parts} in dim {dim}, which tp={size} does not divide; {fits}"
+                yield (
+                    f"{name}.{parameter} has {fused}{length // parts} in dim {dim}, which tp={size} does not "
+                    f"divide; {fits}"
+                )
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Split the parameters."""
@@ -99,10 +115,11 @@ class Parts(Style):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts(Style):
-    """Experts in stacked parameters (experts, ...): each rank holds whole experts, and runs them on the tokens that chose them.
+    """Experts in stacked parameters (experts, ...): each rank holds whole experts, and runs them on the tokens that
+    chose them.
 
-    The forward takes (hidden states, chosen experts, their weights) and passes over a chosen number that is beyond the held experts, as
-    transformers' does. No parameter has to be regrouped, however its features are packed.
+    The forward takes (hidden states, chosen experts, their weights) and passes over a chosen number that is beyond the
+    held experts, as transformers' does. No parameter has to be regrouped, however its features are packed.
 
     Attributes:
         otherwise: how to split inside the experts where the axis does not divide their number.
@@ -147,7 +164,11 @@ class Experts(Style):
             chosen = bound.arguments[index] - group.rank() * held
             elsewhere = (chosen < 0) | (chosen >= held)
             weights = copy_to(bound.arguments[weight], group).masked_fill(elsewhere, 0.0)
-            bound.arguments |= {first: _enter(bound.arguments[first], context), index: chosen.masked_fill(elsewhere, held), weight: weights}
+            bound.arguments |= {
+                first: _enter(bound.arguments[first], context),
+                index: chosen.masked_fill(elsewhere, held),
+                weight: weights,
+            }
             own = {key: local(value) for key, value in module._parameters.items() if value is not None}
             counted = {"num_experts": held, "_is_expert_parallel": True}
             context.part(module, weights)
@@ -160,7 +181,9 @@ class Experts(Style):
         set_forward(module, forward, reads_parameters=True)
 
     def _other(self, name: str, module: nn.Module, context: Context) -> Parts | None:
-        """Return how to split inside the experts, which stay whole where another axis divides them already and that is not possible."""
+        """Return how to split inside the experts, which stay whole where another axis divides them already and that is
+        not possible.
+        """
         if any(isinstance(each, DTensor) and each.device_mesh.ndim > 1 for each in module.parameters(recurse=False)):
             inside = self.otherwise
             return Parts(dims={}) if inside is None or any(inside.problems(name, module, context.size)) else inside
@@ -170,7 +193,9 @@ class Experts(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class FeatureTable(Style):
-    """An embedding split by features: each rank looks up a slice of every vector, and the slices are joined unless ``gather`` is False."""
+    """An embedding split by features: each rank looks up a slice of every vector, and the slices are joined unless
+    ``gather`` is False.
+    """
 
     gather: bool = True
 
@@ -183,7 +208,9 @@ class FeatureTable(Style):
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield what is no plain embedding."""
         if type(module).forward is not nn.Embedding.forward:
-            yield f"{name} is a {type(module).__name__}, and no Embedding to split by features; leave it out of the table"
+            yield (
+                f"{name} is a {type(module).__name__}, and no Embedding to split by features; leave it out of the table"
+            )
         else:
             yield from replaced_problems(name, module, nn.Embedding)
             yield from empty_problems(name, "features", int(module.weight.shape[1]), size)  # type: ignore[arg-type, index, union-attr]
@@ -227,7 +254,8 @@ class Shared(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class CopiedHeads(Style):
-    """A projection to fewer heads (keys, values) than ranks: it stays whole, and each rank computes the one head that its queries share.
+    """A projection to fewer heads (keys, values) than ranks: it stays whole, and each rank computes the one head that
+    its queries share.
 
     The gradients of the ranks that share a head, and of those that use others, are summed.
     """
@@ -250,7 +278,9 @@ class CopiedHeads(Style):
         set_forward(module, forward, reads_parameters=True)
 
 
-def with_own(module: nn.Module, own: Mapping[str, Tensor], run: Callable[[], Any], attributes: Mapping[str, Any] | None = None) -> Any:
+def with_own(
+    module: nn.Module, own: Mapping[str, Tensor], run: Callable[[], Any], attributes: Mapping[str, Any] | None = None
+) -> Any:
     """Return ``run()`` while the module's own parameters (and plain attributes) are these."""
     kept = {name: module._parameters[name] for name in own}
     before = {name: module.__dict__[name] for name in attributes or {} if name in module.__dict__}

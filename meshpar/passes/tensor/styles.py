@@ -1,8 +1,9 @@
-"""The tensor-parallel styles: how one module computes when its features, or the rows of its vocabulary, live on several ranks.
+"""The tensor-parallel styles: how one module computes when its features, or the rows of its vocabulary, live on several
+ranks.
 
-Parameters that are split become DTensors on the tensor axis (so that sharding, checkpoints, clipping and optimizers know them); the
-arithmetic runs on their local tensors, with the collectives written out. Parameters that every rank keeps whole are DTensors, too.
-Follows Megatron-LM (arXiv 1909.08053; sequence parallelism: arXiv 2205.05198).
+Parameters that are split become DTensors on the tensor axis (so that sharding, checkpoints, clipping and optimizers
+know them); the arithmetic runs on their local tensors, with the collectives written out. Parameters that every rank
+keeps whole are DTensors, too. Follows Megatron-LM (arXiv 1909.08053; sequence parallelism: arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Vocabulary(Style):
         if not isinstance(module, nn.Embedding):
             yield f"{name} is a {type(module).__name__}, and no Embedding to split by rows; leave it out of the table"
         elif module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
-            yield f"{name} uses max_norm, sparse or scale_grad_by_freq, which rows on several ranks cannot; turn them off"
+            yield (
+                f"{name} uses max_norm, sparse or scale_grad_by_freq, which rows on several ranks cannot; turn them off"
+            )
         else:
             if not _is_scaled(module):
                 yield from replaced_problems(name, module, nn.Embedding)
@@ -64,7 +67,9 @@ class Vocabulary(Style):
         padding = module.padding_idx
 
         def lookup(tokens: Tensor) -> Tensor:
-            assert_async(((tokens >= 0) & (tokens < module.num_embeddings)).all(), "a token is outside of the vocabulary")
+            assert_async(
+                ((tokens >= 0) & (tokens < module.num_embeddings)).all(), "a token is outside of the vocabulary"
+            )
             weight = local(module.weight)
             here = (tokens >= start) & (tokens < start + held)
             index = torch.where(here, tokens - start, 0)
@@ -95,7 +100,8 @@ class Region(Style):
     """A module whose inside is split: one preparation of its input serves all projections in it.
 
     Attributes:
-        local: keyword names of inputs that hold this rank's heads already (a position bias that an earlier layer computed).
+        local: keyword names of inputs that hold this rank's heads already (a position bias that an earlier layer
+            computed).
     """
 
     local: tuple[str, ...] = ()
@@ -107,7 +113,8 @@ class Region(Style):
         return self.local
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
-        # Not a forward hook: recomputation and FSDP2 hook the same module, and their hooks must see the input as it came.
+        # Not a forward hook: recomputation and FSDP2 hook the same module, and their hooks must see the input as it
+        # came.
         inner = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -115,15 +122,23 @@ class Region(Style):
             first: Any = 0 if args and isinstance(args[0], Tensor) else named
             if first is None:
                 wanted = " or ".join(context.inputs)
-                raise PlanError([f"{name} got no hidden states: expected a tensor first, or as {wanted}; name it in layout.hidden_inputs"])
+                raise PlanError(
+                    [
+                        f"{name} got no hidden states: expected a tensor first, or as {wanted}; name it in "
+                        "layout.hidden_inputs"
+                    ]
+                )
             hidden = args[0] if first == 0 else kwargs[first]
             if not hidden.is_floating_point():
                 got = f"{tuple(hidden.shape)} of {hidden.dtype}"
-                raise PlanError([f"{name or 'the model'} is a region, which splits what is computed of hidden states, and got {got}; "
+                raise PlanError([f"{name or 'the model'} is a region, which splits what is computed of hidden "
+                f"states, and got {got}; "
                                  "give 'region' to the modules inside whose projections are split"])  # fmt: skip
             context.arrive(name, hidden)
             args = tuple(self._enter(name, "", value, place == first, context) for place, value in enumerate(args))
-            return inner(*args, **{key: self._enter(name, key, value, key == first, context) for key, value in kwargs.items()})
+            return inner(
+                *args, **{key: self._enter(name, key, value, key == first, context) for key, value in kwargs.items()}
+            )
 
         set_forward(module, forward)
 
@@ -134,7 +149,8 @@ class Region(Style):
         if not (isinstance(value, Tensor) and value.requires_grad) or key in self.local:
             return value
         if context.sequence_parallel:
-            raise PlanError([f"{name} has a second input with a gradient, whose positions in the sequence are unknown; use "
+            raise PlanError([f"{name} has a second input with a gradient, whose positions in the sequence are "
+            "unknown; use "
                              "TensorParallel(sequence_parallel=False)"])  # fmt: skip
         return copy_to(value, context.group)
 
@@ -144,8 +160,8 @@ class Region(Style):
 class Colwise(Style):
     """A linear layer split by output features; ``parts`` > 1 where that many equal projections are fused.
 
-    ``gather`` says what becomes of the output: ``"no"`` (it stays split), ``"yes"`` (joined again), ``"loss"`` (joined unless the plan
-    asks for loss parallelism: the head over the vocabulary).
+    ``gather`` says what becomes of the output: ``"no"`` (it stays split), ``"yes"`` (joined again), ``"loss"`` (joined
+    unless the plan asks for loss parallelism: the head over the vocabulary).
     """
 
     parts: int = 1
@@ -164,14 +180,18 @@ class Colwise(Style):
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         features = features_of(module)
         if features is None:
-            yield f"{name} is a {type(module).__name__}, and no linear layer to split by output features; leave it out of the table"
+            yield (
+                f"{name} is a {type(module).__name__}, and no linear layer to split by output features; leave it "
+                "out of the table"
+            )
             return
         yield from replaced_problems(name, module, nn.Linear)
         if self.parts == 1:
             yield from empty_problems(name, "output features", features[1], size)
         elif features[1] % (self.parts * size):
             yield (
-                f"{name} fuses {self.parts} projections of {features[1] // self.parts} features, which tp={size} does not divide; "
+                f"{name} fuses {self.parts} projections of {features[1] // self.parts} features, which tp={size} "
+                "does not divide; "
                 f"{sizes_text('tp', features[1] // self.parts)}"
             )
 
@@ -200,9 +220,13 @@ class Colwise(Style):
         def finish(y: Tensor) -> Tensor:
             if self.gather == "no":
                 return y
-            if self.gather == "loss" and context.loss_parallel and torch.is_grad_enabled():  # generation wants all logits
+            if (
+                self.gather == "loss" and context.loss_parallel and torch.is_grad_enabled()
+            ):  # generation wants all logits
                 shape = torch.Size((*y.shape[:-1], width))
-                return DTensor.from_local(y, context.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=strides(shape))
+                return DTensor.from_local(
+                    y, context.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=strides(shape)
+                )
             return gather_replicated(y, width, group)
 
         set_forward(module, forward, reads_parameters=True)
@@ -225,7 +249,10 @@ class Rowwise(Style):
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         features = features_of(module)
         if features is None:
-            yield f"{name} is a {type(module).__name__}, and no linear layer to split by input features; leave it out of the table"
+            yield (
+                f"{name} is a {type(module).__name__}, and no linear layer to split by input features; leave it "
+                "out of the table"
+            )
         else:
             yield from replaced_problems(name, module, nn.Linear)
             yield from empty_problems(name, "input features", features[0], size)
@@ -253,7 +280,8 @@ class Rowwise(Style):
 class Sequence(Style):
     """A module that runs between the regions: under sequence parallelism on this rank's positions, otherwise as it is.
 
-    An embedding (of positions) looks up every position and keeps this rank's; other modules (norms) get theirs as input.
+    An embedding (of positions) looks up every position and keeps this rank's; other modules (norms) get theirs as
+    input.
     """
 
     stands_alone = splits_positions = True
@@ -292,18 +320,24 @@ def parse(text: Any) -> Style:
     if isinstance(text, Style):
         return text
     if not isinstance(text, str):
-        raise ValueError(f"{text!r} is no tensor-parallel style; write a style's name, or an object whose class inherits Style")
+        raise ValueError(
+            f"{text!r} is no tensor-parallel style; write a style's name, or an object whose class inherits Style"
+        )
     name, _, argument = text.partition(":")
     if name == "packed_colwise" and argument.isdigit() and int(argument) > 1:
         return Colwise(parts=int(argument))
     if argument or name not in STYLES:
-        raise ValueError(f"no tensor-parallel style {text!r}; there are {', '.join(sorted(STYLES))} and packed_colwise:N")
+        raise ValueError(
+            f"no tensor-parallel style {text!r}; there are {', '.join(sorted(STYLES))} and packed_colwise:N"
+        )
     return STYLES[name]()
 
 
 PER_HEAD = "per_head"
 PARAMETER_STYLES = (PER_HEAD, "grad_sum")
-"""The styles of a single parameter, whose pattern names it: split along its first dim, or whole with its gradient summed."""
+"""The styles of a single parameter, whose pattern names it: split along its first dim, or whole with its gradient
+summed.
+"""
 
 STYLES: dict[str, Callable[[], Style]] = {
     "region": Region,

@@ -1,4 +1,6 @@
-"""What is claimed of every model, run on the ranks of one group: training, evaluation, checkpoints and exports equal one process."""
+"""What is claimed of every model, run on the ranks of one group: training, evaluation, checkpoints and exports equal
+one process.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ MESHES["FSDP over 4"] = (4, "dp_shard=4", lambda blocks: [FullyShard(blocks=bloc
 
 @dataclass(slots=True)
 class Trace:
-    """What training leaves, whole, step by step: losses, norms, gradients, weights and buffers, and what was inferred before each step."""
+    """What training leaves, whole, step by step: losses, norms, gradients, weights and buffers, and what was inferred
+    before each step.
+    """
 
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
@@ -61,11 +65,14 @@ class Trace:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    # AdamW divides a gradient by its own size: a large eps keeps rounding noise where the gradient is zero by theory from becoming a step.
+    # AdamW divides a gradient by its own size: a large eps keeps rounding noise where the gradient is zero by theory
+    # from becoming a step.
     return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2, eps=1e-3)
 
 
-def inferred(stranger: Stranger, model: nn.Module, mode: Callable[[], contextlib.AbstractContextManager[object]]) -> Tensor:
+def inferred(
+    stranger: Stranger, model: nn.Module, mode: Callable[[], contextlib.AbstractContextManager[object]]
+) -> Tensor:
     """Return what the model says of a few samples in evaluation."""
     model.eval()
     try:
@@ -90,11 +97,17 @@ def alone(name: str) -> Trace:
         loss = stranger.loss_of(model, stranger.fed(step, SAMPLES))
         loss.backward()
         trace.losses.append(loss.detach())
-        trace.gradients.append({key: each.grad.clone() for key, each in model.named_parameters() if each.grad is not None})
-        trace.norms.append(torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None]))
+        trace.gradients.append(
+            {key: each.grad.clone() for key, each in model.named_parameters() if each.grad is not None}
+        )
+        trace.norms.append(
+            torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+        )
         optimizer.step()
         optimizer.zero_grad()
-        trace.weights.append({key: each.detach().clone() for key, each in (*model.named_parameters(), *model.named_buffers())})
+        trace.weights.append(
+            {key: each.detach().clone() for key, each in (*model.named_parameters(), *model.named_buffers())}
+        )
     trace.inferred.append(inferred(stranger, model, torch.no_grad))
     return trace
 
@@ -125,7 +138,9 @@ def trained(
         loss = stranger.loss_of(par.module, part(par, stranger.fed(step, SAMPLES)))
         loss.backward()
         trace.losses.append(par.data_sum(loss.detach().clone()) / par.data_size)
-        trace.gradients.append({key: whole(each.grad) for key, each in par.module.named_parameters() if each.grad is not None})
+        trace.gradients.append(
+            {key: whole(each.grad) for key, each in par.module.named_parameters() if each.grad is not None}
+        )
         trace.norms.append(par.clip_grad_norm_(math.inf))
         optimizer.step()
         optimizer.zero_grad()
@@ -135,7 +150,8 @@ def trained(
     return trace
 
 
-# -------------------------------------------------------------------------------------------------------------- comparisons
+# --------------------------------------------------------------------------------------------------------------
+# comparisons
 
 
 def differences(expected: Trace, got: Trace, tolerance: float) -> Iterator[str]:
@@ -159,7 +175,10 @@ def compared_by_name(
     what: str, want: Mapping[str, Tensor], have: Mapping[str, Tensor], tolerance: float, floor: float = 0.0
 ) -> Iterator[str]:
     if want.keys() != have.keys():
-        yield f"{what}: expected {sorted(want.keys() - have.keys())} too, and got {sorted(have.keys() - want.keys())} besides"
+        yield (
+            f"{what}: expected {sorted(want.keys() - have.keys())} too, and got "
+            f"{sorted(have.keys() - want.keys())} besides"
+        )
     for name in want.keys() & have.keys():
         yield from apart(f"{name} {what}", want[name], have[name], tolerance, floor)
 
@@ -169,7 +188,9 @@ def apart(what: str, want: Tensor, have: Tensor, tolerance: float, floor: float 
         yield f"{what}: shape {tuple(have.shape)}, expected {tuple(want.shape)}"
     elif want.numel():
         want, have = want.double(), have.double()
-        error = float((want - have).where(want != have, 0.0).abs().max())  # infinities that agree (masks) do not differ by nan
+        error = float(
+            (want - have).where(want != have, 0.0).abs().max()
+        )  # infinities that agree (masks) do not differ by nan
         scale = max(float(want.where(want.isfinite(), 0.0).abs().max()), floor)
         if not error <= tolerance * scale:
             yield f"{what}: off by {error:.1e} of {scale:.1e}"
@@ -181,7 +202,8 @@ def check(found: Iterator[str]) -> None:
     assert not listed, f"{len(listed)} differences from one process: " + "; ".join(listed[:8])
 
 
-# ------------------------------------------------------------------------------------------------------------------- claims
+# -------------------------------------------------------------------------------------------------------------------
+# claims
 
 
 def trains(name: str, mesh: str, folder: Path) -> None:
@@ -221,7 +243,9 @@ def goes_on_elsewhere(name: str, mesh: str, folder: Path) -> None:
         other = applied(stranger, ELSEWHERE[mesh], seed=1)
         optimizer = optimizer_of(other.module)
         manager.restore(other, optimizer)
-    check(compared_by_name("as restored", expected.weights[0], state_of(other.module), stranger.tolerance, floor=WEIGHT))
+    check(
+        compared_by_name("as restored", expected.weights[0], state_of(other.module), stranger.tolerance, floor=WEIGHT)
+    )
     remaining = Trace(*(list(getattr(expected, each))[1:] for each in ("losses", "norms", "gradients", "weights")))
     check(differences(remaining, trained(stranger, other, optimizer, range(1, STEPS)), stranger.tolerance))
 
@@ -239,25 +263,37 @@ def exports(name: str, mesh: str, folder: Path) -> None:
     plain = stranger.made(2)
     if dist.get_rank() == 0:
         export_safetensors(folder / "to export", folder / "exported")
-        found = {key: each for file in (folder / "exported").glob("*.safetensors") for key, each in load_file(file).items()}
+        found = {
+            key: each for file in (folder / "exported").glob("*.safetensors") for key, each in load_file(file).items()
+        }
         report = plain.load_state_dict(found, strict=False)
         assert not report.unexpected_keys, f"the export has {report.unexpected_keys}, which the module lacks"
         shared = {id(each): key for key, each in plain.state_dict(keep_vars=True).items() if key in found}
         absent = [key for key in report.missing_keys if id(plain.state_dict(keep_vars=True)[key]) not in shared]
         assert not absent, f"the export lacks {absent}"
-        check(apart("inferred after the export", alone(name).inferred[1], inferred(stranger, plain, torch.no_grad), stranger.tolerance))
+        check(
+            apart(
+                "inferred after the export",
+                alone(name).inferred[1],
+                inferred(stranger, plain, torch.no_grad),
+                stranger.tolerance,
+            )
+        )
 
 
 CLAIMS: dict[str, Callable[[str, str, Path], None]] = {
-    each.__name__: each for each in (trains, evaluates_without_grad, evaluates_in_inference_mode, goes_on_elsewhere, exports)
+    each.__name__: each
+    for each in (trains, evaluates_without_grad, evaluates_in_inference_mode, goes_on_elsewhere, exports)
 }
 
 
-# ----------------------------------------------------------------------------------------------------------------- in a rank
+# ----------------------------------------------------------------------------------------------------------------- in a
+# rank
 
 
 def run_cases(cases: Sequence[tuple[str, str, str]], folder: str) -> None:
-    """Check (claim, model, mesh) by (claim, model, mesh) in one process group, and write down what came of each, or that it was begun.
+    """Check (claim, model, mesh) by (claim, model, mesh) in one process group, and write down what came of each, or
+    that it was begun.
 
     An error ends its own case only: every rank tells the others how it fared before the next begins.
     """
@@ -271,7 +307,9 @@ def run_cases(cases: Sequence[tuple[str, str, str]], folder: str) -> None:
         report = Path(folder) / f"{number}.json"
         if dist.get_rank() == 0:
             report.write_text(json.dumps("began"))
-        faulthandler.dump_traceback_later(SECONDS, exit=True)  # a rank that waits for others that went another way ends with its group
+        faulthandler.dump_traceback_later(
+            SECONDS, exit=True
+        )  # a rank that waits for others that went another way ends with its group
         told = _told(claim, name, mesh, Path(folder) / str(number))
         every: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(every, told)

@@ -7,5 +7,6 @@ from tests.nightly.strangers import vision_operators
 
 vision_operators.declared()
 if not vision_operators.loadable():
-    # The server from which ranks are forked would import transformers, and that torchvision, before anything could declare its operators.
+    # The server from which ranks are forked would import transformers, and that torchvision, before anything could
+    # declare its operators.
     PRELOAD[:] = [each for each in PRELOAD if not each.startswith("transformers")]

@@ -1,4 +1,6 @@
-"""Models of other people, tiny and with random weights: how each is built, fed and entered, and nothing about parallelism but a layout."""
+"""Models of other people, tiny and with random weights: how each is built, fed and entered, and nothing about
+parallelism but a layout.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Stranger:
         batch: ``(generator, samples) -> batch``; dim 0 of every tensor is the sample.
         run: ``(model, batch) -> outputs``, dim 0 the sample; enters the model as its users do.
         infer: as ``run``, for evaluation, where users enter the model in another way then; None: ``run``.
-        loss: ``(model, batch) -> loss``, a mean over samples; None: the distance of ``run``'s outputs from fixed numbers.
+        loss: ``(model, batch) -> loss``, a mean over samples; None: the distance of ``run``'s outputs from fixed
+            numbers.
         needs: the import name of the package that it comes from; "" where it is written here.
         blocks: what is gathered as one, where parts of blocks are called from outside; None: the blocks that are found.
         layout: its tensor-parallel table, where the guide's way of writing one suffices.
@@ -70,12 +73,15 @@ class Stranger:
 
 
 def distance(outputs: Tensor) -> Tensor:
-    """Return the mean squared distance from numbers that are no model's favourites, so that no gradient is zero by symmetry."""
+    """Return the mean squared distance from numbers that are no model's favourites, so that no gradient is zero by
+    symmetry.
+    """
     flat = outputs.flatten(1)
     return (flat - torch.arange(flat.shape[1], dtype=flat.dtype).mul(0.7).cos()).pow(2).mean()
 
 
-# ------------------------------------------------------------------------------------------------------------------- batches
+# -------------------------------------------------------------------------------------------------------------------
+# batches
 
 
 def images(size: int, channels: int = 3) -> Callable[[torch.Generator, int], Batch]:
@@ -92,7 +98,9 @@ def vectors(length: int, width: int) -> Callable[[torch.Generator, int], Batch]:
 
 def joined(**parts: Callable[[torch.Generator, int], Batch]) -> Callable[[torch.Generator, int], Batch]:
     """Return a maker of batches that has several others' tensors, each under its name here."""
-    return lambda generator, samples: {name: next(iter(part(generator, samples).values())) for name, part in parts.items()}
+    return lambda generator, samples: {
+        name: next(iter(part(generator, samples).values())) for name, part in parts.items()
+    }
 
 
 def integers(below: int) -> Callable[[torch.Generator, int], Batch]:
@@ -107,7 +115,8 @@ def on_ids(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch["ids"])
 
 
-# ---------------------------------------------------------------------------------------------------------- timm, torchvision
+# ---------------------------------------------------------------------------------------------------------- timm,
+# torchvision
 
 
 def timm_model(name: str, **options: object) -> Callable[[], nn.Module]:
@@ -133,24 +142,37 @@ def torchvision_resnet() -> nn.Module:
     return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=LABELS)
 
 
-# ------------------------------------------------------------------------------------------------------------------ diffusers
+# ------------------------------------------------------------------------------------------------------------------
+# diffusers
 
 
 def diffusers_unet() -> nn.Module:
     from diffusers import UNet2DModel
 
     down, up = ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
-    options = dict(sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, norm_num_groups=4, attention_head_dim=4)
+    options = dict(
+        sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, norm_num_groups=4, attention_head_dim=4
+    )
     return UNet2DModel(block_out_channels=(8, 16), down_block_types=down, up_block_types=up, **options)
 
 
 def diffusers_dit() -> nn.Module:
     from diffusers import DiTTransformer2DModel
 
-    options = dict(in_channels=4, out_channels=4, num_layers=2, sample_size=8, patch_size=2, num_embeds_ada_norm=10, norm_num_groups=4)
+    options = dict(
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+        norm_num_groups=4,
+    )
     model = DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=8, **options)
     for block in model.transformer_blocks:
-        block.norm1.emb.class_embedder.dropout_prob = 0.0  # no option; labels dropped at random are another batch on every mesh
+        block.norm1.emb.class_embedder.dropout_prob = (
+            0.0  # no option; labels dropped at random are another batch on every mesh
+        )
     return model
 
 
@@ -166,7 +188,9 @@ def diffusers_vae() -> nn.Module:
     from diffusers import AutoencoderKL
 
     options = dict(block_out_channels=(8, 16), latent_channels=4, norm_num_groups=4, sample_size=16)
-    return AutoencoderKL(down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, **options)
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, **options
+    )
 
 
 def vae_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -174,7 +198,8 @@ def vae_loss(model: nn.Module, batch: Batch) -> Tensor:
     return distance(model.decode(latents.mode()).sample) + latents.kl().mean() * 1e-3
 
 
-# ------------------------------------------------------------------------------------------------- open_clip, x-transformers
+# ------------------------------------------------------------------------------------------------- open_clip,
+# x-transformers
 
 
 def open_clip_model() -> nn.Module:
@@ -197,10 +222,13 @@ def open_clip_encode(model: nn.Module, batch: Batch) -> Tensor:
 def x_transformer() -> nn.Module:
     from x_transformers import Decoder, TransformerWrapper
 
-    return TransformerWrapper(num_tokens=VOCAB, max_seq_len=16, attn_layers=Decoder(dim=32, depth=2, heads=4, attn_dim_head=8))
+    return TransformerWrapper(
+        num_tokens=VOCAB, max_seq_len=16, attn_layers=Decoder(dim=32, depth=2, heads=4, attn_dim_head=8)
+    )
 
 
-# ------------------------------------------------------------------------------------- sentence-transformers and transformers
+# ------------------------------------------------------------------------------------- sentence-transformers and
+# transformers
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(VOCAB - 5))]
 
@@ -214,13 +242,16 @@ def bert_folder() -> str:
     folder = tempfile.mkdtemp(prefix="meshpar-strangers-")
     vocabulary = Path(folder) / "vocab.txt"
     vocabulary.write_text("\n".join(WORDS))
-    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, max_position_embeddings=16)
+    sizes = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, max_position_embeddings=16
+    )
     quiet = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     config = BertConfig(vocab_size=VOCAB, architectures=["BertModel"], **sizes, **quiet)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         weights = BertModel(config).state_dict()
-    # By hand: in a process group, save_pretrained leaves most of the files to rank 0, and every rank has a folder of its own here.
+    # By hand: in a process group, save_pretrained leaves most of the files to rank 0, and every rank has a folder of
+    # its own here.
     config.to_json_file(Path(folder) / "config.json", use_diff=False)
     save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
     BertTokenizerFast(vocab=dict(zip(WORDS, range(VOCAB)))).save_pretrained(folder)
@@ -263,7 +294,9 @@ def transformers_clip() -> nn.Module:
 
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     text = dict(vocab_size=VOCAB, max_position_embeddings=16, eos_token_id=1, bos_token_id=0, pad_token_id=1, **sizes)
-    return CLIPModel(CLIPConfig(text_config=text, vision_config=dict(image_size=16, patch_size=8, **sizes), projection_dim=16))
+    return CLIPModel(
+        CLIPConfig(text_config=text, vision_config=dict(image_size=16, patch_size=8, **sizes), projection_dim=16)
+    )
 
 
 def clip_forward(model: nn.Module, batch: Batch) -> Tensor:
@@ -295,7 +328,14 @@ WHISPER = dict(
     pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=0,
 )  # fmt: skip
 MAMBA = dict(
-    vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2, conv_kernel=3, expand=2, time_step_rank=4, use_cache=False
+    vocab_size=VOCAB,
+    hidden_size=32,
+    state_size=4,
+    num_hidden_layers=2,
+    conv_kernel=3,
+    expand=2,
+    time_step_rank=4,
+    use_cache=False,
 )
 WAV2VEC2 = dict(
     vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, conv_dim=(8, 8), conv_stride=(2, 2),
@@ -304,7 +344,8 @@ WAV2VEC2 = dict(
 )  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------------------- plain torch
+# --------------------------------------------------------------------------------------------------------------- plain
+# torch
 
 
 class Recurrent(nn.Module):
@@ -331,7 +372,9 @@ class Translator(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=self.generator.weight.dtype)
-        return self.generator(self.transformer(self.source(source), self.target(target), tgt_mask=mask, tgt_is_causal=True))
+        return self.generator(
+            self.transformer(self.source(source), self.target(target), tgt_mask=mask, tgt_is_causal=True)
+        )
 
 
 def graph_network() -> nn.Module:
@@ -355,7 +398,8 @@ def on_graphs(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch["x"].flatten(0, 1), edges.transpose(0, 1).flatten(1)).unflatten(0, (samples, NODES))
 
 
-# ------------------------------------------------------------- the way of nanoGPT: one fused projection, tied head, own init
+# ------------------------------------------------------------- the way of nanoGPT: one fused projection, tied head, own
+# init
 
 
 class FusedAttention(nn.Module):
@@ -391,7 +435,12 @@ class GptOfOneFile(nn.Module):
     def __init__(self, counts_heads: bool = False, layers: int = 2, width: int = 32, heads: int = 4) -> None:
         super().__init__()
         blocks = nn.ModuleList(GeluBlock(width, heads, counts_heads) for _ in range(layers))
-        parts = {"wte": nn.Embedding(VOCAB, width), "drop": nn.Dropout(0.0), "h": blocks, "ln_f": nn.LayerNorm(width, bias=False)}
+        parts = {
+            "wte": nn.Embedding(VOCAB, width),
+            "drop": nn.Dropout(0.0),
+            "h": blocks,
+            "ln_f": nn.LayerNorm(width, bias=False),
+        }
         self.transformer = nn.ModuleDict(parts)
         self.wpe = nn.Parameter(torch.empty(16, width))
         self.lm_head = nn.Linear(width, VOCAB, bias=False)
@@ -435,7 +484,8 @@ GPT_LAYOUT = ModelLayout(
 )
 
 
-# ------------------- the way of nanochat: weights cast where they are used, norms without weights, a capped head of its own
+# ------------------- the way of nanochat: weights cast where they are used, norms without weights, a capped head of its
+# own
 
 
 def rms(x: Tensor) -> Tensor:
@@ -457,8 +507,12 @@ class RotaryAttention(nn.Module):
         self.gate = CastingLinear(8, heads, bias=False)
 
     def forward(self, x: Tensor, extra: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v, extra = (each.unflatten(-1, (-1, self.head_dim)) for each in (self.c_q(x), self.c_k(x), self.c_v(x), extra))
-        v = v + 2 * torch.sigmoid(self.gate(x[..., :8]))[..., None] * extra  # the values of the token itself, smeared into every layer
+        q, k, v, extra = (
+            each.unflatten(-1, (-1, self.head_dim)) for each in (self.c_q(x), self.c_k(x), self.c_v(x), extra)
+        )
+        v = (
+            v + 2 * torch.sigmoid(self.gate(x[..., :8]))[..., None] * extra
+        )  # the values of the token itself, smeared into every layer
         q, k = (rms(self.rotated(each, cos, sin)) for each in (q, k))
         mixed = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), is_causal=True)
         return self.c_proj(mixed.transpose(1, 2).flatten(2))
@@ -473,7 +527,10 @@ class SquaredReluBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.attn = RotaryAttention(width, heads)
-        self.c_fc, self.c_proj = CastingLinear(width, 2 * width, bias=False), CastingLinear(2 * width, width, bias=False)
+        self.c_fc, self.c_proj = (
+            CastingLinear(width, 2 * width, bias=False),
+            CastingLinear(2 * width, width, bias=False),
+        )
 
     def forward(self, x: Tensor, extra: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attn(rms(x), extra, cos, sin)
@@ -499,18 +556,25 @@ class ChatModel(nn.Module):
             x = self.resid_lambdas[place] * x + self.x0_lambdas[place] * first
             x = block(x, self.value_embeds[str(place)](idx), cos, sin)
         logits = 15 * torch.tanh(self.lm_head(rms(x)) / 15)
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=loss_reduction)
+        return (
+            logits
+            if targets is None
+            else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=loss_reduction)
+        )
 
 
 def chat_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch["ids"], batch["ids"].roll(-1, 1))
 
 
-# ----------------------------------------------------------------------------------------------------------------- the table
+# ----------------------------------------------------------------------------------------------------------------- the
+# table
 
 
 def _mlp_table(blocks: str, up: str, down: str, head: Mapping[str, str] | None = None) -> ModelLayout:
-    return ModelLayout(blocks=(blocks,), tensor={f"{blocks}.{up}": "colwise", f"{blocks}.{down}": "rowwise"} | dict(head or {}))
+    return ModelLayout(
+        blocks=(blocks,), tensor={f"{blocks}.{up}": "colwise", f"{blocks}.{down}": "rowwise"} | dict(head or {})
+    )
 
 
 def _text_and_image(size: int, length: int) -> Callable[[torch.Generator, int], Batch]:
@@ -542,7 +606,8 @@ STRANGERS: dict[str, Stranger] = {
     ),
     "diffusers DiT": Stranger(
         needs="diffusers", build=diffusers_dit, batch=joined(x=images(8, 4), steps=integers(1000), labels=integers(10)),
-        run=noised_with_labels, blocks=("transformer_blocks.*", "transformer_blocks.0.norm1.emb"),  # which the output layer calls, too
+        # which the output layer calls, too
+        run=noised_with_labels, blocks=("transformer_blocks.*", "transformer_blocks.0.norm1.emb"),
     ),
     "diffusers VAE by forward": Stranger(
         needs="diffusers", build=diffusers_vae, batch=images(16), run=lambda model, batch: model(batch["x"]).sample,

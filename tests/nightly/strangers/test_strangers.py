@@ -1,4 +1,5 @@
-"""Models of timm, torchvision, diffusers, open_clip, x-transformers, sentence-transformers, transformers and plain torch, in two lines.
+"""Models of timm, torchvision, diffusers, open_clip, x-transformers, sentence-transformers, transformers and plain
+torch, in two lines.
 
 python -m pytest tests/nightly/strangers                 a few models under FSDP and Replicate
 python -m pytest tests/nightly/strangers -m "long or not long"    all of them on every mesh
@@ -42,14 +43,20 @@ def marked(case: Case) -> object:
 
 @pytest.fixture(scope="module")
 def verdict_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], str]:
-    """Return a look-up of what came of a case; the first one that asks runs all selected cases of as many ranks, in one group."""
-    selected = [each.callspec.params["case"] for each in request.session.items if getattr(each, "originalname", "") == CLAIM]
+    """Return a look-up of what came of a case; the first one that asks runs all selected cases of as many ranks, in one
+    group.
+    """
+    selected = [
+        each.callspec.params["case"] for each in request.session.items if getattr(each, "originalname", "") == CLAIM
+    ]
     known: dict[Case, str] = {}
 
     def look_up(case: Case) -> str:
         if case not in known:
             ranks = MESHES[case[2]][0]
-            pending = [each for each in selected if MESHES[each[2]][0] == ranks and each not in known and installed(each[1])]
+            pending = [
+                each for each in selected if MESHES[each[2]][0] == ranks and each not in known and installed(each[1])
+            ]
             while pending:
                 known.update(measured(pending, ranks, tmp_path_factory.mktemp("strangers")))
                 pending = [each for each in pending if each not in known]
@@ -63,11 +70,18 @@ def installed(name: str) -> bool:
 
 
 def measured(pending: list[Case], ranks: int, folder: Path) -> dict[Case, str]:
-    """Run cases in a group of ranks until one breaks the group; return what came of each, or of those before that one and its failure."""
+    """Run cases in a group of ranks until one breaks the group; return what came of each, or of those before that one
+    and its failure.
+    """
     failure = ""
     try:
         launch(
-            run_cases.__module__, run_cases.__qualname__, ranks, (pending, str(folder)), timeout_s=SECONDS * (1 + len(pending)), keep=True
+            run_cases.__module__,
+            run_cases.__qualname__,
+            ranks,
+            (pending, str(folder)),
+            timeout_s=SECONDS * (1 + len(pending)),
+            keep=True,
         )
     except RankFailure as error:
         failure = str(error)

@@ -40,7 +40,12 @@ class SplitFeedForward(Pass):
         self.styles = {"gate": ColwiseParallel, "up": ColwiseParallel, "down": RowwiseParallel}
 
     def shards(self, module, layout):
-        return {f"{name}.{part}.weight" for name, _ in module.named_modules() if name.endswith(".mlp") for part in self.styles}
+        return {
+            f"{name}.{part}.weight"
+            for name, _ in module.named_modules()
+            if name.endswith(".mlp")
+            for part in self.styles
+        }
 
     def apply(self, module, layout, mesh):
         for name, child in module.named_modules():
