@@ -26,8 +26,8 @@ class Habit:
         at: point -> lines there, in the class of blocks (``block_init``, ``inner`` between the split layers,
             ``block``), in that of the model (``init``, ``enter``, ``forward``, ``out``), and in the loop: ``built``
             (before apply), ``applied``, ``start`` (with an optimizer), ``step``, ``loss`` (before the backward),
-            ``between`` (backward and step), ``stepped``, ``end``. ``call``,
-            ``backward`` and ``update`` replace the forward, the backward and the optimizer's step.
+            ``between`` (backward and step), ``stepped``, ``end``. ``call``, ``backward`` and ``update`` replace the
+            forward, the backward and the optimizer's step.
         when: the conditions under which lines inside of the loop may run; one is drawn.
     """
 
@@ -408,13 +408,11 @@ HABITS: dict[str, Habit] = {
     ),
     "logged_all": _looped(
         "reads",
-        between='record[f"norm {step}"] = torch.stack([full(p.grad.norm()) for p in module.parameters() if p.grad is '
-        "not None]).norm()",
+        between='record[f"norm {step}"] = torch.stack([full(p.grad.norm()) for p in module.parameters() if p.grad is not None]).norm()',
     ),
     "compared": _looped(
         "reads",
-        stepped='record[f"finite {step}"] = torch.tensor(float(all(torch.isfinite(full(p)).all() for p in '
-        "module.parameters())))",
+        stepped='record[f"finite {step}"] = torch.tensor(float(all(torch.isfinite(full(p)).all() for p in module.parameters())))',
     ),
     # Keeps attributes
     "output": _kept("self.last = y", loss=("loss = loss + 0.1 * module.blocks[0].last.pow(2).mean()",)),
@@ -992,8 +990,7 @@ HABITS: dict[str, Habit] = {
     ),
     "loaded_plain_assigned": _looped(
         "saves",
-        stepped="module.load_state_dict({n: 0.5 * v for n, v in build().state_dict().items()}, strict=False, "
-        "assign=True)",
+        stepped="module.load_state_dict({n: 0.5 * v for n, v in build().state_dict().items()}, strict=False, assign=True)",
     ),
     "loaded_part": _looped(
         "saves", stepped="module.head.load_state_dict({n: 0.5 * v for n, v in build().head.state_dict().items()})"
@@ -1007,8 +1004,7 @@ HABITS: dict[str, Habit] = {
     ),
     "full_state": _looped(
         "saves",
-        stepped='record |= {f"state {step} {n}": v.clone() for n, v in par.state_dict(full=True, '
-        "everywhere=True).items()}",
+        stepped='record |= {f"state {step} {n}": v.clone() for n, v in par.state_dict(full=True, everywhere=True).items()}',
     ),
     "loaded_between": _looped(
         "saves", loss="module.load_state_dict({n: 0.5 * v.clone() for n, v in module.state_dict().items()})"
@@ -1037,8 +1033,7 @@ HABITS: dict[str, Habit] = {
     "clip_value": _looped("gradients", between="nn.utils.clip_grad_value_(module.parameters(), 0.01)"),
     "total_norm": _looped(
         "gradients",
-        between='record[f"norm {step}"] = full(nn.utils.get_total_norm([p.grad for p in module.parameters() if '
-        "p.grad is not None]))",
+        between='record[f"norm {step}"] = full(nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]))',
     ),
     "module_zero_grad": _looped("gradients", stepped="module.zero_grad()"),
     "zeroed": _looped("gradients", stepped="optimizer.zero_grad(set_to_none=False)"),

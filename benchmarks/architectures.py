@@ -88,8 +88,7 @@ def cases(family: str | None = None) -> list[tuple[str, str]]:
     return [(name, task) for task, known in names.items() if family in (None, task) for name in sorted(known)]
 
 
-# ------------------------------------------------------------------------------------------------------------------ in
-# a rank
+# ------------------------------------------------------------------------------------------------------------ in a rank
 
 
 def serve(connection: Any, unverified: bool) -> None:
@@ -324,8 +323,7 @@ def _exported(state: dict[str, Any], par: Any, folder: str) -> dict[str, Any]:
     return answer
 
 
-# ---------------------------------------------------------------------------------------------------------------- the
-# parent
+# ----------------------------------------------------------------------------------------------------------- the parent
 
 
 class Pool:

@@ -215,8 +215,8 @@ def saves(folder: str, layers: str, rounds: str) -> Notes:
 
 
 class Copies:
-    """One copy in memory of the bytes that a save copies, by as many threads: no stall that waits for the copy can be
-    shorter.
+    """One copy in memory of the bytes that a save copies, by as many threads: no stall that waits for the copy can
+    be shorter.
     """
 
     def __init__(self, state: dict[str, Any], threads: int = 2) -> None:

@@ -5,10 +5,9 @@ gradients.
     float32]
 
 One process. The part of a model that the vocabulary makes: the head's product, the loss and their backward, for hidden
-states of
-``tokens`` positions. The peak is that of live tensors beyond what is there before and stays after (weights and the
-gradients), counted by the recorder of the forecast on a CPU and by the allocator on a GPU. Printed as a table in
-Markdown.
+states of ``tokens`` positions. The peak is that of live tensors beyond what is there before and stays after (weights
+and the gradients), counted by the recorder of the forecast on a CPU and by the allocator on a GPU. Printed as a table
+in Markdown.
 """
 
 from __future__ import annotations
@@ -132,8 +131,8 @@ def main() -> None:
         apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(grads[name], grads[first]))
         print(
             f"| {name} | {peaks[name] / 2**20:,.0f} | {peaks[name] / peaks[first]:.3f} | "
-            f"{statistics.median(times[name]):.2f} "
-            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {apart:.1e} |"
+            f"{statistics.median(times[name]):.2f} | {statistics.median(ratios):.2f} ({min(ratios):.2f} to "
+            f"{max(ratios):.2f}) | {apart:.1e} |"
         )
 
 

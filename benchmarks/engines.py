@@ -64,7 +64,9 @@ def models() -> dict[str, Any]:
 
 
 def save_tokenizer(folder: Path) -> Path:
-    """Save a tokenizer whose ids are the bytes of the text, and 256 its end; CTranslate2 asks for all special tokens."""
+    """Save a tokenizer whose ids are the bytes of the text, and 256 its end; CTranslate2 asks for all special
+    tokens.
+    """
     import tokenizers
     import transformers
     from gguf.vocab import bytes_to_unicode
@@ -312,8 +314,8 @@ def without_end(logs: Sequence[float]) -> list[float]:
 
 
 def cell(found: dict[str, Any], name: str, how: str, engine: str, notes: list[str]) -> str:
-    """Return how many of the first tokens are equal, and the greatest difference of a log-probability; or the number of
-    a note.
+    """Return how many of the first tokens are equal, and the greatest difference of a log-probability; or the number
+    of a note.
     """
     result = found.get(f"{name} {how} {engine}")
     if result is None:

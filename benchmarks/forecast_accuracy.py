@@ -46,7 +46,8 @@ LOOP: dict[str, Tensor] = {}
 """The variables of a training loop that live on."""
 
 BACKWARD_OVER_FORWARD = 0.78
-"""Fused attention's backward against its forward, from FlashAttention-2's published kernel speeds (arXiv 2307.08691).
+"""Fused attention's backward against its forward, from FlashAttention-2's published kernel speeds (arXiv
+2307.08691).
 """
 
 LLAMA2 = {"vocab_size": 32_000, "rope_theta": 10_000.0, "max_positions": 4096}
@@ -227,8 +228,8 @@ def float32_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def bfloat16_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Cross entropy of all logits in the head's dtype, as KempnerForge and fms-fsdp do it; their loops hold the logits
-    until the next.
+    """Cross entropy of all logits in the head's dtype, as KempnerForge and fms-fsdp do it; their loops hold the
+    logits until the next.
     """
     LOOP["logits"] = logits = model(input_ids=batch["input_ids"]).logits
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")

@@ -126,8 +126,7 @@ def _summary(results: list[dict[str, Any]]) -> str:
     counts = Counter(each["kind"] for each in results)
     text = (
         f"{len(results)} plans: {counts['exact']} exact, {counts['refused']} refused, {counts['wrong']} wrong, "
-        f"{counts['raw']} raw errors, "
-        f"{counts['hang']} hangs"
+        f"{counts['raw']} raw errors, {counts['hang']} hangs"
     )
     return text + (f", {counts['broken']} that fail in one process" if counts["broken"] else "")
 

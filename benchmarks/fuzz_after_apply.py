@@ -2,8 +2,7 @@
 
     python benchmarks/fuzz_after_apply.py --seeds 0:1000 --log fuzz.jsonl     goes on where the log ends
     python benchmarks/fuzz_after_apply.py --seeds 17 --print                  the seed's script, without running it
-    python benchmarks/fuzz_after_apply.py --seeds 17                          what goes wrong, as the smallest script
-    that shows it
+    python benchmarks/fuzz_after_apply.py --seeds 17                          what goes wrong, as the smallest script that shows it
 
 A seed draws a plan and one to four habits (``after_apply_habits.py``) at places of a loop of five steps, which become a
 script. The script's loop runs in one process on whole batches and on ranks on their parts, in float64. Verdicts: exact
@@ -325,8 +324,8 @@ def _result(spec: Spec, pool: fuzz_pool.Pool, *, shrinks: bool) -> dict[str, Any
         )
         spec = small
     return {
-        "seed": spec["seed"], "kind": kind, "mesh": spec["mesh"], "seconds": round(outcome.seconds, 2), "about": about(spec),
-        "together": outcome.together, "text": outcome.text[:600],
+        "seed": spec["seed"], "kind": kind, "mesh": spec["mesh"], "seconds": round(outcome.seconds, 2),
+        "about": about(spec), "together": outcome.together, "text": outcome.text[:600],
     }  # fmt: skip
 
 

@@ -16,7 +16,8 @@ MESHES = (
     "dp_shard=2", "dp_shard=2", "dp_shard=3", "dp_shard=4", "dp_replicate=2", "dp_replicate=2", "dp_replicate=3",
     "dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=4", "dp_replicate=1,dp_shard=2",
     "tp=2", "tp=2", "tp=2", "tp=3", "tp=4", "dp_shard=1,tp=2", "dp_replicate=2,tp=2", "dp_replicate=2,tp=2",
-    "dp_shard=2,tp=2", "dp_shard=2,tp=2", "dp_shard=2,tp=3", "dp_shard=2,tp=4", "dp_shard=3,tp=2", "dp_replicate=2,dp_shard=2,tp=2",
+    "dp_shard=2,tp=2", "dp_shard=2,tp=2", "dp_shard=2,tp=3", "dp_shard=2,tp=4", "dp_shard=3,tp=2",
+    "dp_replicate=2,dp_shard=2,tp=2",
 )  # fmt: skip
 STYLES = (
     "region",
@@ -162,8 +163,9 @@ def _passes(rng: random.Random, mesh: Spec, model: Spec, layout: Spec) -> list[S
     elif name is not None:
         shards = mesh["dp_shard"]
         parts = [size for size in range(2, shards) if shards % size == 0]
-        knobs = _drawn(rng, reshard_after_forward=[True, False, *parts], prefetch_forward=[0, 0, 1, 2], prefetch_backward=[1, 1, 0, 2],
-                       min_params=[0, 0, 0, 300, 10**6], offload=[None] * 12 + ["cpu"])  # fmt: skip
+        knobs = _drawn(rng, reshard_after_forward=[True, False, *parts], prefetch_forward=[0, 0, 1, 2],
+                       prefetch_backward=[1, 1, 0, 2], min_params=[0, 0, 0, 300, 10**6],
+                       offload=[None] * 12 + ["cpu"])  # fmt: skip
         if _chance(rng, 0.12) and not model["nested"]:
             knobs["blocks"] = rng.choice(
                 [("Block",), ("blocks.0",), ("blocks.*.ff",) if model["ff"] else ("blocks.*",), ()]

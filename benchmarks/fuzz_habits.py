@@ -342,8 +342,7 @@ def source(spec: Spec) -> str:
         "            total += whole(loss)",
         *at("left", 8),
         '        record[f"loss {step}"] = par.data_sum(total) / par.data_size',
-        '        record |= {f"gradient {step} of {name}": whole(p.grad) for name, p in module.named_parameters() if '
-        "p.grad is not None}",
+        '        record |= {f"gradient {step} of {name}": whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}',
         *at("between", 8),
         *[f"        {line}" for line in _clip(loop)],
         *[f"        {each}.step()" for each in _names(loop)],

@@ -29,12 +29,12 @@ from typing import Any, final
 from meshpar.testing import PRELOAD
 
 CLASSES = ("exact", "refused", "alike", "wrong", "raw", "hang", "broken")
-"""What a case can come to. ``alike``: it fails in one process, as it may, and on ranks; ``broken``: it may not, a fault
-of the fuzzer.
+"""What a case can come to. ``alike``: it fails in one process, as it may, and on ranks; ``broken``: it may not, a
+fault of the fuzzer.
 """
 VERBS = (
-    "use|check|change|run|look|hand|cut|draw|move|replace|give|build|call|pass|drop|leave|add|take|make|write|load|keep|turn|let|set|list|cast|"
-    "name|pad|tie|remove|would|wrap"
+    "use|check|change|run|look|hand|cut|draw|move|replace|give|build|call|pass|drop|leave|add|take|make|write|load|keep|"
+    "turn|let|set|list|cast|name|pad|tie|remove|would|wrap"
 )
 REMEDY = re.compile(rf"[;\n:.,][^;\n]*\b(?:{VERBS})\b", re.IGNORECASE)
 """What a message contains that says what to do, after what happened."""
@@ -189,8 +189,7 @@ def judge(reports: dict[int, dict[str, Any]], missing: dict[int, str]) -> Outcom
     return Outcome(kind="wrong", text=off[0]) if off else Outcome(kind="exact")
 
 
-# ------------------------------------------------------------------------------------------------------------------ in
-# a rank
+# ------------------------------------------------------------------------------------------------------------ in a rank
 
 
 def serve(connection: Any, folder: str) -> None:

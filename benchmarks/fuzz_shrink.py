@@ -1,5 +1,5 @@
-"""From a failing case to the smallest that still fails the same way: features, habits, passes and ranks are taken out
-one by one.
+"""From a failing case to the smallest that still fails the same way: features, habits, passes and ranks are taken
+out one by one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import fuzz_habits
 Spec = dict[str, Any]
 
 PLAIN: dict[str, Any] = {
-    "layout.mistake": None, "empty": 0, "loop.micro": 1, "loop.steps": 1, "loop.clip": None, "loop.groups": "one", "loop.kernel": None,
-    "loop.accumulate": "par", "loop.scale": "plain", "loop.zero": "after", "loop.set_to_none": True, "loop.optimizer": "SGD",
-    "model.attention": None, "model.ff": None, "model.conv": False, "model.nested": False, "model.repeat": None, "model.recompute": None,
-    "model.tied": "no", "model.scalar": False, "model.unused": False, "model.gain": "none", "model.counter": None, "model.frozen": None,
-    "model.dropout": None, "model.linear": "plain", "model.positions": "none", "model.norm": "none", "model.layers": 1, "model.bias": False,
-    "model.attention.packed": False, "model.attention.counts": "tensor", "model.attention.norm": None, "model.attention.temperature": False,
-    "model.attention.persistent": False, "model.ff.kind": "plain", "layout.regions": False, "layout.split": False, "length": 4,
+    "layout.mistake": None, "empty": 0, "loop.micro": 1, "loop.steps": 1, "loop.clip": None, "loop.groups": "one",
+    "loop.kernel": None, "loop.accumulate": "par", "loop.scale": "plain", "loop.zero": "after",
+    "loop.set_to_none": True, "loop.optimizer": "SGD", "model.attention": None, "model.ff": None, "model.conv": False,
+    "model.nested": False, "model.repeat": None, "model.recompute": None, "model.tied": "no", "model.scalar": False,
+    "model.unused": False, "model.gain": "none", "model.counter": None, "model.frozen": None, "model.dropout": None,
+    "model.linear": "plain", "model.positions": "none", "model.norm": "none", "model.layers": 1, "model.bias": False,
+    "model.attention.packed": False, "model.attention.counts": "tensor", "model.attention.norm": None,
+    "model.attention.temperature": False, "model.attention.persistent": False, "model.ff.kind": "plain",
+    "layout.regions": False, "layout.split": False, "length": 4,
 }  # fmt: skip
 """Path -> the plainest value, in the order in which they are tried."""
 

@@ -46,11 +46,13 @@ class Case:
 CASES = {
     "gpt2-124m": Case({}, 1024, 32, 20, gpt2=True),
     "llama-1b": Case(
-        dict(vocab_size=128256, dim=2048, layers=16, heads=32, kv_heads=8, hidden=8192, max_positions=4096, rope_theta=5e5, tied=True),
+        dict(vocab_size=128256, dim=2048, layers=16, heads=32, kv_heads=8, hidden=8192, max_positions=4096,
+             rope_theta=5e5, tied=True),
         4096, 4, 12, recompute="selective",
     ),
     "llama-8b": Case(
-        dict(vocab_size=128256, dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, max_positions=8192, rope_theta=5e5),
+        dict(vocab_size=128256, dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, max_positions=8192,
+             rope_theta=5e5),
         8192, 1, 6, pure_bf16=True, recompute="full",
     ),
 }  # fmt: skip
@@ -156,9 +158,11 @@ def with_meshpar(case: Case, folder: Path, backend: str) -> tuple[Watch, Any]:
         watch = Watch(case, batches_of(case, par.module, folder, device), device)
         steps = WARM + case.steps + PROFILED
         schedule = Schedule(name="constant", lr=LR, steps=steps)
-        trainer = Trainer(
-            par, CausalLM(), watch, build_adamw(par.module, AdamWSettings(lr=LR)), schedule, TrainSettings(steps=steps + 1, log_every=10)  # type: ignore[arg-type]
-        )  # fmt: skip
+        optimizer, settings = (
+            build_adamw(par.module, AdamWSettings(lr=LR)),
+            TrainSettings(steps=steps + 1, log_every=10),
+        )
+        trainer = Trainer(par, CausalLM(), watch, optimizer, schedule, settings)  # type: ignore[arg-type]
         outcome = trainer.run()
         return watch, outcome.values.get("train/loss")
 
@@ -305,8 +309,7 @@ def table(results: dict[str, Any]) -> Iterator[str]:
         forecast = f"{told['seconds'] * 1e3:,.0f}; {told['peak'] / 2**30:.1f}" if told else ""
         yield (
             f"| {name} | {who} | {one['seconds'] * 1e3:,.1f} | {one['tokens_per_second']:,.0f} | {mfu} | "
-            f"{one['memory'] / 2**30:.2f} "
-            f"| {one['idle']:.1%} | {forecast} |"
+            f"{one['memory'] / 2**30:.2f} | {one['idle']:.1%} | {forecast} |"
         )
 
 

@@ -43,7 +43,9 @@ def last(recipe: Recipe, metric: str) -> float:
 
 
 def unigram_loss(train_ids: Any, held_out: Any) -> float:
-    """Return the cross entropy of held-out tokens under the training tokens' frequencies, with one added to each count."""
+    """Return the cross entropy of held-out tokens under the training tokens' frequencies, with one added to each
+    count.
+    """
     counts, size = Counter(train_ids.tolist()), int(max(train_ids.max(), held_out.max())) + 1
     total = len(train_ids) + size
     seen = Counter(held_out.tolist())
@@ -136,8 +138,7 @@ def bert() -> None:
     labels = held_out.column("output")[0].tolist()
     majority, share = Counter(labels).most_common(1)[0]
     print(f"bert: accuracy {accuracy(export, held_out, recipe, labels):.3f} on {len(labels)} held-out lines by "
-    "transformers; "
-          f"always {held_out.classes[majority]} {share / len(labels):.3f}")  # fmt: skip
+        f"transformers; always {held_out.classes[majority]} {share / len(labels):.3f}")  # fmt: skip
 
 
 def build_steps(recipe: Recipe) -> int:
@@ -184,8 +185,7 @@ def hybrid() -> None:
     )
     tokens = datasets.prepare_data(recipe).tokens
     print(f"hybrid: held-out loss {last(recipe, 'val/loss'):.5f} on two nodes, {last(alone, 'val/loss'):.5f} on one "
-    "process, "
-          f"unigram model {unigram_loss(tokens.train.ids(), tokens.validation.ids()):.3f}")  # fmt: skip
+        f"process, unigram model {unigram_loss(tokens.train.ids(), tokens.validation.ids()):.3f}")  # fmt: skip
 
 
 JOBS: dict[str, Callable[[], None]] = {"gpt2": gpt2, "t5": t5, "bert": bert, "qwen3": qwen3, "hybrid": hybrid}

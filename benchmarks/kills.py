@@ -127,8 +127,8 @@ NOTES = Path("kills.json")
 
 
 class Exporter(threading.Thread):
-    """Exports the newest step over and over; some exports are killed, every other must be one of the undisturbed job's
-    steps.
+    """Exports the newest step over and over; some exports are killed, every other must be one of the undisturbed
+    job's steps.
     """
 
     def __init__(self, output: str, right: dict[str, int], seed: int) -> None:
@@ -171,8 +171,8 @@ def numbers(output: str) -> list[tuple[int, str, float]]:
 
 
 def drawn(output: str) -> set[tuple[int, str, float]]:
-    """Every loss that TensorBoard shows; a point that it would show twice is there twice with two values, or it is not
-    there.
+    """Every loss that TensorBoard shows; a point that it would show twice is there twice with two values, or it is
+    not there.
     """
     events = EventAccumulator(f"{here(output)}/tensorboard", size_guidance={"scalars": 0}).Reload()
     found = [(point.step, key, point.value) for key in ("train/loss", "val/loss") for point in events.Scalars(key)]
@@ -182,8 +182,8 @@ def drawn(output: str) -> set[tuple[int, str, float]]:
 
 
 def compare(output: str, told: list[str]) -> list[str]:
-    """Return what differs from the undisturbed job, what the console said and no file has, and files of the user's that
-    are gone.
+    """Return what differs from the undisturbed job, what the console said and no file has, and files of the user's
+    that are gone.
     """
     right, found = numbers("undisturbed"), numbers(output)
     wrong = (
@@ -231,8 +231,8 @@ def prepare() -> dict[str, str]:
 
 
 def killing(notes: dict[str, Any], kills: int, seed: int, until: float) -> None:
-    """Kill jobs until there were ``kills``, or time is over; ``notes`` is where the last call stopped, and where this
-    one does.
+    """Kill jobs until there were ``kills``, or time is over; ``notes`` is where the last call stopped, and where
+    this one does.
     """
     began, before = time.monotonic(), notes["seconds"]
     while notes["kills"] < kills or notes["lines"]:  # the last job comes to its end
@@ -301,8 +301,7 @@ def main() -> int:
     print(*notes["wrong"], sep="\n", end="\n" * bool(notes["wrong"]))
     print(
         f"\n{KILLS.total()} kills ({kinds}) of {notes['jobs']} jobs that ended, {notes['exports']} exports, in "
-        f"{notes['seconds']:.0f} s: "
-        f"{len(notes['wrong'])} wrong"
+        f"{notes['seconds']:.0f} s: {len(notes['wrong'])} wrong"
     )
     return 1 if notes["wrong"] else 0
 

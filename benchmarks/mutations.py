@@ -29,9 +29,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FILES = ("meshpar/passes/**/*.py", "meshpar/exact/*.py", "meshpar/parallelized.py")
 NAMES = {
-    "_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all", "all_reduce", "copy_to", "copy_weight", "reduce_from",
-    "gather_partial", "reduce_scatter", "gather_replicated", "split_replicated", "regroup", "sum_gradients", "enter", "leave", "part",
-    "join", "join_after", "reshard", "reduce", "drop_unreduced_gradients", "make_ready", "all_gather_into_tensor", "reduce_scatter_tensor",
+    "_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all", "all_reduce", "copy_to", "copy_weight",
+    "reduce_from", "gather_partial", "reduce_scatter", "gather_replicated", "split_replicated", "regroup",
+    "sum_gradients", "enter", "leave", "part", "join", "join_after", "reshard", "reduce", "drop_unreduced_gradients",
+    "make_ready", "all_gather_into_tensor", "reduce_scatter_tensor",
 }  # fmt: skip
 TESTS = (
     "tests/passes/test_traps.py",

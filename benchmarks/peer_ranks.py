@@ -440,8 +440,8 @@ def prepare(folder: Path) -> None:
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-        max_position_embeddings=LENGTH, tie_word_embeddings=False,
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=LENGTH, tie_word_embeddings=False,
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / "weights")
     ids = np.random.default_rng(0).zipf(1.3, BATCHES * MICRO_BATCH * 4 * LENGTH + 1) % (VOCABULARY - 1) + 1

@@ -1,8 +1,8 @@
 """meshpar beside its peers: the same model, data, mesh, precision and optimizer, step by step in turn, in one run.
 
-    pip install 'meshpar[train,transformers,bench]'
-    python benchmarks/peers.py [--plan NAME ...] [--peer NAME ...] [--rounds 5] [--steps 3] [--starts 3] [--out
-    docs/peers.json] python benchmarks/peers.py --report docs/peers.json docs/speed.md docs/peers.svg
+    pip install 'meshpar[train,transformers,bench]' python benchmarks/peers.py [--plan NAME ...] [--peer NAME ...]
+    [--rounds 5] [--steps 3] [--starts 3] [--out docs/peers.json] python benchmarks/peers.py --report docs/peers.json
+    docs/speed.md docs/peers.svg
 
 Every peer is a group of gloo processes of its own on this machine's CPUs, one thread each, started one after the other;
 then the peers take their turns, while the others sleep. All are started several times, and "torch by hand" runs twice:
@@ -32,8 +32,8 @@ from typing import Any
 RANKS_OF = {"FSDP, 2 ranks": 2, "FSDP, 4 ranks": 4, "HSDP, 2 x 2": 4, "FSDP x TP, 2 x 2": 4}
 HAND, AGAIN = "torch by hand", "torch by hand, once more"
 PEERS = (
-    HAND, AGAIN, "meshpar", "accelerate", "accelerate, made to shard", "transformers "
-    "DistributedConfig", "Lightning Fabric", "torchtitan",
+    HAND, AGAIN, "meshpar", "accelerate", "accelerate, made to shard", "transformers DistributedConfig",
+    "Lightning Fabric", "torchtitan",
 )  # fmt: skip
 SCRIPT = Path(__file__).with_name("peer_ranks.py")
 PATIENCE_S = 180.0

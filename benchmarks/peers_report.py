@@ -22,8 +22,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "| | step, ms | tokens/s | of torch by hand (middle half of the rounds) | peak MiB a rank | start to first "
-        "step, s "
-        "| parameters here | loss |"
+        "step, s | parameters here | loss |"
     )
     yield "|---|---:|---:|---|---:|---:|---:|---|"
     for name, one in result["peers"].items():
@@ -39,8 +38,7 @@ def table(result: dict[str, Any]) -> Iterator[str]:
         loss = "" if "apart" not in one else "equal" if one["apart"] <= AGREE else f"differs by {one['apart']:.1e}"
         yield (
             f"| {name}{note} | {step * 1e3:.1f} | {TOKENS * data_ranks / step:,.0f} | {ratio} | "
-            f"{one['rss'] / 2**20:.0f} "
-            f"| {startup:.1f} | {held} | {loss} |"
+            f"{one['rss'] / 2**20:.0f} | {startup:.1f} | {held} | {loss} |"
         )
     yield ""
 
@@ -71,11 +69,11 @@ def draw(plans: dict[str, Any]) -> str:
     scale = SPAN / most
     height = ROW * len(rows) + 40
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
-        'font-size="11">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="sans-serif" font-size="11">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<line x1="{LEFT + scale:.1f}" y1="8" x2="{LEFT + scale:.1f}" y2="{height - 30}" stroke="#888" '
-        'stroke-dasharray="4"/>',
+        f'<line x1="{LEFT + scale:.1f}" y1="8" x2="{LEFT + scale:.1f}" y2="{height - 30}" '
+        'stroke="#888" stroke-dasharray="4"/>',
     ]
     for place, (kind, name, ratios) in enumerate(rows):
         y = 12 + ROW * place
@@ -92,9 +90,8 @@ def draw(plans: dict[str, Any]) -> str:
             f'<text x="{max(high, LEFT + middle * scale) + 6:.1f}" y="{y + 9}" fill="#555">{middle:.2f}</text>',
         ]
     parts.append(
-        f'<text x="{WIDTH / 2}" y="{height - 8}" text-anchor="middle" fill="#555">seconds of a step, torch by hand = '
-        "1; line: middle half "
-        "of the rounds; peers that shard</text></svg>"
+        f'<text x="{WIDTH / 2}" y="{height - 8}" text-anchor="middle" fill="#555">'
+        "seconds of a step, torch by hand = 1; line: middle half of the rounds; peers that shard</text></svg>"
     )
     return "\n".join(parts) + "\n"
 

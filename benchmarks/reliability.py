@@ -35,7 +35,8 @@ mode, bad = sys.argv[1], int(sys.argv[2])
 with meshpar.distributed("cpu"):
     with torch.device("meta"):
         model = Transformer(TransformerConfig(vocab_size=64, dim=32, layers=2, heads=2, hidden=64, max_positions=16))
-    par = meshpar.Plan("dp_replicate=2,dp_shard=2", [meshpar.HybridShard()]).apply(model, device_type="cpu").materialize(seed=0)
+    plan = meshpar.Plan("dp_replicate=2,dp_shard=2", [meshpar.HybridShard()])
+    par = plan.apply(model, device_type="cpu").materialize(seed=0)
     optimizer = torch.optim.AdamW(par.module.parameters())
     for step in range(5):
         ids = torch.randint(0, 64, (2, 16))

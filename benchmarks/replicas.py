@@ -76,8 +76,8 @@ class Rows:
 
 
 def model() -> torch.nn.Module:
-    """Return a small model in float64: rounding is that of its norms and loss alone, and stays small over thousands of
-    steps.
+    """Return a small model in float64: rounding is that of its norms and loss alone, and stays small over thousands
+    of steps.
     """
     return Transformer(
         TransformerConfig(vocab_size=VOCAB, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, max_positions=64)
@@ -475,7 +475,9 @@ def own_group() -> Iterator[None]:
 
 
 def hurt(lab: Lab, draw: random.Random, hosts: Any = None) -> tuple[str, float]:
-    """Hurt one replica in a drawn phase, or two of three shortly after one another, and wait until all are there again."""
+    """Hurt one replica in a drawn phase, or two of three shortly after one another, and wait until all are there
+    again.
+    """
     replicas, patience_s = list(range(lab.job["replicas"])), lab.job["patience_s"]
     victims = draw.sample(replicas, 2 if len(replicas) > 2 and draw.random() < 0.25 else 1)
     phases = [each for each in PHASES if each != "save" or lab.job["save_every"]]
@@ -660,8 +662,8 @@ def timed_main(folder: str, name: str, rank: int, lighthouse: str, steps: int, w
 
 
 def cost(folder: Path, ways: Sequence[dict[str, Any]], *, blocks: int = 3, steps: int = 18) -> list[dict[str, Any]]:
-    """Return what steps take in several ways, in blocks that take turns: median seconds, and bytes of state and sent by
-    the replicas.
+    """Return what steps take in several ways, in blocks that take turns: median seconds, and bytes of state and sent
+    by the replicas.
     """
     context, found = multiprocessing.get_context("forkserver"), [list[Any]() for _ in ways]
     context.set_forkserver_preload([*PRELOAD, "meshpar.models", "meshpar.checkpoints", "torchft.coordination"])
@@ -707,9 +709,8 @@ def tell_cost(arguments: argparse.Namespace) -> None:
     times, state = [1000 * each["seconds"] for each in (whole, divided)], whole["held"][0]
     held, sent = (", ".join(f"{each / 1e6:.2f}" for each in divided[name]) for name in ("held", "sent"))
     print(
-        f"a step of {arguments.replicas} replicas: {times[0]:.1f} ms with optimizer='replica', {times[1]:.1f} ms "
-        "with 'world' and "
-        f"{arguments.copies} copies: {times[1] / times[0]:.3f}\n"
+        f"a step of {arguments.replicas} replicas: {times[0]:.1f} ms with optimizer='replica', {times[1]:.1f} ms with "
+        f"'world' and {arguments.copies} copies: {times[1] / times[0]:.3f}\n"
         f"optimizer state of each replica in MB: {state / 1e6:.2f}, divided {held}\n"
         f"parameters that each replica sends in a step in MB: {sent}; it has {state / 2e6:.2f}"
     )
@@ -775,10 +776,8 @@ def main() -> int:
     lost = found["recovery_s"] or [float("nan")]  # with one copy, each fault may end in a start from a checkpoint
     print(
         f"{arguments.faults} faults of {arguments.replicas} replicas x {arguments.ranks} ranks in "
-        f"{time.monotonic() - began:.0f} s, "
-        f"{found['steps']} steps, {found['overruled']} of which a lost replica alone had committed, "
-        f"{found['restored']} "
-        "starts from a checkpoint: 0 wrong\n"
+        f"{time.monotonic() - began:.0f} s, {found['steps']} steps, {found['overruled']} of which a lost replica "
+        f"alone had committed, {found['restored']} starts from a checkpoint: 0 wrong\n"
         f"recovery, fault to the others' next step: median {statistics.median(lost):.1f} s, longest {max(lost):.1f} s"
     )
     return 0

@@ -106,8 +106,8 @@ def llama(layers: int) -> dict[str, tuple[int, ...]]:
 
 
 def sharded(shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
-    """Return rank 0's part of a tensor whose first dim is split over the last axis of the mesh; one element stands for
-    all of them.
+    """Return rank 0's part of a tensor whose first dim is split over the last axis of the mesh; one element stands
+    for all of them.
     """
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     held = local_index(shape, placements, mesh.shape, [0] * mesh.ndim)
@@ -197,7 +197,9 @@ def files_of(rank: int, parts: Sequence[tuple[Alike, Sequence[int]]], folder: st
 
 
 def plan_saves(layers: int, ranks: int, replicas: int, *, commit: bool = False) -> list[dict[str, float]]:
-    """Return seconds and bytes on rank 0 of the first save and of a later one; needs a fake process group of ``ranks``."""
+    """Return seconds and bytes on rank 0 of the first save and of a later one; needs a fake process group of
+    ``ranks``.
+    """
     par, optimizer = job(layers, ranks, replicas)
     plans, others, figures = [Planning() for _ in range(ranks)], dict[int, Described](), []
 

@@ -74,8 +74,7 @@ def main() -> None:
     print(f"first step: {first[True]:.2f} s with the test, {first[False]:.2f} s without; a later step {second:.2f} s")
     print(f"the test takes {(first[True] - first[False]) / second:.1f} steps")
     print(f"peak memory of a rank: {peak[True]:.0f} MiB with, {peak[False]:.0f} MiB without; a rank's part of one "
-    "block is "
-          f"{found[True][0]['block']:.1f} MiB")  # fmt: skip
+        f"block is {found[True][0]['block']:.1f} MiB")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -218,7 +218,9 @@ def _sub_config(kind: Any, name: str) -> type | None:
 
 
 def _layer_kinds(kind: Any) -> dict[str, Any]:
-    """Return the fields that give each layer its kind, one layer for every combination that the config's defaults have."""
+    """Return the fields that give each layer its kind, one layer for every combination that the config's defaults
+    have.
+    """
     try:
         whole = kind()
     except Exception:  # noqa: BLE001  some configs cannot be built from nothing; their family says what they need

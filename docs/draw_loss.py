@@ -21,19 +21,14 @@ def main(source: Path, target: Path) -> None:
         return f"{x:.1f},{HEIGHT - BOTTOM - (loss - low) / (high - low) * (HEIGHT - BOTTOM - 20):.1f}"
 
     def line(points: list[tuple[int, float]], colour: str) -> str:
-        return (
-            f'<polyline fill="none" stroke="{colour}" stroke-width="2" '
-            f'points="{" ".join(place(*point) for point in points)}"/>'
-        )
+        return f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{" ".join(place(*point) for point in points)}"/>'
 
     x = place(change, low).split(",")[0]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-        'font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<line x1="{x}" y1="15" x2="{x}" y2="{HEIGHT - BOTTOM}" stroke="#888" stroke-dasharray="4"/>',
-        f'<text x="{float(x) - 6}" y="24" text-anchor="end" fill="#555">dp_shard=2</text><text x="{float(x) + 6}" '
-        'y="24" fill="#555">tp=2</text>',
+        f'<text x="{float(x) - 6}" y="24" text-anchor="end" fill="#555">dp_shard=2</text><text x="{float(x) + 6}" y="24" fill="#555">tp=2</text>',
         line(train, "#1f77b4"),
         *(
             f'<circle cx="{place(*point).split(",")[0]}" cy="{place(*point).split(",")[1]}" r="4" fill="#d62728"/>'
@@ -41,8 +36,7 @@ def main(source: Path, target: Path) -> None:
         ),
     ]
     parts += [
-        f'<text x="{LEFT - 8}" y="{float(place(0, loss).split(",")[1]) + 4}" text-anchor="end" '
-        f'fill="#555">{loss}</text>'
+        f'<text x="{LEFT - 8}" y="{float(place(0, loss).split(",")[1]) + 4}" text-anchor="end" fill="#555">{loss}</text>'
         for loss in range(int(low) + 1, int(high) + 1)
     ]
     parts += [
@@ -50,8 +44,7 @@ def main(source: Path, target: Path) -> None:
         for step in range(0, last + 1, 100)
     ]
     parts.append(
-        f'<text x="{WIDTH / 2}" y="{HEIGHT - 5}" text-anchor="middle">step; line: training loss, points: validation '
-        "loss</text></svg>"
+        f'<text x="{WIDTH / 2}" y="{HEIGHT - 5}" text-anchor="middle">step; line: training loss, points: validation loss</text></svg>'
     )
     target.write_text("\n".join(parts) + "\n")
 

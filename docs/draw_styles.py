@@ -85,10 +85,7 @@ def tensor(x: float, label: str, how: str) -> list[str]:
     """A square: grey is whole on every rank, blue is on rank 0, orange on rank 1; partial sums are a square of each."""
 
     def box(dx: float, dy: float, width: float, height: float, colour: str) -> str:
-        return (
-            f'<rect x="{x + dx:g}" y="{TOP + dy:g}" width="{width:g}" height="{height:g}" fill="{colour}" '
-            f'stroke="{TEXT}"/>'
-        )
+        return f'<rect x="{x + dx:g}" y="{TOP + dy:g}" width="{width:g}" height="{height:g}" fill="{colour}" stroke="{TEXT}"/>'
 
     half, sixth = SIDE / 2, SIDE / 6
     parts = {
@@ -125,10 +122,7 @@ def draw(name: str) -> str:
         for n, (colour, words) in enumerate([(BLUE, "on rank 0"), (ORANGE, "on rank 1"), (GREY, "on every rank")])
     ]
     width, height = max(x, 400), TOP + SIDE + 28
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height}" width="{width:g}" '
-        'font-family="sans-serif" font-size="12">'
-    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height}" width="{width:g}" font-family="sans-serif" font-size="12">'
     return (
         "\n".join([head, f'<rect width="{width:g}" height="{height}" fill="white"/>', *legend, *parts[1:], "</svg>"])
         + "\n"

@@ -165,8 +165,8 @@ def export(
     from meshpar.launchers.commands.exporting import export as run
 
     options = {
-        "dtype": dtype, "max_shard_size": max_shard_size, "verify": verify, "config": config, "layout": layout, "quantize": quantize,
-        "high": keep_high or (), "adapters": adapters, "overwrite": overwrite,
+        "dtype": dtype, "max_shard_size": max_shard_size, "verify": verify, "config": config, "layout": layout,
+        "quantize": quantize, "high": keep_high or (), "adapters": adapters, "overwrite": overwrite,
     }  # fmt: skip
     run(src, dst, options, best=best, held_out_text=measure, push_to=push, dry_run=dry_run, watched=watch, every=every)
 

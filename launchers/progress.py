@@ -28,8 +28,8 @@ def of_bytes() -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def of_parts(name: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield what shows which part of the work is done, how many of its pieces, and of how many; ``name`` is what they
-    are.
+    """Yield what shows which part of the work is done, how many of its pieces, and of how many; ``name`` is what
+    they are.
     """
     if not sys.stderr.isatty():
         line = _Lines()

@@ -90,8 +90,8 @@ __all__ = [
 ]
 
 _PASSES = (
-    "ActivationCheckpoint", "Compile", "ContextParallel", "ExpertParallel", "Float8", "FullyShard", "HybridShard", "Pass", "Replicate",
-    "Role", "Stage", "TensorParallel",
+    "ActivationCheckpoint", "Compile", "ContextParallel", "ExpertParallel", "Float8", "FullyShard", "HybridShard",
+    "Pass", "Replicate", "Role", "Stage", "TensorParallel",
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(("attention", "attention_mask"), "positions"),

@@ -141,8 +141,8 @@ def part_here(whole: DTensor) -> torch.Tensor:
 
 
 def flattens(tensor: torch.Tensor) -> bool:
-    """Tell whether torch can make a vector of a tensor without other ranks: before 2.13 only if it is not split along a
-    later dimension.
+    """Tell whether torch can make a vector of a tensor without other ranks: before 2.13 only if it is not split
+    along a later dimension.
     """
     return not (
         BEFORE_2_13
@@ -152,25 +152,26 @@ def flattens(tensor: torch.Tensor) -> bool:
 
 
 keep_version: Any = torch.autograd._unsafe_preserve_version_counter
-"""Let tensors keep the number by which autograd knows of writes: what was written is put back before anybody reads it.
+"""Let tensors keep the number by which autograd knows of writes: what was written is put back before anybody reads
+it.
 """
 
 ACCUMULATES_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
-"""Torch up to 2.14 accumulates gradients without reducing them beside ``.grad``, in the dtype of the reduction; 2.15 in
-``.grad``.
+"""Torch up to 2.14 accumulates gradients without reducing them beside ``.grad``, in the dtype of the reduction; 2.15
+in ``.grad``.
 """
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep ``torch.compile`` out of ``function``: ``torch.compiler.disable`` that loads the compiler, half a second, at
-    the first call.
+    """Keep ``torch.compile`` out of ``function``: ``torch.compiler.disable`` that loads the compiler, half a second,
+    at the first call.
     """
     return cast("Callable[P, R]", _disable_dynamo(function))
 
 
 def as_one_operator(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a function into what selective recomputation sees as one operator, where torch can: its kernels alone it
-    does not see.
+    """Compile a function into what selective recomputation sees as one operator, where torch can: its kernels alone
+    it does not see.
     """
     options: dict[str, Any] = {"wrap_inductor_compiled_regions": True}
     can = options.keys() <= set(torch._inductor.list_options())
@@ -178,8 +179,8 @@ def as_one_operator(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def ignore_profiler_marks() -> Undo:
-    """Let selective recomputation pass over profiler marks, which FSDP2 makes in a recomputation and not in the forward
-    it repeats.
+    """Let selective recomputation pass over profiler marks, which FSDP2 makes in a recomputation and not in the
+    forward it repeats.
     """
     enter, leave = (
         torch.ops.profiler._record_function_enter_new.default,
@@ -314,8 +315,8 @@ class Units:
         return lost
 
     def unwind(self) -> None:
-        """Bring units back from a backward that an error ended; without it FSDP2 never sees the end of a later one, nor
-        reduces in it.
+        """Bring units back from a backward that an error ended; without it FSDP2 never sees the end of a later one,
+        nor reduces in it.
         """
         self.take_filled()
         self.take_lost()
@@ -374,8 +375,8 @@ class Units:
                     each.reset_sharded_param()
 
     def release(self, output: Iterable[Tensor]) -> None:
-        """Let go of gathered weights after a call without gradients, which no backward needs; a call may have returned
-        them.
+        """Let go of gathered weights after a call without gradients, which no backward needs; a call may have
+        returned them.
         """
         gathered = [each._unsharded_param for group in self._groups if group.is_unsharded for each in group.fsdp_params]
         if {_memory(each) for each in output if each.layout == torch.strided}.isdisjoint(map(_memory, gathered)):
@@ -399,8 +400,8 @@ class Units:
         return torch.stack([_agrees(each) for each, _, _ in self._kept]).all() if self._kept else None
 
     def hide(self, unit: nn.Module | None = None) -> None:
-        """Register the shards on the modules of one unit, or of all, again, and keep what is gathered, which backward
-        needs.
+        """Register the shards on the modules of one unit, or of all, again, and keep what is gathered, which
+        backward needs.
         """
         for group in self._groups if unit is None else _groups(unit):
             if not group.is_sharded:
@@ -750,8 +751,8 @@ def gather_before_backward(unit: nn.Module, output: object, tensors: Iterable[An
 
 
 def enter_by(module: Any, call: Callable[..., Any]) -> None:
-    """Let every call of ``module``, with its hooks, go through ``call``, which is not compiled where somebody compiles
-    the module.
+    """Let every call of ``module``, with its hooks, go through ``call``, which is not compiled where somebody
+    compiles the module.
     """
 
     @torch.compiler.disable(recursive=False)
@@ -937,7 +938,9 @@ def is_shard(parameter: torch.Tensor) -> bool:
 
 
 def set_recomputed(module: nn.Module, recomputed: bool) -> None:
-    """Let a module to which :func:`checkpoint` was applied be recomputed, or not for a while; others stay as they are."""
+    """Let a module to which :func:`checkpoint` was applied be recomputed, or not for a while; others stay as they
+    are.
+    """
     with suppress(AssertionError, AttributeError):
         state: Any = checkpoint.state(module)
         state.enable_hook = recomputed
@@ -947,7 +950,8 @@ def in_checkpoint() -> bool:
     """Tell whether the code that runs is inside of ``torch.utils.checkpoint(use_reentrant=False)``, and not yet
     recomputed.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue] - torch has no types for it
+    # torch has no types for it
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
     return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
 
 
@@ -991,8 +995,8 @@ def before_steps(run: Callable[..., Any]) -> Undo:
 
 
 def next_node() -> int:
-    """Return the number of the node that autograd makes next in this thread; a graph's nodes are numbered in the order
-    of their making.
+    """Return the number of the node that autograd makes next in this thread; a graph's nodes are numbered in the
+    order of their making.
     """
     return torch.autograd._get_sequence_nr()
 
@@ -1000,8 +1004,8 @@ def next_node() -> int:
 def _check_tensors(
     owner: Any, name: str, checks: Mapping[str, Callable[[list[Any]], None]], failed: Callable[[], None] = lambda: None
 ) -> Undo:
-    """Let ``checks``, by the name of an argument, look at the tensors and nodes that a function of ``owner`` is called
-    with.
+    """Let ``checks``, by the name of an argument, look at the tensors and nodes that a function of ``owner`` is
+    called with.
     """
     inner = getattr(owner, name)
     if hasattr(inner, "_meshpar_checked"):  # somebody wrapped it, so that undoing left it
@@ -1050,7 +1054,9 @@ reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_sin
 
 
 def collective_counts() -> dict[str, int]:
-    """Return how many collectives each process group of this rank has begun; groups are named by their axis and ranks."""
+    """Return how many collectives each process group of this rank has begun; groups are named by their axis and
+    ranks.
+    """
     if not dist.is_initialized():
         return {}
     found = {}
@@ -1125,8 +1131,8 @@ def adafactor_on(optimizer: torch.optim.Adafactor, replace: Callable[..., Any]) 
 
 
 def forget_meshes() -> None:
-    """Let DTensor plan anew: what it remembers by a mesh also serves an equal one, and may name groups that were closed
-    since.
+    """Let DTensor plan anew: what it remembers by a mesh also serves an equal one, and may name groups that were
+    closed since.
     """
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
@@ -1187,7 +1193,9 @@ def stored_at(file: str, position: int, length: int) -> Any:
 
 
 def last_collectives() -> dict[str, tuple[int, str]]:
-    """Return the number and the name (with the line that called it, where it is known) of each group's last collective."""
+    """Return the number and the name (with the line that called it, where it is known) of each group's last
+    collective.
+    """
     counts = collective_counts()
     names = {group.group_name: group_title(group) for group in open_groups()} if counts else {}
     last = {name: (number, "a collective") for name, number in counts.items()}

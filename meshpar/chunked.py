@@ -23,7 +23,8 @@ from meshpar.registry import layout_for
 CHUNK = 1024
 """Positions whose logits are held at once, unless told: enough for a matrix product to run at its full speed."""
 LEAST = 256
-"""Positions of a chunk at least; otherwise it is an eighth of a batch, up to CHUNK, so that the memory is a fraction.
+"""Positions of a chunk at least; otherwise it is an eighth of a batch, up to CHUNK, so that the memory is a
+fraction.
 """
 LARGE_LOGITS = 1 << 28
 """Bytes of logits in float32 from which chunks are worth it: 256 MiB."""
@@ -93,8 +94,7 @@ def head_of(model: nn.Module) -> nn.Module:
     if found is None:
         raise MeshparError(
             f"{class_name(model)} does not say which module makes its logits; name it (head=), give it the style "
-            "'head' in "
-            "meshpar_layout(), or use chunk=0 (all logits at once)"
+            "'head' in meshpar_layout(), or use chunk=0 (all logits at once)"
         )
     return found
 

@@ -101,16 +101,14 @@ def _where(spec: MeshSpec, axis: str, per_node: int) -> str:
 
 def _panel(spec: MeshSpec, axis: str, per_node: int, nodes: int, width: int) -> Iterator[str]:
     """Yield the parts of one axis' panel."""
-    yield (
-        f'<text x="0" y="16"><tspan font-weight="600">{axis}={spec.axes[axis]}</tspan>: '
-        f"{escape(_where(spec, axis, per_node))}</text>"
-    )
+    size, where = spec.axes[axis], escape(_where(spec, axis, per_node))
+    yield f'<text x="0" y="16"><tspan font-weight="600">{axis}={size}</tspan>: {where}</text>'
     for node in range(nodes):
         y = _TOP + node * _ROW
         yield f'<text x="0" y="{y + 18}" fill="#5b6b78">node {node}</text>'
         yield (
-            f'<rect x="{_LABEL - 6}" y="{y - 6}" width="{width - _LABEL + 4}" height="{_ROW - 4}" rx="6" '
-            'fill="none" stroke="#c9d3db"/>'
+            f'<rect x="{_LABEL - 6}" y="{y - 6}" width="{width - _LABEL + 4}" height="{_ROW - 4}" rx="6" fill="none" '
+            'stroke="#c9d3db"/>'
         )
     groups = spec.groups(axis)
     shown = nodes * per_node

@@ -43,12 +43,14 @@ class CheckpointError(MeshparError):
 
 
 class StoreError(CheckpointError):
-    """Raised for an object store that refuses a request or does not answer. The checkpoints in the store may be intact."""
+    """Raised for an object store that refuses a request or does not answer. The checkpoints in the store may be
+    intact.
+    """
 
 
 class RecipeError(MeshparError, ValueError):
-    """Raised for a recipe that cannot be read or is invalid; the message names the line, the key and the nearest valid
-    key.
+    """Raised for a recipe that cannot be read or is invalid; the message names the line, the key and the nearest
+    valid key.
     """
 
 
@@ -90,8 +92,8 @@ def first_line(error: BaseException) -> str:
 
 
 def seen_at(error: BaseException) -> float:
-    """Return when this error was asked about first, in seconds since the epoch: a rank's peers fail from it before the
-    rank tells.
+    """Return when this error was asked about first, in seconds since the epoch: a rank's peers fail from it before
+    the rank tells.
     """
     seconds: float = error.__dict__.setdefault("_meshpar_seen_at", time.time())
     return seconds

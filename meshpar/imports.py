@@ -14,7 +14,9 @@ from meshpar.errors import MeshparError
 
 
 def lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of ``package``; ``homes`` has the module inside it that defines each name."""
+    """Return ``__getattr__`` and ``__dir__`` of ``package``; ``homes`` has the module inside it that defines each
+    name.
+    """
 
     def load(name: str) -> object:
         if name not in homes:

@@ -39,8 +39,7 @@ class ModelLayout:
         rebuilt: patterns of parameters and persistent buffers that files may lack, because the initialisation computes
             them.
         ignored: regular expressions for names of stored tensors that are not loaded (``rotary_emb\\.inv_freq``), as in
-            transformers'
-            ``_keys_to_ignore_on_load_unexpected``.
+            transformers' ``_keys_to_ignore_on_load_unexpected``.
         weights: names and shapes of the model <-> those of its published form on Hugging Face.
         config: contents of the ``config.json`` of an export. Empty: the model has no published form.
         attention: patterns of the modules that call :func:`meshpar.attention` or :func:`meshpar.attention_mask`, for
@@ -50,8 +49,7 @@ class ModelLayout:
         experts: patterns of modules with stacked experts, for :class:`meshpar.ExpertParallel`. The first dim of their
             parameters is the number of experts. Their forward accepts (hidden states (N, D), chosen experts (N, K),
             their weights (N, K)) and returns (N, D). If the module stores its number of experts, the attribute is
-            ``num_experts``, ``n_experts`` or ``num_local_experts`` (also
-            ``routed``, ``total``).
+            ``num_experts``, ``n_experts`` or ``num_local_experts`` (also ``routed``, ``total``).
         experts_in_order: those of ``experts`` whose forward accepts rows (R, D) in the order of experts, with a list of
             the number of rows of each expert; or rows alone, equally many for each expert. Rows of zeros must give
             zeros and zero gradients, and are not sent.

@@ -1,5 +1,5 @@
-"""Names of temporary and replaced folders: they carry host, PID and the process's start, so that leftovers of the dead
-are recognised.
+"""Names of temporary and replaced folders: they carry host, PID and the process's start, so that leftovers of the
+dead are recognised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ P = TypeVar("P", bound=Any)  # a path, or a place in a store
 ABANDONED_S = 6 * 3600.0
 """How long nothing in a folder must have changed before another host's process counts as dead, in seconds."""
 LEASE_S = 120.0
-"""How recently something in a folder must have changed for another host's process to count as writing it, in seconds.
+"""How recently something in a folder must have changed for another host's process to count as writing it, in
+seconds.
 """
 NOBODY = 0
 """The process in the name of a folder that its own process could not remove."""
@@ -73,7 +74,8 @@ class Leftover:
         return _identity(self.process) is None and self.age_s() > ABANDONED_S
 
 
-def leftover(path: Any, age_s: Callable[[], float] | None = None) -> Leftover | None:  # noqa: ANN401 - a path, or a place in a store
+# a path, or a place in a store
+def leftover(path: Any, age_s: Callable[[], float] | None = None) -> Leftover | None:  # noqa: ANN401
     """Parse a folder's name; return None for a name of another kind. ``age_s``: see :class:`Leftover`; None: of a
     folder on a disk.
     """

@@ -30,8 +30,7 @@ def token_loss(
 
     Args:
         logits_BLV: scores over the vocabulary, any floating dtype; plain, or a DTensor sharded over the vocabulary
-            (from a head under
-            ``TensorParallel(loss_parallel=True)``), which no rank ever holds whole.
+            (from a head under ``TensorParallel(loss_parallel=True)``), which no rank ever holds whole.
         labels_BL: the correct token of each position; positions with ``ignore_index`` do not count.
         reduction: ``"sum"``, or ``"mean"`` over the tokens that count (NaN if none counts, like torch).
 
@@ -147,8 +146,8 @@ def _rows(logits_NV: torch.Tensor) -> int:
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
-    """Cross entropy over vocabulary shards: a maximum and two sums cross the axis, never the logits (Megatron-LM, arXiv
-    1909.08053, 3).
+    """Cross entropy over vocabulary shards: a maximum and two sums cross the axis, never the logits (Megatron-LM,
+    arXiv 1909.08053, 3).
     """
 
     @staticmethod

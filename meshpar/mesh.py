@@ -157,8 +157,7 @@ class MeshSpec:
         if open_axis is None and known != world_size:
             raise MeshError(
                 f"mesh {self} needs {known} ranks, got {world_size}; start {known} (torchrun --nproc-per-node), or "
-                "change one axis, "
-                "or set it to -1"
+                "change one axis, or set it to -1"
             )
         axes = {name: world_size // known if size == -1 else size for name, size in self.axes.items()}
         return MeshSpec(axes, ranks_per_node=self.ranks_per_node)
@@ -203,8 +202,8 @@ class MeshSpec:
         first = names.index(axis) + 1
         if set(names[first : first + len(behind)]) != set(behind):
             raise MeshError(
-                f"mesh {self} has {', '.join(behind)} apart from {axis!r}, whose ranks they divide further; name "
-                "them 'cp'"
+                f"mesh {self} has {', '.join(behind)} apart from {axis!r}, whose ranks they divide further; name them "
+                "'cp'"
             )
         size = math.prod(self.axes[name] for name in (axis, *behind))
         axes = {name: size if name == axis else known for name, known in self.axes.items() if name not in behind}

@@ -80,8 +80,7 @@ def _unwritable(folder: Path, error: Exception) -> RecipeError:
         free = f" ({shutil.disk_usage(folder.parent).free / 1e6:,.0f} MB free)"
     return RecipeError(
         f"cannot write to {folder.parent}{free}: {brief(error)}; free some space or correct the folder's mode, or "
-        "name another folder, "
-        "in a recipe by data.cache"
+        "name another folder, in a recipe by data.cache"
     )
 
 

@@ -159,9 +159,8 @@ class Parallelized:
         """Return this rank's positions of a batch, where a pass splits positions; else the batch itself.
 
         Every tensor with a ``dim`` is split along it, in mappings, lists and tuples, too. A mapping for a model that
-        takes
-        ``position_ids`` gets those of this rank's positions. Split labels that are aligned with the positions, and
-        compute the loss from the logits: a model that shifts labels itself would lose one at the end of each part.
+        takes ``position_ids`` gets those of this rank's positions. Split labels that are aligned with the positions,
+        and compute the loss from the logits: a model that shifts labels itself would lose one at the end of each part.
 
         Args:
             batch: the whole batch of this data rank, the same on every rank that shares it.
@@ -323,8 +322,7 @@ class Parallelized:
             if missing and any(name not in missing for name, _ in self.module.named_parameters() if name not in came):
                 raise MeshparError(
                     f"{min(missing)} has no values, and the model has; build new modules with weights, the same on "
-                    "every rank: call "
-                    "torch.manual_seed(0) before"
+                    "every rank: call torch.manual_seed(0) before"
                 )
         except MeshparError as refused:
             error = refused
@@ -360,8 +358,8 @@ class Parallelized:
         Args:
             micro_batches: any iterable. Every rank must pass the same number.
             reduce_each: reduce-scatter after every micro-batch, which keeps gradients sharded. Hybrid sharding still
-                reduces over
-                ``dp_replicate`` once, except with ``optimizer="world"``, which then keeps slices of the shards only.
+                reduces over ``dp_replicate`` once, except with ``optimizer="world"``, which then keeps slices of the
+                shards only.
         """
         units = [unit for unit in (self.module,) if hasattr(unit, "set_requires_gradient_sync")]
         waiting: list[Micro] = []
@@ -457,8 +455,7 @@ class Parallelized:
 
         Returns:
             The norm before clipping: a scalar on this rank's device, the same on every rank, in float32, or float64 for
-                a model with
-            float64 parameters.
+            a model with float64 parameters.
 
         Raises:
             MeshparError: the gradients of a step are not reduced yet.
@@ -468,8 +465,7 @@ class Parallelized:
         if self.cycle is not None and not self.cycle.reducing:
             raise MeshparError(
                 "clip_grad_norm_ is called between the micro-batches of par.accumulate, whose gradients are reduced "
-                "in the last one; clip "
-                "after the loop"
+                "in the last one; clip after the loop"
             )
         self.reshard()
         groups = {axis: self._held_on.get_group(axis) for axis in self._held.axes}
@@ -578,7 +574,9 @@ class Parallelized:
     def averaged(
         self, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False, from_start: bool = False
     ) -> Averaged:
-        """Return a sharded exponential moving average of the parameters. See :class:`meshpar.state.averaging.Averaged`."""
+        """Return a sharded exponential moving average of the parameters. See
+        :class:`meshpar.state.averaging.Averaged`.
+        """
         average = Averaged(self, decay, dtype=dtype, buffers=buffers, from_start=from_start)
         self._averages.add(average)
         return average

@@ -25,8 +25,8 @@ _CHANGES: dict[str, _Change] = {}
 
 
 def while_lives(owner: object, name: str, make: Callable[[], Undo]) -> None:
-    """Change torch by ``make``, unless the change called ``name`` is made already; undo it when the last ``owner`` is
-    gone.
+    """Change torch by ``make``, unless the change called ``name`` is made already; undo it when the last ``owner``
+    is gone.
     """
     change, mark = _CHANGES.setdefault(name, _Change()), object()
     change.needed_by.add(mark)

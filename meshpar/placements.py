@@ -172,7 +172,9 @@ def _joined(
     norm_type: float,
     device: torch.device,
 ) -> Tensor:
-    """Join the powers of norms, keyed by the axes over which their gradients are split, axis by axis, innermost first."""
+    """Join the powers of norms, keyed by the axes over which their gradients are split, axis by axis, innermost
+    first.
+    """
     largest = math.isinf(norm_type)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     for axis in reversed(list(groups)):

@@ -133,8 +133,8 @@ class Plan:
         return mesh, layout
 
     def machine_problems(self, device_type: str) -> list[str]:
-        """Return what this machine lacks to run a rank of the plan on a device of this type. :meth:`check` ignores the
-        machine.
+        """Return what this machine lacks to run a rank of the plan on a device of this type. :meth:`check` ignores
+        the machine.
         """
         return [problem for each in self.passes for problem in each.machine_problems(device_type)]
 
@@ -278,7 +278,9 @@ class Plan:
         meshes: Mapping[MeshSpec, Any],
         device: torch.device,
     ) -> list[torch.Tensor]:
-        """Run the passes; return the parameters that they replaced and somebody else still holds, such as an optimizer."""
+        """Run the passes; return the parameters that they replaced and somebody else still holds, such as an
+        optimizer.
+        """
         built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         held = held_mesh(self.passes, spec)
         data_axes = axes_of(self.passes, held, Role.SAMPLES)
@@ -353,9 +355,8 @@ def _check_arguments(mesh: object, passes: object) -> None:
     """Raise for a mesh and passes of another kind than a plan takes: a pass that stands alone, text, a dict."""
     if not isinstance(mesh, MeshSpec | str):
         raise MeshError(
-            f"a plan's mesh is {_shown(mesh)} of type {type(mesh).__name__}; expected text such as "
-            "'dp_shard=2,tp=4', or a MeshSpec: "
-            "write Plan('dp_shard=2', [...]) or Plan(MeshSpec(dp_shard=2), [...])"
+            f"a plan's mesh is {_shown(mesh)} of type {type(mesh).__name__}; expected text such as 'dp_shard=2,tp=4', "
+            "or a MeshSpec: write Plan('dp_shard=2', [...]) or Plan(MeshSpec(dp_shard=2), [...])"
         )
     if isinstance(passes, str) or not isinstance(passes, Iterable):
         kind = passes if isinstance(passes, type) else type(passes)
@@ -387,8 +388,8 @@ def _shape_problems(passes: Sequence[object]) -> Iterator[str]:
         elif not isinstance(each, Pass):
             kind = type(each).__name__
             yield (
-                f"{_shown(each)} is not a pass: {kind} does not inherit meshpar.Pass; write an object of a pass, "
-                "such as FullyShard()"
+                f"{_shown(each)} is not a pass: {kind} does not inherit meshpar.Pass; write an object of a pass, such "
+                "as FullyShard()"
             )
 
 
@@ -419,8 +420,8 @@ def _axis_problems(passes: Sequence[Pass], mesh: MeshSpec) -> Iterator[str]:
                 claimed[axis] = each.name
             if each.roles[axis] == Role.LAYERS and mesh.axes.get(axis, 1) > 1:
                 yield (
-                    f"{each.name} gives axis {axis!r} the role LAYERS, for which there are no stages yet; use an "
-                    "axis of another role"
+                    f"{each.name} gives axis {axis!r} the role LAYERS, for which there are no stages yet; use an axis "
+                    "of another role"
                 )
     try:
         held_mesh(passes, mesh)
@@ -445,8 +446,8 @@ def _remedy(axis: str) -> str:
         return f"add {min(fitting, key=lambda kind: len(kind.roles)).__name__}() or drop {axis} from the mesh"
     known = ", ".join(dict.fromkeys(name for kind in passes for name in kind.roles))
     return (
-        f"no installed pass works on {axis} (installed ones work on {known}): drop it, or install or write a pass "
-        "for it"
+        f"no installed pass works on {axis} (installed ones work on {known}): drop it, or install or write a pass for "
+        "it"
     )
 
 
@@ -455,8 +456,8 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
     parameters = dict(module.named_parameters(remove_duplicate=False))
     if split := [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]:
         yield (
-            f"the module is already parallelized ({split[0]} is a DTensor); apply a plan once, to a module as it "
-            "was built"
+            f"the module is already parallelized ({split[0]} is a DTensor); apply a plan once, to a module as it was "
+            "built"
         )
         return
     yield from _module_problems(module)
@@ -471,9 +472,8 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
     hooked = [name for name, each in parameters.items() if each._backward_hooks or each._post_accumulate_grad_hooks]
     if hooked and any(each.shards(module, layout) for each in ready):
         yield (
-            f"{hooked[0]} has a hook on its gradient, which the shards that replace it would not have; register "
-            "hooks after "
-            "plan.apply, on the parameters of par.module"
+            f"{hooked[0]} has a hook on its gradient, which the shards that replace it would not have; register hooks "
+            "after plan.apply, on the parameters of par.module"
         )
     for group in layout.tied:
         absent = [name for name in group if name not in parameters]
@@ -481,9 +481,8 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
             yield f"layout.tied names {absent[0]!r}, which the model does not have"
         elif len({id(parameters[name]) for name in group}) > 1:
             yield (
-                f"layout.tied says that {' and '.join(group)} are one tensor, but the model has separate tensors; "
-                "tie them or drop the "
-                "entry"
+                f"layout.tied says that {' and '.join(group)} are one tensor, but the model has separate tensors; tie "
+                "them or drop the entry"
             )
     with suppress(MeshError):
         yield from _unsharded_problems(ready, module, layout, mesh, parameters)
@@ -497,29 +496,24 @@ def _module_problems(module: nn.Module) -> Iterator[str]:
     for name, child in module.named_modules():
         if any(isinstance(each, UninitializedParameter) for each in child._parameters.values()):
             yield (
-                f"{name} is a {class_name(child)} without a shape yet; run one forward on a CPU before plan.apply, "
-                "or write the module "
-                "with its sizes"
+                f"{name} is a {class_name(child)} without a shape yet; run one forward on a CPU before plan.apply, or "
+                "write the module with its sizes"
             )
         elif isinstance(child, torch.jit.ScriptModule):
             yield (
                 f"{name} is a TorchScript module, whose parameters and forward cannot be replaced; use the Python "
-                "module from which it was "
-                "scripted"
+                "module from which it was scripted"
             )
         elif isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             yield (
                 f"{name} has sparse gradients, which no pass reduces; build it with sparse=False, and train it with "
-                "an optimizer for dense "
-                "gradients (SparseAdam is AdamW without decay on the rows of a batch)"
+                "an optimizer for dense gradients (SparseAdam is AdamW without decay on the rows of a batch)"
             )
         elif isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
             yield (
-                f"{name} has max_norm={child.max_norm:g}, which writes into its weight in each forward, on every "
-                "rank the rows of its own "
-                "samples; build it with max_norm=None and, after each step, scale the rows: with torch.no_grad(): "
-                "weight.mul_((max_norm / "
-                "weight.norm(dim=1, keepdim=True)).clamp(max=1))"
+                f"{name} has max_norm={child.max_norm:g}, which writes into its weight in each forward, on every rank "
+                "the rows of its own samples; build it with max_norm=None and, after each step, scale the rows: with "
+                "torch.no_grad(): weight.mul_((max_norm / weight.norm(dim=1, keepdim=True)).clamp(max=1))"
             )
 
 
@@ -534,9 +528,9 @@ def _divided_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
         missing = sorted(each.shards(module, layout) - sharded) if axes and data else []
         if missing:
             yield (
-                f"{each.name} divides {missing[0]} over {', '.join(axes)}, and {data[0].name} keeps it whole, so "
-                "that nothing averages its "
-                "gradient; use FullyShard() or HybridShard() with dp_shard, and leave it out of whole=(...)"
+                f"{each.name} divides {missing[0]} over {', '.join(axes)}, and {data[0].name} keeps it whole, so that "
+                "nothing averages its gradient; use FullyShard() or HybridShard() with dp_shard, and leave it out of "
+                "whole=(...)"
             )
 
 
@@ -556,7 +550,6 @@ def _unsharded_problems(
             shape = " x ".join(map(str, parameter.shape))
             yield (
                 f"{name} ({shape}, {parameter.numel() * parameter.element_size() / 2**20:.0f} MiB) is split by no "
-                "pass, so every rank "
-                "would hold it whole; give its module a style in the tensor-parallel table, or add FullyShard() or "
-                "HybridShard()"
+                "pass, so every rank would hold it whole; give its module a style in the tensor-parallel table, or "
+                "add FullyShard() or HybridShard()"
             )

@@ -19,7 +19,8 @@ from meshpar.passes.exchange import BLOCK, Exchange, run_by_run
 from meshpar.passes.installed import installed
 
 _FLEX = ("cuda",)
-"""Devices that train through torch's flex attention, which reads a mask of blocks and skips those that no query sees.
+"""Devices that train through torch's flex attention, which reads a mask of blocks and skips those that no query
+sees.
 """
 _LEAST_CHANNELS = 16  # of a head, for flex attention's kernels
 _TILE = 128
@@ -75,9 +76,8 @@ def attention_mask(
 
     Returns:
         (B or 1, 1, queries, keys): bool, True where a query sees a key, or 0 and -inf in ``dtype``. None for plain
-            causal attention. For
-        more than 1,024 queries, an object that builds the mask piece by piece in :func:`attention`; on CUDA with the
-        block mask of flex attention.
+        causal attention. For more than 1,024 queries, an object that builds the mask piece by piece in
+        :func:`attention`; on CUDA with the block mask of flex attention.
 
     Raises:
         MeshparError: no ``position_ids``, and this rank has a part of the positions, or there is a ``window``.
@@ -109,8 +109,8 @@ def attention_mask(
 
 
 def documents(position_ids: Tensor) -> Tensor:
-    """Return the number of each position's document in its row, (B, L) int64, from whole rows of ``position_ids`` (B,
-    L).
+    """Return the number of each position's document in its row, (B, L) int64, from whole rows of ``position_ids``
+    (B, L).
     """
     begins = F.pad((position_ids[:, 1:] != position_ids[:, :-1] + 1).long(), (1, 0))
     return begins.cumsum(1)
@@ -144,7 +144,8 @@ def added(sees: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.full(sees.shape, float("-inf"), dtype=dtype, device=sees.device).masked_fill_(sees, 0.0)
 
 
-def block_mask(documents: Tensor, queries: Tensor, window: int | None) -> Any:  # noqa: ANN401 - torch's, loaded where it is used
+# torch's, loaded where it is used
+def block_mask(documents: Tensor, queries: Tensor, window: int | None) -> Any:  # noqa: ANN401
     """Return the mask of these queries as torch's BlockMask, from the first and the last position of each block of 128
     x 128.
 
@@ -232,7 +233,8 @@ def attention(
     Collective where a plan splits positions: every rank calls it.
     """
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:  # noqa: ANN401 - a Tensor, torch's BlockMask or None
+    # a Tensor, torch's BlockMask or None
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:  # noqa: ANN401
         grouped = q.shape[1] != k.shape[1]
         if mask is not None and not isinstance(mask, Tensor):
             flex = _flex() if torch.compiler.is_compiling() else _compiled_flex()

@@ -140,6 +140,5 @@ def _check_same_names(tensors: Mapping[str, Tensor], what: str) -> None:
     if odd := (every != every[0]).any(1).nonzero()[:, 0].tolist():
         raise MeshparError(
             f"{what} have other names or dtypes on ranks {odd} than on rank 0; build the same model on every rank, "
-            "everywhere on the meta "
-            "device or everywhere with weights"
+            "everywhere on the meta device or everywhere with weights"
         )

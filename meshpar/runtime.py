@@ -69,8 +69,7 @@ def device(device_type: str | None = None) -> torch.device:
     if 1 < count <= index:
         raise LaunchError(
             f"local rank {index} has no {kind} device of its own: this node has {count}; start at most {count} ranks "
-            "on a node, or let "
-            "each rank see one device alone (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1)"
+            "on a node, or let each rank see one device alone (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1)"
         )
     return torch.device(kind, index if count > 1 else 0)
 
@@ -92,8 +91,8 @@ def queues(device: torch.device | str) -> bool:
 
 
 def make_current(here: torch.device) -> None:
-    """Compute on ``here`` from now on: FSDP2 and NCCL work on the current device, which is the first one until somebody
-    changes it.
+    """Compute on ``here`` from now on: FSDP2 and NCCL work on the current device, which is the first one until
+    somebody changes it.
     """
     if not on_host(here):
         torch.get_device_module(here).set_device(here)

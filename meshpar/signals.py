@@ -11,8 +11,8 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """SIGHUP: the terminal was closed. SIGUSR1: SLURM sends it before the time limit."""
 
 _UNWRITTEN = (OSError, ValueError, RuntimeError)
-"""By which a stream refuses text: a disk, a file that is closed, and one that a signal's handler enters while it is at
-work.
+"""By which a stream refuses text: a disk, a file that is closed, and one that a signal's handler enters while it is
+at work.
 """
 
 
@@ -30,8 +30,8 @@ def put_back(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def exit_code_of(reason: str | None) -> int:
-    """Return 0 for a complete run, and 128 + the signal's number for one that was asked to stop; other reasons count as
-    SIGTERM.
+    """Return 0 for a complete run, and 128 + the signal's number for one that was asked to stop; other reasons count
+    as SIGTERM.
     """
     return 0 if reason is None else 128 + signal.Signals.__members__.get(reason, signal.SIGTERM)
 

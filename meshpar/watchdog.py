@@ -128,8 +128,7 @@ class Watchdog:
         last = "; ".join(f"{group}: {what} (number {number})" for group, (number, what) in counts.items()) or "none"
         file.write(
             f"watchdog: rank {self._rank} on {where['host']} has made no progress for {idle_s:.0f} s; step "
-            f"{where['step']}; "
-            f"last collective of each group: {last}\n"
+            f"{where['step']}; last collective of each group: {last}\n"
         )
         file.flush()
         faulthandler.dump_traceback(file=file, all_threads=True)

@@ -47,8 +47,8 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
 
     The blocks are the layers in ``_no_split_modules``. The tensor-parallel table comes from ``tp_plan``, or for
     verified architectures from their structure. The initial weights come from ``_init_weights``, and the stored names
-    from transformers' own conversions.
-    ``docs/architectures.md`` lists the architectures that are exact under each plan.
+    from transformers' own conversions. ``docs/architectures.md`` lists the architectures that are exact under each
+    plan.
     """
     loaded = sys.modules.get("transformers.modeling_utils")
     if loaded is None or not isinstance(module, loaded.PreTrainedModel):
@@ -165,8 +165,8 @@ def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def _ignored(model: Any) -> tuple[str, ...]:
-    """Return the patterns of tensors in files that transformers ignores, including the two that it adds for the model's
-    buffers.
+    """Return the patterns of tensors in files that transformers ignores, including the two that it adds for the
+    model's buffers.
     """
     buffers = [name for name, _ in model.named_buffers()]
     added = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
@@ -218,8 +218,7 @@ def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
     if not table:
         refusals["tp"] = (
             f"transformers gives {type(model).__name__} no tp_plan, so nothing says how to split it; drop "
-            "TensorParallel, "
-            "or pass a ModelLayout with a tensor table to apply"
+            "TensorParallel, or pass a ModelLayout with a tensor table to apply"
         )
     if (reason := refusal(model)) is not None:
         refusals["cp"] = reason
@@ -231,8 +230,8 @@ def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
     if getattr(text, "output_router_logits", False):
         refusals["balance"] = (
             f"{type(model).__name__} adds a balance loss of each rank's own tokens to its loss "
-            "(config.output_router_logits), which is not "
-            "that of all; set model.config.output_router_logits = False and training.balance_loss"
+            "(config.output_router_logits), which is not that of all; set model.config.output_router_logits = False "
+            "and training.balance_loss"
         )
     if chosen := next((name for name in ("index_topk", "keep_window_size") if getattr(text, name, None)), None):
         refusals["documents"] = (
@@ -249,8 +248,8 @@ def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
 
 @final
 class _Initialiser:
-    """Initialise one module's own tensors by the model's ``_init_weights``. A class, because a forecast sends layouts
-    to its process.
+    """Initialise one module's own tensors by the model's ``_init_weights``. A class, because a forecast sends
+    layouts to its process.
     """
 
     def __init__(self, model: Any) -> None:

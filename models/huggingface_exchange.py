@@ -79,21 +79,22 @@ def _refuse_generate(*args: object, **kwargs: object) -> None:
 
 
 def refusal(model: Any) -> str | None:
-    """Return why a transformers model's positions cannot be split, as far as its config tells; None where nothing does."""
+    """Return why a transformers model's positions cannot be split, as far as its config tells; None where nothing
+    does.
+    """
     kind = type(model).__name__
     if model.config._attn_implementation not in _SERVED:
         return (
-            f"{kind} attends by {model.config._attn_implementation!r}, and ContextParallel serves 'sdpa' and "
-            "'eager'; build the model with "
-            "attn_implementation='sdpa'"
+            f"{kind} attends by {model.config._attn_implementation!r}, and ContextParallel serves 'sdpa' and 'eager'; "
+            "build the model with attn_implementation='sdpa'"
         )
     if model.config.is_encoder_decoder:
         return f"{kind} attends from one sequence to another, and ContextParallel splits one; use a mesh without cp"
     text = model.config.get_text_config()
     if getattr(text, "axial_pos_embds", False):
         return (
-            f"{kind} has embeddings of places for one length alone (axial_pos_embds), and each rank has a part; "
-            "use a mesh without cp"
+            f"{kind} has embeddings of places for one length alone (axial_pos_embds), and each rank has a part; use a "
+            "mesh without cp"
         )
     ropes = [getattr(text, "rope_parameters", None), getattr(text, "rope_scaling", None)]
     ropes += [each for rope in ropes if isinstance(rope, dict) for each in rope.values()]
@@ -101,8 +102,7 @@ def refusal(model: Any) -> str | None:
         if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
             return (
                 f"{kind} turns its positions by the longest that it sees (rope_type {rope['rope_type']!r}), and each "
-                "rank sees others; "
-                "use a mesh without cp"
+                "rank sees others; use a mesh without cp"
             )
     return None
 
@@ -114,9 +114,9 @@ def mixer_refusal(model: Any) -> str | None:
     if _takes_positions(model) or _places_in(model):
         return None
     return (
-        f"{type(model).__name__} takes no position_ids, and ContextParallel gives each rank positions of its own; "
-        "use a mesh without cp, "
-        "or name what mixes positions, ContextParallel(mixers=(...)), for each rank to compute it on whole sequences"
+        f"{type(model).__name__} takes no position_ids, and ContextParallel gives each rank positions of its own; use "
+        "a mesh without cp, or name what mixes positions, ContextParallel(mixers=(...)), for each rank to compute it "
+        "on whole sequences"
     )
 
 
@@ -231,8 +231,8 @@ class _Sequence:
         given = kwargs.get("attention_mask")
         if given is not None and not (isinstance(given, Tensor) and given.ndim == 2):
             raise MeshparError(
-                f"attention_mask must be (B, L) where positions are split, got {_shape(given)}; par.split splits "
-                "such a mask"
+                f"attention_mask must be (B, L) where positions are split, got {_shape(given)}; par.split splits such "
+                "a mask"
             )
         whole = self._exchange.values(ids, 1)
         # As in one process: documents are looked for where no mask says what counts.
@@ -276,8 +276,8 @@ class _Sequence:
         made_of = _made_of(mask_function)
         if any(isinstance(each, Tensor) and each.ndim > 1 for each in made_of):
             raise MeshparError(
-                "the model's mask looks at more than positions (kinds of tokens, blocks), of which a rank has a "
-                "part; use a mesh without cp"
+                "the model's mask looks at more than positions (kinds of tokens, blocks), of which a rank has a part; "
+                "use a mesh without cp"
             )
         # By positions in their documents, as transformers asks for packed rows.
         allowed = same & mask_function(rows, torch.zeros_like(rows), ids[:, None, queries, None], ids[:, None, None, :])
@@ -292,8 +292,8 @@ class _Sequence:
     def _looks_ahead(
         self, function: Callable[..., Any], made_of: tuple[Any, ...], length: int, queries: Any, device: torch.device
     ) -> bool:
-        """Return whether a mask lets a query see a later position. Looked at once for each kind, for it waits for the
-        device.
+        """Return whether a mask lets a query see a later position. Looked at once for each kind, for it waits for
+        the device.
         """
         kind = (length, repr(made_of))
         varies = any(isinstance(each, Tensor) for each in made_of)

@@ -43,11 +43,12 @@ _FEED_FORWARDS = (
 
 # fmt: off
 VERIFIED: tuple[str, ...] = (
-    "bart", "bert", "bert-generation", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom", "camembert", "codegen",
-    "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert", "electra", "encoder-decoder", "ernie", "falcon", "fnet",
-    "fuyu", "git", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "gptj", "gte", "jina_embeddings_v3", "layoutlm",
-    "longt5", "m2m_100", "marian", "mbart", "megatron-bert", "mobilebert", "modernvbert", "mra", "mt5", "nllb-moe", "nomic_bert",
-    "openai-gpt", "opt", "pegasus", "persimmon", "plbart", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
+    "bart", "bert", "bert-generation", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom",
+    "camembert", "codegen", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert", "electra",
+    "encoder-decoder", "ernie", "falcon", "fnet", "fuyu", "git", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo",
+    "gpt_neox_japanese", "gptj", "gte", "jina_embeddings_v3", "layoutlm", "longt5", "m2m_100", "marian", "mbart",
+    "megatron-bert", "mobilebert", "modernvbert", "mra", "mt5", "nllb-moe", "nomic_bert", "openai-gpt", "opt",
+    "pegasus", "persimmon", "plbart", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
     "seamless_m4t", "seamless_m4t_v2", "switch_transformers", "t5", "tapas", "umt5", "whisper", "xlm", "xlm-roberta",
     "xlm-roberta-xl", "xmod", "yoso", "zamba", "zamba2",
 )
@@ -114,8 +115,8 @@ class FullPositions(Style):
             if kwargs.get("attention_mask") is not None:
                 raise ValueError(
                     f"{name} got an attention_mask; transformers applies it to the embeddings, which sequence "
-                    "parallelism splits; pack the "
-                    "batch instead of padding it, or use TensorParallel(sequence_parallel=False)"
+                    "parallelism splits; pack the batch instead of padding it, or use "
+                    "TensorParallel(sequence_parallel=False)"
                 )
             if tokens is None or kwargs.get("position_ids") is not None:
                 return None
@@ -128,7 +129,9 @@ class FullPositions(Style):
 @final
 @dataclass(frozen=True, slots=True)
 class GPT2Attention(Style):
-    """A region around transformers' GPT-2 attention, which cuts its fused projection by a width that it keeps itself."""
+    """A region around transformers' GPT-2 attention, which cuts its fused projection by a width that it keeps
+    itself.
+    """
 
     is_region = True
 

@@ -82,7 +82,9 @@ def _tied_biases(model: nn.Module, head: str) -> dict[str, Any]:
 
 
 def _splittable(model: nn.Module, name: str, module: nn.Module) -> bool:
-    """Return whether a vocabulary's weight is used only in its own module, by a forward that a split style can replace."""
+    """Return whether a vocabulary's weight is used only in its own module, by a forward that a split style can
+    replace.
+    """
     if isinstance(module, nn.Embedding):
         plain = type(module).forward is nn.Embedding.forward or getattr(module, "embed_scale", None) is not None
     else:
@@ -164,8 +166,7 @@ def expert_refusal(model: nn.Module) -> str | None:
     if adapted := next((name for name in stacked if name.endswith(".base_layer")), None):
         return (
             f"{adapted} is below peft's own adapters, which add to whole weights; add adapters that ranks can divide "
-            "by "
-            "meshpar.training.add_adapters(model, LoRA(parameters=...)), or use a mesh without ep"
+            "by meshpar.training.add_adapters(model, LoRA(parameters=...)), or use a mesh without ep"
         )
     if stacked:
         return None
@@ -178,8 +179,8 @@ def expert_refusal(model: nn.Module) -> str | None:
         shapes = ", ".join(f"{leaf} {tuple(each.shape)}" for leaf, each in held.named_parameters(recurse=False))
         return (
             f"{name} holds its experts as {shapes} in {type(held).__name__}, and ExpertParallel divides parameters "
-            "whose first dim counts "
-            "experts, of the module that is called with (hidden states, chosen experts, weights); use a mesh without ep"
+            "whose first dim counts experts, of the module that is called with (hidden states, chosen experts, "
+            "weights); use a mesh without ep"
         )
     if listed := next(
         (
@@ -190,10 +191,9 @@ def expert_refusal(model: nn.Module) -> str | None:
         None,
     ):
         return (
-            f"{listed} is a list of modules, and each of their parameters is one expert's, of which a rank would "
-            "hold all or nothing; "
-            "stack them in one module that is called with (hidden states, chosen experts, weights), or use a mesh "
-            "without ep"
+            f"{listed} is a list of modules, and each of their parameters is one expert's, of which a rank would hold "
+            "all or nothing; stack them in one module that is called with (hidden states, chosen experts, weights), "
+            "or use a mesh without ep"
         )
     return f"{name} has no experts to divide; drop ExpertParallel and ep from the mesh"
 
@@ -243,8 +243,8 @@ HEAD_RATIO = "num_key_value_groups"
 
 
 def copied_heads(model: nn.Module, heads: Mapping[str, int]) -> tuple[str, ...]:
-    """Return those projections to key and value heads which ranks may share: their attention keeps the ratio of heads
-    as an attribute.
+    """Return those projections to key and value heads which ranks may share: their attention keeps the ratio of
+    heads as an attribute.
     """
     shared = [pattern for pattern in heads if pattern.rpartition(".")[2] in ("k_proj", "v_proj")]
     return tuple(
@@ -374,8 +374,8 @@ def _with_own(module: nn.Module, owner: str, plan: Mapping[str, str]) -> Any:
 
 
 def _takes_whole_experts(module: nn.Module) -> bool:
-    """Return whether an experts module knows chosen numbers beyond its experts, as transformers' own expert parallelism
-    needs.
+    """Return whether an experts module knows chosen numbers beyond its experts, as transformers' own expert
+    parallelism needs.
     """
     alike = len({len(each) for each in module.parameters(recurse=False)}) == 1
     return alike and {"num_experts", "_is_expert_parallel"} <= vars(module).keys()

@@ -71,8 +71,8 @@ def _storage(tensor: Tensor) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A stored tensor as a part of one of ours: from where and how much along every dim of ours (0: one, and the dim is
-    gone).
+    """A stored tensor as a part of one of ours: from where and how much along every dim of ours (0: one, and the dim
+    is gone).
     """
 
     name: str
@@ -97,8 +97,8 @@ class _Found:
     joined: Mapping[int, tuple[Tensor, list[Tensor], int]]
 
     def parts(self) -> dict[str, list[_Part]]:
-        """Return our name -> the stored tensors that make it up, those of ours that are stored as something else left
-        out.
+        """Return our name -> the stored tensors that make it up, those of ours that are stored as something else
+        left out.
         """
         base = {_storage(tensor): name for name, tensor in self.own.items()}
         parts: dict[str, list[_Part | None]] = {}
@@ -124,7 +124,9 @@ class _Found:
 
 
 def _part(name: str, tensor: Tensor, whole: Tensor) -> _Part | None:
-    """Read from offset and strides which part of the contiguous ``whole`` a view is; None where it is no block of it."""
+    """Read from offset and strides which part of the contiguous ``whole`` a view is; None where it is no block of
+    it.
+    """
     strides, offset, starts = whole.stride(), tensor.storage_offset(), []
     for stride in strides:
         starts.append(offset // stride)

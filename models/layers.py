@@ -32,8 +32,8 @@ class ModelOutput(NamedTuple):
 
 
 def next_token_loss(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
-    """Return the mean loss of predicting ``labels[:, i + 1]`` at position ``i`` (transformers' convention; -100 is not
-    counted).
+    """Return the mean loss of predicting ``labels[:, i + 1]`` at position ``i`` (transformers' convention; -100 is
+    not counted).
     """
     # Moving the labels rather than the logits saves a copy of the largest tensor of the model.
     next_BL = F.pad(labels_BL[:, 1:], (0, 1), value=IGNORE_INDEX)
@@ -41,8 +41,8 @@ def next_token_loss(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` whose weight is initialised from a normal distribution of standard deviation ``std``, and its bias
-    to zero.
+    """``nn.Linear`` whose weight is initialised from a normal distribution of standard deviation ``std``, and its
+    bias to zero.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False, std: float = 0.02) -> None:

@@ -44,12 +44,12 @@ _COMPUTED = {
     "scale_attn_weights": True,
 }
 """Entries of the config that llama.cpp does not read, and what it computes."""
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _REGEXES = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+": "gpt-2",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
-    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
-    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
+    rf"{_WORDS}|\p{{N}}{{1,3}}{_REST}": "llama-bpe",
+    rf"{_WORDS}|\p{{N}}{_REST}": "qwen2",
 }
 """How a byte-level tokenizer cuts text, and llama.cpp's name for it."""
 
@@ -176,8 +176,7 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
     if kind not in ARCHITECTURES:
         raise CheckpointError(
             f"GGUF: the architecture is {kind!r}; this export knows {', '.join(ARCHITECTURES)}; for others, export "
-            "plain safetensors and "
-            "run llama.cpp's convert_hf_to_gguf.py on the folder"
+            "plain safetensors and run llama.cpp's convert_hf_to_gguf.py on the folder"
         )
     if (scaling := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "llama3", "linear"):
         raise CheckpointError(f"GGUF: the rotary scaling is {scaling!r}; this export knows default, linear and llama3")
@@ -351,8 +350,8 @@ def _nbytes(library: ModuleType, shape: tuple[int, ...], kind: Any) -> int:
 
 
 def _rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return what llama.cpp divides the rotary frequencies by, for Llama 3's scaling (``_compute_llama3_parameters`` of
-    transformers).
+    """Return what llama.cpp divides the rotary frequencies by, for Llama 3's scaling (``_compute_llama3_parameters``
+    of transformers).
     """
     rope = _rope(config)
     if rope.get("rope_type", rope.get("type")) != "llama3":
@@ -415,7 +414,6 @@ def _pre(path: Path, data: Mapping[str, Any], merges: object) -> str:
             return _REGEXES[cuts[0]]
     raise CheckpointError(
         f"GGUF: {path} is a {data['model'].get('type')} that cuts text by {json.dumps(steps)[:160]}; this export "
-        "writes byte-level BPE "
-        f"with the cuts of {', '.join(_REGEXES.values())}; for others, export plain safetensors and run llama.cpp's "
-        "convert_hf_to_gguf.py"
+        f"writes byte-level BPE with the cuts of {', '.join(_REGEXES.values())}; for others, export plain safetensors "
+        "and run llama.cpp's convert_hf_to_gguf.py"
     )

@@ -103,7 +103,9 @@ class PublishedModel:
 
 
 def clean_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers add (``torch.compile``, ``checkpoint_wrapper``, FSDP1)."""
+    """Return a parameter's name without the parts that wrappers add (``torch.compile``, ``checkpoint_wrapper``,
+    FSDP1).
+    """
     return ".".join(
         part
         for part in name.split(".")

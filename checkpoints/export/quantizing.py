@@ -220,8 +220,8 @@ class Quantized:
         return () if name in self._parts or not isinstance(self._source, StoredSource) else self._source.pieces(name)
 
     def tiles(self, name: str) -> Iterator[Spans]:
-        """Yield the pieces in which to read a tensor, in their order; first compare a weight's stored bytes with their
-        checksums.
+        """Yield the pieces in which to read a tensor, in their order; first compare a weight's stored bytes with
+        their checksums.
         """
         shape = self._shapes[name]
         module, part = self._parts.get(name, ("", ""))
@@ -261,8 +261,7 @@ class Quantized:
         if not scales.isfinite().all():
             raise CheckpointError(
                 f"{module}.weight has values that are infinite, NaN or too large for a scale of {scales.dtype}, in "
-                f"rows {start} to "
-                f"{stop}; export an earlier step, or keep this weight high"
+                f"rows {start} to {stop}; export an earlier step, or keep this weight high"
             )
         return weight, scales
 
@@ -307,8 +306,7 @@ def _check_shapes(layers: Mapping[str, tuple[int, ...]], scheme: Scheme) -> None
     if odd := [f"{each} {shape}" for each, shape in layers.items() if shape[0] % rows or shape[1] % columns]:
         raise CheckpointError(
             f"{len(odd)} weights do not divide into blocks of {rows} x {columns}: {', '.join(odd[:3])}; keep them "
-            "high (--keep-high, in "
-            "Python high=[...]), or choose a format with one scale a row (fp8, int8)"
+            "high (--keep-high, in Python high=[...]), or choose a format with one scale a row (fp8, int8)"
         )
 
 
@@ -335,8 +333,7 @@ def quantized(
         )
     if (kind := config.get("model_type")) in _CONV1D:
         raise CheckpointError(
-            f"the layers of {kind} are transformers' Conv1D, which compressed-tensors does not load; export it "
-            "plain, or as GGUF "
-            "(--quantize q8_0)"
+            f"the layers of {kind} are transformers' Conv1D, which compressed-tensors does not load; export it plain, "
+            "or as GGUF (--quantize q8_0)"
         )
     return Quantized(source, SCHEMES[how], dtype, high, checked=checked)

@@ -100,8 +100,7 @@ def export_safetensors(
     if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
         raise CheckpointError(
             f"dtype is {dtype}; expected a floating-point dtype of 16 bits or more, such as torch.bfloat16: float8 "
-            "weights need scales; "
-            'quantize them (--quantize fp8, in Python quantize="fp8")'
+            'weights need scales; quantize them (--quantize fp8, in Python quantize="fp8")'
         )
     source, config = opened(src, weights, verify, config)
     if quantize is not None:

@@ -1,4 +1,6 @@
-"""The folder that an export becomes: on a disk it appears once it is whole, in a store this process is its only writer."""
+"""The folder that an export becomes: on a disk it appears once it is whole, in a store this process is its only
+writer.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from meshpar.errors import CheckpointError
 from meshpar.leftovers import LEASE_S, on_the_way
 
 _OCCUPIED = (
-    "already exists and is not empty; delete it, choose another folder, or replace it (--overwrite, in "
-    "Python overwrite=True)"
+    "already exists and is not empty; delete it, choose another folder, or replace it (--overwrite, in Python "
+    "overwrite=True)"
 )
 
 
@@ -30,8 +32,8 @@ class _Target(Protocol):
     """The way in which a folder is exported to, where it is."""
 
     def free(self, *, overwrite: bool) -> None:
-        """Raise CheckpointError if it is not empty, unless ``overwrite``; delete or restore leftovers of dead exports
-        to it.
+        """Raise CheckpointError if it is not empty, unless ``overwrite``; delete or restore leftovers of dead
+        exports to it.
         """
 
     def whole(self, *, overwrite: bool) -> AbstractContextManager[Place]:
@@ -172,8 +174,7 @@ class _OnDisk:
             if found is not None and each != folder and found.held:
                 raise CheckpointError(
                     f"another export to {self._target} is running: process {found.process} on {found.host}; wait for "
-                    "it, or end it (it "
-                    f"counts as dead {LEASE_S:.0f} s after its last write to {each})"
+                    f"it, or end it (it counts as dead {LEASE_S:.0f} s after its last write to {each})"
                 )
 
 

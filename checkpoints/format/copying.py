@@ -86,8 +86,8 @@ class Copier:
         self._out_memory, self._in_memory = memory_of(self._out), memory_of(self._in)
 
     def copy(self, piece: Piece, dtype: torch.dtype, position: int) -> None:
-        """Write a piece, in ``dtype``, at ``position`` of the file; raises CheckpointError if its checksum differs, or
-        its file changes.
+        """Write a piece, in ``dtype``, at ``position`` of the file; raises CheckpointError if its checksum differs,
+        or its file changes.
         """
         self._run = piece.box.file.run(piece.box.position, piece.box.position + piece.box.nbytes)
         checksum, pace = 0, self._paces[dtype != piece.box.dtype]

@@ -22,13 +22,11 @@ PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 _FORMATS = {  # the files by which a format is known -> the remedy
     (f"{ACCELERATE}/.metadata",): (
         f"it is a checkpoint of accelerate's FSDP: read it by DistributedCheckpoint(folder / '{ACCELERATE}', "
-        "prefix='model.'), or convert "
-        "it by meshpar import with --config FOLDER, which has the model's config.json"
+        "prefix='model.'), or convert it by meshpar import with --config FOLDER, which has the model's config.json"
     ),
     ("pytorch_model_fsdp*_rank*.bin",): (
         "it has a file for each rank of accelerate's FSDP, which only these ranks can read: save it with the "
-        "state_dict_type "
-        "SHARDED_STATE_DICT"
+        "state_dict_type SHARDED_STATE_DICT"
     ),
     ("zero_to_fp32.py", "*_model_states.pt", "global_step*/*_model_states.pt"): (
         "it is a DeepSpeed checkpoint: convert it by its zero_to_fp32.py with --safe_serialization"
@@ -138,8 +136,7 @@ def _loaded(file: Path) -> object:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{file} contains other objects than tensors and plain data, which could run code, or is damaged; load "
-            "the file where you "
-            f"trust it, and save the state_dict alone: {brief(error)}"
+            f"the file where you trust it, and save the state_dict alone: {brief(error)}"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise CheckpointError(f"{file} is not a complete file of torch.save: {brief(error)}") from error

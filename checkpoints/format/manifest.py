@@ -131,8 +131,7 @@ def read_manifest(folder: PlaceLike) -> Manifest:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read: expected {FORMAT!r} as JSON, got {brief(error)}; restore another step, with "
-            "restore(step=...) or "
-            "restore(fallback=True)"
+            "restore(step=...) or restore(fallback=True)"
         ) from error
 
 

@@ -107,8 +107,8 @@ class Safetensors:
 
 
 def weights_in(path: PlaceLike) -> Safetensors | TorchWeights | DistributedCheckpoint:
-    """Return the weights of safetensors, ``torch.save`` or accelerate's FSDP, in a file or folder; errors as for their
-    class.
+    """Return the weights of safetensors, ``torch.save`` or accelerate's FSDP, in a file or folder; errors as for
+    their class.
     """
     if (folder := sharded_by_accelerate(place(path))) is not None:
         return DistributedCheckpoint(folder, prefix=MODEL)
@@ -120,7 +120,9 @@ def _chunk(piece: Piece) -> Chunk:
 
 
 def _whole_shape(name: str, pieces: Sequence[Piece]) -> tuple[int, ...]:
-    """Return the shape that the pieces cover; raises CheckpointError if they leave holes, overlap, or differ in dtype."""
+    """Return the shape that the pieces cover; raises CheckpointError if they leave holes, overlap, or differ in
+    dtype.
+    """
     shape = tuple(
         max(o + n for o, n in each) for each in zip(*(zip(piece.offsets, piece.box.shape) for piece in pieces))
     )

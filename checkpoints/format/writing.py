@@ -128,8 +128,8 @@ def write_parts(
 
 
 def metadata_bytes(groups: Iterable[Group], parts: Iterable[PlacedPart], tied: Mapping[str, str]) -> bytes:
-    """Return ``.metadata``, from which torch reads the checkpoint, under each name of a tied tensor (``tied``: other ->
-    saved).
+    """Return ``.metadata``, from which torch reads the checkpoint, under each name of a tied tensor (``tied``: other
+    -> saved).
     """
     metadata = _metadata_of(groups)
     others: dict[str, list[str]] = {}
@@ -146,8 +146,8 @@ def metadata_bytes(groups: Iterable[Group], parts: Iterable[PlacedPart], tied: M
 
 
 def _pickled(metadata: Metadata) -> bytes:
-    """Return the pickle of ``metadata`` in which tensors have five properties: torch 2.15 adds strides, which earlier
-    ones cannot read.
+    """Return the pickle of ``metadata`` in which tensors have five properties: torch 2.15 adds strides, which
+    earlier ones cannot read.
     """
 
     def properties(each: TensorProperties) -> tuple[Any, ...]:

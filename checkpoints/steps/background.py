@@ -26,8 +26,8 @@ class Background:
         self._hook: Any = None  # of every optimizer: one that the save did not receive may train the same parameters
 
     def start(self, stage: Callable[[], None], finish: Callable[[], object], *, trains: bool) -> None:
-        """Run ``stage``, then ``finish``. The next step of any optimizer waits for ``stage``; without one (``trains``)
-        this call waits.
+        """Run ``stage``, then ``finish``. The next step of any optimizer waits for ``stage``; without one
+        (``trains``) this call waits.
         """
         self.wait()
         self._staged.clear()
@@ -40,7 +40,8 @@ class Background:
                 stage()
                 self._staged.set()
                 finish()
-            except BaseException as error:  # noqa: BLE001 - raised again on the main thread by before_step, wait or close
+            # raised again on the main thread by before_step, wait or close
+            except BaseException as error:  # noqa: BLE001
                 self._failure = error
             finally:
                 self._staged.set()
@@ -78,8 +79,8 @@ class Background:
             self._hook = None
 
     def _told_at_exit(self) -> None:
-        """Log the error that nothing raised. Python starts no threads for a save whose program has ended, so that such
-        a save fails.
+        """Log the error that nothing raised. Python starts no threads for a save whose program has ended, so that
+        such a save fails.
         """
         if self._failure is not None:
             _log.error(

@@ -2,14 +2,12 @@
 
 On a disk a step is written to ``step-00000012.tmp-<host>-<pid>-<id>`` and renamed to ``step-00000012`` once it is
 complete and on the disk, so that every ``step-N`` is a complete checkpoint at all times. A step that is being replaced
-is called
-``step-00000012.old-...`` until the new one has its name, and is read from there. ``latest`` is a link to the newest
-step.
+is called ``step-00000012.old-...`` until the new one has its name, and is read from there. ``latest`` is a link to the
+newest step.
 
 An object store renames nothing. There the files of a save stay in a folder of its own,
-``step-00000012/step-00000012.tmp-...``, and
-``step-00000012/meshpar.json``, created last and only if it is absent (or is still the one to be replaced), names that
-folder.
+``step-00000012/step-00000012.tmp-...``, and ``step-00000012/meshpar.json``, created last and only if it is absent (or
+is still the one to be replaced), names that folder.
 """
 
 from __future__ import annotations
@@ -160,8 +158,8 @@ class Conditional:
             with told_only(f"the files of a save that lost against another stay in {temporary}"):
                 temporary.remove_all()
             raise CheckpointError(
-                f"another writer committed step {manifest.step} in {final} during this save; it stays, end one of "
-                "the jobs"
+                f"another writer committed step {manifest.step} in {final} during this save; it stays, end one of the "
+                "jobs"
             )
         return final, final / old if old else None
 
@@ -206,15 +204,17 @@ class Conditional:
 
 
 def _version_and_parts(folder: ObjectPath) -> tuple[Version | None, str]:
-    """Return the version of the manifest in a step's folder of a store, None without one, and the folder that it names."""
+    """Return the version of the manifest in a step's folder of a store, None without one, and the folder that it
+    names.
+    """
     text, version = (folder / MANIFEST_NAME).read_version() or (b"", None)
     named = _PARTS.search(text)
     return version, named[1].decode() if named else ""
 
 
 def _uncommitted(folder: Place, names: Collection[str]) -> list[Place]:
-    """Return the folders of saves in a step's folder of a store, in which there are ``names``, but for the one that its
-    manifest names.
+    """Return the folders of saves in a step's folder of a store, in which there are ``names``, but for the one that
+    its manifest names.
     """
     saves = [folder / each for each in sorted(names) if leftover(folder / each)]
     committed = MANIFEST_NAME in names

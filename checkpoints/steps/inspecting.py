@@ -51,8 +51,10 @@ def show_step(path: PlaceLike) -> str:
         *_table([
             ("step", str(found.step)),
             ("saved at", found.saved_at),
-            ("saved by", f"{found.world_size} ranks, {_mesh(found)}, {found.device}, torch "
-            f"{found.versions.get('torch')}"),
+            (
+                "saved by",
+                f"{found.world_size} ranks, {_mesh(found)}, {found.device}, torch {found.versions.get('torch')}",
+            ),
             ("plan", found.plan),
             ("size", f"{_size(_bytes(found))} in {len(found.files)} files"),
             ("model", f"{count:,} elements in {len(model)} tensors"),
@@ -81,8 +83,8 @@ def verify_step(path: PlaceLike) -> str:
 
 
 def diff_steps(one: PlaceLike, other: PlaceLike) -> str:
-    """Return the differences between two steps: tensors that only one has, shapes, dtypes, values (by how much), plain
-    data.
+    """Return the differences between two steps: tensors that only one has, shapes, dtypes, values (by how much),
+    plain data.
     """
     folders = open_step(one), open_step(other)
     left, right = (read_manifest(folder) for folder in folders)

@@ -41,8 +41,8 @@ class Lease:
         )
 
     def take(self) -> None:
-        """Take the folder, after waiting for up to ``dead_s`` for a sign of its holder; raises CheckpointError if the
-        holder lives.
+        """Take the folder, after waiting for up to ``dead_s`` for a sign of its holder; raises CheckpointError if
+        the holder lives.
         """
         made, (held, version) = self._create(), self._found()
         if not made and not self._is_ours(held) and self._lives(held):
@@ -123,7 +123,9 @@ class Lease:
 
 
 def is_written(folder: PlaceLike) -> bool:
-    """Return whether a live process holds the right to write a folder; waits for a sign of life of one on another host."""
+    """Return whether a live process holds the right to write a folder; waits for a sign of life of one on another
+    host.
+    """
     lease = Lease(folder)
     held = lease._read()
     return bool(held) and lease._lives(held)

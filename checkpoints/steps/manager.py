@@ -40,8 +40,7 @@ class CheckpointManager:
 
     Args:
         root: the folder of checkpoints; the first save creates it. Or a URL in an object store: ``s3://bucket/run``,
-            ``gs://``,
-            ``az://`` (extra ``object-store``); credentials come from the store's usual environment.
+            ``gs://``, ``az://`` (extra ``object-store``); credentials come from the store's usual environment.
         keep: number of newest committed steps to keep; None: all.
         every: number of steps between two saves, for :meth:`due`; None: never due.
         best: name of a metric. The step with its lowest value is also kept. A leading ``+`` means highest
@@ -206,7 +205,9 @@ class CheckpointManager:
         self._background.wait()
 
     def close(self) -> None:
-        """Wait for the save in flight and close the manager's process group; raises CheckpointError if the save failed."""
+        """Wait for the save in flight and close the manager's process group; raises CheckpointError if the save
+        failed.
+        """
         try:
             self._background.close()
         finally:
@@ -258,8 +259,7 @@ class CheckpointManager:
                 values.
             random: restore the random generators, too.
             fallback: if the step is damaged, log an error and restore the step before it. The result lists damaged
-                steps in
-                ``passed_over``.
+                steps in ``passed_over``.
 
         Returns:
             The plain data that was saved with the tensors.

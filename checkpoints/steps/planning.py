@@ -1,4 +1,6 @@
-"""Which rank writes which part of a step: divided by rank 0, and kept from save to save while no rank's tensors change."""
+"""Which rank writes which part of a step: divided by rank 0, and kept from save to save while no rank's tensors
+change.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Alike(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """The state of one rank that is saved: its tensors, tied names, table of the optimizer, and plain data of its own."""
+    """The state of one rank that is saved: its tensors, tied names, table of the optimizer, and plain data of its
+    own.
+    """
 
     alike: Sequence[Alike]
     tied: Sequence[Sequence[str]]
@@ -85,8 +89,8 @@ class _Greeting:
 @final
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """Rank 0's answer to greetings: whether all ranks plan anew, and the ranks whose tables of the optimizer have names
-    of their own.
+    """Rank 0's answer to greetings: whether all ranks plan anew, and the ranks whose tables of the optimizer have
+    names of their own.
     """
 
     anew: bool
@@ -212,7 +216,9 @@ def _hash(value: object) -> str:
 
 
 def alike(tensors: Mapping[str, Tensor]) -> list[Alike]:
-    """Return this rank's parts of tensors; raises CheckpointError for a shard of another size than its placements give."""
+    """Return this rank's parts of tensors; raises CheckpointError for a shard of another size than its placements
+    give.
+    """
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None

@@ -150,8 +150,7 @@ def _make_group(timeout: timedelta) -> dist.ProcessGroup:
         reason = str(error).partition("\n")[0] or "no answer"
         raise CheckpointError(
             f"rank {dist.get_rank()} could not connect to the {dist.get_world_size() - 1} others within {timeout}: "
-            "one has ended, or did "
-            f"not call save or restore; call it on every rank ({reason})"
+            f"one has ended, or did not call save or restore; call it on every rank ({reason})"
         ) from error
 
 

@@ -81,9 +81,8 @@ class Restoring:
         if len(set(seals)) > 1:
             other = next(rank for rank, seal in enumerate(seals) if seal != seals[0])
             raise CheckpointError(
-                f"{self._folder} is not the same step on rank 0 and on rank {other}; use a file system that all "
-                "ranks share, and restore "
-                "when no other job replaces the step"
+                f"{self._folder} is not the same step on rank 0 and on rank {other}; use a file system that all ranks "
+                "share, and restore when no other job replaces the step"
             )
 
     def compare(self, *, cast: bool, partial: bool) -> None:

@@ -113,9 +113,8 @@ class Saving:
             if changed := list(dict.fromkeys(counted)):
                 raise CheckpointError(
                     f"{len(changed)} tensors were changed while the save in the background copied them "
-                    f"({', '.join(changed[:5])}); "
-                    "call before_step() of the CheckpointManager before you change parameters outside of an "
-                    "optimizer's step"
+                    f"({', '.join(changed[:5])}); call before_step() of the CheckpointManager before you change "
+                    "parameters outside of an optimizer's step"
                 )
         except Exception as error:  # noqa: BLE001 - the other ranks, which go on to finish(), must hear of it there
             self._stage_error = error
@@ -259,5 +258,7 @@ class Saving:
 
 
 def _version(tensor: Tensor) -> int:
-    """Return the number of in-place changes; a DTensor counts its own, and its shard those that are made to the shard."""
+    """Return the number of in-place changes; a DTensor counts its own, and its shard those that are made to the
+    shard.
+    """
     return 0 if tensor.is_inference() else tensor._version

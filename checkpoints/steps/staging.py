@@ -130,8 +130,8 @@ class Samples:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return the bytes of some elements. A write that no version counts, such as one through ``.data``, rarely leaves
-    all of them equal.
+    """Return the bytes of some elements. A write that no version counts, such as one through ``.data``, rarely
+    leaves all of them equal.
     """
     each = max(1, round(_SAMPLES ** (1 / max(1, tensor.ndim))))
     few = tensor.detach()[tuple(slice(None, None, max(1, size // each)) for size in tensor.shape)]
@@ -164,7 +164,9 @@ def _pieces(out: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def ready_event(device: torch.device) -> torch.Event | None:
-    """Return an event after all work given to ``device`` so far; None on the CPU, where work is done when it is given."""
+    """Return an event after all work given to ``device`` so far; None on the CPU, where work is done when it is
+    given.
+    """
     if not runtime.queues(device):
         return None
     event = torch.Event(device)

@@ -89,8 +89,8 @@ def optimizers_of(given: Optimizers) -> dict[str, torch.optim.Optimizer]:
         isinstance(name, str) and isinstance(each, torch.optim.Optimizer) for name, each in named.items()
     ):
         raise CheckpointError(
-            f'optimizer is a {type(given).__name__}; expected a torch.optim.Optimizer, or several by name: {{"muon": '
-            f'muon, "adamw": adamw}}'
+            f"optimizer is a {type(given).__name__}; expected a torch.optim.Optimizer, or several by name: "
+            '{"muon": muon, "adamw": adamw}'
         )
     return named
 
@@ -157,8 +157,7 @@ def parameters_of(
     if strange:
         raise CheckpointError(
             f"the optimizer trains {len(strange)} of {len(parameters)} parameters that the module does not have "
-            f"(shapes {strange[:5]}); "
-            "build it after plan.apply, from par.module.parameters()"
+            f"(shapes {strange[:5]}); build it after plan.apply, from par.module.parameters()"
         )
     if twice := [names[key] for key, count in Counter(id(each) for _, each in parameters).items() if count > 1]:
         raise CheckpointError(f"two optimizers train {', '.join(twice[:5])}; expected one optimizer for each parameter")
@@ -172,14 +171,14 @@ def _check_plain(tensors: Mapping[str, Tensor]) -> None:
     ]:
         raise CheckpointError(
             f"a checkpoint stores dense tensors; got {', '.join(odd)}; dequantize these tensors (or make them dense) "
-            "before the plan "
-            "is applied, or exclude them from checkpoints: register_buffer(..., persistent=False)"
+            "before the plan is applied, or exclude them from checkpoints: register_buffer(..., persistent=False)"
         )
 
 
 def _no_array(tensor: Tensor) -> str | None:
     """Return the kind of a tensor that is not a dense array; None for a dense array."""
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue] - torch has no types for it
+    # torch has no types for it
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue]
         # A wrapper around other tensors, which has no memory of its own.
         return type(tensor).__name__
     if tensor.layout != torch.strided:
@@ -191,8 +190,7 @@ def _check_whole(name: str, key: str, value: Tensor, parameter: Tensor) -> None:
     if value.numel() > 1 and not isinstance(value, DTensor) and sharded_axes(parameter):
         raise CheckpointError(
             f"the optimizer keeps {key!r} of {name} as a plain tensor of shape {tuple(value.shape)}, although the "
-            "parameter is sharded "
-            f"over {sharded_axes(parameter)}, so no rank has all of it; expected a DTensor"
+            f"parameter is sharded over {sharded_axes(parameter)}, so no rank has all of it; expected a DTensor"
         )
 
 
@@ -218,8 +216,7 @@ def plain(value: object, what: str) -> Any:  # noqa: ANN401 - plain data
     got = f"a dict with keys of {', '.join(sorted(kind.__name__ for kind in kinds))}" if kinds else type(value).__name__
     raise CheckpointError(
         f"{what} must be plain data (None, bool, int, float, str, lists of these, and dicts of these with keys that "
-        "are all str or all "
-        f"int), got {got}"
+        f"are all str or all int), got {got}"
     )
 
 
@@ -312,8 +309,8 @@ def _room(
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the state of this rank's generators: torch's on the CPU and on ``device``, Python's, and numpy's if it is
-    loaded.
+    """Return the state of this rank's generators: torch's on the CPU and on ``device``, Python's, and numpy's if it
+    is loaded.
     """
     state = {"cpu": torch.get_rng_state(), "python": _text(random.getstate())}
     if not runtime.on_host(device):

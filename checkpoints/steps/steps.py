@@ -67,7 +67,9 @@ class Steps:
         return self._way.begin(self.path(step))
 
     def commit(self, temporary: Place, manifest: Manifest) -> Place:
-        """Commit a temporary folder whose files are on the disk. Errors after the commit are logged as warnings only."""
+        """Commit a temporary folder whose files are on the disk. Errors after the commit are logged as warnings
+        only.
+        """
         final, replaced = self._way.commit(temporary, manifest)
         with told_only(f"step {manifest.step} is committed, but cleaning its folder up failed"):
             self.root.flush()

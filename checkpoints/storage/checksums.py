@@ -20,7 +20,9 @@ _POLYNOMIAL = 0xEDB88320
 
 
 def joined(first: int, second: int, second_bytes: int) -> int:
-    """Return the CRC-32 of two pieces from the CRC-32 of each and the length of the second (zlib, ``crc32_combine``)."""
+    """Return the CRC-32 of two pieces from the CRC-32 of each and the length of the second (zlib,
+    ``crc32_combine``).
+    """
     return _multiply(_shift(second_bytes), first) ^ second
 
 

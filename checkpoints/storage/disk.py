@@ -24,12 +24,14 @@ class DiskPath(PosixPath):
     mounted: ClassVar[bool] = True
 
     def reader(self, *, links: bool = True) -> ReadFile:
-        """Open a file for reads of ranges; raises CheckpointError if there is none. ``links``: follow a symbolic link."""
+        """Open a file for reads of ranges; raises CheckpointError if there is none. ``links``: follow a symbolic
+        link.
+        """
         return ReadFile(self, links=links)
 
     def size(self) -> int:
-        """Return the size of a regular file in bytes; raises OSError if there is none, CheckpointError for a link or a
-        device.
+        """Return the size of a regular file in bytes; raises OSError if there is none, CheckpointError for a link or
+        a device.
         """
         found = self.lstat()
         if not stat.S_ISREG(found.st_mode):

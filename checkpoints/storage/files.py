@@ -47,8 +47,8 @@ class Run(Protocol):
         """Fill a piece of writable memory from a position of the file."""
 
     def summed(self, view: memoryview, position: int, before: int = 0) -> int:
-        """Fill as :meth:`fill`, and return the CRC-32 of ``before`` continued by the bytes, while they are in a core's
-        cache.
+        """Fill as :meth:`fill`, and return the CRC-32 of ``before`` continued by the bytes, while they are in a
+        core's cache.
         """
         for start, stop in aligned(len(view), position):
             self.fill(view[start:stop], position + start)
@@ -235,8 +235,8 @@ class Box:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, spans: Spans, out: torch.Tensor) -> None:
-        """Copy the piece at ``spans`` into ``out`` (any strides, dtype and device); raises CheckpointError if ``crc32``
-        differs.
+        """Copy the piece at ``spans`` into ``out`` (any strides, dtype and device); raises CheckpointError if
+        ``crc32`` differs.
         """
         if out.numel() == 0:
             return
@@ -252,8 +252,7 @@ class Box:
         if found != self.crc32:
             raise CheckpointError(
                 f"{self.file.path} is damaged: {self.name}, bytes {self.position} to {self.position + self.nbytes}: "
-                "expected the CRC-32 "
-                f"{self.crc32:08x}, found {found:08x}; use an earlier step"
+                f"expected the CRC-32 {self.crc32:08x}, found {found:08x}; use an earlier step"
             )
 
     def _read(self, into: _Into, spans: Spans, out: torch.Tensor) -> None:

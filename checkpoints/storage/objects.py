@@ -31,8 +31,8 @@ from meshpar.imports import need
 
 T = TypeVar("T")
 Version = dict[str, str]
-"""ETag and version of an object, as far as the store has them: Google replaces by the version, the other stores by the
-ETag.
+"""ETag and version of an object, as far as the store has them: Google replaces by the version, the other stores by
+the ETag.
 """
 SCHEMES = ("s3", "gs", "az")
 TRIES = 3
@@ -55,8 +55,7 @@ _REQUESTS = 8  # at once, of one read; four tensors are read at once
 _UPLOAD_BYTES, _UPLOADS_AT_ONCE, _MOST_PARTS = 8 << 20, 4, 9_000  # S3 takes 10 000 parts of an upload
 _REMEDY = (  # obstore has no class for missing credentials, nor for a listing or an upload that is refused
     "check the credentials in the store's usual environment (they must allow this and not have expired), the bucket, "
-    "its endpoint and "
-    "region, and the network, then run this again"
+    "its endpoint and region, and the network, then run this again"
 )
 READERS = 4
 """Tensors that a restore reads at once, and runs of one tensor."""
@@ -167,8 +166,8 @@ class ObjectPath:
         return 0.0 if youngest is None or now is None else (now["last_modified"] - youngest).total_seconds()
 
     def below(self) -> dict[str, tuple[str | None, int, float]]:
-        """Return ETag, size and time of every key below this one, by the rest of its name, and of this key by an empty
-        one.
+        """Return ETag, size and time of every key below this one, by the rest of its name, and of this key by an
+        empty one.
         """
         start, head = len(self._prefix or ""), self._head()
         found = self._list() + ([] if head is None else [head])
@@ -392,8 +391,8 @@ class ReadObject(Readable):
         self._kept = []
 
     def _into(self, view: memoryview, position: int, *, sums: bool = False) -> list[tuple[int, int]]:
-        """Fill a piece of memory by requests of equal size; return CRC-32 (0 without ``sums``) and length of each piece
-        in turn.
+        """Fill a piece of memory by requests of equal size; return CRC-32 (0 without ``sums``) and length of each
+        piece in turn.
         """
         count = _PIECE_BYTES if len(view) <= _WINDOW_BYTES else _WINDOW_BYTES
         return self._fetched(
@@ -401,8 +400,8 @@ class ReadObject(Readable):
         )
 
     def _fetched(self, pieces: list[tuple[memoryview, int]], *, sums: bool = False) -> list[tuple[int, int]]:
-        """Fill each piece of memory from its position, several at once; return CRC-32 (0 without ``sums``) and length
-        of each.
+        """Fill each piece of memory from its position, several at once; return CRC-32 (0 without ``sums``) and
+        length of each.
         """
         if not pieces:
             return []

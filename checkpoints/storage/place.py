@@ -65,7 +65,9 @@ class Place(Protocol):
         ...
 
     def reader(self, *, links: bool = True) -> Readable:
-        """Open a file for reads of ranges; raises CheckpointError if there is none. ``links``: follow a symbolic link."""
+        """Open a file for reads of ranges; raises CheckpointError if there is none. ``links``: follow a symbolic
+        link.
+        """
         ...
 
     def read_small(self) -> bytes | None:
@@ -85,8 +87,8 @@ class Place(Protocol):
         """Write a small file, whole or not at all."""
 
     def create(self, data: bytes, *, replaces: Any = None) -> bool:  # noqa: ANN401 - a version
-        """Write a small file if there is none, or if it has the version ``replaces``; return whether ``data`` is there
-        now.
+        """Write a small file if there is none, or if it has the version ``replaces``; return whether ``data`` is
+        there now.
         """
         ...
 
@@ -129,8 +131,7 @@ def place(path: PlaceLike) -> Place:
     if not re.fullmatch(r"[\w.$-]+", bucket) or "?" in key:  # not repeated: it may be a secret
         raise CheckpointError(
             f"a URL of {scheme}:// has more than a bucket and a key; expected {scheme}://bucket/key without user, "
-            "port and query: "
-            "credentials come from the store's usual environment"
+            "port and query: credentials come from the store's usual environment"
         )
     if key and (not key.isprintable() or "\\" in key or {"", ".", ".."} & {*key.split("/")}):
         raise CheckpointError(

@@ -53,8 +53,8 @@ class WrittenBehind:
 
 
 def reserve(descriptor: int, count: int) -> None:
-    """Reserve the first ``count`` bytes of a file, where the file system can; raises OSError where the disk has no room
-    for them.
+    """Reserve the first ``count`` bytes of a file, where the file system can; raises OSError where the disk has no
+    room for them.
     """
     if (
         fallocate := _of_linux("fallocate")

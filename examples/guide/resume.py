@@ -1,5 +1,5 @@
-"""meshpar: a loop that evaluates, saves and resumes, on any mesh: ``python resume.py "" runs/resume 3``, then another
-mesh and ``6``.
+"""meshpar: a loop that evaluates, saves and resumes, on any mesh: ``python resume.py "" runs/resume 3``, then
+another mesh and ``6``.
 """
 
 import sys

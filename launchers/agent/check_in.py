@@ -54,8 +54,8 @@ class Waiting:
 
 
 def unreached(host: str, port: int, wait_s: float, whom: str) -> str:
-    """Wait until a port accepts connections; return the reason if it does not within ``wait_s`` seconds, else an empty
-    text.
+    """Wait until a port accepts connections; return the reason if it does not within ``wait_s`` seconds, else an
+    empty text.
     """
     waiting = Waiting(wait_s)
     while True:
@@ -136,8 +136,8 @@ def reach_head(head: str, node_rank: int | None, wait_s: float) -> None:
 
 @contextmanager
 def told_while_joining(head: str, nodes: str, wait_s: float) -> Iterator[None]:
-    """Print every ten seconds that nodes are awaited, until this process has started ranks: torch's elastic rendezvous
-    waits silently.
+    """Print every ten seconds that nodes are awaited, until this process has started ranks: torch's elastic
+    rendezvous waits silently.
     """
     ended = threading.Event()
 

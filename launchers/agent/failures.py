@@ -36,14 +36,16 @@ NO_USE = 78
 preflight, or starts that make no step."""
 
 RETRY = 75
-"""Exit code of a replica that cannot go on with the others, when another start may succeed (sysexits.h: EX_TEMPFAIL).
+"""Exit code of a replica that cannot go on with the others, when another start may succeed (sysexits.h:
+EX_TEMPFAIL).
 """
 
 STOPPED = {128 + each for each in STOPPING}
 """Exit codes of ranks that a signal stopped."""
 
 SCRATCH = "MESHPAR_SCRATCH"
-"""Environment variable with a folder of this machine for errors that cannot be written to the logs, as on a full disk.
+"""Environment variable with a folder of this machine for errors that cannot be written to the logs, as on a full
+disk.
 """
 
 SHUTDOWN_S = 600
@@ -54,9 +56,8 @@ OTHERS_S = 1.0
 
 _EXITS = ("os._exit", "sys.exit")
 _FULL_MEMORY = (
-    "memory is full; use a smaller data.micro_batch with more data.accumulate (meshpar train RECIPE "
-    "--find-batch-size tries "
-    "them), ActivationCheckpoint, or more shards; meshpar plan RECIPE lists what holds the memory"
+    "memory is full; use a smaller data.micro_batch with more data.accumulate (meshpar train RECIPE --find-batch-size "
+    "tries them), ActivationCheckpoint, or more shards; meshpar plan RECIPE lists what holds the memory"
 )
 MOST_STARTS = 2
 """Number of starts in a row without a new step after which a job ends."""
@@ -111,7 +112,9 @@ def record(logs: Path, rank: int, error: BaseException, *, hide: str = "") -> No
 
 
 def _found_full(error: BaseException) -> bool:
-    """Return whether an error says that memory is full; torch has a class for devices, and a RuntimeError for the host."""
+    """Return whether an error says that memory is full; torch has a class for devices, and a RuntimeError for the
+    host.
+    """
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or (
         isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "out of memory" in str(error))
@@ -171,8 +174,8 @@ def note_os_exit(logs: Path, rank: int) -> None:
 
 
 def note_sys_exit(logs: Path, rank: int, error: SystemExit) -> None:
-    """Write who called ``sys.exit`` without an error, which is no failure by itself; where others then fail, it is the
-    likely cause.
+    """Write who called ``sys.exit`` without an error, which is no failure by itself; where others then fail, it is
+    the likely cause.
     """
     _note_exit(logs, rank, "sys.exit", 0, "".join(traceback.format_tb(error.__traceback__)), seen_at(error))
 

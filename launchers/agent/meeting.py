@@ -1,5 +1,5 @@
-"""Let the nodes of a replica start, stop and restart their ranks together: each start waits for all nodes, and each end
-reaches all.
+"""Let the nodes of a replica start, stop and restart their ranks together: each start waits for all nodes, and each
+end reaches all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from meshpar.launchers.agent.rank_logs import start_id
 from meshpar.launchers.agent.starting import free_port
 
 SILENT_S = 20.0
-"""Seconds without a word after which a node is lost. A killed node is noticed at once, because its connection closes.
+"""Seconds without a word after which a node is lost. A killed node is noticed at once, because its connection
+closes.
 """
 
 _BEAT_S, _ANSWER_S, _POLL_S = 1.0, 5.0, 0.05
@@ -101,7 +102,7 @@ class Meeting:
 
         Returns:
             The next start. None: ``over()``, another node told how its ranks ended, or nodes did not come within
-                ``wait_s`` seconds.
+            ``wait_s`` seconds.
         """
         if self.lost is not None or self.verdict() == RETRY:
             self._series = self._starts  # the ranks are no cause of these
@@ -116,8 +117,8 @@ class Meeting:
                 return start
             if not waiting.more(self._whom):
                 self._note(
-                    f"{self._whom} did not come within {wait_s:.0f} s; start the commands of all nodes of the "
-                    "replica again"
+                    f"{self._whom} did not come within {wait_s:.0f} s; start the commands of all nodes of the replica "
+                    "again"
                 )
                 break
         return None
@@ -135,8 +136,8 @@ class Meeting:
         self._ended(self._node, code)
 
     def verdict(self) -> int | None:
-        """Return the exit code of the replica's start, which is the same on all nodes; None: ranks of a node have not
-        ended.
+        """Return the exit code of the replica's start, which is the same on all nodes; None: ranks of a node have
+        not ended.
         """
         if len(self.codes) < self._nodes:
             return None
@@ -234,8 +235,8 @@ class Meeting:
             elif word == "taken":
                 self._taken = True
                 self._note(
-                    f"another process came as {self.names(self._node)}; give each node its own --node-rank, and "
-                    "start it once"
+                    f"another process came as {self.names(self._node)}; give each node its own --node-rank, and start "
+                    "it once"
                 )
 
     def _ended(self, node: int, code: int) -> None:

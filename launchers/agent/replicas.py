@@ -91,8 +91,7 @@ def divided(mesh: MeshSpec, nodes: int, node_rank: int) -> Division:
     if count % nodes and nodes % count:
         raise LaunchError(
             f"--elastic=replicas: {count} replicas on {nodes} nodes; expected whole replicas on each node, or whole "
-            "nodes for each "
-            f"replica: use a multiple or a divisor of {nodes} for dp_replicate, or other --nodes"
+            f"nodes for each replica: use a multiple or a divisor of {nodes} for dp_replicate, or other --nodes"
         )
     inner = MeshSpec({**mesh.axes, "dp_replicate": 1})
     span, each = max(1, nodes // count), max(1, count // nodes)

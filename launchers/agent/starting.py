@@ -28,8 +28,8 @@ _POLL_S = 0.2
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import large packages without looking for garbage among what they define, then or ever: a second less of a CPU's
-    time with torch.
+    """Import large packages without looking for garbage among what they define, then or ever: a second less of a
+    CPU's time with torch.
     """
     gc.disable()
     try:
@@ -147,7 +147,9 @@ def _pass_on(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def free_port() -> int:
-    """Return a free port outside the kernel's ephemeral range (32768 and up), so that it stays free for some seconds."""
+    """Return a free port outside the kernel's ephemeral range (32768 and up), so that it stays free for some
+    seconds.
+    """
     for port in range(20000 + os.getpid() % 10000, 32768):
         with socket.socket() as server, suppress(OSError):  # taken
             server.bind(("", port))

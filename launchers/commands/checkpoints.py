@@ -153,8 +153,8 @@ def _rules(src: Path, config: Mapping[str, Any], model: str) -> WeightMap:
     kind = config.get("model_type")
     if kind is None:
         raise CheckpointError(
-            f"{place(src)} has no config.json that names a model_type; expected a folder as transformers saves it, "
-            "or pass --config FOLDER"
+            f"{place(src)} has no config.json that names a model_type; expected a folder as transformers saves it, or "
+            "pass --config FOLDER"
         )
     found = names_of_ours(kind)
     if found is None:

@@ -1,5 +1,5 @@
-"""``meshpar doctor --drill``: kill a replica of a short test job on the real machines, and report how long the recovery
-takes.
+"""``meshpar doctor --drill``: kill a replica of a short test job on the real machines, and report how long the
+recovery takes.
 """
 
 from __future__ import annotations

@@ -74,8 +74,7 @@ class Completer:
         ):
             raise MeshparError(
                 f"{folder} has no tokenizer; a run on token ids has none: export it with --config DIR, a folder with "
-                "config.json and "
-                "tokenizer.json"
+                "config.json and tokenizer.json"
             )
         options = {} if packed is None else {"gguf_file": packed}
         transformers.utils.logging.disable_progress_bar()

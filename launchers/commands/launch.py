@@ -30,7 +30,8 @@ def register(app: typer.Typer, reported: Reported) -> None:
 class _OfTarget(TyperCommand):
     """``meshpar launch TARGET --help`` also lists the target's options."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - click's, or the one inside of newer typer
+    # click's, or the one inside of newer typer
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
         """Keep the words, of which --help leaves none."""
         ctx.meta["words"] = list(args)
         return super().parse_args(ctx, args)
@@ -159,8 +160,8 @@ def launch(
         from meshpar.launchers.targets.launching import launch_job
 
     told = launch_job(
-        target, what, arguments or [], nodes=nodes, gpus_per_node=gpus_per_node, nproc=nproc, mesh=mesh, elastic=elastic,
-        preflight=preflight, options=option or [], submit=submit, module=module, check=check,
+        target, what, arguments or [], nodes=nodes, gpus_per_node=gpus_per_node, nproc=nproc, mesh=mesh,
+        elastic=elastic, preflight=preflight, options=option or [], submit=submit, module=module, check=check,
     )  # fmt: skip
     print(told)
 

@@ -1,5 +1,5 @@
-"""Where ranks run: the options of the command line, Kubeflow's variables, or another launcher that made this process a
-rank.
+"""Where ranks run: the options of the command line, Kubeflow's variables, or another launcher that made this process
+a rank.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ def refuse_placement(placement: Mapping[str, object]) -> None:
     if names:
         raise LaunchError(
             f"{names}: this is already one of {runtime.world_size()} ranks that torchrun or srun started; leave the "
-            "option out, or, "
-            "to start ranks from one process on each node, also pass --nodes, --node-rank and --head"
+            "option out, or, to start ranks from one process on each node, also pass --nodes, --node-rank and --head"
         )
 
 

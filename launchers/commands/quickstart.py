@@ -1,5 +1,5 @@
-"""``meshpar quickstart``: train, resume on another mesh, export, load with transformers, complete lines; in about three
-minutes.
+"""``meshpar quickstart``: train, resume on another mesh, export, load with transformers, complete lines; in about
+three minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from meshpar.training.samples import PackedTokens
 MESHES = {"fsdp": "dp_shard=2", "hsdp": "dp_replicate=2,dp_shard=1"}
 RANKS = 2
 OTHER_MESH, OTHER_BATCH = "tp=2", 8
-"""The mesh that resumes. Both ranks get the same data there, so a micro-batch of twice the size keeps the global batch.
+"""The mesh that resumes. Both ranks get the same data there, so a micro-batch of twice the size keeps the global
+batch.
 """
 
 STEPS_A_MINUTE = 180
@@ -98,14 +99,14 @@ def _tell_losses(path: Path) -> None:
 
 
 def _tell_difference(recipe: Recipe, exported: nn.Module) -> None:
-    """Print the difference between the exported model's logits and the trained one's; raise LaunchError if it exceeds
-    rounding.
+    """Print the difference between the exported model's logits and the trained one's; raise LaunchError if it
+    exceeds rounding.
     """
     trained, theirs = _logits(recipe, exported)
     difference, largest = float((trained - theirs).abs().max()), float(trained.abs().max())
     print(
-        f"loaded as {type(exported).__name__}; its logits on held-out text differ from the trained model's by at "
-        f"most {difference:.1e}"
+        f"loaded as {type(exported).__name__}; its logits on held-out text differ from the trained model's by at most "
+        f"{difference:.1e}"
     )
     if not difference <= TOLERANCE * largest:
         raise LaunchError(

@@ -66,8 +66,7 @@ def run(
     if elastic is not None:
         raise LaunchError(
             f"--elastic starts recipes; {what} is a {kind}: start one job for each replica, with TORCHFT_LIGHTHOUSE, "
-            "and use "
-            "meshpar.training.Replicas in its loop"
+            "and use meshpar.training.Replicas in its loop"
         )
     logs = logs or Path("runs") / (Path(what).stem if kind == "script" else what.rpartition(".")[2]) / "logs"
     if (step := adopted(given, placement)) is not None:

@@ -85,8 +85,9 @@ TRAINER = Keys(
         "logging_first_step": "numbers are reported every training.log_every steps",
         "logging_dir": "TensorBoard's files are in the run's folder",
         "log_on_each_node": "one rank writes",
-        "logging_nan_inf_filter": "a loss that is not finite stops the run, or is skipped with training.nonfinite: "
-        "skip",
+        "logging_nan_inf_filter": (
+            "a loss that is not finite stops the run, or is skipped with training.nonfinite: skip"
+        ),
         "include_num_input_tokens_seen": "tokens are always counted",
         "include_tokens_per_second": "it is always reported",
         "log_level": "the console shows progress; --quiet leaves the recipe out",
@@ -121,8 +122,9 @@ TRAINER = Keys(
         "hub_strategy": _HUB,
         "hub_always_push": _HUB,
         "hub_revision": _HUB,
-        "dataloader_drop_last": "the last batch of an epoch is filled up with samples that do not count: none is "
-        "left out",
+        "dataloader_drop_last": (
+            "the last batch of an epoch is filled up with samples that do not count: none is left out"
+        ),
         "dataloader_in_order": _FIXED,
         "dataloader_multiprocessing_context": "workers come from a forkserver",
         "remove_unused_columns": "data.field, data.target_field and data.label_field name the columns to read",
@@ -248,8 +250,7 @@ def _parallelism(value: object, result: Translated) -> str:
         if name in ("cp_size", "sp_size") and size not in (None, 1):
             raise ValueError(
                 f"{name}: {size} is refused: accelerate's context parallelism is not translated; remove it and add "
-                f"cp={size} to the "
-                "mesh, which splits sequences by the pass ContextParallel"
+                f"cp={size} to the mesh, which splits sequences by the pass ContextParallel"
             )
     axes = {name: sizes.get(f"{name}_size") for name in ("dp_replicate", "dp_shard", "tp")}
     result.known["axes"] = {name: whole(size) for name, size in axes.items() if size not in (None, 1)}
@@ -268,8 +269,9 @@ def _fp8(value: object, result: Translated) -> str:
 
 
 PARALLELISM = (
-    "dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "cp_comm_strategy", "sp_size", "sp_backend", "sp_seq_length",
-    "sp_seq_length_is_variable", "sp_attn_implementation", "tp_handler", "cp_handler", "sp_handler",
+    "dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "cp_comm_strategy", "sp_size",
+    "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation", "tp_handler", "cp_handler",
+    "sp_handler",
 )  # fmt: skip
 """The keys under ``parallelism_config``, with or without that prefix."""
 
@@ -295,8 +297,10 @@ ACCELERATE = Keys(
         "enable_cpu_affinity": _LAUNCHER,
     },
     refused={
-        "compute_environment": (("LOCAL_MACHINE",), "the job runs where it is started; `meshpar launch` renders "
-        "SLURM and Kubernetes"),
+        "compute_environment": (
+            ("LOCAL_MACHINE",),
+            "the job runs where it is started; `meshpar launch` renders SLURM and Kubernetes",
+        ),
         "debug": (("", False, []), "an error inside a collective already names its module, placements and remedy"),
         "downcast_bf16": (("no", False), _TPU),
         "deepspeed_config": (({},), _DEEPSPEED),

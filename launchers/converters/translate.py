@@ -131,8 +131,9 @@ _NO_EFFECT = {
     "use_orig_params": "FSDP2 always keeps the original parameters",
     "flatten_parameters": "FSDP2 never flattens: it shards each parameter by itself",
     "device_id": "each rank takes the device of its local rank",
-    "sync_module_states": "initial weights are the same on every rank by construction, and the ranks compare them at "
-    "the start",
+    "sync_module_states": (
+        "initial weights are the same on every rank by construction, and the ranks compare them at the start"
+    ),
     "cpu_ram_efficient_loading": "models are built on the meta device, and each rank reads its own part of the weights",
     "keep_low_precision_grads": "gradients are kept in the parameters' dtype",
     "version": "it is always FSDP2",
@@ -143,8 +144,9 @@ _NO_EFFECT = {
 
 _REFUSED = {
     "ignored_modules": "FSDP2 reduces no gradients of what it ignores; freeze the modules, or leave them out of blocks",
-    "activation_checkpointing_offload": "saved activations stay on the device; offload: cpu moves parameters and "
-    "optimizer state",
+    "activation_checkpointing_offload": (
+        "saved activations stay on the device; offload: cpu moves parameters and optimizer state"
+    ),
     "xla": "TPUs are not supported",
     "xla_fsdp_v2": "TPUs are not supported",
     "xla_fsdp_settings": "TPUs are not supported",
@@ -191,8 +193,8 @@ def _wrap_policy(value: object) -> tuple[dict[str, Any], str]:
         return {"blocks": []}, "became blocks=[]: the whole model is one unit"
     if str(value).upper() not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
         raise ValueError(
-            f"expected TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP, got {value!r}; units come from the "
-            "model's layout"
+            f"expected TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP, got {value!r}; units come from the model's "
+            "layout"
         )
     return {}, "is the default: units are the model's blocks (blocks and min_params change them)"
 

@@ -86,8 +86,8 @@ class Translated:
 
 
 Handler = Callable[[Any, Translated], str | None]
-"""Takes a key's value, puts it where it belongs and returns what became of it (None: told already); raises ValueError
-to refuse it.
+"""Takes a key's value, puts it where it belongs and returns what became of it (None: told already); raises
+ValueError to refuse it.
 """
 
 

@@ -1,4 +1,6 @@
-"""Facts of a rank's machine, and checks of all ranks' facts: findings, each with what is wrong, where, and what to do."""
+"""Facts of a rank's machine, and checks of all ranks' facts: findings, each with what is wrong, where, and what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -115,8 +117,8 @@ GIB = 2**30
 CLOCK_S = 2.0
 SHM = 1 * GIB
 FEW_FILES, FILES, FILES_A_RANK = 1024, 4096, 4
-"""Open files that a process needs: with 16 ranks at most, with more, and for each rank, because gloo's groups and rank
-0's stores grow.
+"""Open files that a process needs: with 16 ranks at most, with more, and for each rank, because gloo's groups and
+rank 0's stores grow.
 """
 
 

@@ -108,8 +108,8 @@ def health_findings(found: Found) -> Iterator[Finding]:
 
 
 def product(device: torch.device, size: int = _SIZE) -> tuple[float, str]:
-    """Return the operations a second of a matrix product, and a digest of its result, which is the same on every device
-    of a kind.
+    """Return the operations a second of a matrix product, and a digest of its result, which is the same on every
+    device of a kind.
     """
     ramp = torch.arange(size * size, dtype=torch.int32, device=device).view(size, size) % 251
     one = (ramp.float() / 251 - 0.5).to(torch.bfloat16)

@@ -54,10 +54,9 @@ class Meeting:
             self._store = runtime.meeting_store(name, timeout_s=wait_s)
         except dist.DistError as error:
             raise LaunchError(
-                f"rank 0 does not answer at {place.get('MASTER_ADDR')}:{place.get('MASTER_PORT')} within "
-                f"{wait_s:.0f} s; check that its "
-                "node runs, that its name resolves to the same address here, and that the port is open "
-                f"({_first_line(error)})"
+                f"rank 0 does not answer at {place.get('MASTER_ADDR')}:{place.get('MASTER_PORT')} within {wait_s:.0f} "
+                "s; check that its node runs, that its name resolves to the same address here, and that the port is "
+                f"open ({_first_line(error)})"
             ) from error
 
     def gather(self, name: str, value: object) -> list[Any]:
@@ -133,8 +132,7 @@ def missing_text(missing: Sequence[int], found: Sequence[Mapping[str, Any] | Non
         places.append(f"{rank}{where}")
     return (
         f"ranks did not connect within {wait_s:.0f} s: {', '.join(places)}; check that their nodes run, read their "
-        "logs, and check that "
-        "they reach rank 0's port"
+        "logs, and check that they reach rank 0's port"
     )
 
 

@@ -135,8 +135,8 @@ def _slowest(seconds: float, device: torch.device) -> float:
 
 
 def _pairs(axis: str, group: dist.ProcessGroup, size: int, device: torch.device) -> list[PairSpeed]:
-    """Time neighbours in both directions: even pairs, odd pairs, then the ring's end, so that a rank is in one pair at
-    a time.
+    """Time neighbours in both directions: even pairs, odd pairs, then the ring's end, so that a rank is in one pair
+    at a time.
     """
     ranks = dist.get_process_group_ranks(group)
     mine = ranks.index(dist.get_rank())

@@ -173,8 +173,7 @@ def _speed_findings(report: Report, spec: MeshSpec) -> Iterator[Finding]:
                 f"{rate_text(fastest_across)}",
                 where=f"every group of {axis}; the slowest counts",
                 do="check whether peer access or shared memory is off (NCCL_P2P_DISABLE, NCCL_SHM_DISABLE), or a "
-                "link is down "
-                "(nvidia-smi topo -m)",
+                "link is down (nvidia-smi topo -m)",
             )
 
 

@@ -1,5 +1,5 @@
-"""After an export: ``--measure`` what quantising does to loss and logits; ``--push`` it to the Hugging Face Hub, with a
-model card.
+"""After an export: ``--measure`` what quantising does to loss and logits; ``--push`` it to the Hugging Face Hub,
+with a model card.
 """
 
 from __future__ import annotations

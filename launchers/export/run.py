@@ -413,8 +413,7 @@ def _adapted(run: Place) -> tuple[LoRA, Place] | None:
     if not base.exists():
         raise CheckpointError(
             f"{run} holds adapters of the weights in {recipe.model.weights}, and that folder does not exist here; an "
-            "export merges "
-            "both, so run it where the folder is (a relative path starts in the working directory)"
+            "export merges both, so run it where the folder is (a relative path starts in the working directory)"
         )
     return settings, base
 

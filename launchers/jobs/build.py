@@ -143,8 +143,8 @@ def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) ->
 
 
 def _own_model(section: Own, vocab_size: int) -> nn.Module:
-    """Return a model of the user's own class; a keyword ``vocab_size`` that is not written is the data's, rounded up as
-    for our own.
+    """Return a model of the user's own class; a keyword ``vocab_size`` that is not written is the data's, rounded up
+    as for our own.
     """
     factory = registry.imported(section.class_)
     takes = "vocab_size" not in section.keywords and has_keyword(factory, "vocab_size")
@@ -379,6 +379,6 @@ def _check_room(recipe: Recipe, vocab_size: int, model_vocab: int, positions: in
     length = recipe.data.sequence_length
     if positions is not None and length > positions:
         raise RecipeError(
-            f"data.sequence_length is {length} and the model has {positions} positions; lower it, or raise the "
-            "number of positions"
+            f"data.sequence_length is {length} and the model has {positions} positions; lower it, or raise the number "
+            "of positions"
         )

@@ -253,14 +253,14 @@ def untried(recipe: Recipe) -> Iterator[str]:
         yield "the labels of the data are counted when the job starts, which checks the size of the model's head then"
     if short := _short_vocabulary(recipe, whole=False):
         yield (
-            f"only the beginning of the text was tried, and {short.partition(':')[0]}; the job reads all of it "
-            "when it starts"
+            f"only the beginning of the text was tried, and {short.partition(':')[0]}; the job reads all of it when "
+            "it starts"
         )
 
 
 def _short_vocabulary(recipe: Recipe, *, whole: bool) -> str:
-    """Return why a BPE of a short text, which is read ``whole``, or of the beginning of another has too few ids; else
-    nothing.
+    """Return why a BPE of a short text, which is read ``whole``, or of the beginning of another has too few ids;
+    else nothing.
     """
     texts = [each for each in parts_of(recipe.data).values() if each.source != "tokens"]
     if recipe.data.tokenizer != "bpe" or not texts:
@@ -357,8 +357,8 @@ def same_but_documents(fingerprint: str, now: Samples) -> bool:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str] = ()) -> list[str]:
-    """Return how two origins of :func:`origin_of` differ, one text each; batches and settings that are ``allowed`` to
-    differ aside.
+    """Return how two origins of :func:`origin_of` differ, one text each; batches and settings that are ``allowed``
+    to differ aside.
     """
     old, new = _BEFORE | before["settings"], now["settings"]
     found = [
@@ -433,8 +433,7 @@ def _check_epochs(recipe: Recipe, train: Batches) -> None:
     if mix is not None and mix.total is not None and steps is not None and steps > train.steps_per_epoch:
         raise RecipeError(
             f"{recipe.where('training.steps')}: the epochs of the sources in data.mix give {train.steps_per_epoch:,} "
-            "steps, and "
-            f"training.steps is {steps:,}; lower it, or raise their epochs"
+            f"steps, and training.steps is {steps:,}; lower it, or raise their epochs"
         )
 
 
@@ -523,7 +522,8 @@ def data_problems(recipe: Recipe) -> Iterator[str]:
                     kinds[name] = made_by
             except (RecipeError, OSError) as error:
                 most, all_read = sys.maxsize, False
-                yield f"{where}: {error if isinstance(error, RecipeError) else f'{path} cannot be read: {brief(error)}'}"
+                reason = error if isinstance(error, RecipeError) else f"{path} cannot be read: {brief(error)}"
+                yield f"{where}: {reason}"
     if problem := tokenizers_problem(kinds):
         yield f"{recipe.where('data.mix')}: {problem}"
     if all_read and (short := _short_vocabulary(recipe, whole=True)):
@@ -599,8 +599,7 @@ def _too_few(recipe: Recipe, most: int) -> str:
     length = f" of {section.sequence_length} tokens" if examples_of(recipe) == "tokens" else ""
     return (
         f"a micro-batch has {section.micro_batch} samples{length}, and the training data has only {most}; lower "
-        "data.micro_batch, or give "
-        "more data"
+        "data.micro_batch, or give more data"
     )
 
 

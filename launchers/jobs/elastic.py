@@ -75,16 +75,15 @@ def _data_ranks(spec: MeshSpec) -> int:
 
 
 def replica_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield what ``--elastic=replicas`` does not support in a recipe, one line each; the plan's and the data's own come
-    with them.
+    """Yield what ``--elastic=replicas`` does not support in a recipe, one line each; the plan's and the data's own
+    come with them.
     """
     if recipe.teacher is not None:
         yield f"{recipe.where('teacher')}: --elastic=replicas does not support a teacher; remove one of the two"
     if recipe.training.balance_rate or recipe.training.balance_loss:
         yield (
             f"{recipe.where('training')}: --elastic=replicas sums gradients over replicas, but not the counts of "
-            "chosen experts; set "
-            "balance_rate and balance_loss to 0"
+            "chosen experts; set balance_rate and balance_loss to 0"
         )
     if recipe.kept != recipe.folder:
         yield (

@@ -159,7 +159,8 @@ def _report(recipe: Recipe, par: Parallelized, trainer: Trainer, stack: contextl
         stack.callback(reporter.close)
 
 
-def _profiled(data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer, folder: Path) -> Any:  # noqa: ANN401 - stands in for Batches
+# stands in for Batches
+def _profiled(data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer, folder: Path) -> Any:  # noqa: ANN401
     from meshpar.training.profile import (
         Profiled,
     )  # loads the profiler and the forecast's recorder, which other jobs do without
@@ -180,8 +181,7 @@ class Saver:
         before: Callable[[], object] = lambda: None,
     ) -> None:
         """``saved``: the whole model, or its adapters; ``best``: the metric whose best step is kept; ``origin``: of the
-        data;
-        ``before``: called before each save."""
+        data; ``before``: called before each save."""
         self._manager, self._saved, self._best = manager, saved, (best or "").removeprefix("+")
         self._origin, self._before = origin, before
 
@@ -264,8 +264,8 @@ def _resume(recipe: Recipe, manager: CheckpointManager, par: Saved, trainer: Tra
         )
         raise RecipeError(
             f"{recipe.where('data')}: the checkpoint {restored.folder} was saved with other data: "
-            f"{'; '.join(differ)}; restore the files "
-            f"and settings that changed{allowed}, or start a new run in another output folder"
+            f"{'; '.join(differ)}; restore the files and settings that changed{allowed}, or start a new run in "
+            "another output folder"
         ) from error
     told = f"{restored.folder}{'' if restored.same_mesh else ', saved on another mesh'}"
     return told if before is None else f"{told}{_other_batch(recipe, before['batch'], trainer)}"
@@ -289,8 +289,8 @@ def _other_batch(recipe: Recipe, before: int, trainer: Trainer) -> str:
             f"{left * before:,}"
         )
     return (
-        f"\nWARNING: a step had {before:,} samples before and has {now:,} from now on, on {ranks} data "
-        f"ranks{keep}; {then}"
+        f"\nWARNING: a step had {before:,} samples before and has {now:,} from now on, on {ranks} data ranks{keep}; "
+        f"{then}"
     )
 
 
@@ -316,8 +316,7 @@ def _begin_from(folder: Place, recipe: Recipe, trainer: Trainer, own_step: int |
     if own_step:
         raise RecipeError(
             f"{folder} contains only a model, so the run would begin at step 0, and step {own_step} would remain the "
-            "newest; import it "
-            "as step 0, or into another folder and set checkpoint.resume to that"
+            "newest; import it as step 0, or into another folder and set checkpoint.resume to that"
         )
     trainer.par.materialize(weights=published_model(folder), ignore=recipe.model.ignore)
     return f"{folder}, which contains only a model"
@@ -353,8 +352,8 @@ def _keep(recipe: Recipe, *names: str) -> None:
 
 
 def _take_up(recipe: Recipe) -> None:
-    """Get the metrics of a run that another machine began or continued from its store; other lines of this one are set
-    aside.
+    """Get the metrics of a run that another machine began or continued from its store; other lines of this one are
+    set aside.
     """
     here = recipe.folder / METRICS
     if not (recipe.kept / METRICS).exists():
@@ -419,14 +418,14 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
         f"{data.samples}, {data.steps_per_epoch:,} steps an epoch; a step: {batch:,} {_sequences(recipe, batch)} "
         f"({recipe.data.micro_batch} x {recipe.data.accumulate} micro-batches x {ranks} data ranks)",
         f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over "
-        f"{schedule.steps:,} steps"
-        f"{f' of {trainer.batch:,} samples' if trainer.follows_samples and trainer.batch != batch else ''}",
+        f"{schedule.steps:,} "
+        f"steps{f' of {trainer.batch:,} samples' if trainer.follows_samples and trainer.batch != batch else ''}",
     ]
     if trainer.complete and not trainer.owes_validation:
         kind = "steps" if settings.steps is not None and trainer.step >= settings.steps else "epochs"
         lines.append(
-            f"all {getattr(settings, kind)} {kind} are done already, after step {trainer.step}; raise "
-            f"training.{kind} to continue"
+            f"all {getattr(settings, kind)} {kind} are done already, after step {trainer.step}; raise training.{kind} "
+            "to continue"
         )
     elif come_from:
         lines += f"resuming after step {trainer.step} from {come_from}".split("\n")

@@ -92,7 +92,8 @@ def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFa
         return for_training(auto, config)
 
 
-def _refuse_unknown(fields: Mapping[str, Any], known: Any, model: Any) -> None:  # noqa: ANN401 - a config of transformers
+# a config of transformers
+def _refuse_unknown(fields: Mapping[str, Any], known: Any, model: Any) -> None:  # noqa: ANN401
     """Refuse fields that neither the config's class nor the model's module names: transformers accepts any field and
     ignores it.
     """
@@ -113,8 +114,8 @@ def _refuse_unknown(fields: Mapping[str, Any], known: Any, model: Any) -> None: 
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Convert an error of transformers about a config's values: each class of its models checks, or does not check, in
-    its own way.
+    """Convert an error of transformers about a config's values: each class of its models checks, or does not check,
+    in its own way.
     """
     try:
         yield
@@ -146,8 +147,8 @@ def with_weights(par: Parallelized, section: Model, seed: int, *, adapters: bool
 
 
 def weights_problems(module: nn.Module, layout: ModelLayout, section: Model, *, adapters: bool = False) -> list[str]:
-    """Return why the ranks could not read a section's weights into a model, by the headers of the files: in seconds for
-    any size.
+    """Return why the ranks could not read a section's weights into a model, by the headers of the files: in seconds
+    for any size.
     """
     if section.weights is None or not expanded(section.weights).exists():
         return []  # a folder that is missing is told by folder_problems

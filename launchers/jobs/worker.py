@@ -107,21 +107,20 @@ def run_code(kind: str, what: str, arguments: Sequence[str]) -> int:
 
 
 def _unheard(number: int, frame: FrameType | None) -> NoReturn:
-    """End a script that was told that its time is over, and does not listen: this is no stop with a checkpoint, but a
-    failure.
+    """End a script that was told that its time is over, and does not listen: this is no stop with a checkpoint, but
+    a failure.
     """
     error = LaunchError(
         "SIGUSR1 asked the script to save and stop, but the script has no handler for it, so nothing is saved; set "
-        "one by "
-        "signal.signal(signal.SIGUSR1, ...), save a checkpoint, and end with sys.exit(128 + signal.SIGUSR1)"
+        "one by signal.signal(signal.SIGUSR1, ...), save a checkpoint, and end with sys.exit(128 + signal.SIGUSR1)"
     )
     record(Path(os.environ["MESHPAR_LOGS"]), int(os.environ["RANK"]), error)
     os._exit(1)
 
 
 def end_with_parent() -> None:
-    """Make the kernel send SIGTERM (checkpoint and stop) to this process when its parent is killed; one that does not
-    end is killed.
+    """Make the kernel send SIGTERM (checkpoint and stop) to this process when its parent is killed; one that does
+    not end is killed.
     """
     if sys.platform != "linux":
         return

@@ -1,5 +1,5 @@
-"""Problems of a recipe whose fields are right by themselves: fields that are wrong together, and arguments that a class
-does not take.
+"""Problems of a recipe whose fields are right by themselves: fields that are wrong together, and arguments that a
+class does not take.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def _mix_problems(recipe: Recipe) -> Conflicts:
         if bool(each.paths) == (each.source == "stdlib") or (each.source == "tokens" and len(each.paths) > 1):
             yield (
                 ("data", "mix"),
-                f"source: {each.source} with paths {list(each.paths)}; expected none for stdlib, one for tokens, "
-                "else one or more",
+                f"source: {each.source} with paths {list(each.paths)}; expected none for stdlib, one for tokens, else "
+                "one or more",
             )
         if each.name and not each.name.replace("-", "").replace("_", "").isalnum():
             yield ("data", "mix"), f"name {each.name!r} is part of a metric's; use letters, digits, - and _"
@@ -169,8 +169,7 @@ def _tokenizer_problems(recipe: Recipe) -> Conflicts:
         yield (
             ("data", "tokenizer"),
             f"missing: {weights} has no tokenizer.json; name the folder of the tokenizer that the weights were "
-            "trained with, "
-            "or write bytes or bpe for another one",
+            "trained with, or write bytes or bpe for another one",
         )
     if (
         data.eos is not None

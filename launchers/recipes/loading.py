@@ -1,5 +1,5 @@
-"""Read recipes: find the file, put foreign keys in meshpar's terms, fill in what the file leaves out, and report every
-problem.
+"""Read recipes: find the file, put foreign keys in meshpar's terms, fill in what the file leaves out, and report
+every problem.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _name_kinds(data: dict[str, Any]) -> None:
 
 
 def _find_own_code(data: dict[str, Any], document: Document) -> None:
-    """Make the recipe's folder importable if the recipe names something by import path, and write the folder into the
-    recipe.
+    """Make the recipe's folder importable if the recipe names something by import path, and write the folder into
+    the recipe.
     """
 
     def inside(*path: str) -> Any:
@@ -125,8 +125,8 @@ def _find(source: str | Path) -> Document:
 
 
 def _read_plan(data: dict[str, Any], document: Document, problems: list[str], at: Place = ()) -> list[str]:
-    """Put model, mesh and passes of a mapping in the form that the recipe has, and return what is to be told about old
-    names.
+    """Put model, mesh and passes of a mapping in the form that the recipe has, and return what is to be told about
+    old names.
     """
     if isinstance(data.get("model"), Mapping):
         data["model"] = {"kind": "own" if "class" in data["model"] else "transformer", **data["model"]}

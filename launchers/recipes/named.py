@@ -99,8 +99,8 @@ def _installed() -> Iterator[Converter]:
 
 
 def make_importable(folder: Path) -> None:
-    """Let modules of ``folder`` be imported, after all installed ones: a file there called like a package does not hide
-    the package.
+    """Let modules of ``folder`` be imported, after all installed ones: a file there called like a package does not
+    hide the package.
     """
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
@@ -157,8 +157,8 @@ def has_keyword(factory: Any, name: str) -> bool:
 
 
 def objective_factory(name: str) -> Any:
-    """Return what makes the objective called ``name``: a plugin, or what stands at an import path; raises MeshparError
-    without one.
+    """Return what makes the objective called ``name``: a plugin, or what stands at an import path; raises
+    MeshparError without one.
     """
     return registry.plugin(OBJECTIVES, name)
 
@@ -201,8 +201,8 @@ def read_passes(
         return default_passes(mesh), []
     if not isinstance(raw, list):
         problems.append(
-            f"{document.where((*at, 'passes'))}: expected a list of passes (- FullyShard, or - FullyShard: "
-            f"{{offload: cpu}}), got {raw!r}"
+            f"{document.where((*at, 'passes'))}: expected a list of passes (- FullyShard, or - FullyShard: {{offload: "
+            f"cpu}}), got {raw!r}"
         )
         return [], []
     passes: list[Written] = []

@@ -42,12 +42,11 @@ class Recipe(Section):
         patience: seconds that replicas (``--elastic=replicas``) wait for a replica that does not answer, before they
             continue without it.
         optimizer_copies: number of replicas (``--elastic=replicas``) that hold each parameter's optimizer state, if
-            ``HybridShard`` has
-            ``optimizer: world``; 1: the loss of a replica ends the job, which resumes from the newest checkpoint.
+            ``HybridShard`` has ``optimizer: world``; 1: the loss of a replica ends the job, which resumes from the
+            newest checkpoint.
         profile: write a profile of a few early steps to the run's folder (:mod:`meshpar.training.profile`).
         output: the run's folder; default: ``runs/NAME``. A URL in an object store (``s3://bucket/run``) keeps its logs
-            in
-            ``runs/s3/bucket/run``.
+            in ``runs/s3/bucket/run``.
         code: folder from which your own classes are imported; None: the recipe's folder.
         mesh: axes and sizes; empty: one process.
         passes: passes with their options, in order; default: the passes that the mesh's axes require.

@@ -80,7 +80,8 @@ def section_of(cls: type, *, partial: bool = True, without: tuple[str, ...] = ()
     for field in dataclasses.fields(cls):
         if field.init and field.name not in without and not _takes_functions(hints[field.name]):
             hint = _adapted(hints[field.name])
-            fields[field.name] = (typing.Optional[hint], None) if partial else (hint, field.default)  # noqa: UP045  built at run time
+            # built at run time
+            fields[field.name] = (typing.Optional[hint], None) if partial else (hint, field.default)  # noqa: UP045
     return create_model(cls.__name__, __base__=Section, **fields)
 
 
@@ -107,8 +108,8 @@ def section_of_call(factory: Callable[..., Any], without: tuple[str, ...] = ()) 
 
 
 def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a dataclass's fields, or of the keywords of a class or function; Any where there is none that
-    can be read.
+    """Return the types of a dataclass's fields, or of the keywords of a class or function; Any where there is none
+    that can be read.
     """
     if dataclasses.is_dataclass(factory):
         return typing.get_type_hints(factory, include_extras=True)

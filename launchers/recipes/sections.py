@@ -195,8 +195,7 @@ class DataSection(Section):
         bad_rows: ``refuse``: a row of a table that cannot be used (no text, not JSON, no conversation) is an error;
             ``skip``: such rows are left out, and every start prints how many.
         tokenizer: ``bytes``, ``bpe`` (trained on the text) or a folder with a ``tokenizer.json``; None: that of
-            ``model.weights``, else
-            ``bytes`` for text, none for tokens.
+            ``model.weights``, else ``bytes`` for text, none for tokens.
         vocab_size: vocabulary size of a trained BPE.
         eos: token that ends a document, if the tokenizer's folder does not name one.
         documents: ``separate``: the documents of a packed sample do not attend to each other; ``joined``: they do, as

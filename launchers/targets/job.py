@@ -22,8 +22,8 @@ from meshpar.training.settings import Bound, bound_problems
 
 Port = Annotated[int, Bound(ge=1, le=65535)]
 Shell = NewType("Shell", str)
-"""The type of an option with lines of shell. Every other option of a target is one line, because job files have lines
-of their own.
+"""The type of an option with lines of shell. Every other option of a target is one line, because job files have
+lines of their own.
 """
 
 RECIPE, MESH, COMMAND = "recipe.resolved.yaml", "mesh.json", "command.txt"
@@ -161,8 +161,8 @@ class Target(Protocol):
         ...
 
     def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
-        """Return each job's number or name in the engine, and its state in the engine's words; empty: the engine does
-        not know it.
+        """Return each job's number or name in the engine, and its state in the engine's words; empty: the engine
+        does not know it.
         """
         raise self._no_commands()
 

@@ -85,7 +85,9 @@ def _selected(job: Launched) -> list[str]:
 
 
 def _state(job: Mapping[str, Any]) -> str:
-    """Return the state of a Job, a JobSet or a TrainJob: its last condition that holds, or whether its pods are ready."""
+    """Return the state of a Job, a JobSet or a TrainJob: its last condition that holds, or whether its pods are
+    ready.
+    """
     status: Mapping[str, Any] = job.get("status", {})
     true = [each["type"] for each in status.get("conditions", []) if each["status"] == "True"]
     ended = [each for each in ("Failed", "Complete", "Completed", "Suspended") if each in true]
@@ -142,8 +144,7 @@ class Kubernetes(OnKubernetes):
         if not self.claim and "://" not in output and not output.startswith("/"):
             yield (
                 f"without -o claim=NAME, {self.workdir} is a folder that each pod has for itself and loses at its "
-                "end, with the run's "
-                "checkpoints and logs"
+                "end, with the run's checkpoints and logs"
             )
 
     def render(self, job: Job) -> Mapping[str, str]:
@@ -152,8 +153,8 @@ class Kubernetes(OnKubernetes):
         head = f"{name}-{_PART}-0-0.{name}" if self.jobset else f"{name}-0.{name}"
         storage = {"persistentVolumeClaim": {"claimName": self.claim}} if self.claim else {"emptyDir": {}}
         options = (
-            f'--nodes={job.nodes} --nproc={job.ranks_per_node} --node-rank="$JOB_COMPLETION_INDEX" '
-            f"--head={head}:{self.port}"
+            f"--nodes={job.nodes} --nproc={job.ranks_per_node} "
+            f'--node-rank="$JOB_COMPLETION_INDEX" --head={head}:{self.port}'
         )
         values = {
             **_shared(self, job),
@@ -192,8 +193,8 @@ class Kubernetes(OnKubernetes):
 
 
 def _validate(text: str) -> None:
-    """Check a patched file against Kubernetes's schema if kubernetes-validate is installed; otherwise kubectl does when
-    it is submitted.
+    """Check a patched file against Kubernetes's schema if kubernetes-validate is installed; otherwise kubectl does
+    when it is submitted.
     """
     try:
         import kubernetes_validate

@@ -52,8 +52,7 @@ class SkyPilot(Target):
         if count and count != str(job.gpus_per_node):
             raise LaunchError(
                 f"accelerators={self.accelerators} and --gpus-per-node {job.gpus_per_node} are two numbers of GPUs; "
-                "write "
-                f"-o accelerators={name}, or --gpus-per-node {count}"
+                f"write -o accelerators={name}, or --gpus-per-node {count}"
             )
         values = {
             "name": job.label,
@@ -87,7 +86,9 @@ class SkyPilot(Target):
         }
 
     def submit(self, path: Path) -> Sequence[str]:
-        """Return the SkyPilot command that submits a managed job, which SkyPilot recovers when its machines are lost."""
+        """Return the SkyPilot command that submits a managed job, which SkyPilot recovers when its machines are
+        lost.
+        """
         return ["sky", "jobs", "launch", "--yes", "--detach-run", str(path)]
 
     def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:

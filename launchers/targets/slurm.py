@@ -72,8 +72,7 @@ class Slurm(Target):
         meshpar: path of the command on the nodes; empty: what ``setup`` puts on the path, else this environment's.
         sbatch: further options of sbatch, ``--mem=0 --exclude=n7``; can be given several times.
         image: container image with meshpar installed, in which each node's task runs; empty: no container. For pyxis
-            such as
-            ``registry#team/train:1`` or ``train.sqsh``, for apptainer such as ``train.sif`` or
+            such as ``registry#team/train:1`` or ``train.sqsh``, for apptainer such as ``train.sif`` or
             ``docker://team/train:1``.
         container: runtime of the image: ``pyxis`` or ``apptainer``.
         mounts: further folders that the container sees under the same path, or as ``SOURCE:TARGET``; it always sees the
@@ -118,8 +117,8 @@ class Slurm(Target):
             elif name == "array" and not value.endswith("%1"):
                 tasks = value.partition("%")[0]
                 yield (
-                    f"sbatch: the tasks of --array={value} would train in one folder; write --array={tasks}%1 to "
-                    "run them in turn"
+                    f"sbatch: the tasks of --array={value} would train in one folder; write --array={tasks}%1 to run "
+                    "them in turn"
                 )
         if self.container not in ("pyxis", "apptainer"):
             yield f"container={self.container}: expected pyxis or apptainer"
@@ -132,8 +131,8 @@ class Slurm(Target):
         elif limit <= self.signal_s + _EARLY_S:
             yield (
                 f"time={self.time} is {limit:.0f} s; it must be above {self.signal_s + _EARLY_S} s: "
-                f"signal_s={self.signal_s} for the "
-                f"checkpoint, and SLURM's signal may come {_EARLY_S} s earlier; raise time, or lower signal_s"
+                f"signal_s={self.signal_s} for the checkpoint, and SLURM's signal may come {_EARLY_S} s earlier; "
+                "raise time, or lower signal_s"
             )
 
     def render(self, job: Job) -> Mapping[str, str]:
@@ -216,8 +215,8 @@ class Slurm(Target):
         return ["sbatch", str(path)]
 
     def states(self, jobs: Sequence[Launched]) -> Sequence[tuple[str, str]]:
-        """Return numbers and states by squeue, for jobs that it has forgotten by sacct, and without accounting by the
-        job's own marker.
+        """Return numbers and states by squeue, for jobs that it has forgotten by sacct, and without accounting by
+        the job's own marker.
         """
         rows = _queue()
         known = [_numbers(job, rows) for job in jobs]
@@ -289,8 +288,8 @@ def _queue() -> list[list[str]]:
 
 
 def _numbers(job: Launched, rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the numbers of a launch's jobs: from its submission, from its output, and from SLURM if it was submitted
-    by hand.
+    """Return the numbers of a launch's jobs: from its submission, from its output, and from SLURM if it was
+    submitted by hand.
     """
     own = re.findall(r"^Submitted batch job (\d+)", job.submitted)
     wrote = [

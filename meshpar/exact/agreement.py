@@ -1,5 +1,5 @@
-"""Compare ranks: the batch and the random state of those that work on one sample together, the gradients of those that
-keep one copy.
+"""Compare ranks: the batch and the random state of those that work on one sample together, the gradients of those
+that keep one copy.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ PLACES = (
 )
 """Where ranks meet, besides the forwards of blocks: a message can name these places of other ranks, too."""
 _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
-"""Of the models that all ranks of a default group made together: a rank may simulate others alone, or have made some in
-another group.
+"""Of the models that all ranks of a default group made together: a rank may simulate others alone, or have made some
+in another group.
 """
 
 
@@ -130,8 +130,7 @@ class Agreement:
             if not all(agree):
                 raise MeshparError(
                     f"ranks of {axis} have different random states, and the model draws random numbers where they "
-                    "must be the same; "
-                    "call par.manual_seed(seed) before training"
+                    "must be the same; call par.manual_seed(seed) before training"
                 )
 
     def whole(self, batch: object) -> None:
@@ -168,8 +167,7 @@ class Agreement:
         if not alike:
             raise MeshparError(
                 f"data ranks train different parameters in {name or 'the outermost block'}: requires_grad differs; "
-                "set it alike on every "
-                "rank"
+                "set it alike on every rank"
             )
 
     @property
@@ -183,8 +181,8 @@ class Agreement:
         return self.differs and (not runtime.queues(self._device) or self._backwards < Looks.FIRST)
 
     def backward(self) -> None:
-        """Check that all ranks begin a backward together: collectives of a unit that one still calls would pair up with
-        this one's.
+        """Check that all ranks begin a backward together: collectives of a unit that one still calls would pair up
+        with this one's.
         """
         self._meeting.meet("a backward")
 
@@ -201,8 +199,8 @@ class Agreement:
             here = ("has none", "is at its last", "has more")[left]
             raise MeshparError(
                 f"ranks have different numbers of micro-batches in one step (this rank {here}), so that some would "
-                "wait forever; pass "
-                "the same number to par.accumulate on every rank, for instance by dropping the rest of an epoch"
+                "wait forever; pass the same number to par.accumulate on every rank, for instance by dropping the "
+                "rest of an epoch"
             )
         self._meeting.counted(left)
 
@@ -227,10 +225,8 @@ class Agreement:
         if not all(self.meet("an optimizer's step", [number])):
             raise MeshparError(
                 f"ranks step {type(optimizer).__name__} with different settings, this rank with "
-                f"{', '.join(dict.fromkeys(listed))}; "
-                "set them alike on every rank: give a schedule that reads a loss the mean over all ranks, "
-                "par.data_sum(loss) / "
-                "par.loss_size"
+                f"{', '.join(dict.fromkeys(listed))}; set them alike on every rank: give a schedule that reads a loss "
+                "the mean over all ranks, par.data_sum(loss) / par.loss_size"
             )
         self._meeting.counted(number)
 
@@ -309,10 +305,8 @@ class Agreement:
         if odd := [name for name, equal in zip(buffers, agree) if not equal]:
             raise MeshparError(
                 f"data ranks hold different values of the buffers {', '.join(odd[:6])}, each computed from its own "
-                "part of the batch, "
-                "while one process computes them from the whole; sum their input over the ranks (par.data_sum), or, "
-                "where ranks may "
-                "differ, register the buffers with persistent=False"
+                "part of the batch, while one process computes them from the whole; sum their input over the ranks "
+                "(par.data_sum), or, where ranks may differ, register the buffers with persistent=False"
             )
 
 
@@ -360,19 +354,16 @@ class Meeting:
         except RuntimeError as error:
             raise MeshparError(
                 f"this rank is at {place}, and the other ranks did not come there in time: every rank must call the "
-                "module, and train and "
-                f"evaluate with it, equally often. The wait ended with: {first_line(error)}"
+                f"module, and train and evaluate with it, equally often. The wait ended with: {first_line(error)}"
             ) from error
         if here[0] != here[1]:
             other = next((self._places[number] for number in here if number != tag and number in self._places), None)
             raise MeshparError(
                 f"ranks are at different places of their loops: this rank is at {place}, another one at "
-                f"{other or 'another place, or with another model'}. Every rank must run "
-                "the same calls in the same order: as many batches (also in evaluation: drop or pad the rest), steps "
-                "and sums. All data "
-                "ranks gather and reduce a block together: call every block on every rank, or make a skipped part "
-                "one block with its "
-                "neighbours (blocks=...)"
+                f"{other or 'another place, or with another model'}. Every rank must run the same calls in the same "
+                "order: as many batches (also in evaluation: drop or pad the rest), steps and sums. All data ranks "
+                "gather and reduce a block together: call every block on every rank, or make a skipped part one block "
+                "with its neighbours (blocks=...)"
             )
         return [high == low for high, low in agree[: len(numbers)]]
 
@@ -409,22 +400,20 @@ class Later:
             ]
             raise MeshparError(
                 "data ranks have gradients for different parameters; here these have none: "
-                f"{', '.join(without[:6]) or '(all have one)'}; "
-                "call the same blocks on every rank; to leave out a block, multiply its output by 0 instead of "
-                "skipping it"
+                f"{', '.join(without[:6]) or '(all have one)'}; call the same blocks on every rank; to leave out a "
+                "block, multiply its output by 0 instead of skipping it"
             )
         if most_counted != -least_counted:
             raise MeshparError(
                 "ranks took different steps: other settings of an optimizer (a learning rate that follows a rank's "
-                "own loss), or another "
-                "number of steps; step on every rank alike"
+                "own loss), or another number of steps; step on every rank alike"
             )
         return most
 
 
 def _plain(value: object) -> object:
-    """Return an optimizer's setting as all ranks print it; reading a tensor on a device would wait, and the device is
-    each rank's own.
+    """Return an optimizer's setting as all ranks print it; reading a tensor on a device would wait, and the device
+    is each rank's own.
     """
     if isinstance(value, tuple):
         return tuple(_plain(each) for each in value)
@@ -453,10 +442,9 @@ def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> No
         if odd := differing_gradients(module, axis, mesh.get_group(axis), mesh.device_type):
             raise MeshparError(
                 f"ranks of {axis} have different gradients for parameters that each keeps whole: "
-                f"{', '.join(odd[:6])}; where such a module "
-                "sees a slice of the heads or features, give it the style 'grad_sum' in the layout's tensor-parallel "
-                "table; where it "
-                "draws random numbers, draw them from a generator with the same seed on these ranks"
+                f"{', '.join(odd[:6])}; where such a module sees a slice of the heads or features, give it the style "
+                "'grad_sum' in the layout's tensor-parallel table; where it draws random numbers, draw them from a "
+                "generator with the same seed on these ranks"
             )
 
 

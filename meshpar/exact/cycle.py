@@ -43,9 +43,8 @@ from meshpar.replicas import Looks
 from meshpar.state.full import guard_optimizer, refuse_reduced
 
 _WRITTEN = (
-    "a parameter was written through .data between two forwards of an evaluation, which share their gathered "
-    "weights; write through the "
-    "parameter itself, under torch.no_grad()"
+    "a parameter was written through .data between two forwards of an evaluation, which share their gathered weights; "
+    "write through the parameter itself, under torch.no_grad()"
 )
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
 """Names of methods that models publish beside ``forward`` and that enter as it does."""
@@ -224,8 +223,7 @@ class Cycle:
         if moved := self._units.moved():
             raise ParallelError(
                 f"{moved[0]} moved into another unit after plan.apply, whose ranks would not gather it there; move "
-                "and tie parameters "
-                "across blocks before plan.apply, or put a module with parameters of its own there"
+                "and tie parameters across blocks before plan.apply, or put a module with parameters of its own there"
             )
         return self.placed.came(names, self._units.shards)
 
@@ -264,7 +262,9 @@ class Cycle:
         self._guarded_parts.update(parts.values())
 
     def explain_calls(self, parts: Iterable[nn.Module]) -> None:
-        """Explain errors of parts that are called from outside of the module, as the module's own calls are explained."""
+        """Explain errors of parts that are called from outside of the module, as the module's own calls are
+        explained.
+        """
 
         def explained(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self._depth:
@@ -416,7 +416,9 @@ class Cycle:
 
     @property
     def _trains(self) -> bool:
-        """The module is trained. Backwards of other models, such as a student, would free what a frozen teacher keeps."""
+        """The module is trained. Backwards of other models, such as a student, would free what a frozen teacher
+        keeps.
+        """
         return any(each.requires_grad for each in self.module.parameters())
 
     def _serves(self) -> bool:
@@ -463,10 +465,8 @@ class Cycle:
         if any(named.get(each) is not None for each in ("labels", "shift_labels")):
             raise MeshparError(
                 "the module got labels, but each rank has only a part of the positions: a model that shifts labels "
-                "loses one label at the "
-                "end of each part, and its mean covers the part alone; compute the sum of the loss from the logits "
-                "and aligned labels, "
-                "and multiply it by par.token_scale"
+                "loses one label at the end of each part, and its mean covers the part alone; compute the sum of the "
+                "loss from the logits and aligned labels, and multiply it by par.token_scale"
             )
         ids = (
             each
@@ -477,8 +477,7 @@ class Cycle:
         if self.parts and length is not None and length not in self.parts:
             raise MeshparError(
                 f"the module got {length} positions, and par.split gave parts of {sorted(self.parts)}: pass every "
-                "batch "
-                "through par.split, also in evaluation"
+                "batch through par.split, also in evaluation"
             )
 
     @_torch.eager
@@ -500,9 +499,8 @@ class Cycle:
         elif _torch.in_backward() and unit in self._without_grad:
             raise MeshparError(
                 "the model recomputes a block by torch.utils.checkpoint(use_reentrant=True), whose backward inside a "
-                "backward sharding "
-                "may reduce more than once; use checkpoint(..., use_reentrant=False), or ActivationCheckpoint() in "
-                "the plan"
+                "backward sharding may reduce more than once; use checkpoint(..., use_reentrant=False), or "
+                "ActivationCheckpoint() in the plan"
             )
         elif not _torch.in_backward():
             self._without_grad.discard(unit)
@@ -575,15 +573,14 @@ class Cycle:
         if (name := self._units.turned()) is not None and self._entrances.reached(roots):
             raise MeshparError(
                 f"requires_grad of {name} changed between a forward and its backward, so that its gradient would be "
-                "lost; freeze and "
-                "unfreeze parameters before the forward, or after the backward"
+                "lost; freeze and unfreeze parameters before the forward, or after the backward"
             )
         if self._written_since(self._versions) is not None and self._entrances.reached(roots):
             self._refuse_written_since(self._versions)
 
     def _versions_now(self) -> dict[Tensor, int]:
-        """Return numbers that change when somebody writes parameters, other than by ``.data``; autograd knows nothing
-        of a DTensor's.
+        """Return numbers that change when somebody writes parameters, other than by ``.data``; autograd knows
+        nothing of a DTensor's.
         """
         held = self._units.shards() if self._units.modules else self.module.parameters()
         return {each: each._version for each in held}
@@ -597,8 +594,7 @@ class Cycle:
             name = next((name for name, each in self.module.named_parameters() if each is written), "a parameter")
             raise MeshparError(
                 f"{name} was written between a forward and the end of its backward, which may use the new values; "
-                "write after the "
-                "backward. par.averaged(decay) may evaluate other weights in between"
+                "write after the backward. par.averaged(decay) may evaluate other weights in between"
             )
 
     def _begin_backward(self, forward: _Forward, grad: Tensor) -> None:
@@ -608,22 +604,20 @@ class Cycle:
             if forward.done:
                 raise MeshparError(
                     "a second backward runs through one forward (retain_graph=True), whose weights data parallelism "
-                    "has freed; add the "
-                    "losses and run one backward, or run the forward again"
+                    "has freed; add the losses and run one backward, or run the forward again"
                 )
             if forward.errors != self._errors:
                 raise MeshparError(
                     "an error ended an earlier backward, and the forward of this one came before it; clear the "
-                    "gradients by "
-                    "optimizer.zero_grad() and run the forward again"
+                    "gradients by optimizer.zero_grad() and run the forward again"
                 )
             if forward.steps != self._steps:
                 raise MeshparError(STALE)
         elif forward.done and self._selective:
             raise MeshparError(
                 "a second backward runs through one forward (retain_graph=True), whose saved results selective "
-                "recomputation has freed; "
-                "add the losses and run one backward, or use ActivationCheckpoint(mode='full')"
+                "recomputation has freed; add the losses and run one backward, or use "
+                "ActivationCheckpoint(mode='full')"
             )
         self._refuse_written_since(forward.versions)
         if not self._begun:
@@ -632,7 +626,9 @@ class Cycle:
         self._begun.add(forward)
 
     def _enter_backward(self, unit: nn.Module) -> None:
-        """Gather a unit for a backward that comes into it otherwise than by its outputs: by a loss that a block keeps."""
+        """Gather a unit for a backward that comes into it otherwise than by its outputs: by a loss that a block
+        keeps.
+        """
         _refuse_second_order()
         self.expect_end()
         self._units.enters_backward(unit)
@@ -681,16 +677,14 @@ class Cycle:
         if any(each.grad is None and each._post_accumulate_grad_hooks for each in unused):
             raise MeshparError(
                 "a post-accumulate-grad hook ran for a parameter that no rank used in this backward; use every "
-                "parameter in "
-                "each step, or change gradients between backward and step instead"
+                "parameter in each step, or change gradients between backward and step instead"
             )
         self._run_hooks([each for each in self._units.hooked() if each.grad is not None])
 
     def _refuse_hooks(self) -> None:
         raise MeshparError(
             "a hook on a parameter gets the gradient of one backward, but here several are added up before it can "
-            "run; change "
-            "gradients between the last backward and the step instead, or run one backward a step"
+            "run; change gradients between the last backward and the step instead, or run one backward a step"
         )
 
     def _run_hooks(self, hooked: list[Tensor]) -> None:
@@ -708,23 +702,21 @@ class Cycle:
     # Step
 
     def _before_step(self, optimizer: Optimizer) -> Optimizer:
-        """Check a step of ``optimizer`` and return what steps: itself, or for Adafactor what knows the norms of sharded
-        parameters.
+        """Check a step of ``optimizer`` and return what steps: itself, or for Adafactor what knows the norms of
+        sharded parameters.
         """
         held = [each for group in optimizer.param_groups for each in group["params"]]
         if old := _count(held, self._replaced):
             raise MeshparError(
                 f"{type(optimizer).__name__} holds {old} parameters from before plan.apply, which the module no "
-                "longer has, so it would "
-                "train nothing; build the optimizer after plan.apply, from par.module.parameters()"
+                "longer has, so it would train nothing; build the optimizer after plan.apply, from "
+                "par.module.parameters()"
             )
         if old := _count(held, self._gone):
             raise MeshparError(
-                f"{type(optimizer).__name__} holds {old} parameters from before par.adopt, which the module no "
-                "longer has; call "
-                "par.adopt(..., optimizer=optimizer) and then optimizer.add_param_group, or build another optimizer "
-                "from "
-                "par.module.parameters()"
+                f"{type(optimizer).__name__} holds {old} parameters from before par.adopt, which the module no longer "
+                "has; call par.adopt(..., optimizer=optimizer) and then optimizer.add_param_group, or build another "
+                "optimizer from par.module.parameters()"
             )
         own = {id(each) for each in (*self.module.parameters(), *self._units.shards())}
         if not any(id(each) in own for each in held):
@@ -735,14 +727,14 @@ class Cycle:
         if isinstance(optimizer, torch.optim.LBFGS) and any(unevenly_split(each) for each in held):
             raise MeshparError(
                 "LBFGS flattens all parameters into one vector, which torch cannot do with parameters that are split "
-                "unevenly over ranks; "
-                "use Replicate(), or an optimizer that updates each element, or each parameter, alone"
+                "unevenly over ranks; use Replicate(), or an optimizer that updates each element, or each parameter, "
+                "alone"
             )
         if isinstance(optimizer, torch.optim.LBFGS) and not all(map(_torch.flattens, held)):
             raise MeshparError(
                 "LBFGS flattens all parameters into one vector, which torch before 2.13 cannot do with parameters "
-                "that are split along "
-                "another dimension than the first; use a newer torch, AdamW or SGD, or a mesh without tp"
+                "that are split along another dimension than the first; use a newer torch, AdamW or SGD, or a mesh "
+                "without tp"
             )
         if (
             isinstance(optimizer, torch.optim.LBFGS)
@@ -750,9 +742,8 @@ class Cycle:
         ):
             raise MeshparError(
                 "LBFGS flattens all parameters into one vector, which torch cannot do with parameters on several "
-                "meshes, such as divided "
-                "experts and the rest; use a mesh without ep, or an optimizer that updates each element, or each "
-                "parameter, alone"
+                "meshes, such as divided experts and the rest; use a mesh without ep, or an optimizer that updates "
+                "each element, or each parameter, alone"
             )
         if self.agreement is not None:
             self.agreement.settings(optimizer)
@@ -779,18 +770,19 @@ class Cycle:
                 self._left.append((each, grad, grad._version))
 
     def _refuse_left(self) -> None:
-        """Refuse to go on with the gradients of a step or a backward that was left; forget those that somebody cleared."""
+        """Refuse to go on with the gradients of a step or a backward that was left; forget those that somebody
+        cleared.
+        """
         self._forget_cleared()
         if self._cut_short:
             raise MeshparError(
-                "an error ended a backward, so the gradients are incomplete; call optimizer.zero_grad() after such "
-                "an error"
+                "an error ended a backward, so the gradients are incomplete; call optimizer.zero_grad() after such an "
+                "error"
             )
         if self._left:
             raise MeshparError(
                 "par.accumulate was left before its last micro-batch, so that the gradients of this step were never "
-                "reduced; call "
-                "optimizer.zero_grad() after leaving it, or run all micro-batches"
+                "reduced; call optimizer.zero_grad() after leaving it, or run all micro-batches"
             )
 
     def _forget_cleared(self) -> None:
@@ -803,8 +795,8 @@ class Cycle:
             self._cut_short = bool(self._left) or any(bool(grad.count_nonzero()) for grad in grads)
 
     def reshard(self) -> None:
-        """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained and
-        saved.
+        """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained
+        and saved.
         """
         self._unwind()
         if not self._depth and not _torch.in_backward():
@@ -859,8 +851,7 @@ def _refuse_second_order() -> None:
     if torch.is_grad_enabled():
         raise MeshparError(
             "a gradient of a gradient (create_graph=True) needs weights that data parallelism has freed by then; use "
-            "a mesh of tensor "
-            "parallelism alone, or compute the penalty from finite differences"
+            "a mesh of tensor parallelism alone, or compute the penalty from finite differences"
         )
 
 
@@ -869,15 +860,14 @@ def _refuse_changed(buffers: Iterable[tuple[nn.Module, str, Tensor, int]]) -> No
         if child._buffers[name] is not before or before._version != version:
             raise MeshparError(
                 f"{class_name(child)} changes its buffer {name!r} in forward, which recomputation would do twice; "
-                "leave such "
-                "blocks out: ActivationCheckpoint(blocks=...)"
+                "leave such blocks out: ActivationCheckpoint(blocks=...)"
             )
 
 
 @contextmanager
 def _parts_called() -> Iterator[None]:
-    """Let torch's attention and encoder layers call their parts in evaluation, too, instead of a kernel that reads the
-    parts' weights.
+    """Let torch's attention and encoder layers call their parts in evaluation, too, instead of a kernel that reads
+    the parts' weights.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -19,12 +19,11 @@ _Cause = tuple[str, str, str]
 """(pattern of the message, likely cause, remedy)"""
 
 _SHAPES: _Cause = (
-    r"(?i)\b(sizes?|shapes?|dimensions?|normalized_shape)\b|not enough values to unpack|too many values to "
-    r"unpack|out of range",
+    r"(?i)\b(sizes?|shapes?|dimensions?|normalized_shape)\b|not enough values to unpack|too many values to unpack"
+    r"|out of range",
     "the code assumes all heads or features, but this rank holds its share of them",
     "take the count from the tensor: x.unflatten(-1, (-1, head_dim)) instead of x.view(batch, length, heads, "
-    "head_dim), "
-    "x.chunk(3, dim=-1) instead of x.split(width, dim=-1)",
+    "head_dim), x.chunk(3, dim=-1) instead of x.split(width, dim=-1)",
 )
 _WHOLE: _Cause = (
     r"mat1 and mat2 shapes cannot be multiplied",
@@ -36,8 +35,7 @@ _OUTSIDE: _Cause = (
     r"mixed torch\.Tensor and DTensor",
     "a parameter that is split over the mesh is used outside its own module, together with a plain tensor",
     "call the module that owns the weight (x = self.head(x)) instead of using its weight directly, or take that "
-    "module out of the "
-    "tensor-parallel table: TensorParallel(styles={{NAME: None}})",
+    "module out of the tensor-parallel table: TensorParallel(styles={{NAME: None}})",
 )
 _OUTSIDE_BLOCK: _Cause = (
     r"mixed torch\.Tensor and DTensor",
@@ -78,23 +76,20 @@ _GONE: _Cause = (
     r"[Cc]onnection (?:closed|reset)|[Tt]imed out|timeout",
     "another rank left its loop, or its job, or runs another number of forwards and backwards",
     "run the same number of steps on every rank, and look at the first error of all ranks' logs; cut the data to the "
-    "same length, "
-    "DistributedSampler(..., drop_last=True)",
+    "same length, DistributedSampler(..., drop_last=True)",
 )
 _TRANSFORMS: _Cause = (
     r"functorch transforms|forward AD",
     "torch.func (jvp, vmap, grad) and forward-mode derivatives do not go through the exchanges of tensor parallelism",
     "use a mesh without tp, on which they equal one process's (FullyShard(), Replicate()); torch.autograd.grad works "
-    "under tp, also with "
-    "create_graph=True",
+    "under tp, also with create_graph=True",
 )
 _SHARE: _Cause = (
     "",
     "not known; under this plan each rank computes with its share of the heads or features, which an operation may "
     "refuse",
-    "run the model without the plan: if it fails in the same way, the model is at fault; otherwise correct the "
-    "styles {inside} in the "
-    "tensor-parallel table, or keep the layers there whole (the style None)",
+    "run the model without the plan: if it fails in the same way, the model is at fault; otherwise correct the styles "
+    "{inside} in the tensor-parallel table, or keep the layers there whole (the style None)",
 )
 """For an error of torch's own that no other cause fits. A :class:`ParallelError` is a RuntimeError, too."""
 
@@ -174,8 +169,7 @@ class Explanation:
                 return (
                     f"{called} is called from outside of {around}, and its weights are gathered with that block alone",
                     f"make it a block of its own too, {self._unit_pass}(blocks=(..., '{called}')), beside the "
-                    "layout's blocks; or "
-                    f"{self._unit_pass}(blocks=()), which gathers the whole model at once",
+                    f"layout's blocks; or {self._unit_pass}(blocks=()), which gathers the whole model at once",
                 )
         return None
 

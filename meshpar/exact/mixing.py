@@ -39,10 +39,9 @@ _UNTRIED = "whether parts of a sequence compute what the whole does was not trie
 _ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
 _REMEDY = (
     "only attention exchanges positions, through transformers' attention interface or in the modules of "
-    "ModelLayout.attention, which "
-    "call meshpar.attention: use a mesh without cp for this model, or name the module, "
-    "ContextParallel(mixers=(...)), so that each rank "
-    "computes it on whole sequences; Plan(..., verify=False) skips this test"
+    "ModelLayout.attention, which call meshpar.attention: use a mesh without cp for this model, or name the module, "
+    "ContextParallel(mixers=(...)), so that each rank computes it on whole sequences; Plan(..., verify=False) skips "
+    "this test"
 )
 
 
@@ -127,7 +126,9 @@ class MixingTest:
             return forward(*args, **kwargs)
 
     def _count_alike(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], want: Tensor) -> None:
-        """Refuse a model that counts otherwise than 0, 1, 2, ... where it gets no positions, as it does without a plan."""
+        """Refuse a model that counts otherwise than 0, 1, 2, ... where it gets no positions, as it does without a
+        plan.
+        """
         ids = kwargs.get("position_ids")
         if ids is None or not torch.equal(ids, torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)):
             return
@@ -141,10 +142,9 @@ class MixingTest:
             return  # it needs them
         if counted is not None and off(counted, want, 0.0) > self._tolerance(want):
             raise ParallelError(
-                f"{class_name(self._module)} computes other values without position_ids than with the 0, 1, 2, ... "
-                "of par.split, "
-                "so it counts its positions itself; put its positions into the batch as position_ids, or use a mesh "
-                "without cp"
+                f"{class_name(self._module)} computes other values without position_ids than with the 0, 1, 2, ... of "
+                "par.split, so it counts its positions itself; put its positions into the batch as position_ids, or "
+                "use a mesh without cp"
             )
 
     def _tolerance(self, output: Tensor) -> float:

@@ -53,10 +53,8 @@ def _assign(tensor: DTensor, value: object) -> bool:
             return False
         raise ParallelError(
             f"parameter.data was assigned a {_named(value)}, and the parameter is a {_named(tensor)}, of which this "
-            "rank holds a part; "
-            "assign a tensor made from it (parameter.data * 0.9), or write whole tensors by "
-            "par.load_state_dict({name: whole}, "
-            "strict=False)"
+            "rank holds a part; assign a tensor made from it (parameter.data * 0.9), or write whole tensors by "
+            "par.load_state_dict({name: whole}, strict=False)"
         )
     with torch.no_grad():
         part = value.redistribute(placements=tensor.placements)._local_tensor
@@ -68,8 +66,8 @@ def _assign(tensor: DTensor, value: object) -> bool:
 def _refuse_numpy(tensor: DTensor) -> NoReturn:
     raise ParallelError(
         f"numpy() of a {_named(tensor)}, of which this rank holds a part; use tensor.full_tensor().numpy() on every "
-        "rank. What is written "
-        "into that does not reach the parameter: write it back by par.load_state_dict({name: whole}, strict=False)"
+        "rank. What is written into that does not reach the parameter: write it back by par.load_state_dict({name: "
+        "whole}, strict=False)"
     )
 
 
@@ -133,7 +131,6 @@ def _refuse_unknown(inside: Callable[[], bool], op: Any, error: Exception) -> No
 
 def _refuse_lost() -> NoReturn:
     raise ParallelError(
-        "a part of a DTensor (a row, a slice, a flat view) was written in place, but ranks hold other parts of it, "
-        "so that this one was "
-        f"gathered and the write would be lost; {_REMEDY}"
+        "a part of a DTensor (a row, a slice, a flat view) was written in place, but ranks hold other parts of it, so "
+        f"that this one was gathered and the write would be lost; {_REMEDY}"
     )

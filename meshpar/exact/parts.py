@@ -1,5 +1,5 @@
-"""Adafactor on sharded parameters: torch's own step, on parts of tensors whose norms and means are those of the whole
-tensors.
+"""Adafactor on sharded parameters: torch's own step, on parts of tensors whose norms and means are those of the
+whole tensors.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Part:
         return self._shape[dim]
 
     def norm(self, p: object = 2, dim: int | None = None, keepdim: bool = False, **others: object) -> Any:
-        """Return the 2-norm of the whole tensor, or of its vectors along ``dim``. Collective over the axes that divide
-        them.
+        """Return the 2-norm of the whole tensor, or of its vectors along ``dim``. Collective over the axes that
+        divide them.
         """
         if p not in (2, "fro") or keepdim != (dim is not None) or any(each is not None for each in others.values()):
             raise NotImplementedError(
@@ -84,8 +84,8 @@ class Part:
         return self._along(self._over_ranks(total, (dim % self.dim(),)).div_(self.size(dim)).to(self.dtype), dim)
 
     def __matmul__(self, row: Part) -> Part:
-        """Return the outer product of a column, whose last dim is 1, and a row; each axis divides one of them at most,
-        or both alike.
+        """Return the outer product of a column, whose last dim is 1, and a row; each axis divides one of them at
+        most, or both alike.
         """
         placements = [
             theirs if shard_dim(mine) is None else mine
@@ -146,9 +146,8 @@ def adafactor_by_parts(parameter: Tensor, grad: Tensor, state: dict[str, Any]) -
             if state[key].shape != shape:
                 raise MeshparError(
                     f"Adafactor's {key} has shape {tuple(state[key].shape)}, and of a parameter of shape "
-                    f"{tuple(parameter.shape)} it has "
-                    f"{shape}; restore the optimizer by CheckpointManager, or load the state of an Adafactor of this "
-                    "model"
+                    f"{tuple(parameter.shape)} it has {shape}; restore the optimizer by CheckpointManager, or load "
+                    "the state of an Adafactor of this model"
                 )
             state[key] = placed_like(state[key], parameter, reduced)
     return Part.of(parameter), Part.of(grad), {key: Part.of(value) for key, value in state.items()}

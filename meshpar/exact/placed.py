@@ -61,10 +61,9 @@ class Placed:
                     "optimizer.add_param_group"
                     if new
                     else "Put a parameter into a new module and call par.adopt with its name; copy values into the "
-                    "parameters that are "
-                    "there (par.load_state_dict); register as a buffer what forward assigns. "
-                    "torch.func.functional_call with other "
-                    "weights cannot work on a parallel module (par.averaged(decay) evaluates averages)"
+                    "parameters that are there (par.load_state_dict); register as a buffer what forward assigns. "
+                    "torch.func.functional_call with other weights cannot work on a parallel module "
+                    "(par.averaged(decay) evaluates averages)"
                 )
             )
         held: dict[int, set[str]] = {}
@@ -78,8 +77,7 @@ class Placed:
         if gone := gone or _tied_since(self._names, now):
             raise ParallelError(
                 f"{', '.join(gone[:6])} left the module after plan.apply, or became another's, and the ranks would "
-                "still gather and reduce "
-                f"it; call {_call(self._new_modules(gone))} on every rank"
+                f"still gather and reduce it; call {_call(self._new_modules(gone))} on every rank"
             )
         self._check_kinds()
         # modules without parameters, the same parameters in other modules, or others that units have taken
@@ -89,8 +87,7 @@ class Placed:
         if changed := next((name for child, kind, name in self._kinds if type(child) is not kind), None):
             raise ParallelError(
                 f"the class of a {changed} in the module was replaced after plan.apply, whose passes have changed "
-                "what a call of it does; "
-                "give it its class before plan.apply, or replace its forward"
+                "what a call of it does; give it its class before plan.apply, or replace its forward"
             )
 
     def came(self, names: Sequence[str], shards: Callable[[], Iterable[nn.Parameter]]) -> list[str]:
@@ -112,9 +109,8 @@ class Placed:
             if self._module.get_submodule(owner) in self.modules:
                 raise ParallelError(
                     f"{name} came into {owner or 'the model'}, a module that the plan placed; par.adopt takes new "
-                    "modules: replace "
-                    f"{owner or 'a module in it'} by a new one that has the parameter, or register the parameter in "
-                    "a new module in it"
+                    f"modules: replace {owner or 'a module in it'} by a new one that has the parameter, or register "
+                    "the parameter in a new module in it"
                 )
         if others := [name for name in came if not any(_within(name, each) for each in names)]:
             call = _call([*names, *self._new_modules(others)])

@@ -1,4 +1,6 @@
-"""Trying a split without processes: each rank of the axis is a thread with a copy of the module, and numbers are real."""
+"""Trying a split without processes: each rank of the axis is a thread with a copy of the module, and numbers are
+real.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One block run by itself, split and whole: fresh leaves, no random numbers, no sharding, and its outputs side by side."""
+"""One block run by itself, split and whole: fresh leaves, no random numbers, no sharding, and its outputs side by
+side.
+"""
 
 from __future__ import annotations
 
@@ -114,8 +116,8 @@ def quiet(unit: nn.Module, *, autocast: bool = False) -> Iterator[None]:
 
 @contextmanager
 def as_evaluated(module: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[set[torch.dtype]]:
-    """Let a module run without random numbers, recomputation and compiled blocks; yield the dtypes of what ``blocks``
-    are called with.
+    """Let a module run without random numbers, recomputation and compiled blocks; yield the dtypes of what
+    ``blocks`` are called with.
     """
     modules: list[Any] = list(module.modules())
     before = [(each.training, each._compiled_call_impl) for each in modules]
@@ -207,8 +209,8 @@ def noise(like: Tensor, seed: int) -> Tensor:
 
 
 def off(want: Tensor, have: Tensor, floor: float) -> float:
-    """Return the largest difference over the largest value; a tensor that holds rounding noise is measured by ``floor``
-    / TOLERANCE.
+    """Return the largest difference over the largest value; a tensor that holds rounding noise is measured by
+    ``floor`` / TOLERANCE.
     """
     if want.shape != have.shape:
         return float("inf")

@@ -48,16 +48,16 @@ from meshpar.replicas import digest
 log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3
-"""How far a split block may be off, relative to the largest value: far above float32's rounding, far below what a wrong
-split does.
+"""How far a split block may be off, relative to the largest value: far above float32's rounding, far below what a
+wrong split does.
 """
 LARGEST = 1 << 27
 """Parameters of a block up to which it is tried: one block whole, its gradients and a second copy are held, 2 GiB in
 float32.
 """
 INPUTS = 1 << 26
-"""Elements of a block's inputs, whole along the sequence, beyond which its first samples are tried; one may have twice
-as many.
+"""Elements of a block's inputs, whole along the sequence, beyond which its first samples are tried; one may have
+twice as many.
 """
 _MASKED = 8
 _SAME, _LOOKED_AT = 1e-2, 1 << 20
@@ -268,7 +268,9 @@ class SplitTest:
         )
 
     def _masks_agree(self, name: str, seen: _Seen) -> Iterator[Difference]:
-        """Yield dropouts whose masks are the same where ranks hold different parts, or differ where they hold the same."""
+        """Yield dropouts whose masks are the same where ranks hold different parts, or differ where they hold the
+        same.
+        """
         for inner, (x, zeros, count) in sorted(seen.masks.items()):
             table = gather_values(torch.stack([x, zeros, torch.full_like(x, count)])[None], self._context.group)
             if int(table[:, 2].min()) < _MASKED:
@@ -301,7 +303,8 @@ class SplitTest:
                     wanted = alone.gradients(expected, cotangents)
             except CannotKeep as error:
                 failed = str(error)
-            except Exception as error:  # noqa: BLE001 - training meets the block's own errors, where a loop may catch them
+            # training meets the block's own errors, where a loop may catch them
+            except Exception as error:  # noqa: BLE001
                 failed = f"it does not run unsplit: {type(error).__name__}: {error}".splitlines()[0]
             if self._anywhere(bool(failed)):
                 raise _NotTried(failed or "it does not run unsplit on another rank of the axis")
@@ -386,8 +389,8 @@ class SplitTest:
         return {each for region in regions for each in region.local_inputs}
 
     def _gathered(self, seen: _Seen, heads: set[str], *, hidden: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the inputs as one process would hand them in: whole along the sequence, and with all heads where they
-        are this rank's.
+        """Return the inputs as one process would hand them in: whole along the sequence, and with all heads where
+        they are this rank's.
         """
         args, kwargs, group = list(seen.args), dict(seen.kwargs), self._context.group
         for key in heads.intersection(kwargs):
@@ -423,14 +426,11 @@ def verified(verification: Verification) -> Verification:
         raise ParallelError(
             f"these modules compute other values split over ranks than whole:\n  {listed}\n"
             "check their styles in the layout's tensor-parallel table: a module between two projections that works "
-            "across features or "
-            "heads cannot be split ('colwise_gather' joins the features before it, 'head' those of the model's "
-            "output; {pattern: None} "
-            "leaves it whole); a whole module that sees a part needs 'grad_sum'; a whole module that sees whole "
-            "features needs None; a "
-            "module that mixes positions does not work under sequence_parallel; a forward that was replaced after "
-            "plan.apply belongs "
-            "before it; Plan(..., verify=False) skips this test"
+            "across features or heads cannot be split ('colwise_gather' joins the features before it, 'head' those of "
+            "the model's output; {pattern: None} leaves it whole); a whole module that sees a part needs 'grad_sum'; "
+            "a whole module that sees whole features needs None; a module that mixes positions does not work under "
+            "sequence_parallel; a forward that was replaced after plan.apply belongs before it; Plan(..., "
+            "verify=False) skips this test"
         )
     return verification
 
@@ -461,8 +461,8 @@ def _contains(blocks: Sequence[str], name: str) -> bool:
 
 
 def _kind(block: nn.Module, name: str, place: int, context: Context) -> Any:
-    """Return what two blocks of one kind have in common: classes, shapes, styles, and plain settings but for their own
-    number.
+    """Return what two blocks of one kind have in common: classes, shapes, styles, and plain settings but for their
+    own number.
     """
     facts = []
     for inner, child in block.named_modules():

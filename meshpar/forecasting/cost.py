@@ -178,7 +178,9 @@ def computing_time(event: Event, moved: int, hardware: Hardware) -> tuple[float,
 
 
 def sending_time(sent: Collective, hardware: Hardware) -> float:
-    """Return the seconds of one collective: ring bytes over the slowest link, and a latency that grows with the nodes."""
+    """Return the seconds of one collective: ring bytes over the slowest link, and a latency that grows with the
+    nodes.
+    """
     if sent.ranks <= 1:
         return 0.0
     inside, nodes = placement(sent, hardware)

@@ -169,7 +169,9 @@ Stream.current = _COMPUTE
 
 
 def install() -> None:
-    """Register the device with torch, and let the fake process group serve it. Once a process; changes torch for good."""
+    """Register the device with torch, and let the fake process group serve it. Once a process; changes torch for
+    good.
+    """
     module = _module()
     register_device(NAME, module)
     module.kernels = define()  # they live as long as the device

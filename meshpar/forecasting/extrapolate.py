@@ -107,7 +107,9 @@ def _stretched(few: Sequence[Event], more: Sequence[Event], times: int, places: 
 
 
 def _cut(few: Sequence[Event], more: Sequence[Event], period: int) -> int:
-    """Return where the stretch of ``period`` events stands in ``more`` that ``few`` has not: where the rest fits best."""
+    """Return where the stretch of ``period`` events stands in ``more`` that ``few`` has not: where the rest fits
+    best.
+    """
     count = len(few)
     alike_head = _misfits(zip(few, more))
     alike_tail = _misfits(zip(reversed(few), reversed(more)))

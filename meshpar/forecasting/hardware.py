@@ -17,8 +17,8 @@ from meshpar.training.metrics import PEAK_FLOPS
 Verdict = Literal["fits", "may fit", "does not fit"]
 
 RESERVED_RANGE = (1.07, 1.35)
-"""Bytes that torch's allocator reserves, over the forecast peak of tensors: least and most of the published runs that
-report it.
+"""Bytes that torch's allocator reserves, over the forecast peak of tensors: least and most of the published runs
+that report it.
 """
 
 
@@ -95,8 +95,8 @@ class Hardware:
         path = known.get(str(source), Path(source))
         if not path.is_file():
             raise MeshparError(
-                f"no hardware profile {source}; {suggestion(str(source), known)}; or give a YAML file with the "
-                "fields of Hardware"
+                f"no hardware profile {source}; {suggestion(str(source), known)}; or give a YAML file with the fields "
+                "of Hardware"
             )
         data = need("yaml").safe_load(path.read_text())
         return cls.of(data, str(source))
@@ -126,8 +126,8 @@ class Hardware:
         return self.memory - self.reserved
 
     def verdict(self, peak: float) -> Verdict:
-        """Return whether what an allocator reserves for tensors of ``peak`` bytes has room: in every case, in some, or
-        in none.
+        """Return whether what an allocator reserves for tensors of ``peak`` bytes has room: in every case, in some,
+        or in none.
         """
         least, most = reserved_range(peak)
         return "fits" if most <= self.room else "may fit" if least <= self.room else "does not fit"
@@ -141,8 +141,8 @@ class Hardware:
         if dtype == FLOAT8 and FLOAT8 not in self.peak:
             known = ", ".join(self.peak)
             raise MeshparError(
-                f"{self.name} has no speed for float8 (its peak has {known}); leave Float8 out, or add peak.float8 "
-                "to it"
+                f"{self.name} has no speed for float8 (its peak has {known}); leave Float8 out, or add peak.float8 to "
+                "it"
             )
         return self.peak.get(dtype, self.peak["float32"])
 
@@ -163,8 +163,7 @@ def _number(name: str, value: object, where: str) -> object:
         if not isinstance(value, Mapping) or "float32" not in value:
             raise MeshparError(
                 f"hardware profile {where}: peak maps dtypes to operations a second and has float32, or names a "
-                "device such as H100; "
-                f"got {value!r}"
+                f"device such as H100; got {value!r}"
             )
         return {str(dtype): _number(f"peak.{dtype}", number, where) for dtype, number in value.items()}
     try:

@@ -59,8 +59,10 @@ def page(forecasts: Sequence[Forecast], ranking: Ranking | None = None) -> str:
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1040px;margin:32px auto;padding:0 20px;color:#1d2a35;background:#fff}
 h1{font-size:19px;font-weight:600;margin:0 0 12px}h2{font-size:16px;margin:32px 0 8px}
-table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}td,th{padding:3px 14px 3px 0;text-align:left;
-border-bottom:1px solid #e3e8ec}td.n,th.n{text-align:right}.f{display:flex;gap:28px;flex-wrap:wrap}.f div{min-width:110px}
+table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
+td,th{padding:3px 14px 3px 0;text-align:left;
+border-bottom:1px solid #e3e8ec}td.n,th.n{text-align:right}
+.f{display:flex;gap:28px;flex-wrap:wrap}.f div{min-width:110px}
 .f b{display:block;font-size:22px;font-weight:600}.f span,small,.k{color:#5b6b78;font-size:13px}.bad{color:#b5544d}
 .k i{display:inline-block;width:11px;height:11px;margin:0 5px 0 14px;border-radius:2px;vertical-align:-1px}
 svg{display:block;max-width:100%;height:auto}text{font:12px system-ui,sans-serif;fill:#5b6b78}"""
@@ -115,8 +117,8 @@ def _stacks(forecasts: Sequence[Forecast]) -> str:
         if any(each.memory.held.get(name) for each in forecasts)
     )
     return (
-        f"<svg viewBox='0 0 {_WIDTH} {height}'>{''.join(drawn)}</svg><div class=k>{keys}; dashed: what tensors "
-        "can have</div>"
+        f"<svg viewBox='0 0 {_WIDTH} {height}'>{''.join(drawn)}</svg><div class=k>{keys}; dashed: what tensors can "
+        "have</div>"
     )
 
 
@@ -136,8 +138,8 @@ def _curve(forecast: Forecast) -> str:
         points.append(f"{at * _WIDTH / _POINTS:.1f},{200 - 190 * last / most:.1f}")
     area = f"<polygon points='0,200 {' '.join(points)} {_WIDTH},200' fill='#4f8fc0' fill-opacity=.35 stroke='#2f5d8a'/>"
     phases = "".join(
-        f"<text x={start * _WIDTH / total:.0f} y=216>{name}</text><line x1={start * _WIDTH / total:.0f} "
-        f"x2={start * _WIDTH / total:.0f} "
+        f"<text x={start * _WIDTH / total:.0f} y=216>{name}</text>"
+        f"<line x1={start * _WIDTH / total:.0f} x2={start * _WIDTH / total:.0f} "
         'y1=0 y2=204 stroke="#c9d3db"/>'
         for name, start in _phase_starts(forecast)
         if name not in ("start", "optimizer")
@@ -209,8 +211,8 @@ def _collectives(forecast: Forecast) -> str:
         "together</tr>"
     )
     body = "".join(
-        f"<tr><td>{row['phase']}<td>{row['kind']}<td>{row['axis']}={row['ranks']}<td class=n>{row['count']:,}"
-        f"<td class=n>{row['bytes'] / 2**20:,.3f}<td>{row['dtype']}<td>{row['where']}<td "
+        f"<tr><td>{row['phase']}<td>{row['kind']}<td>{row['axis']}={row['ranks']}<td class=n>{row['count']:,}<td "
+        f"class=n>{row['bytes'] / 2**20:,.3f}<td>{row['dtype']}<td>{row['where']}<td "
         f"class=n>{row['seconds'] * 1e3:,.2f}</tr>"
         for row in rows(forecast)
     )
@@ -252,8 +254,7 @@ def _row(each: Candidate) -> str:
     least, most = (size / GIB for size in reserved_range(each.peak))
     return (
         f"<tr><td>{escape(str(each.settings))}<td class=n>{each.tokens_per_second:,.0f}<td "
-        f"class=n>{each.peak / GIB:.1f}"
-        f"<td class=n>{least:.0f} to {most:.0f}<td>{each.verdict}</tr>"
+        f"class=n>{each.peak / GIB:.1f}<td class=n>{least:.0f} to {most:.0f}<td>{each.verdict}</tr>"
     )
 
 

@@ -60,9 +60,8 @@ def _float32(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
         yield Lint(
             name="float32",
             text=f"{share:.0%} of the operations are in float32, which {hardware.name} computes at "
-            f"1/{half / single:.0f} of the speed of "
-            "bfloat16: set param_dtype=bfloat16 in the pass that shards or replicates; parameters and optimizer "
-            "state stay float32",
+            f"1/{half / single:.0f} of the speed of bfloat16: set param_dtype=bfloat16 in the pass that shards or "
+            "replicates; parameters and optimizer state stay float32",
             seconds=seconds,
         )
 
@@ -86,9 +85,9 @@ def _tensor_parallel(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
         each = sending_time(gathers[0], hardware)
         yield Lint(
             name="redundant tensor-parallel collectives",
-            text=f"{len(gathers) // (trace.depth * passes)} all-gathers a block forward where 2 would do (and as "
-            "many more reductions in "
-            "backward): give attention and feed-forward layer the style 'region', so that their projections share one",
+            text=f"{len(gathers) // (trace.depth * passes)} all-gathers a block forward where 2 would do (and as many "
+            "more reductions in backward): give attention and feed-forward layer the style 'region', so that "
+            "their projections share one",
             seconds=2 * extra * each,
         )
 
@@ -113,8 +112,7 @@ def _padding(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
         yield Lint(
             name="padding",
             text=f"{waste:.0%} of what dp_shard={shards} gathers is padding, because parameters' first dims do not "
-            "divide by it: fewer "
-            "shards with replicas beside them (HybridShard), or more tensor parallelism",
+            "divide by it: fewer shards with replicas beside them (HybridShard), or more tensor parallelism",
             seconds=seconds,
             size=int(trace.exact["parameters"] * waste / (1 + waste)),
         )
@@ -187,8 +185,9 @@ def _exposed(timed: Cost) -> Iterator[Lint]:
     for axis, seconds in timed.exposed.items():
         help_ = {
             "tp": "fewer ranks on tp, or a larger micro-batch",
-            "dp_shard": "a larger micro-batch, prefetch_forward=1, or shards inside a node with replicas across "
-            "(HybridShard)",
+            "dp_shard": (
+                "a larger micro-batch, prefetch_forward=1, or shards inside a node with replicas across (HybridShard)"
+            ),
             "dp_replicate": "more accumulation, or fewer replicas",
         }.get(axis, "a larger micro-batch")
         yield Lint(

@@ -1,5 +1,5 @@
-"""Costs of operators before any hardware is known: operations, bytes moved (also by operators that a compiler joins),
-bytes sent.
+"""Costs of operators before any hardware is known: operations, bytes moved (also by operators that a compiler
+joins), bytes sent.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def matrix_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
 
 
 def computing_dtype(func: object, outputs: Sequence[Tensor]) -> str:
-    """Return the dtype at whose speed the operator computes: its result's, or float8 whatever its products are handed
-    out in.
+    """Return the dtype at whose speed the operator computes: its result's, or float8 whatever its products are
+    handed out in.
     """
     if func is aten._scaled_mm.default:
         return FLOAT8
@@ -107,8 +107,8 @@ def is_attention(func: Any) -> bool:
 
 
 def floating_point(func: Any, shape: tuple[int, ...]) -> int:
-    """Return the operations of a product or of attention (its whole square, causal or not; backward does five products
-    for two).
+    """Return the operations of a product or of attention (its whole square, causal or not; backward does five
+    products for two).
     """
     if not shape:
         return 0

@@ -38,8 +38,8 @@ __all__ = ["FakeTensor", "Settled", "fake_mode", "hidden_propagation", "register
 
 
 def register_device(name: str, module: object) -> None:
-    """Let torch know the simulated device ``name``, driven by ``module``, and the fake process group serve it; once a
-    process.
+    """Let torch know the simulated device ``name``, driven by ``module``, and the fake process group serve it; once
+    a process.
     """
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -169,8 +169,8 @@ class Settled:
         self.meet("a step")
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
-        """Send which parameters have a gradient; simulated ranks all use the same. Beside an accelerator the hosts send
-        it meanwhile.
+        """Send which parameters have a gradient; simulated ranks all use the same. Beside an accelerator the hosts
+        send it meanwhile.
         """
         if self._on_cpu and self._real.differs:
             count = 1 + sum(1 for _ in self._par.module.parameters())

@@ -129,8 +129,8 @@ class Ranking:
 
 
 def alike(candidates: Iterable[Candidate]) -> tuple[tuple[Candidate, ...], ...]:
-    """Return candidates in groups, the fastest first: what is slower than a group's fastest by less than the forecast's
-    error is in it.
+    """Return candidates in groups, the fastest first: what is slower than a group's fastest by less than the
+    forecast's error is in it.
     """
     groups = list[list[Candidate]]()
     for each in sorted(candidates, key=lambda each: -each.tokens_per_second):
@@ -185,7 +185,7 @@ def group_title(groups: Sequence[Sequence[Candidate]], place: int) -> str:
         return "the fastest setting" if place == 0 else f"one setting, {slower[0]:.0%} slower"
     which = "the fastest" if place == 0 else f"{slower[0]:.0%} to {slower[-1]:.0%} slower"
     same = (
-        f"within {ERROR_RANGE:.0%}, the error of the forecast: it cannot tell which is faster; those that fit "
-        "come first"
+        f"within {ERROR_RANGE:.0%}, the error of the forecast: it cannot tell which is faster; those that fit come "
+        "first"
     )
     return f"{which}, {len(slower)} settings {same if place == 0 else 'that it cannot tell apart'}"

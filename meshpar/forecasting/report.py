@@ -201,8 +201,8 @@ def _collectives(forecast: Forecast) -> Table:
     for row in rows(forecast):
         each = f"{row['bytes'] / 2**20:,.3f}" if row["bytes"] > 1024 else "< 0.001"
         table.add_row(
-            row["phase"], row["kind"], f"{row['axis']}={row['ranks']}", f"{row['count']:,}", each, row["dtype"], row["where"],
-            f"{row['seconds'] * 1e3:,.2f}",
+            row["phase"], row["kind"], f"{row['axis']}={row['ranks']}", f"{row['count']:,}", each, row["dtype"],
+            row["where"], f"{row['seconds'] * 1e3:,.2f}",
         )  # fmt: skip
     return table
 

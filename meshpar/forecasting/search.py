@@ -1,4 +1,6 @@
-"""Every legal mesh and setting for the ranks given, ranked: each kind of block is simulated once, the rest is added up."""
+"""Every legal mesh and setting for the ranks given, ranked: each kind of block is simulated once, the rest is added
+up.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +205,9 @@ def _candidates(
 
 
 def _grown_together(micro_batches: Sequence[int]) -> list[list[int]]:
-    """Return the micro-batches to simulate one after the other: 1 and 2, from which larger ones are widened, and these."""
+    """Return the micro-batches to simulate one after the other: 1 and 2, from which larger ones are widened, and
+    these.
+    """
     larger = sorted(size for size in micro_batches if size > 2)
     return [[size] for size in (1, 2) if larger or size in micro_batches] + ([larger] if larger else [])
 
@@ -350,8 +354,8 @@ def _simulation(asked: _Asked, settings: Settings, *, ranks_per_node: int | None
 
 
 def _typical(asked: _Asked, family: _Family, size: int) -> Simulation:
-    """Return the job that stands for a family: with replicas where there can be any in it, so that their reductions are
-    in the trace.
+    """Return the job that stands for a family: with replicas where there can be any in it, so that their reductions
+    are in the trace.
     """
     ranks = asked.world_size // family[0]
     replicas = 2 if asked.replicates and not asked.copies and ranks % 2 == 0 and ranks > 2 else 1
@@ -418,7 +422,9 @@ def _between_jobs(settings: Settings, parameters: int, hardware: Hardware) -> fl
 
 
 def _on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:
-    """Return the trace with its data axes cut another way: groups of other sizes, other strides, shards of other sizes."""
+    """Return the trace with its data axes cut another way: groups of other sizes, other strides, shards of other
+    sizes.
+    """
     then = trace.axes["dp_shard"]
     known: dict[Collective, Collective] = {}
 

@@ -1,5 +1,5 @@
-"""A training step of one rank out of thousands, simulated: the real passes on a model without memory, in a process of
-its own.
+"""A training step of one rank out of thousands, simulated: the real passes on a model without memory, in a process
+of its own.
 """
 
 from __future__ import annotations
@@ -130,8 +130,7 @@ def _send(jobs: Sequence[Simulation], where: Path) -> None:
     if multiprocessing.current_process().name == PROCESS:
         raise MeshparError(
             "the forecast imports the script that defines this model, and the script asks for a forecast as it is "
-            "imported; "
-            'put what it does under if __name__ == "__main__":'
+            'imported; put what it does under if __name__ == "__main__":'
         )
     try:
         sent = [
@@ -141,8 +140,7 @@ def _send(jobs: Sequence[Simulation], where: Path) -> None:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise MeshparError(
             f"the forecast runs in a process of its own, to which this plan or model cannot be sent: {error}; define "
-            "classes and functions "
-            "at the top of a module, and build the model on the meta device"
+            "classes and functions at the top of a module, and build the model on the meta device"
         ) from error
 
 
@@ -154,7 +152,9 @@ def _start(places: Sequence[Path]) -> subprocess.Popen[bytes]:
 
 
 def _preparation(sent: Sequence[bytes]) -> dict[str, Any]:
-    """Return the data with which another process can unpickle ``sent``, as multiprocessing's spawn prepares a process."""
+    """Return the data with which another process can unpickle ``sent``, as multiprocessing's spawn prepares a
+    process.
+    """
     data = {key: value for key, value in spawn.get_preparation_data(PROCESS).items() if key != "authkey"}
     if not any(
         b"__main__" in each for each in sent
@@ -240,8 +240,8 @@ def like_blocks(model: nn.Module, layout: ModelLayout) -> tuple[str, int]:
     kinds = {_signature(block) for _, block in blocks}
     if len(kinds) > 1:
         raise MeshparError(
-            f"the blocks of {next(iter(lists))} are of {len(kinds)} kinds, so a few do not represent the rest: "
-            "replay the full depth"
+            f"the blocks of {next(iter(lists))} are of {len(kinds)} kinds, so a few do not represent the rest: replay "
+            "the full depth"
         )
     return next(iter(lists)), len(blocks)
 
@@ -262,7 +262,9 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
 
 
 def run(job: Simulation) -> Trace:
-    """Simulate in this process, on which :func:`meshpar.forecasting.device.install` was called. Only the worker does."""
+    """Simulate in this process, on which :func:`meshpar.forecasting.device.install` was called. Only the worker
+    does.
+    """
     from meshpar.training.optimizer import AdamWSettings, build_adamw
 
     plan, compiled = _uncompiled(job.plan)
@@ -315,8 +317,8 @@ def run(job: Simulation) -> Trace:
 
 @final
 class _Replicas:
-    """The part of :class:`meshpar.training.Replicas` that costs memory and time in each step, on the replica with the
-    most state.
+    """The part of :class:`meshpar.training.Replicas` that costs memory and time in each step, on the replica with
+    the most state.
     """
 
     def __init__(

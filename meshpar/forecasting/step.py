@@ -89,8 +89,8 @@ class Batch:
         )
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """Return one micro-batch, as a model takes it, with values of no meaning: int64, (B, L), targets (B, T), labels
-        of texts (B).
+        """Return one micro-batch, as a model takes it, with values of no meaning: int64, (B, L), targets (B, T),
+        labels of texts (B).
         """
         sizes = {"input_ids": (self.micro_batch, self.sequence)}
         if self.examples != "tokens":

@@ -15,7 +15,8 @@ HELD = (
     *("parameters", "gradients", "optimizer", "buffers", "inputs"),
     *("gathered", "activations", "recomputed", "logits and loss", "temporaries"),
 )
-"""Owners of memory. ``gathered``: whole parameters of a unit, and the buffers in which they and their gradients travel.
+"""Owners of memory. ``gathered``: whole parameters of a unit, and the buffers in which they and their gradients
+travel.
 """
 
 Kind = Literal["compute", "collective", "async", "wait"]

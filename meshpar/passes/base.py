@@ -244,8 +244,8 @@ def block_problems(
     *,
     required: bool = True,
 ) -> Iterator[str]:
-    """Yield the patterns of blocks that match nothing, and their absence where they are ``required``; ``owner`` is the
-    pass that asks.
+    """Yield the patterns of blocks that match nothing, and their absence where they are ``required``; ``owner`` is
+    the pass that asks.
     """
     source = "layout block" if override is None else f"{owner}(blocks=...)"
     for pattern in override if override is not None else layout.blocks:
@@ -256,8 +256,8 @@ def block_problems(
             if not is_called(child):
                 kind = type(child).__name__
                 yield (
-                    f"{source} {pattern!r} matches {name}, a {kind}, which is never called; name the modules in "
-                    f"it: '{name}.*'"
+                    f"{source} {pattern!r} matches {name}, a {kind}, which is never called; name the modules in it: "
+                    f"'{name}.*'"
                 )
     if required and override is None and not layout.blocks:
         yield (

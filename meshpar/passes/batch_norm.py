@@ -28,16 +28,14 @@ def batch_norm_problems(module: nn.Module) -> Iterator[str]:
         title = f"{name or 'the outermost module'} ({type(child).__name__})"
         if isinstance(child, LazyModuleMixin):
             yield (
-                f"{title} has no number of features yet; run one forward before the plan is applied, or build it "
-                "with its num_features"
+                f"{title} has no number of features yet; run one forward before the plan is applied, or build it with "
+                "its num_features"
             )
         elif not _has_torchs_forward(child):
             yield (
                 f"{title} is a batch norm with a forward of its own, which would compute statistics of one data "
-                "rank's part of the "
-                "batch; use torch's BatchNorm and move the rest of that forward to a separate module, or use a norm "
-                "that does not work "
-                "across the batch"
+                "rank's part of the batch; use torch's BatchNorm and move the rest of that forward to a separate "
+                "module, or use a norm that does not work across the batch"
             )
 
 
@@ -117,8 +115,8 @@ def _set_forward(norm: Any, groups: Sequence[dist.ProcessGroup]) -> None:
 
 @torch.library.custom_op("meshpar::keep_statistics", mutates_args={"buffers"})
 def _keep(buffers: list[Tensor], values: list[Tensor]) -> None:
-    """Write running statistics, unless a recomputation asks; compiled code runs an operator as it is, without a graph
-    break.
+    """Write running statistics, unless a recomputation asks; compiled code runs an operator as it is, without a
+    graph break.
     """
     if not RECOMPUTED.get():
         for buffer, value in zip(buffers, values, strict=True):
@@ -134,8 +132,8 @@ def _native(norm: Any, x: Tensor, running: list[Any], *, training: bool, momentu
 
 
 class _Statistics(NamedTuple):
-    """Of one batch, by channel: this rank's mean and what is centered by it; all ranks' number of values, mean, squares
-    around it.
+    """Of one batch, by channel: this rank's mean and what is centered by it; all ranks' number of values, mean,
+    squares around it.
     """
 
     own_mean: Tensor

@@ -55,8 +55,7 @@ class Compile(Pass):
         if self.fullgraph and applied(module).divided:
             raise ParallelError(
                 "Compile(fullgraph=True) got blocks with divided experts, whose exchange of tokens breaks the graph; "
-                "drop fullgraph=True, "
-                "or use a mesh without ep"
+                "drop fullgraph=True, or use a mesh without ep"
             )
         for _, block in find_blocks(module, layout, self.blocks):
             if block._compiled_call_impl is None:

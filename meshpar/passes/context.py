@@ -64,8 +64,7 @@ class ContextParallel(Pass):
         elif layout.exchange is None and not layout.attention and not mixers:
             yield (
                 f"the layout does not name the attention of {type(module).__name__}; call meshpar.attention(self, q, "
-                "k, v, mask) in it, "
-                "and give ModelLayout(attention=('layers.*.attn',)), or drop ContextParallel"
+                "k, v, mask) in it, and give ModelLayout(attention=('layers.*.attn',)), or drop ContextParallel"
             )
         for pattern in (*layout.attention, *mixers):
             if not any(True for _ in find_modules(module, pattern)):
@@ -76,8 +75,7 @@ class ContextParallel(Pass):
         if mesh.axes["cp"] > 1 and found:
             yield (
                 f"ContextParallel: each rank computes {len(found)} modules ({found[0]}, ...) on whole sequences, "
-                "because they mix "
-                "positions in another way: exact, but their time and memory are not divided"
+                "because they mix positions in another way: exact, but their time and memory are not divided"
             )
 
     def late_problems(
@@ -157,8 +155,7 @@ def _compute_whole(module: nn.Module, exchange: Exchange) -> None:
         if made is not None and made.shape[1] != length:
             raise MeshparError(
                 f"{type(module).__name__} computes whole sequences of {length} positions under ContextParallel, and "
-                "returned "
-                f"{tuple(made.shape)}: under sequence parallelism its output is split once more; use "
+                f"returned {tuple(made.shape)}: under sequence parallelism its output is split once more; use "
                 "TensorParallel(sequence_parallel=False), or a mesh without cp"
             )
         return tree_map(own, output)
@@ -175,8 +172,8 @@ def _hidden(values: object) -> Tensor | None:
 
 
 def _dim_of_positions(value: Tensor, part: int) -> int | None:
-    """Return the dim of a module's input along which a rank has a part: (B, L), (L, D), (B, L, D), (B, H, L, any), (B,
-    H, 1, L).
+    """Return the dim of a module's input along which a rank has a part: (B, L), (L, D), (B, L, D), (B, H, L, any),
+    (B, H, 1, L).
     """
     if value.ndim == 4 and value.shape[2] == 1:
         return 3 if value.shape[3] == part else None

@@ -72,8 +72,8 @@ class Exchange:
         return runs(length, self.size, self.rank if rank is None else rank, balance=self.balance)
 
     def rows(self, length: int, device: torch.device, rank: int | None = None) -> Tensor:
-        """Return the positions of this rank, or of another, in a whole sequence of ``length``: (``length`` / ``size``)
-        int64.
+        """Return the positions of this rank, or of another, in a whole sequence of ``length``: (``length`` /
+        ``size``) int64.
         """
         return torch.cat([torch.arange(each.start, each.stop, device=device) for each in self.runs(length, rank)])
 
@@ -94,8 +94,8 @@ class Exchange:
         return _all_gather(x.detach(), 0, self.group)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        """Return the ranks' parts of ``x`` joined along ``dim`` in the sequence's order; gradients are summed over the
-        axis.
+        """Return the ranks' parts of ``x`` joined along ``dim`` in the sequence's order; gradients are summed over
+        the axis.
         """
         return _Whole.apply(x, dim, self)
 
@@ -123,18 +123,16 @@ class Exchange:
             got = "none" if mask is None else f"one of {mask.shape[-2]} x {mask.shape[-1]}"
             raise MeshparError(
                 f"attention over a part of the positions needs the mask of {rows} queries and "
-                f"{q.shape[2] * self.size} keys, that of "
-                f"meshpar.attention_mask, got {got}: a model that makes masks of its own cannot be split; use a mesh "
-                "without cp"
+                f"{q.shape[2] * self.size} keys, that of meshpar.attention_mask, got {got}: a model that makes masks "
+                "of its own cannot be split; use a mesh without cp"
             )
         if self.cut:
             alone = q.shape[1] // k.shape[1]
             return _own(v, alone) + q.sum(-1, keepdim=True) + _own(k.sum(-1, keepdim=True), alone)
         if k.shape[2] != q.shape[2]:
             raise MeshparError(
-                f"ContextParallel splits self-attention, got {q.shape[2]} queries and {k.shape[2]} keys: attention "
-                "to another sequence, or "
-                "a key/value cache, is not supported; use a mesh without cp"
+                f"ContextParallel splits self-attention, got {q.shape[2]} queries and {k.shape[2]} keys: attention to "
+                "another sequence, or a key/value cache, is not supported; use a mesh without cp"
             )
         if self.transport == "heads":
             return self._over_heads(inner, q, k, v, mask, causal)
@@ -148,8 +146,7 @@ class Exchange:
         if heads % self.size:
             raise MeshparError(
                 f"ContextParallel(transport='heads') over cp={self.size} divides the heads, got {heads}; use "
-                "transport='gather', or a cp "
-                "that divides them"
+                "transport='gather', or a cp that divides them"
             )
         if groups % self.size:  # every rank needs the keys of its own heads: as many copies as make them divide
             copies = next(

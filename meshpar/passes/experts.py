@@ -42,11 +42,12 @@ from meshpar.patterns import class_name, covers, find_modules, matches
 log = logging.getLogger(__name__)
 
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.1
-"""How far divided experts may be off in the first forward, relative to the largest value; the second in 16 bits on an
-accelerator.
+"""How far divided experts may be off in the first forward, relative to the largest value; the second in 16 bits on
+an accelerator.
 """
 LARGEST = 1 << 27
-"""Parameters of all ranks' experts that the first forward draws at most, of one module at a time: 512 MiB in float32.
+"""Parameters of all ranks' experts that the first forward draws at most, of one module at a time: 512 MiB in
+float32.
 """
 _TOKENS = 64  # of each rank in a test of divided experts
 _COUNTS = re.compile(r"_?(moe_)?(n|num)_(local_|routed_|total_)?experts")
@@ -90,8 +91,8 @@ class ExpertParallel(Pass):
         size, owners = mesh.axes["ep"], dict[nn.Parameter, list[str]]()
         if not 1 <= self.skew <= size:
             yield (
-                f"ExpertParallel(skew={self.skew}) is expected to be from 1, equal routing, to ep={size}, all rows "
-                "to one rank; change it"
+                f"ExpertParallel(skew={self.skew}) is expected to be from 1, equal routing, to ep={size}, all rows to "
+                "one rank; change it"
             )
         for name, child in module.named_modules():
             for leaf, each in child.named_parameters(recurse=False, remove_duplicate=False):
@@ -100,8 +101,7 @@ class ExpertParallel(Pass):
         for names in (each for each in tied if not divided.isdisjoint(each)):
             yield (
                 f"{' and '.join(names)} are one parameter, which ExpertParallel would divide separately for each "
-                "module; use one "
-                "experts module for both layers, untie them, or use a mesh without ep"
+                "module; use one experts module for both layers, untie them, or use a mesh without ep"
             )
         for pattern in layout.experts:
             found = list(find_modules(module, pattern))
@@ -112,14 +112,13 @@ class ExpertParallel(Pass):
                 if isinstance(child, nn.ModuleList):
                     yield (
                         f"{name} is a list of {len(child)} modules, expected one module with their parameters "
-                        f"stacked, and {INTERFACE} "
-                        "into its forward; stack them, or use a mesh without ep"
+                        f"stacked, and {INTERFACE} into its forward; stack them, or use a mesh without ep"
                     )
                 elif len(set(counts.values())) != 1:
                     held = ", ".join(f"{leaf} {tuple(getattr(child, leaf).shape)}" for leaf in counts) or "no parameter"
                     yield (
-                        f"{name} must hold parameters whose first dim counts its experts, got {held}; take it out "
-                        "of ModelLayout.experts"
+                        f"{name} must hold parameters whose first dim counts its experts, got {held}; take it out of "
+                        "ModelLayout.experts"
                     )
                 else:
                     count = next(iter(counts.values()))
@@ -131,8 +130,8 @@ class ExpertParallel(Pass):
         if mesh.spans_nodes("ep"):
             yield (
                 f"axis 'ep' (size {mesh.axes['ep']}) spans nodes of {mesh.ranks_per_node} ranks: every layer of "
-                "experts then sends its "
-                "tokens between nodes four times a step; keep ep x tp within a node, and use dp_shard across nodes"
+                "experts then sends its tokens between nodes four times a step; keep ep x tp within a node, and use "
+                "dp_shard across nodes"
             )
 
     def late_problems(
@@ -197,9 +196,8 @@ def _undivided_problems(name: str, module: nn.Module, count: int, in_order: bool
         each.kind == each.VAR_POSITIONAL for each in given
     ):
         got, want = ", ".join(map(str, given)), _IN_ORDER if in_order else INTERFACE
-        yield (
-            f"{name} has forward({got}), expected {want}; take it out of ModelLayout.experts, or use a mesh without ep"
-        )
+        remedy = "take it out of ModelLayout.experts, or use a mesh without ep"
+        yield f"{name} has forward({got}), expected {want}; {remedy}"
 
 
 def _numbers(module: nn.Module, count: int) -> list[str]:
@@ -368,8 +366,7 @@ def _inputs(name: str, module: nn.Module, given: Mapping[str, Any]) -> tuple[str
     )
     raise ParallelError(
         f"{name} ({class_name(module)}) got the tensors ({got}), expected {INTERFACE} and no other tensor, which "
-        "would not travel with "
-        "its tokens; compute with others outside of the module, or use a mesh without ep"
+        "would not travel with its tokens; compute with others outside of the module, or use a mesh without ep"
     )
 
 
@@ -462,12 +459,10 @@ def _try(
     if worst > (HALF_TOLERANCE if narrow else TOLERANCE):
         raise ParallelError(
             f"{call.name} ({class_name(call.module)}) gives other results with the experts of each rank of ep than "
-            "with all experts (off "
-            f"by {worst:.1e}{', in training' if training else ''}), expected for each token the sum over its chosen "
-            "experts, each by its "
-            "own row, weight and parameters alone; move computations over all experts of a token (a normalisation of "
-            "weights, a residual, "
-            "a capacity) to the module around it, or use a mesh without ep; Plan(..., verify=False) skips this test"
+            f"with all experts (off by {worst:.1e}{', in training' if training else ''}), expected for each token the "
+            "sum over its chosen experts, each by its own row, weight and parameters alone; move computations over "
+            "all experts of a token (a normalisation of weights, a residual, a capacity) to the module around it, or "
+            "use a mesh without ep; Plan(..., verify=False) skips this test"
         )
 
 
@@ -475,9 +470,8 @@ def _does_not_run(call: _Chosen, held: int, error: Exception) -> str:
     expected = _IN_ORDER if isinstance(call, _InOrder) else INTERFACE
     return (
         f"{call.name} ({class_name(call.module)}) does not run with {held} of its experts on rows of noise "
-        f"({type(error).__name__}: "
-        f"{first_line(error)}), expected {expected} and its number of experts read from its parameters or an attribute "
-        "such as num_experts; use a mesh without ep"
+        f"({type(error).__name__}: {first_line(error)}), expected {expected} and its number of experts read from its "
+        "parameters or an attribute such as num_experts; use a mesh without ep"
     )
 
 
@@ -498,8 +492,8 @@ def _choices(count: int, slots: int, seed: int) -> Tensor:
 def _by_itself(
     module: nn.Module, training: bool, device: torch.device, noise: Callable[[int, Sequence[int], torch.dtype], Tensor]
 ) -> Iterator[None]:
-    """Let a module run in a mode, on copies of buffers, with noise for the parameters inside of it, without the hooks
-    of FSDP2.
+    """Let a module run in a mode, on copies of buffers, with noise for the parameters inside of it, without the
+    hooks of FSDP2.
     """
     kept = [
         (each, each.training, dict(each._buffers), dict(each._parameters), _hooks(each)) for each in module.modules()
@@ -554,8 +548,8 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _with_gradients(compute: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor) -> list[Tensor]:
-    """Return what is computed, and its gradients where noise comes from above, in float64; a gradient that there is not
-    is zero.
+    """Return what is computed, and its gradients where noise comes from above, in float64; a gradient that there is
+    not is zero.
     """
     leaves = [each.detach().clone().requires_grad_() for each in (hidden, weights)]
     output = compute(leaves[0], chosen, leaves[1])

@@ -71,8 +71,8 @@ class Float8(Pass):
             yield f"Float8(recipe={self.recipe!r}) is not known; use 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'"
         if not self._layers(module, layout):
             yield (
-                f"Float8 finds no linear layer in the blocks whose features are multiples of {_MULTIPLE}, apart "
-                "from those in skip"
+                f"Float8 finds no linear layer in the blocks whose features are multiples of {_MULTIPLE}, apart from "
+                "those in skip"
             )
 
     def machine_problems(self, device_type: str) -> Iterator[str]:

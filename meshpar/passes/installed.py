@@ -88,8 +88,8 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return a ``forward`` that somebody else put on this instance; None where its class's computes, under meshpar's or
-    alone.
+    """Return a ``forward`` that somebody else put on this instance; None where its class's computes, under meshpar's
+    or alone.
     """
     known, forward = installed(module), module.__dict__.get("forward")
     if known is None or known.forward is None:
@@ -99,8 +99,8 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 @contextmanager
 def in_place_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let ``module`` compute something else during a call of its model (a loss instead of logits), which tries of the
-    model do not see.
+    """Let ``module`` compute something else during a call of its model (a loss instead of logits), which tries of
+    the model do not see.
     """
     known, own = record(module), module.__dict__.get("forward")
     known.aside.append(own)
@@ -137,8 +137,8 @@ def _put(module: Any, forward: Callable[..., Any] | None) -> None:
 
 @contextmanager
 def as_written(module: nn.Module) -> Iterator[None]:
-    """Let ``module`` and what is in it compute as their authors wrote them for a while, with whatever parameters they
-    hold then.
+    """Let ``module`` and what is in it compute as their authors wrote them for a while, with whatever parameters
+    they hold then.
     """
     changed = [(each, known) for each in module.modules() if (known := installed(each)) is not None]
     now = [{name: each.__dict__[name] for name in known.attributes} for each, known in changed]

@@ -68,8 +68,7 @@ def replaced_problems(name: str, module: nn.Module, base: type[nn.Module]) -> It
     if any(hooks):
         yield (
             f"{name} has hooks, which would see a rank's part of what they expect (or weights that they compute, as "
-            "weight_norm of "
-            f"torch.nn.utils does, would be skipped); register them on a module around it, or {leave}"
+            f"weight_norm of torch.nn.utils does, would be skipped); register them on a module around it, or {leave}"
         )
 
 
@@ -129,16 +128,14 @@ def local(parameter: Any) -> Any:
     if is_shard(parameter):
         raise ParallelError(
             "a layer is called where its weights are not gathered: outside of its block, or of a call of the module; "
-            "call par.module, or "
-            "let a method of the model's own enter by par.register_method(name)"
+            "call par.module, or let a method of the model's own enter by par.register_method(name)"
         )
     if isinstance(parameter, DTensor):
         return part_here(parameter)
     raise ParallelError(
         f"a plain tensor {tuple(parameter.shape)} replaced a layer's part of a parameter, a DTensor; "
         "torch.func.functional_call with whole weights cannot work on a parallel module: load them with "
-        "par.load_state_dict, "
-        "average weights with par.averaged, or hand in DTensors placed like the parameters"
+        "par.load_state_dict, average weights with par.averaged, or hand in DTensors placed like the parameters"
     )
 
 
@@ -302,10 +299,8 @@ def refuse_written(name: str, cause: Exception | None = None) -> NoReturn:
     """
     raise ParallelError(
         f"{name} was written or replaced in a forward: a gathered copy is freed afterwards, and copies that ranks "
-        "keep would differ. Write "
-        "between steps, outside of the module's calls, into the parameters of par.module (under torch.no_grad(), by "
-        "operators that "
-        "DTensors have), or register as a buffer what forward updates"
+        "keep would differ. Write between steps, outside of the module's calls, into the parameters of par.module "
+        "(under torch.no_grad(), by operators that DTensors have), or register as a buffer what forward updates"
     ) from cause
 
 
@@ -406,7 +401,9 @@ class WholeParameters:
                 see_plain(child, inside, "data ranks")
 
     def _placed(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter as a DTensor that the data axes replicate, and that is split over tensor axes as it was."""
+        """Return the parameter as a DTensor that the data axes replicate, and that is split over tensor axes as it
+        was.
+        """
         names, placements = self._axes, [Replicate()] * len(self._axes)
         if isinstance(parameter, DTensor):
             names = (*names, *(parameter.device_mesh.mesh_dim_names or ()))

@@ -61,8 +61,8 @@ def draws_random(module: nn.Module) -> bool:
 
 
 def digest(device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Return a number for the state of a generator, ``device``'s default one, as a 0-dim int64 tensor there; waits for
-    nothing.
+    """Return a number for the state of a generator, ``device``'s default one, as a 0-dim int64 tensor there; waits
+    for nothing.
     """
     return torch.tensor(zlib.crc32(bytes((generator or _generator(device)).get_state().tolist())), device=device)
 
@@ -79,7 +79,9 @@ class SplitState:
 
     @_torch.eager
     def part(self, device: torch.device, coordinate: int) -> None:
-        """Draw for a part from here on: switch ``device``'s default generator to a state of this ``coordinate``'s own."""
+        """Draw for a part from here on: switch ``device``'s default generator to a state of this ``coordinate``'s
+        own.
+        """
         if self._shared is None:
             self._device = device
             self._shared = _fork(device, coordinate)
@@ -93,8 +95,8 @@ class SplitState:
 
 
 def _fork(device: torch.device, coordinate: int) -> torch.Tensor:
-    """Switch ``device``'s default generator to a state of this ``coordinate``'s own, and return the state that the axis
-    shares.
+    """Switch ``device``'s default generator to a state of this ``coordinate``'s own, and return the state that the
+    axis shares.
     """
     generator = _generator(device)
     if runtime.on_host(device):

@@ -1,5 +1,5 @@
-"""Values that the host reads from a device in the middle of a forward: beside other work, and once, also where a block
-is recomputed.
+"""Values that the host reads from a device in the middle of a forward: beside other work, and once, also where a
+block is recomputed.
 """
 
 from __future__ import annotations

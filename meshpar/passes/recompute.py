@@ -142,8 +142,7 @@ def _counted_once() -> Any:
     if _torch.in_checkpoint():
         raise MeshparError(
             "both the model (torch.utils.checkpoint) and the plan (ActivationCheckpoint) recompute a block, so its "
-            "batch norms would count "
-            "a batch less often than in one process; remove one of the two"
+            "batch norms would count a batch less often than in one process; remove one of the two"
         )
     return nullcontext(), _Recomputing()
 

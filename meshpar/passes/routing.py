@@ -114,8 +114,7 @@ def refuse_shapes(hidden: Tensor, chosen: Tensor, weights: Tensor) -> None:
     ):
         raise ParallelError(
             f"experts got chosen experts {tuple(chosen.shape)} and weights {tuple(weights.shape)} for hidden states "
-            f"{tuple(hidden.shape)}, "
-            f"expected {INTERFACE}; use a mesh without ep for this model"
+            f"{tuple(hidden.shape)}, expected {INTERFACE}; use a mesh without ep for this model"
         )
 
 
@@ -152,8 +151,7 @@ def _routed(
         ranks = ", ".join(str(rank) for rank, each in enumerate(outside) if each)
         raise ParallelError(
             f"{sum(outside)} chosen experts of rank(s) {ranks} of ep are no experts, expected numbers from 0 to "
-            f"{count - 1}; choose "
-            "expert 0 with weight 0 for a slot that is dropped, or use a mesh without ep"
+            f"{count - 1}; choose expert 0 with weight 0 for a slot that is dropped, or use a mesh without ep"
         )
     theirs = counts[1, :, :-1].flatten().to(expert.device, non_blocking=True)
     numbers = torch.arange(count // group.size(), device=expert.device).repeat(group.size())
@@ -174,8 +172,8 @@ class _Exchange(torch.autograd.Function):
 
 
 class Mean(torch.autograd.Function):
-    """A weight that saw the tokens of ``size`` ranks: its gradient is their sum, of which data ranks want the mean, as
-    of every other.
+    """A weight that saw the tokens of ``size`` ranks: its gradient is their sum, of which data ranks want the mean,
+    as of every other.
     """
 
     @staticmethod

@@ -71,8 +71,8 @@ class Precision:
     def units(
         self, module: nn.Module, layout: ModelLayout, min_params: int = 0
     ) -> list[tuple[nn.Module, MixedPrecisionPolicy, str]]:
-        """Return (module, policy, name) of the units, innermost first; the last is the whole model with what no other
-        unit holds.
+        """Return (module, policy, name) of the units, innermost first; the last is the whole model with what no
+        other unit holds.
         """
         order = {name: place for place, (name, _) in enumerate(module.named_modules())}
         found_blocks = find_blocks(module, layout, self.blocks)
@@ -91,7 +91,9 @@ class Precision:
         ]
 
     def keep_whole(self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> set[nn.Parameter]:
-        """Take out the parameters that every rank of ``axes`` keeps whole, and return them as FSDP2 is to ignore them."""
+        """Take out the parameters that every rank of ``axes`` keeps whole, and return them as FSDP2 is to ignore
+        them.
+        """
         for each in module.parameters():
             held: Any = each._local_tensor if isinstance(each, DTensor) else each
             if (
@@ -124,8 +126,7 @@ class Precision:
         if left := [name for name in integers if not any(covers(pattern, name) for pattern in self.whole)]:
             yield (
                 f"{owner}: {', '.join(left)} are parameters of integers, which torch {torch.__version__} cannot "
-                "shard; use torch 2.13 or "
-                f"newer, register them as buffers, or use {owner}(whole={left})"
+                f"shard; use torch 2.13 or newer, register them as buffers, or use {owner}(whole={left})"
             )
         units = [(name, unit) for unit, _, name in self.units(module, layout, min_params)]
         yield from unit_content_problems(units, module, set(kept_whole(module, self.whole)))
@@ -366,16 +367,15 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         if self.optimizer == "world" and not isinstance(self.reshard_after_forward, bool):
             yield (
                 f"{self.name}(optimizer='world', reshard_after_forward={self.reshard_after_forward}) reshards to "
-                "parts of a replica, whose "
-                "shards are kept as they are; use reshard_after_forward=True or False"
+                "parts of a replica, whose shards are kept as they are; use reshard_after_forward=True or False"
             )
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         if mesh.spans_nodes("dp_shard"):
             yield (
-                f"axis 'dp_shard' (size {mesh.axes['dp_shard']}) spans nodes of {mesh.ranks_per_node} ranks, so "
-                "every gather crosses them; "
-                f"hybrid sharding is meant to keep it inside: dp_shard={mesh.ranks_per_node} or a divisor"
+                f"axis 'dp_shard' (size {mesh.axes['dp_shard']}) spans nodes of {mesh.ranks_per_node} ranks, so every "
+                f"gather crosses them; hybrid sharding is meant to keep it inside: dp_shard={mesh.ranks_per_node} or "
+                "a divisor"
             )
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
@@ -474,8 +474,8 @@ class Replicate(Precision, Pass):
         yield from self.common_problems(module, layout)
         if mesh.axes.get("dp_shard", 1) > 1:
             yield (
-                "Replicate keeps whole replicas and cannot be combined with dp_shard; use HybridShard() for "
-                "replicas of a sharded model"
+                "Replicate keeps whole replicas and cannot be combined with dp_shard; use HybridShard() for replicas "
+                "of a sharded model"
             )
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:

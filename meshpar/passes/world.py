@@ -1,5 +1,5 @@
-"""Two hops for FSDP2: slices of all data ranks are gathered over replicas once a step, over the shards of a replica as
-often as needed.
+"""Two hops for FSDP2: slices of all data ranks are gathered over replicas once a step, over the shards of a replica
+as often as needed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from meshpar import _torch, runtime
 from meshpar.errors import MeshparError
 
 _WRITTEN = (
-    "a parameter was written between the micro-batches of one step, which share their weights; write before the "
-    "first of them, or after "
-    "the optimizer's step"
+    "a parameter was written between the micro-batches of one step, which share their weights; write before the first "
+    "of them, or after the optimizer's step"
 )
 # units whose slices are gathered before they are needed, on an accelerator; on a CPU they have a group of their own,
 # and all are
@@ -58,8 +57,8 @@ class _Gather(_Allocates):
         self.following: _Gather | None = None
 
     def begin(self) -> None:
-        """Start the hop over replicas, which the next gather waits for, unless the shard is up to date or nobody waits
-        for it.
+        """Start the hop over replicas, which the next gather waits for, unless the shard is up to date or nobody
+        waits for it.
         """
         if not self.fresh and not _torch.is_gathered(self._unit):
             self._over_replicas(self._mine())
@@ -225,8 +224,8 @@ class ReplicaShards:
         self._look_ahead(self._mesh.device_type)
 
     def send_as_on(self, device_type: str) -> None:
-        """Send what is sent on devices of this type: on a CPU all slices travel from the start, and each part in a call
-        of its own.
+        """Send what is sent on devices of this type: on a CPU all slices travel from the start, and each part in a
+        call of its own.
         """
         for gather, reduce in zip(self._gathers, self._reduces, strict=True):
             gather.in_parts = reduce.exchanges = not runtime.queues(device_type)

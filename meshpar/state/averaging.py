@@ -38,9 +38,8 @@ class Averaged:
     >>> with averaged.swapped(): evaluate(par.module)             # doctest: +SKIP
 
     Buffers, such as the running statistics of batch norm, are not averaged: :meth:`swapped` evaluates with the module's
-    present ones, as
-    ``AveragedModel(use_buffers=False)`` does. ``buffers=True`` averages floating-point buffers like parameters. Integer
-    parameters and buffers always keep their present values.
+    present ones, as ``AveragedModel(use_buffers=False)`` does. ``buffers=True`` averages floating-point buffers like
+    parameters. Integer parameters and buffers always keep their present values.
 
     To checkpoint the average, save :meth:`state_dict` by ``torch.distributed.checkpoint``. To store or export the
     averaged model itself, call ``CheckpointManager.save`` or ``export_module`` inside of :meth:`swapped`.

@@ -32,9 +32,8 @@ class ShardedState(OrderedDict[str, Any]):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise MeshparError(
             "state_dict() of a parallel module or its optimizer holds this rank's shards, and pickling it "
-            "(torch.save) would lose the "
-            "others'; use meshpar.checkpoints.CheckpointManager, or save par.state_dict(full=True) of the module "
-            "from rank 0"
+            "(torch.save) would lose the others'; use meshpar.checkpoints.CheckpointManager, or save "
+            "par.state_dict(full=True) of the module from rank 0"
         )
 
     def __copy__(self) -> ShardedState:
@@ -45,8 +44,8 @@ class ShardedState(OrderedDict[str, Any]):
 
 
 def guard_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer's ``state_dict()`` return what cannot be pickled by mistake, and place state that it has loaded
-    or will load.
+    """Let the optimizer's ``state_dict()`` return what cannot be pickled by mistake, and place state that it has
+    loaded or will load.
     """
 
     def guarded(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
@@ -79,10 +78,9 @@ def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
             elif type(optimizer).__module__.startswith("torch.optim."):
                 raise MeshparError(
                     f"{type(optimizer).__name__}'s {key} has the shape {tuple(value.shape)}; expected "
-                    f"{tuple(parameter.shape)}, "
-                    "which is the parameter's; load whole tensors, as one process's optimizer.state_dict() has them, "
-                    "or restore the "
-                    "optimizer by meshpar.checkpoints.CheckpointManager"
+                    f"{tuple(parameter.shape)}, which is the parameter's; load whole tensors, as one process's "
+                    "optimizer.state_dict() has them, or restore the optimizer by "
+                    "meshpar.checkpoints.CheckpointManager"
                 )
 
 
@@ -90,8 +88,8 @@ _DIVIDED: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKe
 
 
 def mark_divided(optimizer: torch.optim.Optimizer, why: str) -> None:
-    """Note that other jobs hold a part of an optimizer's state, and ``why`` that of this job is not to be saved; empty:
-    all is here.
+    """Note that other jobs hold a part of an optimizer's state, and ``why`` that of this job is not to be saved;
+    empty: all is here.
     """
     if optimizer not in _DIVIDED:
         optimizer.register_state_dict_pre_hook(check_undivided)
@@ -136,8 +134,8 @@ def check_undivided(optimizer: torch.optim.Optimizer) -> None:
 
 
 def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
-    """Let ``state_dict()`` return what cannot be pickled by mistake, and ``load_state_dict`` take whole plain tensors,
-    too.
+    """Let ``state_dict()`` return what cannot be pickled by mistake, and ``load_state_dict`` take whole plain
+    tensors, too.
     """
     inner = module.state_dict
 
@@ -239,8 +237,7 @@ def refuse_copies(module: Any) -> None:  # noqa: ANN401 - a module that gets att
     module.__deepcopy__ = functools.partial(
         _refuse,
         "a parallel module cannot be copied, because the copy would run the original's weights; for averaged weights "
-        "use "
-        "par.averaged(decay), for a second model build another one and apply a plan to it",
+        "use par.averaged(decay), for a second model build another one and apply a plan to it",
     )
     if hasattr(module, "save_pretrained"):
         module.save_pretrained = functools.partial(
@@ -260,8 +257,8 @@ def refuse_copies(module: Any) -> None:  # noqa: ANN401 - a module that gets att
 
 _READ_AS_A_NUMBER = (
     "a DTensor whose ranks hold parts of it was read as a number (.item(), float()), which would give only this "
-    "rank's part; use "
-    "tensor.full_tensor().item() on every rank, or par.clip_grad_norm_(float('inf')) for the norm of all gradients"
+    "rank's part; use tensor.full_tensor().item() on every rank, or par.clip_grad_norm_(float('inf')) for the norm of "
+    "all gradients"
 )
 
 
@@ -277,8 +274,8 @@ def refuse_reduced(wanted: Iterable[object]) -> None:
     if any(_torch.is_shard(each) or "_meshpar_whole" in each.__dict__ for each in wanted if isinstance(each, Tensor)):
         _refuse(
             "torch.autograd.grad and backward(inputs=...) find no gradients of parameters that data ranks share: "
-            "those are reduced when a "
-            "whole backward has run; use loss.backward() and read parameter.grad, or a mesh of tensor parallelism alone"
+            "those are reduced when a whole backward has run; use loss.backward() and read parameter.grad, or a mesh "
+            "of tensor parallelism alone"
         )
 
 
@@ -291,8 +288,8 @@ def _refuse_several_meshes(gradients: Iterable[Tensor]) -> None:
     if len(meshes) > 1:
         _refuse(
             "torch.nn.utils.clip_grad_norm_ got gradients on several meshes "
-            f"({' and '.join(f'({axes})' for axes in meshes.values())}), "
-            "whose norms torch cannot add; call par.clip_grad_norm_(max_norm), which clips by one norm over all of them"
+            f"({' and '.join(f'({axes})' for axes in meshes.values())}), whose norms torch cannot add; call "
+            "par.clip_grad_norm_(max_norm), which clips by one norm over all of them"
         )
 
 

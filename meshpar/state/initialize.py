@@ -1,4 +1,6 @@
-"""Weights for a module that was built on the meta device: from a seed, the same on every mesh, or read from a source."""
+"""Weights for a module that was built on the meta device: from a seed, the same on every mesh, or read from a
+source.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ def without_memory(module: nn.Module) -> set[str]:
 
 
 def check_weights(tensors: Mapping[str, Tensor], what: str) -> None:
-    """See that all ranks hand in the same tensors; ``what`` is how the message calls them. Collective: every rank calls
-    it.
+    """See that all ranks hand in the same tensors; ``what`` is how the message calls them. Collective: every rank
+    calls it.
     """
     weights = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     check_equal(
@@ -138,8 +140,7 @@ def from_source(
         name, other = twice[found]
         raise LayoutError(
             f"{held[name][0]} and {other} are one tensor in this model and differ in these weights; build the model "
-            "untied, "
-            "or choose one: ignore=[...] leaves the other unread"
+            "untied, or choose one: ignore=[...] leaves the other unread"
         )
 
 
@@ -236,9 +237,9 @@ def _misfits(
                 problems.append(f"shape of {each}: expected {tuple(tensor.shape)}, got {tuple(shapes[each])}")
             elif not cast and not _converts(dtypes.get(each, tensor.dtype), tensor.dtype):
                 problems.append(
-                    f"dtype of {each}: expected {tensor.dtype}, got {dtypes[each]}, whose values may need scales "
-                    "that are stored beside "
-                    "them; give weights in a wider floating-point dtype, or cast=True to take the bare values"
+                    f"dtype of {each}: expected {tensor.dtype}, got {dtypes[each]}, whose values may need scales that "
+                    "are stored beside them; give weights in a wider floating-point dtype, or cast=True to take the "
+                    "bare values"
                 )
     return problems
 
@@ -359,9 +360,8 @@ def _run(name: str, child: nn.Module, layout: ModelLayout, whole: dict[str, Tens
     if missed:
         raise LayoutError(
             f"{name or class_name(child)} ({class_name(child)}) has no initialisation for {', '.join(missed)}; give "
-            "the class a "
-            "reset_parameters() that fills them, or pass ModelLayout(init=...), or build the model with weights "
-            "instead of on meta"
+            "the class a reset_parameters() that fills them, or pass ModelLayout(init=...), or build the model with "
+            "weights instead of on meta"
         )
     whole.update({key: value for key, value in child._parameters.items() if key in whole and value is not None})
 

@@ -25,8 +25,8 @@ def plan_problems(spec: MeshSpec, module: nn.Module, optimizer_copies: int = 1) 
     """Yield why the replicas of a plan, each on a mesh of its own, cannot be lost and replaced, one line each."""
     if (inside := spec.axes.get("dp_replicate", 1)) > 1:
         yield (
-            f"the mesh has dp_replicate={inside} inside of one replica; write dp_replicate=1: each replica is a "
-            "job of its own"
+            f"the mesh has dp_replicate={inside} inside of one replica; write dp_replicate=1: each replica is a job "
+            "of its own"
         )
     if optimizer_copies < 1:
         yield f"optimizer_copies={optimizer_copies} replicas hold each parameter's optimizer state; expected 1 or more"

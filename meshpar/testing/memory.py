@@ -52,8 +52,8 @@ def storages() -> dict[int, tuple[int, Tensor]]:
 
 
 def allocated(run: Callable[[], Result]) -> tuple[Result, int, int]:
-    """Run something; return its result, the most bytes of host memory that tensors took at a time, and those that are
-    left.
+    """Run something; return its result, the most bytes of host memory that tensors took at a time, and those that
+    are left.
     """
     with profile(profile_memory=True) as seen:
         result = run()
@@ -137,8 +137,8 @@ class Memory:
         assert not problems, f"after {after}:\n  " + "\n  ".join(problems)
 
     def _others(self, named: set[int], most: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Return bytes and shapes of the tensors in other storages than those ``named``, the largest first; none up to
-        ``most`` bytes.
+        """Return bytes and shapes of the tensors in other storages than those ``named``, the largest first; none up
+        to ``most`` bytes.
         """
         until = time.monotonic() + _GOES_S
         while True:

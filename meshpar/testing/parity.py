@@ -47,8 +47,8 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def token_loss_sum(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    """Return the summed token loss of ``{"input_ids": (B, L), "labels": (B, L) aligned, -100 = not counted}`` and the
-    tokens counted.
+    """Return the summed token loss of ``{"input_ids": (B, L), "labels": (B, L) aligned, -100 = not counted}`` and
+    the tokens counted.
     """
     labels = batch["labels"]
     inputs = {name: value for name, value in batch.items() if name != "labels"}
@@ -70,11 +70,10 @@ def train_steps(
     Args:
         par: the parallel module.
         steps: for each step a sequence of micro-batches, each a sequence of ``n`` x data-size batches: data rank r
-            takes every
-            ``data_size``-th from r. Parts may count different numbers of tokens: the ``labels`` of a mapping that are
-            not -100; a part without ``labels`` counts one. A model with batch norm computes the parts of a rank in one
-            forward, joined along dim 0 (tensors, or mappings, lists and tuples of tensors): its statistics are those of
-            all samples of a micro-batch on every mesh.
+            takes every ``data_size``-th from r. Parts may count different numbers of tokens: the ``labels`` of a
+            mapping that are not -100; a part without ``labels`` counts one. A model with batch norm computes the parts
+            of a rank in one forward, joined along dim 0 (tensors, or mappings, lists and tuples of tensors): its
+            statistics are those of all samples of a micro-batch on every mesh.
         loss_sum: the loss, summed over what it counts.
         max_norm: gradients are clipped to this norm.
         lr: AdamW's learning rate.
@@ -283,8 +282,8 @@ def assert_records_match(expected: Record, got: Record, tolerance: float = 1e-5)
 
 
 def random_tokens(vocab: int, batch: int, length: int, *, seed: int, ignored: float = 0.0) -> dict[str, Tensor]:
-    """Return a random batch: ``input_ids`` (B, L), aligned ``labels`` (B, L), a fraction ``ignored`` of which does not
-    count.
+    """Return a random batch: ``input_ids`` (B, L), aligned ``labels`` (B, L), a fraction ``ignored`` of which does
+    not count.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab, (batch, length + 1), generator=generator)

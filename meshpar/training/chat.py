@@ -1,5 +1,5 @@
-"""Conversations: records of several forms, rendered by a chat template, of which the assistant's tokens alone count as
-labels.
+"""Conversations: records of several forms, rendered by a chat template, of which the assistant's tokens alone count
+as labels.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ class ChatSource:
     """Conversations, in the same order on every rank.
 
     A record has ``messages`` (OpenAI's form: role, content, tool_calls), ``conversations`` (ShareGPT's: from, value),
-    ``prompt`` and
-    ``completion`` (texts, or messages), or Alpaca's ``instruction``, ``input`` and ``output``. ``tools`` beside them go
-    to the template. Lists may be texts of JSON.
+    ``prompt`` and ``completion`` (texts, or messages), or Alpaca's ``instruction``, ``input`` and ``output``. ``tools``
+    beside them go to the template. Lists may be texts of JSON.
 
     Attributes:
         inputs: tables (JSON lines, Parquet, Arrow), folders and globs; or ``stdlib`` alone: a question about every
@@ -146,8 +145,8 @@ class ChatSource:
 
 
 def _overlap(places: np.ndarray, spans: Spans) -> np.ndarray:
-    """Return which tokens overlap a span, bool; ``places`` (N, 2): where each begins and ends. One without a character
-    counts as one.
+    """Return which tokens overlap a span, bool; ``places`` (N, 2): where each begins and ends. One without a
+    character counts as one.
     """
     numpy = need("numpy")
     begins, ends = places[:, 0], numpy.maximum(places[:, 1], places[:, 0] + 1)
@@ -158,8 +157,8 @@ def _overlap(places: np.ndarray, spans: Spans) -> np.ndarray:
 
 
 def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - of a table
-    """Return a value of a table's row without null keys: its columns have the keys of all rows, of which most rows lack
-    some.
+    """Return a value of a table's row without null keys: its columns have the keys of all rows, of which most rows
+    lack some.
     """
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
@@ -180,8 +179,8 @@ def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # n
     form = _form(record)
     if form is None:
         raise RecipeError(
-            f"there are {sorted(record)}; expected messages, conversations, prompt and completion, or instruction "
-            "and output: name them so"
+            f"there are {sorted(record)}; expected messages, conversations, prompt and completion, or instruction and "
+            "output: name them so"
         )
     if left := [name for name in SAID if record.get(name)]:
         raise RecipeError(
@@ -217,8 +216,7 @@ def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # n
     if all(each["role"] != "assistant" for each in messages):
         raise RecipeError(
             f"no turn is the assistant's (roles: {', '.join(str(each['role']) for each in messages)}), so nothing is "
-            "learned from it; "
-            "remove the line, or name the assistant's turns role: assistant"
+            "learned from it; remove the line, or name the assistant's turns role: assistant"
         )
     return messages, _tools(record.get("tools"))
 
@@ -269,8 +267,8 @@ def _message(turn: Any, place: int) -> Message:  # noqa: ANN401 - of JSON
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     if not isinstance(role, str) or not role:
         raise RecipeError(
-            f"turn {place} has no role; it has {sorted(turn)}: add role (or ShareGPT's from): user, assistant, "
-            "system or tool"
+            f"turn {place} has no role; it has {sorted(turn)}: add role (or ShareGPT's from): user, assistant, system "
+            "or tool"
         )
     role = _ROLES.get(role, role)
     if role not in _KNOWN and (meant := get_close_matches(role.lower(), _KNOWN, n=1, cutoff=0.75)):

@@ -105,8 +105,8 @@ class OrderedBatches:
             yield from (indices[row : row + self.micro_batch] for row in range(0, mine, self.micro_batch))
 
     def places(self, first: int, count: int) -> list[int]:
-        """Return the places in the order of at most ``count`` samples that are left of the epoch, from the one numbered
-        ``first``.
+        """Return the places in the order of at most ``count`` samples that are left of the epoch, from the one
+        numbered ``first``.
         """
         back, start = self.returned[first : first + count], self.consumed + max(0, first - len(self.returned))
         return [*back, *range(start, min(start + count - len(back), self.samples))]
@@ -117,7 +117,9 @@ class OrderedBatches:
             yield self.step(start)
 
     def step(self, first: int) -> list[int]:
-        """Return this rank's indices of the step that begins with the sample numbered ``first`` of those that are left."""
+        """Return this rank's indices of the step that begins with the sample numbered ``first`` of those that are
+        left.
+        """
         mine, places = self._mine(), need("numpy").array(self.places(first, self.global_batch), dtype="int64")
         return self.at(places[mine[mine < len(places)]])
 
@@ -144,7 +146,8 @@ class OrderedBatches:
 class Batches:
     """Yield one data rank's batches, step by step, through torchdata's ``StatefulDataLoader``.
 
-    >>> Batches(PackedTokens(file, 1024), micro_batch=8, data_rank=par.data_rank, data_size=par.data_size)  # doctest: +SKIP
+    >>> samples = PackedTokens(file, 1024)  # doctest: +SKIP
+    >>> Batches(samples, micro_batch=8, data_rank=par.data_rank, data_size=par.data_size)  # doctest: +SKIP
 
     A step is a list of ``accumulate`` micro-batches of ``micro_batch`` samples. An epoch's order is a permutation that
     depends on ``seed`` and the epoch alone. Each step uses the next ``global_batch`` samples of this order, and each
@@ -258,13 +261,13 @@ class Batches:
         """Yield why :meth:`share` cannot read this data, one line each."""
         if self._sampler.mix is not None:
             yield (
-                "the data is a mix of sources, and samples of lost replicas cannot return to its order; train on "
-                "one source"
+                "the data is a mix of sources, and samples of lost replicas cannot return to its order; train on one "
+                "source"
             )
         if self._loader.num_workers:
             yield (
-                f"workers={self._loader.num_workers} read ahead, and which samples come next depends on the "
-                "replicas; set workers=0"
+                f"workers={self._loader.num_workers} read ahead, and which samples come next depends on the replicas; "
+                "set workers=0"
             )
 
     def share(self, replica: int, replicas: int) -> list[TensorBatch]:
@@ -289,8 +292,8 @@ class Batches:
         return bool(self._sampler.places(replica * self._sampler.global_batch, self._sampler.global_batch))
 
     def count(self, counted: Sequence[bool]) -> None:
-        """Advance the position by a step of several replicas; the samples of those that did not count come again in the
-        next steps.
+        """Advance the position by a step of several replicas; the samples of those that did not count come again in
+        the next steps.
         """
         if not all(counted):  # else an iteration over the epoch may be reading the sampler
             self._place_sampler()
@@ -322,8 +325,8 @@ class Batches:
         self._counts: tuple[int, ...] = (0,) * (0 if self._sampler.mix is None else len(self._sampler.mix.sizes))
 
     def position(self) -> dict[str, Any]:
-        """Return the position of the next step, the same on every rank; of a mix also how many samples each source has
-        given.
+        """Return the position of the next step, the same on every rank; of a mix also how many samples each source
+        has given.
         """
         position: dict[str, Any] = {"epoch": self._epoch, "samples": self._consumed}
         if self._returned:
@@ -364,7 +367,8 @@ class Batches:
             self._epoch, self._consumed = self._epoch + 1, 0
 
 
-def _loader(samples: Samples, sampler: OrderedBatches, settings: LoaderSettings) -> Any:  # noqa: ANN401 - torchdata has no types
+# torchdata has no types
+def _loader(samples: Samples, sampler: OrderedBatches, settings: LoaderSettings) -> Any:  # noqa: ANN401
     ahead: dict[str, Any] = {}
     if settings.workers:
         # forkserver: a fork of a process with tokenizer, gloo or CUDA threads may hang
@@ -395,6 +399,8 @@ def _as_it_is(batch: TensorBatch) -> TensorBatch:
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:
-    """Ignore stop requests in a worker: they go to every process of the group, and the trainer finishes its step first."""
+    """Ignore stop requests in a worker: they go to every process of the group, and the trainer finishes its step
+    first.
+    """
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)

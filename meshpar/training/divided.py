@@ -70,8 +70,7 @@ class Divided:
         if strange := [tuple(each.shape) for each in given if id(each) not in self._numbers]:
             raise MeshparError(
                 f"the optimizer trains {len(strange)} parameters that it did not when Replicas was made (shapes "
-                f"{strange[:5]}), and their "
-                "state is not divided; add and unfreeze parameters before"
+                f"{strange[:5]}), and their state is not divided; add and unfreeze parameters before"
             )
         self._aside = [(each, each.grad) for each in given if not self.holds >> self._numbers[id(each)] & 1]
         for each, _ in self._aside:
@@ -217,8 +216,8 @@ class Divided:
     def _note(self, share: int) -> None:
         self.holds = share
         why = (
-            "other replicas hold a part of the optimizer's state; save and read it inside of `with "
-            "replicas.saving() as writes:`"
+            "other replicas hold a part of the optimizer's state; save and read it inside of `with replicas.saving() "
+            "as writes:`"
         )
         mark_divided(self._optimizer, "" if share == self.whole else why)
 
@@ -259,8 +258,7 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
     except Exception as error:
         raise MeshparError(
             f"{name} cannot be tried on a few numbers ({type(error).__name__}: {error}), which shows whether its "
-            "state can be divided over "
-            f"replicas; {remedy}"
+            f"state can be divided over replicas; {remedy}"
         ) from error
     if not together:
         raise MeshparError(
@@ -269,8 +267,8 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
         )
     if not all(map(torch.equal, together, alone)):
         raise MeshparError(
-            f"the step that {name} makes of one parameter depends on others, so that its state cannot be divided "
-            f"over replicas; {remedy}"
+            f"the step that {name} makes of one parameter depends on others, so that its state cannot be divided over "
+            f"replicas; {remedy}"
         )
 
 

@@ -26,12 +26,12 @@ from meshpar.registry import layout_for
 
 _LENGTH = 64
 _PART, _NARROW_PART = 1e-3, 0.5
-"""How much of what it sees of a joined text a document may see of a separate one: rounding, which is a larger part of
-16 and 8 bits.
+"""How much of what it sees of a joined text a document may see of a separate one: rounding, which is a larger part
+of 16 and 8 bits.
 """
 REMEDY = (
-    "write data.documents: joined (PackedTokens(..., documents='joined')), or use a model whose attention "
-    "follows position_ids"
+    "write data.documents: joined (PackedTokens(..., documents='joined')), or use a model whose attention follows "
+    "position_ids"
 )
 
 
@@ -44,8 +44,8 @@ def takes_positions(module: nn.Module) -> bool:
 def untaken(module: nn.Module) -> str:
     """Return why a model that takes no ``position_ids`` cannot keep documents apart."""
     return (
-        f"{class_name(module)} takes no position_ids, so the documents of a packed row would attend to each "
-        f"other; {REMEDY}"
+        f"{class_name(module)} takes no position_ids, so the documents of a packed row would attend to each other; "
+        f"{REMEDY}"
     )
 
 
@@ -114,8 +114,7 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
     if moved > most:
         raise MeshparError(
             f"{class_name(module)} does not keep the documents of a packed row separate: another first document "
-            "changed the output of "
-            f"the second by {moved:.1e} ({control:.1e} in one text); {REMEDY}"
+            f"changed the output of the second by {moved:.1e} ({control:.1e} in one text); {REMEDY}"
         )
     if misplaced > most:
         raise MeshparError(

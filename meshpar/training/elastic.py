@@ -269,14 +269,16 @@ class Replicas:
 
     @property
     def optimizer_sent(self) -> int:
-        """Bytes of parameters that this rank has sent to other replicas after its last step; 0 where optimizer state is
-        not divided.
+        """Bytes of parameters that this rank has sent to other replicas after its last step; 0 where optimizer state
+        is not divided.
         """
         return 0 if self._divided is None else self._divided.sent
 
     @property
     def leads(self) -> bool:
-        """Whether this replica had trained longest of those with the newest state when they last met; not collective."""
+        """Whether this replica had trained longest of those with the newest state when they last met; not
+        collective.
+        """
         return self._first and not self._behind
 
     @property
@@ -328,10 +330,9 @@ class Replicas:
 
         Returns:
             Number of tokens, then ``values``, each summed over the ranks of all replicas that counted: float64, in host
-                memory. None: the
-            others have gone on without this replica, or the only samples of an epoch's last step were those of lost
-            ones. It has no gradients then, so that an optimizer changes nothing, and the next :meth:`begin` copies the
-            others' state, or shares the samples anew.
+            memory. None: the others have gone on without this replica, or the only samples of an epoch's last step were
+            those of lost ones. It has no gradients then, so that an optimizer changes nothing, and the next
+            :meth:`begin` copies the others' state, or shares the samples anew.
 
         Raises:
             ReplicaError: see :meth:`begin`.
@@ -407,16 +408,14 @@ class Replicas:
         if any(callable(each) for each in (*args[1:], *kwargs.values())):
             raise MeshparError(
                 f"{type(optimizer).__name__}.step got a closure, which computes gradients that the replicas have not "
-                "added up; call "
-                "backward and Replicas.reduce, then step() alone"
+                "added up; call backward and Replicas.reduce, then step() alone"
             )
         self.par.reshard()
         self._stepped = self._divided.set_aside()
         if self._stepped and not self._open:
             raise MeshparError(
                 "optimizer.step() found gradients that the replicas have not added up; call Replicas.reduce once "
-                "before each step, and "
-                "optimizer.zero_grad() after it"
+                "before each step, and optimizer.zero_grad() after it"
             )
 
     def _after_step(self, *_: object) -> None:
@@ -431,9 +430,8 @@ class Replicas:
                     self._check_lost()
                 elif quorum.best != (self.step, self._sum):
                     raise ReplicaError(
-                        f"the other replicas made another step before replica {_plain(self._name)} had received "
-                        "their new values of step "
-                        f"{self.step}; start replica {_plain(self._name)} again"
+                        f"the other replicas made another step before replica {_plain(self._name)} had received their "
+                        f"new values of step {self.step}; start replica {_plain(self._name)} again"
                     )
                 elif not quorum.open:
                     return
@@ -466,8 +464,8 @@ class Replicas:
         return True
 
     def _gather(self) -> bool:
-        """Bring all optimizer state to the replica that leads; return whether this one has it, or else all others need
-        no more of it.
+        """Bring all optimizer state to the replica that leads; return whether this one has it, or else all others
+        need no more of it.
         """
         self._saves = True
         try:
@@ -517,9 +515,8 @@ class Replicas:
             gone = f"{(quorum.whole & ~held).bit_count()} of {quorum.whole.bit_count()}"
             raise ReplicaError(
                 f"the optimizer state of {gone} parameters after step {quorum.best[0]} was lost with the replicas "
-                "that held it; start the "
-                "job again, which resumes from its newest checkpoint, and raise optimizer_copies to survive more "
-                "losses at once"
+                "that held it; start the job again, which resumes from its newest checkpoint, and raise "
+                "optimizer_copies to survive more losses at once"
             )
 
     # Membership
@@ -528,8 +525,7 @@ class Replicas:
         if not lighthouse:
             raise ReplicaError(
                 "the job has no lighthouse, through which replicas find one another; start the job with `meshpar run "
-                "--elastic=replicas`, "
-                "or set TORCHFT_LIGHTHOUSE=http://HOST:PORT"
+                "--elastic=replicas`, or set TORCHFT_LIGHTHOUSE=http://HOST:PORT"
             )
         try:
             self._membership = Membership(
@@ -585,11 +581,9 @@ class Replicas:
                 time.sleep(0.1)
             if waited > limit:
                 raise ReplicaError(
-                    f"replica {_plain(self._name)} found no other replicas to train with in {waited:.0f} s after "
-                    f"step {self.step}: the "
-                    "lighthouse does not answer, or its quorum leaves this replica out; start the replica again, or "
-                    "the job from its "
-                    "newest checkpoint"
+                    f"replica {_plain(self._name)} found no other replicas to train with in {waited:.0f} s after step "
+                    f"{self.step}: the lighthouse does not answer, or its quorum leaves this replica out; start the "
+                    "replica again, or the job from its newest checkpoint"
                 )
             if reason := self._asked():
                 raise StopAskedError(reason)
@@ -634,8 +628,7 @@ class Replicas:
             if self._quorum.best[0] < 0:
                 raise ReplicaError(
                     "the running replicas ended before this replica had received their state; start this replica "
-                    "again, from the newest "
-                    "checkpoint"
+                    "again, from the newest checkpoint"
                 )
             if not self._quorum.covered:
                 self._check_lost()
@@ -653,8 +646,7 @@ class Replicas:
         if not self._blank and best < (self.step, self._sum):
             raise ReplicaError(
                 f"the other replicas have resumed from a checkpoint before step {self.step}, because optimizer state "
-                "was lost; start "
-                f"replica {_plain(self._name)} again"
+                f"was lost; start replica {_plain(self._name)} again"
             )
         mine = not self._blank and best == (self.step, self._sum)
         if divided is not None and quorum.open and mine and not self._exchange():
@@ -693,10 +685,8 @@ class Replicas:
         if self._tries == _MOST_TRIES:
             raise ReplicaError(
                 f"replica {_plain(self._name)} failed {_MOST_TRIES} times in a row to exchange with the others after "
-                f"step {self.step}, the "
-                f"last time with {self._ranks.error!r}; check that the hosts of all replicas reach one another "
-                "(GLOO_SOCKET_IFNAME names "
-                "the interface), then start the replica again"
+                f"step {self.step}, the last time with {self._ranks.error!r}; check that the hosts of all replicas "
+                "reach one another (GLOO_SOCKET_IFNAME names the interface), then start the replica again"
             )
         self._failures += 1
         self._quorum = None
@@ -714,8 +704,8 @@ class Replicas:
         return self._group
 
     def _connect(self, members: Sequence[Member] = ()) -> None:
-        """Make the group of this rank's peers among members, or those that are ready, unless it is the one that there
-        is.
+        """Make the group of this rank's peers among members, or those that are ready, unless it is the one that
+        there is.
         """
         assert self._quorum is not None
         members, key = members or self._quorum.ready, self._quorum.key

@@ -60,7 +60,9 @@ class ExampleFile:
         return cls(folder=folder, **{**fields, **lists})
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of all inputs (``input``) or outputs (``output``) and their ends, memory-mapped and read-only."""
+        """Return the ids of all inputs (``input``) or outputs (``output``) and their ends, memory-mapped and
+        read-only.
+        """
         numpy = need("numpy")
         ids, ends = (numpy.load(self.folder / f"{each}.npy", mmap_mode="r") for each in (name, f"{name}_ends"))
         return ids, ends

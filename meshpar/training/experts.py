@@ -80,7 +80,8 @@ class ExpertLoad:
         counts.index_add_(0, chosen.flatten().clamp(0, len(counts) - 1), known.flatten().to(counts.dtype))
 
     @eager
-    def _route(self, place: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401 - whatever a router returns
+    # whatever a router returns
+    def _route(self, place: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
         if not module.training or in_backward():
             return
         logits_NE = (output if isinstance(output, Tensor) else output[0]).flatten(0, -2)
@@ -112,8 +113,7 @@ class ExpertLoad:
         if not logits or not logits[0].requires_grad:
             raise MeshparError(
                 "balance_loss got no logits of routers with a gradient from the forward; call loss() after each "
-                "forward that trains, and "
-                "recompute blocks by ActivationCheckpoint, not by a re-entrant checkpoint"
+                "forward that trains, and recompute blocks by ActivationCheckpoint, not by a re-entrant checkpoint"
             )
         numbers = [self._micro.new_full((1,), each) for each in (*map(len, logits), tokens)]
         summed = self._par.data_sum(torch.cat([self._micro, *numbers]))
@@ -155,10 +155,8 @@ class ExpertLoad:
 
         Returns:
             ``experts/least`` and ``experts/most``: tokens of the least and of the most used expert of any layer, in a
-            step;
-            ``experts/balance``: entropy of the shares of a layer's experts over that of equal shares, mean of the
-            layers;
-            ``experts/dropped``: share of the choices whose weight is zero, which are not counted;
+            step; ``experts/balance``: entropy of the shares of a layer's experts over that of equal shares, mean of the
+            layers; ``experts/dropped``: share of the choices whose weight is zero, which are not counted;
             ``experts/entropy``: entropy of the softmax of a router's logits over that of equal ones, mean of tokens and
             layers.
         """
@@ -195,10 +193,9 @@ def balance_problems(module: nn.Module, layout: ModelLayout, balance_rate: float
         ]:
             yield (
                 f"balance_rate={balance_rate} moves a bias (E,) beside each router, and {name} has {len(biases)} for "
-                f"{len(experts)} layers "
-                "of experts; use balance_loss, a model with such biases (TransformerConfig(shared_experts=1), "
-                "DeepSeek-V3, GLM4-MoE), or "
-                "name them in ModelLayout(router_bias=...)"
+                f"{len(experts)} layers of experts; use balance_loss, a model with such biases "
+                "(TransformerConfig(shared_experts=1), DeepSeek-V3, GLM4-MoE), or name them in "
+                "ModelLayout(router_bias=...)"
             )
         elif wrong := next((each for each in biases if each.dtype.itemsize < 4), None):
             yield (
@@ -209,9 +206,8 @@ def balance_problems(module: nn.Module, layout: ModelLayout, balance_rate: float
     if balance_loss and (not routers or len(routers) != len(experts)):
         yield (
             f"balance_loss={balance_loss} needs the logits of each router, and the layout of {name} names "
-            f"{len(routers)} routers for "
-            f"{len(experts)} layers of experts; name the modules that return them in ModelLayout(routers=...), or "
-            "set balance_loss to 0"
+            f"{len(routers)} routers for {len(experts)} layers of experts; name the modules that return them in "
+            "ModelLayout(routers=...), or set balance_loss to 0"
         )
 
 

@@ -130,9 +130,8 @@ class Trainer:
         kind = getattr(objective, "examples", "tokens")
         if par.loss_size > par.data_size and kind != "tokens":
             raise MeshparError(
-                f"{type(objective).__name__} trains on {kind}, and its loss is not a sum over positions, but the "
-                "plan splits positions; "
-                "use CausalLM(), or a mesh without that axis"
+                f"{type(objective).__name__} trains on {kind}, and its loss is not a sum over positions, but the plan "
+                "splits positions; use CausalLM(), or a mesh without that axis"
             )
         self.par, self.objective, self.data, self.optimizer = par, objective, data, optimizer
         self.schedule, self.settings, self.validation = schedule, settings, validation
@@ -262,8 +261,8 @@ class Trainer:
         return self._stop.reason
 
     def _make_up(self) -> str | None:
-        """Validate after a resume where a stop request ended the validation, save the result, and return the reason of
-        another stop.
+        """Validate after a resume where a stop request ended the validation, save the result, and return the reason
+        of another stop.
         """
         if self.replicas is not None:
             self.replicas.begin(lambda: self._stop and self._stop.reason)  # or none of them would report
@@ -319,8 +318,8 @@ class Trainer:
         return loss_sum, {**more, **losses_of(list(samples.sources), losses, batch["labels"], source)}
 
     def _begin_step(self, batches: Iterator[list[TensorBatch]]) -> list[TensorBatch]:
-        """Return the micro-batches of a step, and note its place in the schedule before they move the position in the
-        data.
+        """Return the micro-batches of a step, and note its place in the schedule before they move the position in
+        the data.
         """
         begun = None
         if self.replicas is not None:  # this one may take over the others' position
@@ -330,8 +329,8 @@ class Trainer:
         return next(batches) if begun is None else begun
 
     def _train_step(self, micro_batches: list[TensorBatch]) -> bool:
-        """Train a step, and return whether it counts: it may have been left for a stop request, or the other replicas
-        made it alone.
+        """Train a step, and return whether it counts: it may have been left for a stop request, or the other
+        replicas made it alone.
         """
         par, optimizer, replicas = self.par, self.optimizer, self.replicas
         par.manual_seed(mix(self.settings.seed, self.step, *([] if replicas is None else [replicas.slot])))
@@ -361,7 +360,9 @@ class Trainer:
         return False
 
     def _finish_step(self, tokens: int, sums: dict[str, torch.Tensor]) -> bool:
-        """Step the optimizer, and return whether the step counts: the other replicas may have made it without this one."""
+        """Step the optimizer, and return whether the step counts: the other replicas may have made it without this
+        one.
+        """
         par, optimizer, replicas = self.par, self.optimizer, self.replicas
         summed = None
         if replicas is not None:
@@ -419,9 +420,8 @@ class Trainer:
         if step >= 0:
             raise MeshparError(
                 f"the gradient norm of step {step + 1} is not finite, and the weights after it are worthless; resume "
-                "from the last "
-                "checkpoint with a lower learning rate or a longer warm-up, or set training.nonfinite=skip to skip "
-                "such steps"
+                "from the last checkpoint with a lower learning rate or a longer warm-up, or set "
+                "training.nonfinite=skip to skip such steps"
             )
 
     def _after_step(self, *, epoch_ended: bool) -> None:
@@ -461,8 +461,8 @@ class Trainer:
         return epoch_ended if every == "epoch" else every is not None and self.step % every == 0
 
     def _report(self) -> None:
-        """Sum the ranks' values; read an accelerator's only after the next step was submitted, so that it never waits.
-        Collective.
+        """Sum the ranks' values; read an accelerator's only after the next step was submitted, so that it never
+        waits. Collective.
         """
         if not self._meter.used:
             return

@@ -69,8 +69,7 @@ class LoRA:
         if self.parameters and self.dropout:
             raise RecipeError(
                 f"adapters on packed weights are added to the weights and see no input, got dropout {self.dropout} "
-                "beside parameters "
-                f"{', '.join(self.parameters)}; set dropout to 0, or parameters to ()"
+                f"beside parameters {', '.join(self.parameters)}; set dropout to 0, or parameters to ()"
             )
 
 
@@ -168,8 +167,8 @@ class PackedAdapter(nn.Module):
         return self.base_layer(*args, **kwargs)
 
     def factors(self, a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-        """Return the factors (experts, rows, rank) and (experts, rank, columns) of A (experts x rank, in) and B (out,
-        rank x experts).
+        """Return the factors (experts, rows, rank) and (experts, rank, columns) of A (experts x rank, in) and B
+        (out, rank x experts).
         """
         a_EDR, b_ERF = a.unflatten(0, (experts, -1)).mT, b.unflatten(1, (-1, experts)).permute(2, 1, 0)
         return (a_EDR, b_ERF) if self._swaps else (b_ERF.mT, a_EDR.mT)
@@ -303,8 +302,7 @@ def _check_packed(model: nn.Module, endings: tuple[str, ...]) -> None:
             )
             raise RecipeError(
                 f"lora.parameters {ending!r} names {wrong}, expected a packed weight (experts, rows, columns); this "
-                "model has "
-                f"{', '.join(packed) or 'none, so drop lora.parameters'}"
+                f"model has {', '.join(packed) or 'none, so drop lora.parameters'}"
             )
 
 
@@ -321,8 +319,8 @@ def _with_packed(model: nn.Module, settings: LoRA) -> dict[str, Any]:
             if not any(f".{full}".endswith(f".{ending}") for ending in settings.parameters):
                 raise RecipeError(
                     f"lora.targets {settings.targets} reach {full}, expected linear layers: this model has no layer "
-                    "of its own for it; "
-                    "give lora.targets a list of names without it, and name packed weights in lora.parameters"
+                    "of its own for it; give lora.targets a list of names without it, and name packed weights in "
+                    "lora.parameters"
                 )
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, PackedAdapter(built))
@@ -394,8 +392,8 @@ def _moved(name: str, adapted: Mapping[str, Any]) -> str:
 
 
 def _renames(model: nn.Module) -> Iterator[Rename]:
-    """Yield the rules from the names of weights below adapters to those without; one for all layers where all of them
-    have adapters.
+    """Yield the rules from the names of weights below adapters to those without; one for all layers where all of
+    them have adapters.
     """
     every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     names = [name for name, _ in every if not _is_adapter(name)]

@@ -1,5 +1,5 @@
-"""Metrics of a run: every rank measures, one small all-reduce per report combines, one rank writes; and the peak speeds
-of accelerators.
+"""Metrics of a run: every rank measures, one small all-reduce per report combines, one rank writes; and the peak
+speeds of accelerators.
 """
 
 from __future__ import annotations
@@ -58,13 +58,15 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def flops_per_token(module: nn.Module) -> float:
-    """Return the training FLOPs of a token as 6 x parameters (Kaplan et al., 2020), without those of attention itself."""
+    """Return the training FLOPs of a token as 6 x parameters (Kaplan et al., 2020), without those of attention
+    itself.
+    """
     return 6.0 * sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory so far in bytes: allocated memory on an accelerator, resident memory of the process on a
-    CPU.
+    """Return the peak memory so far in bytes: allocated memory on an accelerator, resident memory of the process on
+    a CPU.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -184,7 +186,9 @@ class Meter:
         return Reading(self, widths, to_host(joined), len(more))
 
     def record(self, widths: Mapping[str, int], values: list[float]) -> dict[str, float]:
-        """Return means over all tokens of all data ranks, tokens a second, MFU and memory (GiB), and restart the clock."""
+        """Return means over all tokens of all data ranks, tokens a second, MFU and memory (GiB), and restart the
+        clock.
+        """
         tokens, *rest = values
         now = time.perf_counter()
         seconds, self._start = now - self._start, now
@@ -216,8 +220,8 @@ class Reading:
 
 
 def to_host(values: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start to copy ``values`` to the host; return a function that waits for this copy, but not for later work of the
-    device.
+    """Start to copy ``values`` to the host; return a function that waits for this copy, but not for later work of
+    the device.
     """
     if values.device.type != "cuda":
         return lambda: values

@@ -32,11 +32,13 @@ EXAMPLES = ("tokens", "pairs", "labels")
 
 
 class Objective(Protocol):
-    """Define the loss of a training, as a protocol. Losses are sums, so they can be added over micro-batches and ranks."""
+    """Define the loss of a training, as a protocol. Losses are sums, so they can be added over micro-batches and
+    ranks.
+    """
 
     def tokens(self, batch: Mapping[str, torch.Tensor]) -> int:
-        """Return the number of tokens (or examples) of this batch that the loss counts, without computing it. The batch
-        may be on a CPU.
+        """Return the number of tokens (or examples) of this batch that the loss counts, without computing it. The
+        batch may be on a CPU.
         """
         ...
 
@@ -255,10 +257,9 @@ def teacher_problems(plan: Plan, teacher: nn.Module, student_plan: Plan, world_s
         batches = {_data_place(seen, rank, axes_of(student_plan.passes, seen, Role.SAMPLES)) for rank in group}
         if len(batches) > 1:
             yield (
-                f"the teacher's mesh {spec} lets ranks {group} work on one batch, but the student's mesh {seen} "
-                "gives them "
-                f"{len(batches)} different ones; shard the teacher over data axes (dp_shard), or give the student "
-                "the same tp"
+                f"the teacher's mesh {spec} lets ranks {group} work on one batch, but the student's mesh {seen} gives "
+                f"them {len(batches)} different ones; shard the teacher over data axes (dp_shard), or give the "
+                "student the same tp"
             )
             return
 
@@ -291,8 +292,7 @@ def _difference(student_BLD: torch.Tensor, teacher_BLD: torch.Tensor, counts_BL:
         shapes = f"{tuple(student_BLD.shape)} and {tuple(teacher_BLD.shape)}"
         raise MeshparError(
             f"hidden states of student and teacher have shapes {shapes}, at {tuple(counts_BL.shape)} tokens; "
-            "hidden_weight requires equal "
-            "widths, and states that are not split along the sequence: set it to 0"
+            "hidden_weight requires equal widths, and states that are not split along the sequence: set it to 0"
         )
     squares_BL = (student_BLD.float() - teacher_BLD.float()).square().mean(-1)
     return (squares_BL * counts_BL).sum()

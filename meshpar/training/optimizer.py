@@ -97,9 +97,8 @@ class Schedule:
 
     Attributes:
         name: ``constant``, ``linear`` or ``cosine`` (both reach ``min_ratio`` at the last step), ``step`` (times
-            ``gamma`` every
-            ``step_every`` steps, like StepLR) or ``wsd`` (warm-up, stable, then linear decay over the last
-            ``decay_fraction``; Hu et al., MiniCPM, 2024).
+            ``gamma`` every ``step_every`` steps, like StepLR) or ``wsd`` (warm-up, stable, then linear decay over the
+            last ``decay_fraction``; Hu et al., MiniCPM, 2024).
         lr: the peak learning rate.
         steps: length of the schedule, if it differs from the run's; None: the run's length.
         warmup_steps: number of steps with linear growth at the beginning; step 0 has ``lr / (warmup_steps + 1)``.

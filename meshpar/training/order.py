@@ -1,5 +1,5 @@
-"""The order of samples, which each rank computes for itself: a permutation without memory, an interleave of sources, a
-best-fit packing.
+"""The order of samples, which each rank computes for itself: a permutation without memory, an interleave of sources,
+a best-fit packing.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def held_out(count: int, fraction: float, seed: int) -> np.ndarray:
 
 
 def check_held_out(validation: object, fraction: float) -> None:
-    """Raise RecipeError if there are both separate ``validation`` data and a ``fraction``, or the fraction is not in 0
-    to 1.
+    """Raise RecipeError if there are both separate ``validation`` data and a ``fraction``, or the fraction is not in
+    0 to 1.
     """
     if not 0.0 <= fraction < 1.0 or (validation is not None and fraction):
         raise RecipeError(

@@ -28,7 +28,8 @@ DATA = "data"
 """Name of the wait for a batch in the trace."""
 
 WARM, STEPS = 3, 3
-"""Warm-up steps before the profile, which also allocate, compile and tune, and profiled steps. One more records memory.
+"""Warm-up steps before the profile, which also allocate, compile and tune, and profiled steps. One more records
+memory.
 """
 LEAST = WARM + STEPS + 2
 """Least number of steps of a run with a profile, which is written when the step after it begins."""
@@ -138,8 +139,8 @@ class Page:
                 yield f"{share:.0%} of the step waits for tp: a smaller tp, or sequence_parallel, sends less"
             elif share > 0.05:
                 yield (
-                    f"{share:.0%} of the step waits for {axis}: a larger micro-batch, prefetch_forward=1 or "
-                    "bfloat16 gathers"
+                    f"{share:.0%} of the step waits for {axis}: a larger micro-batch, prefetch_forward=1 or bfloat16 "
+                    "gathers"
                 )
         if times.data > 0.02 * times.total:
             yield f"{times.data / times.total:.0%} of the step waits for data: data.workers=2 reads ahead"
@@ -337,8 +338,7 @@ class Profiled:
         files = {TRACE: "open in https://ui.perfetto.dev"}
         with suppress(FileNotFoundError):
             files |= {
-                SNAPSHOT: f"{(self._folder / SNAPSHOT).stat().st_size >> 10} KiB, open in "
-                "https://pytorch.org/memory_viz"
+                SNAPSHOT: f"{(self._folder / SNAPSHOT).stat().st_size >> 10} KiB, open in https://pytorch.org/memory_viz"
             }
         title = f"{self._par.plan} on {len(ranks)} ranks ({self._par.device.type})"
         where = (

@@ -22,8 +22,8 @@ from meshpar.errors import ReplicaError
 from meshpar.imports import need
 
 Sum = tuple[int, int]
-"""The group in which gradients were added up: a quorum's number, and how often members had failed by then. Later sums
-are larger.
+"""The group in which gradients were added up: a quorum's number, and how often members had failed by then. Later
+sums are larger.
 """
 
 Phase = Literal["", "summed", "open", "saving"]
@@ -48,8 +48,7 @@ class Member:
         life: number of steps that its process has committed.
         holds: the parameters whose optimizer state it holds, a bit each; 0 where the state is not divided.
         phase: ``summed``: it asks whether the sum that it has counts; ``open``: it may lack new values of parameters
-            that others trained;
-            ``saving``: it gathers or sends optimizer state for a checkpoint.
+            that others trained; ``saving``: it gathers or sends optimizer state for a checkpoint.
         stops: it was asked to stop.
     """
 
@@ -109,8 +108,8 @@ class Quorum:
 
     @property
     def lost(self) -> bool:
-        """Whether optimizer state went with replicas that are gone. Members that ask for a sum may still go back to the
-        step before.
+        """Whether optimizer state went with replicas that are gone. Members that ask for a sum may still go back to
+        the step before.
         """
         return not self.covered and not any(each.phase == "summed" for each in self.members)
 
@@ -228,8 +227,8 @@ class Membership:
         return Quorum(number=int(found.quorum_id), members=members, whole=self._whole)
 
     def current(self) -> bool:
-        """Return whether this replica has been heard all the time since the last quorum: else the others may have gone
-        on without it.
+        """Return whether this replica has been heard all the time since the last quorum: else the others may have
+        gone on without it.
         """
         return self.fresh and time.monotonic() - self._heard < _DEAD_S
 
@@ -267,8 +266,7 @@ def _address_towards(lighthouse: str, wait_s: float) -> str:
 def _silent(lighthouse: str, error: Exception) -> ReplicaError:
     return ReplicaError(
         f"the lighthouse of the job's replicas does not answer at {lighthouse!r} ({error}); start the job with "
-        "`meshpar run "
-        "--elastic=replicas`, or set TORCHFT_LIGHTHOUSE=http://HOST:PORT"
+        "`meshpar run --elastic=replicas`, or set TORCHFT_LIGHTHOUSE=http://HOST:PORT"
     )
 
 

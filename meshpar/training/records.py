@@ -111,8 +111,8 @@ class RecordSource:
 
 
 def documented_functions() -> Iterator[TextPair]:
-    """Yield the source of every documented function of the standard library, without its docstring, and the docstring's
-    first sentence.
+    """Yield the source of every documented function of the standard library, without its docstring, and the
+    docstring's first sentence.
     """
     for path in standard_library():
         text = path.read_text(encoding="utf-8")

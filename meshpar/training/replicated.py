@@ -120,8 +120,7 @@ class Replicated:
         if int(both[2]) != ~int(both[3]):
             raise MeshparError(
                 f"replicas differ in the position in the data, the batch or the settings after step {step}; this one "
-                f"has {given}; "
-                "start all of them from the same recipe"
+                f"has {given}; start all of them from the same recipe"
             )
         same = int(both[0]) == ~int(both[1])
         if self._divided is not None:
@@ -131,6 +130,5 @@ class Replicated:
         if not same:
             raise MeshparError(
                 f"replicas have different weights or optimizer states after step {step}; start all of them from the "
-                "same seed or the "
-                "same checkpoint, and change no weights of one replica alone"
+                "same seed or the same checkpoint, and change no weights of one replica alone"
             )

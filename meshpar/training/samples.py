@@ -274,11 +274,12 @@ class LabelledExamples:
 
 @final
 class MappedSamples:
-    """A map-style dataset (``len``, ``dataset[i]``) whose samples are dicts of tensors or numbers, of one shape, with
-    ``labels``.
+    """A map-style dataset (``len``, ``dataset[i]``) whose samples are dicts of tensors or numbers, of one shape,
+    with ``labels``.
     """
 
-    def __init__(self, dataset: Any, name: str, places: np.ndarray | None = None) -> None:  # noqa: ANN401 - a user's own
+    # a user's own
+    def __init__(self, dataset: Any, name: str, places: np.ndarray | None = None) -> None:  # noqa: ANN401
         """Look at the first sample.
 
         Args:

@@ -1,5 +1,5 @@
-"""Settings of a run: how long it is, what happens how often, how it ended; and bounds, declared beside the fields that
-they bound.
+"""Settings of a run: how long it is, what happens how often, how it ended; and bounds, declared beside the fields
+that they bound.
 """
 
 from __future__ import annotations
@@ -148,7 +148,9 @@ class TrainSettings:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Hold the end of a run: its ``steps``, the reason why it ``stopped`` (None: it is complete), and its last values."""
+    """Hold the end of a run: its ``steps``, the reason why it ``stopped`` (None: it is complete), and its last
+    values.
+    """
 
     steps: int
     stopped: str | None

@@ -1,5 +1,5 @@
-"""Stop requests: a signal on any rank stops all ranks at the same place, between two steps or within a longer piece of
-work.
+"""Stop requests: a signal on any rank stops all ranks at the same place, between two steps or within a longer piece
+of work.
 """
 
 from __future__ import annotations

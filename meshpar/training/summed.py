@@ -16,7 +16,9 @@ _BUCKET = 1 << 22  # elements
 
 @final
 class Summed:
-    """The weighted sum of all members' gradients, beside which the gradients of this replica stay until :meth:`commit`."""
+    """The weighted sum of all members' gradients, beside which the gradients of this replica stay until
+    :meth:`commit`.
+    """
 
     def __init__(self, group: Peers, module: nn.Module, slot: int, slots: int, mine: Tensor) -> None:
         """Add up over ``group``; ``mine`` has the tokens of this replica and its other sums, ``slot`` is its number of

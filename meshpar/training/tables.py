@@ -103,8 +103,8 @@ def is_table(path: Path) -> bool:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, also one packed by gzip or zstd; raises RecipeError for other packers, and for damage found while it
-    is read.
+    """Open a file, also one packed by gzip or zstd; raises RecipeError for other packers, and for damage found while
+    it is read.
     """
     if (tool := _UNREAD.get(path.suffix)) is not None:
         raise RecipeError(f"{path} is packed by something else than gzip or zstd; unpack it first ({tool} {path.name})")
@@ -229,8 +229,8 @@ def _rows(path: Path, reading: Reading) -> Iterator[tuple[int, dict[str, str]]]:
                 if None in row or None in row.values():
                     reading.rows += 1
                     told = (
-                        f"{path}:{reader.line_num} has another number of cells than the first line, which names "
-                        "the columns"
+                        f"{path}:{reader.line_num} has another number of cells than the first line, which names the "
+                        "columns"
                     )
                     reading.refuse(RecipeError(told))
                     continue
@@ -299,9 +299,8 @@ def column(path: Path, name: str, reading: Reading) -> Iterator[str]:
             keys = sorted(next(records_of(path))[1]) if kind_of(path) in UNPLAIN else keys
             reading.refuse(
                 RecipeError(
-                    f"{path}:{number} has no text under {name!r}; it has {keys}: name the key with data.field, "
-                    "remove the record, or skip "
-                    "such records with data.bad_rows: skip"
+                    f"{path}:{number} has no text under {name!r}; it has {keys}: name the key with data.field, remove "
+                    "the record, or skip such records with data.bad_rows: skip"
                 )
             )
             continue

@@ -76,8 +76,7 @@ class ChatTemplate:
             if call[1] is None:
                 raise RecipeError(
                     "the chat template calls strftime_now with something else than a text, so its date would change "
-                    "from run to run; write "
-                    "the format into the call, strftime_now('%d %b %Y')"
+                    "from run to run; write the format into the call, strftime_now('%d %b %Y')"
                 )
             return repr(day.strftime(call[2]))
 
@@ -107,8 +106,8 @@ class ChatTemplate:
             whole = self.render(messages, tools)
             if tools and self._writes(whole, messages, None):
                 raise RecipeError(
-                    "the chat template leaves out the tools; use a template that writes them (data.template: "
-                    "chatml), or remove tools"
+                    "the chat template leaves out the tools; use a template that writes them (data.template: chatml), "
+                    "or remove tools"
                 )
             for place, message in enumerate(messages):
                 for name in (each for each in SAID if _is_said(message, each)):
@@ -116,8 +115,8 @@ class ChatTemplate:
                     if self._writes(whole, [*messages[:place], *bare, *messages[place + 1 :]], tools):
                         raise RecipeError(
                             f"the chat template leaves out the {name} of turn {place + 1}, so the model would not "
-                            "learn it; use a "
-                            f"template that writes it{_REMEDIES.get(name, _INTO_CONTENT)}, or remove it"
+                            f"learn it; use a template that writes it{_REMEDIES.get(name, _INTO_CONTENT)}, or remove "
+                            "it"
                         )
             marked = _GENERATION.search(_COMMENT.sub("", self.text))
             spans = self._generated(whole, messages, tools) if marked else self._answers(whole, messages, tools)
@@ -130,15 +129,13 @@ class ChatTemplate:
             if len(said) != len(spans):
                 raise RecipeError(
                     f"the chat template writes {len(spans)} answers of {len(said)}, so those of weight 0 cannot be "
-                    "identified; remove "
-                    "weight"
+                    "identified; remove weight"
                 )
             spans = [span for span, message in zip(spans, said, strict=True) if message.get("weight") != 0]
         if not any(begin < end for begin, end in spans):
             raise RecipeError(
                 "no token of the conversation would count as a label, because the chat template writes nothing of an "
-                "assistant's turn "
-                "(of a weight other than 0); remove the conversation, or use another template"
+                "assistant's turn (of a weight other than 0); remove the conversation, or use another template"
             )
         return whole, spans
 
@@ -162,8 +159,7 @@ class ChatTemplate:
         if missing:
             raise RecipeError(
                 f"the tokenizer has no token {', '.join(missing)}, which the chat template writes; use the template "
-                "of the tokenizer or a "
-                "file, or write tokenizer: bpe, which gets them"
+                "of the tokenizer or a file, or write tokenizer: bpe, which gets them"
             )
         said = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         try:
@@ -174,15 +170,13 @@ class ChatTemplate:
         if eos in text[begin:] and eos not in text[begin:end]:
             raise RecipeError(
                 f"the {{% generation %}} block of the chat template ends before {eos} ({text[begin:]!r}), so the "
-                "model would never learn "
-                "to stop; write the token inside the block, in a template of your own"
+                "model would never learn to stop; write the token inside the block, in a template of your own"
             )
         if eos not in text[begin:]:
             raise RecipeError(
                 f"the chat template writes no {eos} behind the assistant's text ({text[begin:]!r}), so the model "
-                "would never learn "
-                "to stop; set data.eos to the token that ends a turn, or write {{ eos_token }} behind it in a "
-                "template of your own"
+                "would never learn to stop; set data.eos to the token that ends a turn, or write {{ eos_token }} "
+                "behind it in a template of your own"
             )
 
     def _writes(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> bool:
@@ -205,9 +199,8 @@ class ChatTemplate:
         if plain != whole:
             raise RecipeError(
                 "the {% generation %} blocks of the chat template cannot be found in the text, because the template "
-                "changes what they "
-                "write (a filter or a set block around one), or reads behind one what was set in it; put the blocks "
-                "outside of these"
+                "changes what they write (a filter or a set block around one), or reads behind one what was set in "
+                "it; put the blocks outside of these"
             )
         return spans
 
@@ -231,10 +224,8 @@ class ChatTemplate:
             if why:
                 raise RecipeError(
                     f"turn {place + 1}, the assistant's, cannot be found in the text, because the chat template "
-                    f"{why}; mark the "
-                    "assistant's text with {% generation %} in the template, give data.template: chatml or llama3, "
-                    "or keep one answer "
-                    "in each conversation"
+                    f"{why}; mark the assistant's text with {{% generation %}} in the template, give data.template: "
+                    "chatml or llama3, or keep one answer in each conversation"
                 )
             spans.append((len(before), len(through.rstrip())))
         return spans
@@ -259,8 +250,12 @@ _CHATML = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' }}
 {%- if loop.first and tools %}
-{%- if message['role'] != 'system' %}{{ raise_exception('tools need a system turn, in which they are listed') }}{% endif %}
-{{- message['content'] + '\\n\\n<tools>\\n' }}{% for tool in tools %}{{ (tool | tojson) + '\\n' }}{% endfor %}{{ '</tools><|im_end|>\\n' }}
+{%- if message['role'] != 'system' %}
+{{- raise_exception('tools need a system turn, in which they are listed') }}
+{%- endif %}
+{{- message['content'] + '\\n\\n<tools>\\n' }}
+{%- for tool in tools %}{{ (tool | tojson) + '\\n' }}{% endfor %}
+{{- '</tools><|im_end|>\\n' }}
 {%- elif message['role'] == 'assistant' %}
 {%- generation %}{{ message['content'] or '' }}
 {%- for call in message['tool_calls'] or [] %}
@@ -276,7 +271,9 @@ _LLAMA3 = """\
 {{- '<|begin_of_text|>' }}
 {%- if tools %}{{ raise_exception('the template llama3 has no tools; use the one of the tokenizer') }}{% endif %}
 {%- for message in messages %}
-{%- if message['tool_calls'] %}{{ raise_exception('the template llama3 has no tool calls; use the one of the tokenizer') }}{% endif %}
+{%- if message['tool_calls'] %}
+{{- raise_exception('the template llama3 has no tool calls; use the one of the tokenizer') }}
+{%- endif %}
 {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
 {%- if message['role'] == 'assistant' %}
 {%- generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}

@@ -101,8 +101,8 @@ class TextTokenizer:
                 yield ahead.result()
 
     def encode_with_places(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the ids (N,) of each text, without special tokens added, and the characters (N, 2) where each begins
-        and ends.
+        """Return the ids (N,) of each text, without special tokens added, and the characters (N, 2) where each
+        begins and ends.
         """
         numpy = need("numpy")
         found = self.fast.encode_batch(list(texts), add_special_tokens=False)
@@ -132,8 +132,8 @@ class TextTokenizer:
 
     @cached_property
     def splits_between_words(self) -> bool:
-        """Whether the ids of a text are those of its lines and words in turn, as for a byte-level BPE without tokens of
-        spaces.
+        """Whether the ids of a text are those of its lines and words in turn, as for a byte-level BPE without tokens
+        of spaces.
         """
         parts = ("def f(x):\n", "return [x]\n", "The", " end,", "   ", " 12.")
         added = self.fast.get_added_tokens_decoder().values()
@@ -185,8 +185,8 @@ class TextTokenizer:
 
 
 def byte_tokenizer(template: str | None = None) -> TextTokenizer:
-    """Return a tokenizer whose ids 0 to 255 are the bytes of UTF-8 and whose id 256 is the end of a text, with a chat
-    template or none.
+    """Return a tokenizer whose ids 0 to 255 are the bytes of UTF-8 and whose id 256 is the end of a text, with a
+    chat template or none.
     """
     library = need("tokenizers")
     vocabulary = {letter: byte for byte, letter in enumerate(_byte_letters())}
@@ -225,8 +225,8 @@ def train_bpe(documents: Iterable[str], vocab_size: int, special: Sequence[str] 
     fast.train_from_iterator(batched(documents, 256), trainer=trainer)
     if fast.get_vocab_size() < vocab_size:
         raise RecipeError(
-            f"the text gives a vocabulary of {fast.get_vocab_size()}; expected {vocab_size}: lower vocab_size or "
-            "give more text"
+            f"the text gives a vocabulary of {fast.get_vocab_size()}; expected {vocab_size}: lower vocab_size or give "
+            "more text"
         )
     return TextTokenizer(fast)
 
@@ -246,8 +246,8 @@ def load_tokenizer(folder: str | Path, *, eos: str | None = None, template: str 
     folder = expanded(Path(folder))
     if not (folder / "tokenizer.json").is_file():
         raise RecipeError(
-            f"there is no tokenizer.json in {folder}; save a fast tokenizer there with transformers' "
-            "save_pretrained, or with meshpar"
+            f"there is no tokenizer.json in {folder}; save a fast tokenizer there with transformers' save_pretrained, "
+            "or with meshpar"
         )
     try:
         fast = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -300,7 +300,9 @@ def _byte_letters() -> list[str]:
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Yield the items in lists of ``size``; the last may be shorter. itertools has such a function since Python 3.12."""
+    """Yield the items in lists of ``size``; the last may be shorter. itertools has such a function since Python
+    3.12.
+    """
     rest = iter(items)
     while batch := list(islice(rest, size)):
         yield batch

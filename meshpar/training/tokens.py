@@ -115,8 +115,7 @@ class TokenFile:
         if ids.size and int(ids.max()) >= self.vocab_size:
             raise RecipeError(
                 f"{self.path} has id {int(ids.max())} and a vocab_size of {self.vocab_size} in the .json beside it; "
-                "correct it, "
-                "or write the tokens again with their own tokenizer"
+                "correct it, or write the tokens again with their own tokenizer"
             )
 
     def ids(self) -> np.ndarray:
@@ -140,8 +139,8 @@ class TokenFile:
         if self.marked and self.tokens and not any((part & COUNTS).any() for part in self._scan()):
             raise RecipeError(
                 f"no token of {self.path} counts as a label, so nothing would be learned from it; the chat template "
-                "marks nothing as the "
-                "assistant's, or too few conversations are left for it: use another template, or give more data"
+                "marks nothing as the assistant's, or too few conversations are left for it: use another template, or "
+                "give more data"
             )
 
     def has_several_documents(self) -> bool:
@@ -168,8 +167,8 @@ class TokenFile:
             start += part.size
 
     def _scan(self) -> Iterator[np.ndarray]:
-        """Yield the marks, or without marks the ids, in parts that are read: pages of a whole mapped file would count
-        as this process's.
+        """Yield the marks, or without marks the ids, in parts that are read: pages of a whole mapped file would
+        count as this process's.
         """
         numpy = need("numpy")
         path, dtype = (self.path.with_suffix(".marks"), "uint8") if self.marked else (self.path, self.dtype)

@@ -1,5 +1,5 @@
-"""Where weights come from: a model's names and their published names, the rules between them, and tensors read piece by
-piece.
+"""Where weights come from: a model's names and their published names, the rules between them, and tensors read piece
+by piece.
 """
 
 from meshpar.weights.maps import Mapped, TypedSource, WeightMap, WeightSource, dtypes_of

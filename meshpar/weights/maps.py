@@ -87,8 +87,8 @@ class WeightMap:
         return Mapped(views)
 
     def publish(self, source: WeightSource) -> Mapped:
-        """Present our tensors under their published names and shapes; raises LayoutError for missing parts and clashes
-        of names.
+        """Present our tensors under their published names and shapes; raises LayoutError for missing parts and
+        clashes of names.
         """
         views = _leaves(source)
         for rule in self.rules:

@@ -1,5 +1,5 @@
-"""The rules of a weight map: how one or several of our tensors are one or several published ones, read piece by piece
-as views.
+"""The rules of a weight map: how one or several of our tensors are one or several published ones, read piece by
+piece as views.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def joined(parts: Sequence[View], dim: int) -> View:
 
 
 def permuted(of: View, dim: int, outer: int, inner: int, unit: int) -> View:
-    """See every block of rows along ``dim`` as (outer, inner, unit) and exchange outer and inner; reads whole blocks."""
+    """See every block of rows along ``dim`` as (outer, inner, unit) and exchange outer and inner; reads whole
+    blocks.
+    """
     block = outer * inner * unit
 
     def read(spans: Spans, out: torch.Tensor) -> None:

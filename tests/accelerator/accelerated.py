@@ -1,5 +1,5 @@
-"""An accelerator's branches with real numbers: ranks on CPUs take every choice as beside one, and run each backward in
-its thread.
+"""An accelerator's branches with real numbers: ranks on CPUs take every choice as beside one, and run each backward
+in its thread.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Streams of a train step access one memory in an order that something keeps: events, waits of streams, and waits for
-collectives.
+"""Streams of a train step access one memory in an order that something keeps: events, waits of streams, and waits
+for collectives.
 """
 
 from __future__ import annotations

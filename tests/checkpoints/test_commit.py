@@ -402,8 +402,8 @@ def test_all_that_does_not_fit_is_told_at_once_and_nothing_changed(tmp_path):
         manager.restore(other, torch.optim.AdamW(other.module.parameters()))
     for line in (
         "wrong shape: model.wide.weight is (4, 2) here and (3, 2) in the checkpoint",
-        "wrong dtype: model.low.weight is torch.float32 here and torch.bfloat16 in the checkpoint; cast=True "
-        "converts it",
+        "wrong dtype: model.low.weight is torch.float32 here and torch.bfloat16 in the checkpoint; cast=True converts "
+        "it",
         "missing: model.new.weight, (1, 1)",
         "missing: model.new.bias, (1,)",
         "unexpected: model.gone.weight",

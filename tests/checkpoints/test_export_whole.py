@@ -67,8 +67,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "job.yaml").write_text(
         f"device: cpu\nmodel: {{kind: huggingface, weights: {base_model(home / 'base')}}}\n"
         f"data: {{source: chat, paths: [{home / 'chat.jsonl'}], template: chatml, eos: <|im_end|>, sequence_length: "
-        "64, micro_batch: 4, "
-        f"cache: {home / 'cache'}}}\noptimizer: {{lr: 1e-2, weight_decay: 0.0}}\nschedule: {{name: constant}}\n"
+        f"64, micro_batch: 4, cache: {home / 'cache'}}}\noptimizer: {{lr: 1e-2, weight_decay: 0.0}}\nschedule: "
+        "{name: constant}\n"
         "training: {steps: 80, log_every: 50, tensorboard: false}\n"
     )
     for name, more in (("full", []), ("lora", ["lora={rank: 2}", "training.steps=2"])):

@@ -1,5 +1,5 @@
-"""Tensors and files of over 4 GiB, where an archive's 32 bits no longer do: sparse files, so that nothing of that size
-is written.
+"""Tensors and files of over 4 GiB, where an archive's 32 bits no longer do: sparse files, so that nothing of that
+size is written.
 """
 
 from __future__ import annotations

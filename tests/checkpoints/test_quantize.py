@@ -1,4 +1,6 @@
-"""Quantised exports: their bytes against an independent NumPy implementation, and what transformers computes with them."""
+"""Quantised exports: their bytes against an independent NumPy implementation, and what transformers computes with
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The pages of the guide: their examples run, before and after print the same, and the errors that they explain are in
-the source.
+"""The pages of the guide: their examples run, before and after print the same, and the errors that they explain are
+in the source.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The house's own rules, read from the source: floors point down, the core needs torch alone, the environment has one
-reader.
+"""The house's own rules, read from the source: floors point down, the core needs torch alone, the environment has
+one reader.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def sources():
 
 
 def imports(path, name):
-    """The absolute names that a module imports, wherever in it, also for types alone; a package's own names are loaded
-    on first use.
+    """The absolute names that a module imports, wherever in it, also for types alone; a package's own names are
+    loaded on first use.
     """
     tree = ast.parse(path.read_text())
     lazy = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
@@ -396,8 +396,8 @@ def test_benchmarks_use_public_names_but_for_what_they_measure_alone():
 @pytest.mark.parametrize("statement", ["import meshpar", "import meshpar.models", "import meshpar.checkpoints"])
 def test_imports_do_nothing(statement):
     code = (
-        f"{statement}; import sys, torch; assert not torch.distributed.is_initialized(); assert 'transformers' "
-        "not in sys.modules; print('quiet')"
+        f"{statement}; import sys, torch; assert not torch.distributed.is_initialized(); assert 'transformers' not in "
+        "sys.modules; print('quiet')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "quiet\n" and done.stderr == ""

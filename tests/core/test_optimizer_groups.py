@@ -54,8 +54,7 @@ def test_settings_are_restored_on_another_mesh(tmp_path):
         plain = torch.optim.AdamW(other.module.parameters(), lr=1e-2)
         with pytest.raises(
             CheckpointError,
-            match=r"parameter group 0 joins parameters that the checkpoint has with other options: lr \['0.001', "
-            r"'0.003'\]",
+            match=r"parameter group 0 joins parameters that the checkpoint has with other options: lr \['0.001', '0.003'\]",
         ):
             manager.restore(other, plain)
 

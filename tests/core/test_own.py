@@ -1,4 +1,6 @@
-"""Classes of the user's own, by import path in a recipe: checked, described, forecast and trained as meshpar's own are."""
+"""Classes of the user's own, by import path in a recipe: checked, described, forecast and trained as meshpar's own
+are.
+"""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def test_a_right_plan_passes_and_resolves():
 def test_an_unclaimed_axis():
     text = only("dp_shard=4,tp=2", [FullyShard()])
     assert text == (
-        "axis 'tp' (size 2) is claimed by no pass, so its ranks would repeat one another's work; add "
-        "TensorParallel() or drop tp from the mesh"
+        "axis 'tp' (size 2) is claimed by no pass, so its ranks would repeat one another's work; add TensorParallel() "
+        "or drop tp from the mesh"
     )
 
 

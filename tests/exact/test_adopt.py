@@ -219,7 +219,9 @@ def test_adopted_modules_train_as_in_one_process_on_four_ranks():
 
 
 def grown_before(plan):
-    """Apply a plan to a net that had the larger vocabulary, and the probe, from before; return it with its optimizer."""
+    """Apply a plan to a net that had the larger vocabulary, and the probe, from before; return it with its
+    optimizer.
+    """
     net = Net()
     for how in (grown, probe):
         change(how, net)

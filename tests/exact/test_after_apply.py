@@ -1,5 +1,5 @@
-"""Loops that change a parallel module, or use its weights, after plan.apply: exact, or refused in the step in which it
-happens.
+"""Loops that change a parallel module, or use its weights, after plan.apply: exact, or refused in the step in which
+it happens.
 """
 
 from __future__ import annotations

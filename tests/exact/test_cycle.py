@@ -57,8 +57,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks in the order ``order``, recomputed by the model itself by wish, and the first one's gain used outside of
-    it by wish.
+    """Blocks in the order ``order``, recomputed by the model itself by wish, and the first one's gain used outside
+    of it by wish.
     """
 
     def __init__(self, order=(0, 1), recomputed=False, outside=False, **options):
@@ -98,8 +98,7 @@ def test_a_data_rank_that_calls_fewer_blocks_is_refused_before_its_backward():
         par = applied(Net(), f"{passes[0].axes[0]}=2", passes)
         with pytest.raises(
             MeshparError,
-            match=r"ranks are at different places of their loops: this rank is at (the forward of blocks\.1|a "
-            r"backward)",
+            match=r"ranks are at different places of their loops: this rank is at (the forward of blocks\.1|a backward)",
         ):
             par.module(x_of(), order=(0,) if par.data_rank else (0, 1)).sum().backward()
 

@@ -297,7 +297,9 @@ def test_a_rank_holds_what_is_described_after_every_verb(model, plan, tmp_path):
 
 
 class Counted:
-    """Looks at the memory as what it stands for does, and marks each place in a profile with the bytes that it found."""
+    """Looks at the memory as what it stands for does, and marks each place in a profile with the bytes that it
+    found.
+    """
 
     def __init__(self):
         self.memory, self.places = Memory(), 0

@@ -258,8 +258,8 @@ def test_overlapped_communication_costs_nothing_and_exposed_its_time():
 
 
 def test_a_search_tries_ep_for_mixtures(monkeypatch):
-    """On traces in which dividing experts pays: the estimate counts the samples of each rank of ``ep``, as the forecast
-    of the winner.
+    """On traces in which dividing experts pays: the estimate counts the samples of each rank of ``ep``, as the
+    forecast of the winner.
     """
     heard = []
 

@@ -1,4 +1,6 @@
-"""Optimizer state that is divided over replicas: every step is one process's, and a lost replica takes nothing along."""
+"""Optimizer state that is divided over replicas: every step is one process's, and a lost replica takes nothing
+along.
+"""
 
 from __future__ import annotations
 
@@ -218,8 +220,8 @@ def member(name, step, holds, **options):
 
 
 def test_a_state_counts_if_its_members_hold_all_of_it():
-    """A sum that only some have got counts for nothing if these cannot make its step; a state that cannot be made whole
-    is behind.
+    """A sum that only some have got counts for nothing if these cannot make its step; a state that cannot be made
+    whole is behind.
     """
     summed, waits = member("a", 6, 0b011, phase="summed", sum=(2, 0)), member("b", 5, 0b110, waits=True)
     quorum = Quorum(number=2, members=(summed, waits), whole=0b111)
@@ -579,8 +581,8 @@ def test_what_would_differ_from_one_process_is_refused():
 @needs_torchft
 @on_ranks(1)
 def test_replicas_that_save_together_stop_together():
-    """All are asked to within a step: they stop after the same one. One that is asked alone leaves without a save, and
-    the others go on.
+    """All are asked to within a step: they stop after the same one. One that is asked alone leaves without a save,
+    and the others go on.
     """
     with Job(2) as job:
         told = []

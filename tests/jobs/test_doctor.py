@@ -107,23 +107,18 @@ SLOW = [{"port": "mlx5_0/1", "state": "4: ACTIVE", "rate": "100 Gb/sec"}]
         (on_second_host("versions", {**healthy()[0]["versions"], "torch": "2.11"}), "versions of torch differ", "2.13 on ranks 0, 1 (n1)", "install the same"),
         (on_second_host("device", H200), "devices differ", "H200 on ranks 2, 3 (n2)", "one kind"),
         (lambda facts: facts[1]["device"].update(id="GPU-0"), "2 ranks share one device of n1", "ranks 0, 1 (n1)", "--nproc"),
-        (setting("NCCL_DEBUG", "INFO", slice(2, 4)), "NCCL_DEBUG differs", "unset on ranks 0, 1 (n1); INFO on ranks "
-        "2, 3 (n2)", "set the same value"),
-        (setting("UCX_TLS", "tcp", slice(2, 4)), "UCX_TLS differs", "unset on ranks 0, 1 (n1); tcp on ranks 2, 3 "
-        "(n2)", "set the same value"),
-        (on_second_host("visible", {"CUDA_VISIBLE_DEVICES": "7"}), "CUDA_VISIBLE_DEVICES differs between "
-        "hosts", "n1: 0; 1, n2: 7; 7", "the same devices"),
+        (setting("NCCL_DEBUG", "INFO", slice(2, 4)), "NCCL_DEBUG differs", "unset on ranks 0, 1 (n1); INFO on ranks 2, 3 (n2)", "set the same value"),
+        (setting("UCX_TLS", "tcp", slice(2, 4)), "UCX_TLS differs", "unset on ranks 0, 1 (n1); tcp on ranks 2, 3 (n2)", "set the same value"),
+        (on_second_host("visible", {"CUDA_VISIBLE_DEVICES": "7"}), "CUDA_VISIBLE_DEVICES differs between hosts", "n1: 0; 1, n2: 7; 7", "the same devices"),
         (on_second_host("open_files", 256), "the limit of open files is low", "n2: 256", "ulimit -n"),
         (setting("GLOO_SOCKET_IFNAME", "ib9"), "GLOO_SOCKET_IFNAME=ib9 names no interface", "n1, which has eth0, lo", "set it to one of these"),
         (setting("NCCL_SOCKET_IFNAME", "lo"), "is the loopback interface", "n1", "set it to one that does: eth0"),
         (setting("NCCL_SOCKET_IFNAME", "^eth"), "is the loopback interface", "n1", "eth0"),
-        (lambda facts: facts[0]["interfaces"]["eth0"].update(up=False), "NCCL_SOCKET_IFNAME=eth is "
-        "down", "n1", "bring it up"),
+        (lambda facts: facts[0]["interfaces"]["eth0"].update(up=False), "NCCL_SOCKET_IFNAME=eth is down", "n1", "bring it up"),
         (on_second_host("address", "127.0.1.1"), "the host's own name resolves to 127.0.1.1", "n2", "GLOO_SOCKET_IFNAME"),
         (on_second_host("address", None), "the host's own name has no address", "n2", "/etc/hosts"),
         (on_second_host("infiniband", DOWN), "not active: mlx5_0/1", "n2", "ibstat"),
-        (on_second_host("infiniband", SLOW), "InfiniBand ports differ", "mlx5_0/1 100 Gb/sec on rank 2 "
-        "(n2)", "with the same links"),
+        (on_second_host("infiniband", SLOW), "InfiniBand ports differ", "mlx5_0/1 100 Gb/sec on rank 2 (n2)", "with the same links"),
         (on_second_host("clock", 1009.0), "clocks are 9.0 s apart", "n", "chrony"),
         (on_second_host("locked_memory", 65536), "locked memory is limited", "n2: 0.00 GiB", "ulimit -l unlimited"),
         (on_second_host("shm", {"total": 2**26, "free": 2**26}), "little free space in /dev/shm", "n2: 0.06 GiB free", "--shm-size"),

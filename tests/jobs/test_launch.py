@@ -82,8 +82,7 @@ def test_a_batch_script_is_complete_and_legal_shell(folder: Path) -> None:
     for line in (
         "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --time=1:00:00", "#SBATCH --partition=gpu", "#SBATCH --exclusive",
         "#SBATCH --signal=B:USR1@120", "#SBATCH --requeue", "set -euo pipefail", "module load x",
-        'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")', "export MESHPAR_JOB_ID=$SLURM_JOB_ID "
-        "MESHPAR_RUN_ID=$SLURM_JOB_ID-$restart",
+        'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")', "export MESHPAR_JOB_ID=$SLURM_JOB_ID MESHPAR_RUN_ID=$SLURM_JOB_ID-$restart",
     ):  # fmt: skip
         assert line in text.splitlines()
     assert '--node-rank="$SLURM_NODEID"' in text and "--nodes=2 --nproc=4" in text and "--kill-on-bad-exit=1" in text
@@ -193,8 +192,8 @@ def test_replicas_are_an_array(folder: Path) -> None:
         wide.splitlines()
     ) and "an array of one task a replica of 3 nodes" in wide
     assert (
-        '--nodes=6 --restarts=10 \\\n  --node-rank="$((SLURM_ARRAY_TASK_ID * 3 + SLURM_NODEID))" '
-        '--head="$MESHPAR_LOGS/head"' in wide
+        '--nodes=6 --restarts=10 \\\n  --node-rank="$((SLURM_ARRAY_TASK_ID * 3 + SLURM_NODEID))" --head="$MESHPAR_LOGS/head"'
+        in wide
     )
     with pytest.raises(LaunchError, match="leave --array out"):
         render("slurm", "sbatch=--array=1-2%1", elastic="replicas")
@@ -523,8 +522,7 @@ def test_further_options_of_sbatch_are_passed_on_and_those_that_meshpar_writes_a
     told = {
         "-x n7": "'-x' is not a long option", "--mem 0": "'0' is not a long option", "--time=5:00": "write -o time=5:00",
         "--nodes=3": "meshpar writes --nodes", "--array=0-9": "would train in one folder; write --array=0-9%1",
-        "--array=1,2%2": "write --array=1,2%1 to", '--comment="a': "No closing quotation in '--comment=\"a'; close "
-        "the quotes",
+        "--array=1,2%2": "write --array=1,2%1 to", '--comment="a': "No closing quotation in '--comment=\"a'; close the quotes",
     }  # fmt: skip
     for given, expected in told.items():
         with pytest.raises(LaunchError, match=re.escape(expected)):
@@ -559,8 +557,7 @@ def test_a_patch_adds_to_a_kubernetes_job_and_changes_nothing(folder: Path) -> N
     assert [each["name"] for each in train["env"]] == ["MESHPAR_JOB_ID", "NCCL_DEBUG"]
     told = {
         "spec: {completions: 3}": "sets Job.spec.completions to 3, and meshpar writes 2",
-        "spec: {template: {spec: {containers: [{name: train, command: [sh]}]}}}": "containers.train.command to "
-        "['sh'], and meshpar writes",
+        "spec: {template: {spec: {containers: [{name: train, command: [sh]}]}}}": "containers.train.command to ['sh'], and meshpar writes",
         "kind: Secret": "is a patch of a Secret; expected one of Service, ConfigMap, Job",
         "- a": "is not a mapping", "a: [": "cannot read patch",
     }  # fmt: skip
@@ -844,7 +841,8 @@ def test_the_tasks_of_a_batch_script_run_in_a_container(folder: Path, container:
     expected = {
         "pyxis": [
             "--container-image=team/train:1",
-            f"--container-mounts={folder}:{folder},{run}:{run},/data:/data,/scratch/a b:/tmp", f"--container-workdir={folder}",
+            f"--container-mounts={folder}:{folder},{run}:{run},/data:/data,/scratch/a "
+            "b:/tmp", f"--container-workdir={folder}",
         ],
         "apptainer": ["apptainer", "exec", "--bind", ",".join([str(folder), run, *mounts]), "--pwd", str(folder), "team/train:1"],
     }[container]  # fmt: skip

@@ -123,7 +123,9 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
 
 
 def rest_of(process: subprocess.Popen[str]) -> str:
-    """What a run says from here to its end. Of lines read so far Python may hold more, which communicate() would lose."""
+    """What a run says from here to its end. Of lines read so far Python may hold more, which communicate() would
+    lose.
+    """
     assert process.stderr is not None
     too_long = threading.Timer(patient(90), os.killpg, (process.pid, signal.SIGKILL))
     too_long.start()

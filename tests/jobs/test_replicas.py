@@ -292,8 +292,8 @@ def test_all_ranks_wait_for_the_lighthouse():
 
 @on_ranks(2)
 def test_a_stop_request_ends_the_wait_for_other_replicas():
-    """They may take a quarter of an hour to come, or never do; every rank leaves, whichever of the signals' reasons it
-    has.
+    """They may take a quarter of an hour to come, or never do; every rank leaves, whichever of the signals' reasons
+    it has.
     """
     lighthouse = Lighthouse() if dist.get_rank() == 0 else None
     address = [lighthouse and f"http://127.0.0.1:{lighthouse.port}"]
@@ -315,8 +315,8 @@ def test_a_stop_request_ends_the_wait_for_other_replicas():
 
 
 class Watched:
-    """Notes in validation what another replica would get, and when this one was last alive; it is not heard for a while
-    then.
+    """Notes in validation what another replica would get, and when this one was last alive; it is not heard for a
+    while then.
     """
 
     trainer, sent, moved = None, None, ()
@@ -448,8 +448,8 @@ def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path, more):
 
 
 def test_what_a_drill_reads_in_the_metrics():
-    """The report tells of the first loss after all had come; a replica that is back at once is lost and returned in one
-    change.
+    """The report tells of the first loss after all had come; a replica that is back at once is lost and returned in
+    one change.
     """
     early, late = {"step": 50, "train/loss": 1.0}, {"step": 100, "train/loss": 1.0}
     lost, back = {"step": 70, "replicas": 1}, {"step": 80, "replicas": 2}
@@ -484,8 +484,8 @@ def test_a_drill_that_cannot_be_held_is_refused(tmp_path, words, match):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_drill_on_two_hosts(tmp_path):
-    """Replica 1 is killed on the second host; the first one reports, and both commands end. What an earlier drill left
-    is no record.
+    """Replica 1 is killed on the second host; the first one reports, and both commands end. What an earlier drill
+    left is no record.
     """
     (tmp_path / "meshpar-drill").mkdir()
     earlier = [{"step": 50}, {"step": 70, "replicas": 1}, {"step": 80, "replicas": 2}]

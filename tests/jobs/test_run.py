@@ -466,8 +466,8 @@ def test_of_several_srun_tasks_the_first_to_fail_shows_its_traceback(tmp_path: P
     assert [task.returncode for task in tasks] == [1, 1, 1]
     assert ["Traceback" in each for each in told] == [False, True, False]
     first = (
-        f"meshpar: rank 1 on {socket.gethostname()} failed first, with ValueError: on purpose\nthen this one, "
-        "rank 0, with RuntimeError\n"
+        f"meshpar: rank 1 on {socket.gethostname()} failed first, with ValueError: on purpose\nthen this one, rank 0, "
+        "with RuntimeError\n"
     )
     assert told[0].endswith(first)
 

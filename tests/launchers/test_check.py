@@ -156,8 +156,8 @@ def test_an_id_outside_the_vocabulary_is_refused_when_it_is_read(folder: Path, m
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with weights as they come: whole, with a file missing, with an old index, of torch.save, twice,
-    of another shape.
+    """Return a folder with weights as they come: whole, with a file missing, with an old index, of torch.save,
+    twice, of another shape.
     """
     made = tmp_path_factory.mktemp("weights")
     (made / "text.md").write_text("some text\n" * 200)
@@ -203,8 +203,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             "old",
             "lists 2 files, and 2 of them are missing: model-00001-of-00002.safetensors, "
-            "model-00002-of-00002.safetensors; copy or "
-            "download the folder again, or remove the index to read the files that are there",
+            "model-00002-of-00002.safetensors; copy or download the folder again, or remove the index to read the "
+            "files that are there",
         ),
         ("stale", "stale/model-00001-of-00002.safetensors lacks 5 tensors of the index"),
         ("torn", "torn/model-00001-of-00002.safetensors is not a complete safetensors file"),

@@ -110,8 +110,8 @@ passes:
         "small.yaml:2: model.dim: expected an integer or null, got 64.5",
         "small.yaml:2: model.rope_scaling.facto: unknown key; nearest: factor",
         "small.yaml:2: model.layrs: unknown key; nearest: layers",
-        "small.yaml:3: data.source: expected 'stdlib', 'files', 'jsonl', 'csv', 'parquet', 'chat', 'tokens', 'mix' "
-        "or 'dataset', got 'stdlb'",
+        "small.yaml:3: data.source: expected 'stdlib', 'files', 'jsonl', 'csv', 'parquet', 'chat', 'tokens', 'mix' or "
+        "'dataset', got 'stdlb'",
         "small.yaml:3: data.micro_batch: must be greater than or equal to 1, got 0",
         "small.yaml:6: optimizer.betas: expected a list of 2, got [0.9]",
         "small.yaml:4: training.steps: expected an integer or null, got '5'",
@@ -392,8 +392,8 @@ def test_without_passes_the_axes_call_for_them(mesh: str, passes: list[Any]) -> 
 
 def test_options_become_the_values_that_the_pass_takes() -> None:
     written = (
-        "passes=[FullyShard: {param_dtype: bfloat16, reshard_after_forward: 4, blocks: [layers.*], "
-        "prefetch_forward: 2}]"
+        "passes=[FullyShard: {param_dtype: bfloat16, reshard_after_forward: 4, blocks: [layers.*], prefetch_forward: "
+        "2}]"
     )
     assert make_passes(read(SMALL, written).passes) == [
         FullyShard(param_dtype=torch.bfloat16, reshard_after_forward=4, blocks=("layers.*",), prefetch_forward=2)

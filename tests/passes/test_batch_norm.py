@@ -1,5 +1,5 @@
-"""Batch norm under data parallelism equals one process on the concatenated batch: loss, gradients, weights and running
-statistics.
+"""Batch norm under data parallelism equals one process on the concatenated batch: loss, gradients, weights and
+running statistics.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A convolution with batch norm that nothing splits, and blocks with batch norm beside projections that are split."""
+    """A convolution with batch norm that nothing splits, and blocks with batch norm beside projections that are
+    split.
+    """
 
     def __init__(self, plane=nn.BatchNorm2d, vector=nn.BatchNorm1d, **options):
         super().__init__()

@@ -1,5 +1,5 @@
-"""ContextParallel: a part of every sequence on each rank, documents that do not see each other, and the numbers of one
-process.
+"""ContextParallel: a part of every sequence on each rank, documents that do not see each other, and the numbers of
+one process.
 """
 
 from __future__ import annotations
@@ -403,8 +403,8 @@ OWN = {
         },
     ),
 }
-"""Models of transformers that attend past its interface, with places or with a bias, or mix positions beside attention
-too.
+"""Models of transformers that attend past its interface, with places or with a bias, or mix positions beside
+attention too.
 """
 
 

@@ -111,8 +111,8 @@ def test_a_mesh_that_equals_one_whose_groups_are_closed_has_its_own(tmp_path):
 
 
 def divided(ranks):
-    """Uneven counts of tokens, two micro-batches and clipping. Many ranks train our own mixture, for each would import
-    transformers.
+    """Uneven counts of tokens, two micro-batches and clipping. Many ranks train our own mixture, for each would
+    import transformers.
     """
     build = mixture if ranks < 8 else own_mixture
     steps = token_steps(VOCAB, micro_batches=2, parts=max(8, ranks), length=8)

@@ -293,8 +293,8 @@ def test_a_recipe_trains_adapters_goes_on_and_exports_them_merged(
     (tmp_path / "text.txt").write_text("a line of text\n" * 400)
     given = [
         f"model={{kind: huggingface, config: {tmp_path / 'base'}, weights: {tmp_path / 'base'}}}",
-        f"data={{source: files, paths: [{tmp_path / 'text.txt'}], tokenizer: bytes, sequence_length: 16, "
-        f"micro_batch: 2, cache: {tmp_path / 'cache'}}}",
+        f"data={{source: files, paths: [{tmp_path / 'text.txt'}], tokenizer: bytes, sequence_length: 16, micro_batch: "
+        f"2, cache: {tmp_path / 'cache'}}}",
         "lora={targets: [q_proj, down_proj], rank: 2}", "mesh=''", "training.tensorboard=false", "training.validate_every=null", "schedule.warmup_steps=0",
     ]  # fmt: skip
     for steps in (2, 4):

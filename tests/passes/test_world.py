@@ -35,8 +35,8 @@ from tests.support.models_for_parity import VOCAB, transformer
 
 WORLD = HybridShard(optimizer="world")
 ODD = functools.partial(transformer, vocab_size=99, dim=36, heads=6, kv_heads=2, hidden=50, qk_norm=True, tied=True)
-"""Weights of 99, 50, 36, 12 and 6 rows: over 4 or 8 ranks slices differ in size, and those of norms of 6 are empty on
-some ranks.
+"""Weights of 99, 50, 36, 12 and 6 rows: over 4 or 8 ranks slices differ in size, and those of norms of 6 are empty
+on some ranks.
 """
 SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
 
@@ -351,8 +351,7 @@ def test_what_cannot_be_is_refused():
         ({"optimizer": "node"}, r"HybridShard\(optimizer='node'\) is not known; use 'replica' or 'world'"),
         (
             {"optimizer": "world", "reshard_after_forward": 2},
-            r"reshards to parts of a replica, whose shards are kept as they are; use reshard_after_forward=True or "
-            r"False",
+            r"reshards to parts of a replica, whose shards are kept as they are; use reshard_after_forward=True or False",
         ),
     ):
         with pytest.raises(PlanError, match=message):

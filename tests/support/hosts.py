@@ -85,8 +85,8 @@ class Hosts:
         return _run(*self.command(name, command))
 
     def shape(self, rate: str | None, *names: str) -> None:
-        """Bound what ``names`` (default: each host) send to the others, such as ``200mbit``; None: no bound. Inside a
-        host nothing is shaped.
+        """Bound what ``names`` (default: each host) send to the others, such as ``200mbit``; None: no bound. Inside
+        a host nothing is shaped.
         """
         for name in names or self.names:
             queue = ["ip", "netns", "exec", self.namespace(name), "tc", "qdisc"]

@@ -1,5 +1,5 @@
-"""What ordinary training loops do, one small function a habit. Each runs as it is in one process and on the ranks of a
-plan.
+"""What ordinary training loops do, one small function a habit. Each runs as it is in one process and on the ranks of
+a plan.
 """
 
 from __future__ import annotations

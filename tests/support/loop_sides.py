@@ -1,5 +1,5 @@
-"""The two runs that a habit of a training loop is held to: one process on the whole batch, and the ranks of a plan on
-their parts.
+"""The two runs that a habit of a training loop is held to: one process on the whole batch, and the ranks of a plan
+on their parts.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class Side:
             self.note(name, buffer)
 
     def difference(self, expected: Side, tolerance: float) -> str | None:
-        """What differs most from one process; None where nothing does by more than ``tolerance`` of a tensor's largest
-        value.
+        """What differs most from one process; None where nothing does by more than ``tolerance`` of a tensor's
+        largest value.
         """
         if [label for label, *_ in self.notes] != [label for label, *_ in expected.notes]:
             return f"{len(self.notes)} values where one process has {len(expected.notes)}"
@@ -174,7 +174,9 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 def train(
     side: Side, net: nn.Module, optimizer, *, forward=None, before_step=None, after_step=None, steps: int = 3
 ) -> None:
-    """The plainest loop, with a place for a habit: another forward, or something before or after the optimizer's step."""
+    """The plainest loop, with a place for a habit: another forward, or something before or after the optimizer's
+    step.
+    """
     for number, (x, y) in enumerate(side.batches(steps)):
         loss = mse_loss(net(x) if forward is None else forward(x), y)
         loss.backward()

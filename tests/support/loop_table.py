@@ -24,8 +24,8 @@ from tests.support.loop_sides import PLANS, Side, ranks_of
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
 ALLOWED = ("exact", "refused", "torch")
 TORCHS_OWN = {"penalty": r"got mixed torch\.Tensor and DTensor", "setting": r"got mixed torch\.Tensor and DTensor"}
-"""Habits that hand a parallel module's DTensors to torch where no code of meshpar's runs -> the error with which torch
-refuses them.
+"""Habits that hand a parallel module's DTensors to torch where no code of meshpar's runs -> the error with which
+torch refuses them.
 """
 LAUNCH_S = 500.0
 
@@ -45,7 +45,9 @@ class Outcome:
 
 
 def run_plan(title: str, names: Iterable[str] | None = None) -> dict[str, Outcome]:
-    """Run habits under a plan: one launch, and another one after each habit that may have left its ranks out of step."""
+    """Run habits under a plan: one launch, and another one after each habit that may have left its ranks out of
+    step.
+    """
     waiting, found = list(names or HABITS), {}
     while waiting:
         with tempfile.TemporaryDirectory(prefix="meshpar-loops-") as folder:

@@ -102,8 +102,8 @@ def served(folder: Path) -> Iterator[int]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that were free a moment ago, of those that no system hands to outgoing connections: the server's own
-    take one each.
+    """Return ports that were free a moment ago, of those that no system hands to outgoing connections: the server's
+    own take one each.
     """
     opened: list[socket.socket] = []
     while len(opened) < count:

@@ -2,10 +2,9 @@
 that has done so.
 
 ``start_warm()`` makes ``subprocess.Popen`` of this process fork ``python -m meshpar.launchers ...`` and the forecast's
-workers from a server;
-``run`` and ``train`` fork their ranks in the same way. Each is a real process: a child of the process that asks, with a
-command line, environment, folder, streams and signals of its own. Everything else starts as ever. ``pytest --cold``
-forks nothing.
+workers from a server; ``run`` and ``train`` fork their ranks in the same way. Each is a real process: a child of the
+process that asks, with a command line, environment, folder, streams and signals of its own. Everything else starts as
+ever. ``pytest --cold`` forks nothing.
 """
 
 from __future__ import annotations
@@ -117,8 +116,8 @@ class _Server:
     def _started(self) -> socket.socket:
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         code = (
-            f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import warm; "
-            f"warm.start({theirs.fileno()}, {list(self._preload)!r})"
+            f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import warm; warm.start({theirs.fileno()}, "
+            f"{list(self._preload)!r})"
         )
         room = "#" * _COMMAND_LINE  # for the command lines of what is forked
         self._process = subprocess.Popen(

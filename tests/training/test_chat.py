@@ -25,25 +25,20 @@ pytest.importorskip("transformers")
 
 CHATML = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + "
-    "'\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "'\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
-    "message['role'] + "
-    "'<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = "
-    "bos_token + content %}"
-    "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 "
+    "%}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ "
     "'<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 MISTRAL = (
-    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == "
-    "'assistant' %}"
-    "{{ message['content'] + eos_token + ' ' }}{% else %}{{ raise_exception('Only user and assistant roles are "
-    "supported!') }}{% endif %}"
-    "{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ "
+    "raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if "
+    "message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == "
+    "'assistant' %}{{ message['content'] + eos_token + ' ' }}{% else %}{{ raise_exception('Only user and assistant "
+    "roles are supported!') }}{% endif %}{% endfor %}"
 )
 REWRITES = (  # as templates of models that think: earlier thoughts are left out
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content.split('</think>')[-1] "
@@ -51,8 +46,8 @@ REWRITES = (  # as templates of models that think: earlier thoughts are left out
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PLAIN = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt "
-    "%}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% "
+    "endif %}"
 )
 BLOCK = (
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% "
@@ -201,7 +196,7 @@ def test_the_first_word_counts_behind_a_prompt_that_ends_in_a_space():
     [
         (
             f"{{% macro turn(m) %}}<{{{{ m.role }}}}>{BLOCK}\n{{% endmacro %}}{{% for m in messages %}}{{{{ turn(m) "
-            f"}}}}{{% endfor %}}",
+            "}}{% endfor %}",
             None,
         ),
         (
@@ -320,10 +315,7 @@ def test_what_the_assistant_says_is_written_by_the_template_or_refused(name, tmp
         file.write_text(json.dumps(said) + "\n" + json.dumps({"messages": messages()}) + "\n")
         return [text for text, _ in ChatSource(inputs=(str(file),), template=template, reading=reading).conversations()]
 
-    told = (
-        rf"chat\.jsonl:1: the chat template leaves out the {name} of turn 2, so the model would not learn it; use "
-        r"a template that writes it"
-    )
+    told = rf"chat\.jsonl:1: the chat template leaves out the {name} of turn 2, so the model would not learn it; use a template that writes it"
     with pytest.raises(RecipeError, match=told):
         texts({"messages": thought}, TEMPLATES["chatml"], Reading())
     if name == "reasoning_content":

@@ -1,5 +1,5 @@
-"""The keys of Trainer and accelerate: each that the installed versions have is translated, told to have no effect, or
-refused with a reason.
+"""The keys of Trainer and accelerate: each that the installed versions have is translated, told to have no effect,
+or refused with a reason.
 """
 
 from __future__ import annotations

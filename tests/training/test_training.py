@@ -473,8 +473,8 @@ class Asking:
 
 
 def check_stop_in_validation(folder: Path, par: Parallelized, last: Parallelized, late: int) -> None:
-    """The step is saved, and the next start makes up for the validation: a run that was stopped in each has the records
-    of one that was not.
+    """The step is saved, and the next start makes up for the validation: a run that was stopped in each has the
+    records of one that was not.
     """
     samples = packed(folder)
 

@@ -54,8 +54,8 @@ class Meeting:
 
 @final
 class SimulatedGroup:
-    """One rank's process group on a :class:`Meeting`; the collectives of :mod:`meshpar.passes.tensor.collectives` know
-    it.
+    """One rank's process group on a :class:`Meeting`; the collectives of :mod:`meshpar.passes.tensor.collectives`
+    know it.
     """
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
@@ -309,7 +309,9 @@ def _by_owner(runs: list[tuple[int, int]]) -> list[int]:
 
 @cache
 def runs_of(rows: int, ranks: int, parts: int, rank: int) -> list[tuple[int, int]]:
-    """Return the lengths and the owners of the runs of ``rank``'s rows when ``parts`` fused parts are split one by one."""
+    """Return the lengths and the owners of the runs of ``rank``'s rows when ``parts`` fused parts are split one by
+    one.
+    """
     width = rows // parts  # rows of one part that one rank owns, in sequence
     runs, begin, end = [], rows * rank, rows * (rank + 1)
     while begin < end:

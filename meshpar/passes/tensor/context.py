@@ -49,10 +49,9 @@ class Arrivals:
         if not together:
             raise ParallelError(
                 f"ranks of the tensor axis run different modules at a time, this one {name}: under sequence_parallel "
-                "each sees its own "
-                "positions, and a branch or a router in between decides by them; give the module around it the style "
-                "'region', which sees "
-                "all positions, or use TensorParallel(sequence_parallel=False)"
+                "each sees its own positions, and a branch or a router in between decides by them; give the module "
+                "around it the style 'region', which sees all positions, or use "
+                "TensorParallel(sequence_parallel=False)"
             )
 
 
@@ -178,8 +177,7 @@ class Context:
             raise PlanError(
                 [
                     f"sequence length {length} is not divided by tp={self.size}, over which sequence parallelism "
-                    "splits it; pad the batch "
-                    "to a multiple, or use TensorParallel(sequence_parallel=False)"
+                    "splits it; pad the batch to a multiple, or use TensorParallel(sequence_parallel=False)"
                 ]
             )
         return length // self.size

@@ -62,11 +62,10 @@ class TensorParallel(Pass):
             must be a multiple of the axis's size.
         loss_parallel: keep the logits split over the vocabulary, as a DTensor that :func:`meshpar.token_loss` accepts.
         styles: module pattern -> style, which replaces the entry of the layout's table. None removes the entry. The
-            styles are
-            ``region``, ``colwise``, ``packed_colwise:N``, ``colwise_gather``, ``rowwise``, ``rowwise_split``,
-            ``vocab``, ``features``,
-            ``head``, ``sequence`` and ``grad_sum``. A pattern that names a parameter (``blocks.*.attn.sinks``) supports
-            ``per_head``, which splits the first dim, ``grad_sum``, and None: whole, used with whole features.
+            styles are ``region``, ``colwise``, ``packed_colwise:N``, ``colwise_gather``, ``rowwise``,
+            ``rowwise_split``, ``vocab``, ``features``, ``head``, ``sequence`` and ``grad_sum``. A pattern that names a
+            parameter (``blocks.*.attn.sinks``) supports ``per_head``, which splits the first dim, ``grad_sum``, and
+            None: whole, used with whole features.
     """
 
     sequence_parallel: bool = False
@@ -92,8 +91,8 @@ class TensorParallel(Pass):
         yield from table.problems
         if not (table.modules or any(table.parameters.values()) or table.problems):
             yield (
-                "TensorParallel has nothing to do: the layout has no table; give "
-                "ModelLayout(tensor={'layers.*.up': 'colwise', ...})"
+                "TensorParallel has nothing to do: the layout has no table; give ModelLayout(tensor={'layers.*.up': "
+                "'colwise', ...})"
             )
         for pattern, style in table.modules.items():
             found = list(find_modules(module, pattern))
@@ -111,16 +110,14 @@ class TensorParallel(Pass):
         yield from _sum_problems(module, table)
         if self.sequence_parallel and not any(isinstance(style, Sequence) for style in table.modules.values()):
             yield (
-                "sequence_parallel needs the layout to say which modules run between regions ('sequence'); it "
-                "names none: leave it off"
+                "sequence_parallel needs the layout to say which modules run between regions ('sequence'); it names "
+                "none: leave it off"
             )
         if self.sequence_parallel and not _splits_sequence(module, table):
             yield (
                 "sequence_parallel needs an embedding in the layout's tensor-parallel table that splits the sequence "
-                "('vocab', or "
-                "'sequence' for positions); it names none, so every rank would treat the whole sequence as its part: "
-                "name it, or "
-                "leave sequence_parallel off"
+                "('vocab', or 'sequence' for positions); it names none, so every rank would treat the whole sequence "
+                "as its part: name it, or leave sequence_parallel off"
             )
         if self.loss_parallel and not any(style.splits_logits for style in table.modules.values()):
             yield "loss_parallel needs a 'head' in the layout's tensor-parallel table; it names none: leave it off"
@@ -129,8 +126,8 @@ class TensorParallel(Pass):
         if mesh.spans_nodes("tp"):
             yield (
                 f"axis 'tp' (size {mesh.axes['tp']}) spans nodes of {mesh.ranks_per_node} ranks: every block then "
-                "sends its activations, "
-                "batch x sequence x features, four times a step between nodes; keep tp within a node"
+                "sends its activations, batch x sequence x features, four times a step between nodes; keep tp within "
+                "a node"
             )
         split, sizes = self.shards(module, layout), {name: p.numel() for name, p in module.named_parameters()}
         meant = [pattern for pattern, style in layout.tensor.items() if style is None]
@@ -140,10 +137,8 @@ class TensorParallel(Pass):
         if mesh.axes["tp"] > 1 and share > _WHOLE_SHARE:
             yield (
                 f"tensor parallelism leaves {share:.0%} of the parameters whole on every rank of tp, the largest "
-                f"{whole[0]}, because the "
-                "layout's table does not name them; give linear layers and embeddings among them a style, or None to "
-                "what is meant "
-                "to stay whole, or use data axes instead of tp"
+                f"{whole[0]}, because the layout's table does not name them; give linear layers and embeddings among "
+                "them a style, or None to what is meant to stay whole, or use data axes instead of tp"
             )
 
     def late_problems(
@@ -154,8 +149,7 @@ class TensorParallel(Pass):
         if draws and split is not None and split.size > 1 and split.random is None and not self.sequence_parallel:
             yield (
                 f"{draws[0]} draws random numbers, and no module did in plan.apply, so that the ranks of tp keep no "
-                "common random state; "
-                "apply the plan with ModelLayout(dropout=True)"
+                "common random state; apply the plan with ModelLayout(dropout=True)"
             )
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
@@ -226,8 +220,8 @@ class TensorParallel(Pass):
         applied(module).split = context
 
     def _table(self, module: nn.Module, layout: ModelLayout) -> _Table:
-        """Return the layout's table, its text parsed. This pass's entries replace what it says of the modules that they
-        match.
+        """Return the layout's table, its text parsed. This pass's entries replace what it says of the modules that
+        they match.
         """
         table, entries = _Table(), dict(layout.tensor)
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -273,8 +267,8 @@ class TensorParallel(Pass):
             if inside and len(inside) < len(group):
                 missing = next(name for name in group if name not in split)
                 yield (
-                    f"{inside[0]} is tied to {missing}, and only {inside[0]} is split over tp; give both a style, "
-                    "or neither"
+                    f"{inside[0]} is tied to {missing}, and only {inside[0]} is split over tp; give both a style, or "
+                    "neither"
                 )
 
 
@@ -368,7 +362,9 @@ def _split_together(module: nn.Module, table: _Table, name: str) -> list[str]:
 
 
 def _own_problems(module: nn.Module, table: _Table) -> Iterator[str]:
-    """Yield parameters of modules whose projections are split, which no style covers: they may count heads or features."""
+    """Yield parameters of modules whose projections are split, which no style covers: they may count heads or
+    features.
+    """
     styled = {name for pattern in table.modules for name, _ in find_modules(module, pattern)}
     split = [
         name
@@ -384,12 +380,9 @@ def _own_problems(module: nn.Module, table: _Table) -> Iterator[str]:
                 )
                 yield (
                     f"{owner}.{name} {tuple(parameter.shape)} has no style among projections split by heads or "
-                    "features; "
-                    f"give '{owner}.{name}' 'per_head' where its first dim counts them, 'grad_sum' where each rank "
-                    "uses the whole of it "
-                    "with its heads or features, None where it meets whole features (a scale of the output), or "
-                    "leave its "
-                    f"projections whole: TensorParallel(styles={{{inside}}})"
+                    f"features; give '{owner}.{name}' 'per_head' where its first dim counts them, 'grad_sum' where "
+                    "each rank uses the whole of it with its heads or features, None where it meets whole features (a "
+                    f"scale of the output), or leave its projections whole: TensorParallel(styles={{{inside}}})"
                 )
 
 
@@ -405,14 +398,13 @@ def _sum_problems(module: nn.Module, table: _Table) -> Iterator[str]:
         if not any(each == owner or each.startswith(f"{owner}.") for each in split):
             yield (
                 f"{name} sums its gradient over tp, but nothing in {owner or 'the model'} is split, so the gradient "
-                "would count once "
-                f"per rank; leave {name} whole, too: TensorParallel(styles={{{name!r}: None}})"
+                f"would count once per rank; leave {name} whole, too: TensorParallel(styles={{{name!r}: None}})"
             )
 
 
 def _region_problems(module: nn.Module, table: _Table) -> Iterator[str]:
-    """Yield parameters inside a region that no style covers: each rank would know a part of their gradient and nobody
-    would sum it.
+    """Yield parameters inside a region that no style covers: each rank would know a part of their gradient and
+    nobody would sum it.
     """
     regions = [
         name for pattern, style in table.modules.items() if style.is_region for name, _ in find_modules(module, pattern)
@@ -427,8 +419,6 @@ def _region_problems(module: nn.Module, table: _Table) -> Iterator[str]:
             shape = tuple(module.get_parameter(name).shape)
             yield (
                 f"{name} {shape} in region {outer} has no style, so its gradient would be incomplete; give {name!r} "
-                "'grad_sum' "
-                "where each rank's heads use it whole, 'per_head' where its first dim counts heads or features, None "
-                "where it meets "
-                "whole features"
+                "'grad_sum' where each rank's heads use it whole, 'per_head' where its first dim counts heads or "
+                "features, None where it meets whole features"
             )

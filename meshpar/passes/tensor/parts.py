@@ -1,4 +1,6 @@
-"""Tensor-parallel styles for modules that use parameters of their own: experts, per-head vectors, feature-split tables."""
+"""Tensor-parallel styles for modules that use parameters of their own: experts, per-head vectors, feature-split
+tables.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,8 @@ class Parts(Style):
             if parameter not in self.dims:
                 if self.sums and parameter not in self.added:
                     yield (
-                        f"{name}.{parameter} has no rule for the split over tp, and its gradient would be "
-                        f"incomplete; leave {name} whole"
+                        f"{name}.{parameter} has no rule for the split over tp, and its gradient would be incomplete; "
+                        f"leave {name} whole"
                     )
                 continue
             dim, parts = self.dims[parameter]
@@ -65,8 +67,8 @@ class Parts(Style):
                 fused = f"{parts} parts of " if parts > 1 else ""
                 fits = sizes_text("tp", length // parts)
                 yield (
-                    f"{name}.{parameter} has {fused}{length // parts} in dim {dim}, which tp={size} does not "
-                    f"divide; {fits}"
+                    f"{name}.{parameter} has {fused}{length // parts} in dim {dim}, which tp={size} does not divide; "
+                    f"{fits}"
                 )
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
@@ -181,8 +183,8 @@ class Experts(Style):
         set_forward(module, forward, reads_parameters=True)
 
     def _other(self, name: str, module: nn.Module, context: Context) -> Parts | None:
-        """Return how to split inside the experts, which stay whole where another axis divides them already and that is
-        not possible.
+        """Return how to split inside the experts, which stay whole where another axis divides them already and that
+        is not possible.
         """
         if any(isinstance(each, DTensor) and each.device_mesh.ndim > 1 for each in module.parameters(recurse=False)):
             inside = self.otherwise

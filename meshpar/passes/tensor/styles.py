@@ -131,9 +131,12 @@ class Region(Style):
             hidden = args[0] if first == 0 else kwargs[first]
             if not hidden.is_floating_point():
                 got = f"{tuple(hidden.shape)} of {hidden.dtype}"
-                raise PlanError([f"{name or 'the model'} is a region, which splits what is computed of hidden "
-                f"states, and got {got}; "
-                                 "give 'region' to the modules inside whose projections are split"])  # fmt: skip
+                raise PlanError(
+                    [
+                        f"{name or 'the model'} is a region, which splits what is computed of hidden states, and got "
+                        f"{got}; give 'region' to the modules inside whose projections are split"
+                    ]
+                )
             context.arrive(name, hidden)
             args = tuple(self._enter(name, "", value, place == first, context) for place, value in enumerate(args))
             return inner(
@@ -149,9 +152,12 @@ class Region(Style):
         if not (isinstance(value, Tensor) and value.requires_grad) or key in self.local:
             return value
         if context.sequence_parallel:
-            raise PlanError([f"{name} has a second input with a gradient, whose positions in the sequence are "
-            "unknown; use "
-                             "TensorParallel(sequence_parallel=False)"])  # fmt: skip
+            raise PlanError(
+                [
+                    f"{name} has a second input with a gradient, whose positions in the sequence are unknown; use "
+                    "TensorParallel(sequence_parallel=False)"
+                ]
+            )
         return copy_to(value, context.group)
 
 
@@ -181,8 +187,8 @@ class Colwise(Style):
         features = features_of(module)
         if features is None:
             yield (
-                f"{name} is a {type(module).__name__}, and no linear layer to split by output features; leave it "
-                "out of the table"
+                f"{name} is a {type(module).__name__}, and no linear layer to split by output features; leave it out "
+                "of the table"
             )
             return
         yield from replaced_problems(name, module, nn.Linear)
@@ -190,9 +196,8 @@ class Colwise(Style):
             yield from empty_problems(name, "output features", features[1], size)
         elif features[1] % (self.parts * size):
             yield (
-                f"{name} fuses {self.parts} projections of {features[1] // self.parts} features, which tp={size} "
-                "does not divide; "
-                f"{sizes_text('tp', features[1] // self.parts)}"
+                f"{name} fuses {self.parts} projections of {features[1] // self.parts} features, which tp={size} does "
+                f"not divide; {sizes_text('tp', features[1] // self.parts)}"
             )
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
@@ -250,8 +255,8 @@ class Rowwise(Style):
         features = features_of(module)
         if features is None:
             yield (
-                f"{name} is a {type(module).__name__}, and no linear layer to split by input features; leave it "
-                "out of the table"
+                f"{name} is a {type(module).__name__}, and no linear layer to split by input features; leave it out "
+                "of the table"
             )
         else:
             yield from replaced_problems(name, module, nn.Linear)

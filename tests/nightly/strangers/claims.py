@@ -53,8 +53,8 @@ MESHES["FSDP over 4"] = (4, "dp_shard=4", lambda blocks: [FullyShard(blocks=bloc
 
 @dataclass(slots=True)
 class Trace:
-    """What training leaves, whole, step by step: losses, norms, gradients, weights and buffers, and what was inferred
-    before each step.
+    """What training leaves, whole, step by step: losses, norms, gradients, weights and buffers, and what was
+    inferred before each step.
     """
 
     losses: list[Tensor] = field(default_factory=list)
@@ -150,8 +150,7 @@ def trained(
     return trace
 
 
-# --------------------------------------------------------------------------------------------------------------
-# comparisons
+# ---------------------------------------------------------------------------------------------------------- comparisons
 
 
 def differences(expected: Trace, got: Trace, tolerance: float) -> Iterator[str]:
@@ -176,8 +175,8 @@ def compared_by_name(
 ) -> Iterator[str]:
     if want.keys() != have.keys():
         yield (
-            f"{what}: expected {sorted(want.keys() - have.keys())} too, and got "
-            f"{sorted(have.keys() - want.keys())} besides"
+            f"{what}: expected {sorted(want.keys() - have.keys())} too, and got {sorted(have.keys() - want.keys())} "
+            "besides"
         )
     for name in want.keys() & have.keys():
         yield from apart(f"{name} {what}", want[name], have[name], tolerance, floor)
@@ -202,8 +201,7 @@ def check(found: Iterator[str]) -> None:
     assert not listed, f"{len(listed)} differences from one process: " + "; ".join(listed[:8])
 
 
-# -------------------------------------------------------------------------------------------------------------------
-# claims
+# --------------------------------------------------------------------------------------------------------------- claims
 
 
 def trains(name: str, mesh: str, folder: Path) -> None:
@@ -233,7 +231,9 @@ def evaluates_in_inference_mode(name: str, mesh: str, folder: Path) -> None:
 
 
 def goes_on_elsewhere(name: str, mesh: str, folder: Path) -> None:
-    """A step on one mesh, saved; a model with other weights on another mesh restores it and makes the remaining steps."""
+    """A step on one mesh, saved; a model with other weights on another mesh restores it and makes the remaining
+    steps.
+    """
     stranger, expected = STRANGERS[name], alone(name)
     par = applied(stranger, mesh)
     optimizer = optimizer_of(par.module)
@@ -287,8 +287,7 @@ CLAIMS: dict[str, Callable[[str, str, Path], None]] = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------------------- in a
-# rank
+# ------------------------------------------------------------------------------------------------------------ in a rank
 
 
 def run_cases(cases: Sequence[tuple[str, str, str]], folder: str) -> None:

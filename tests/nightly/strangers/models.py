@@ -80,8 +80,7 @@ def distance(outputs: Tensor) -> Tensor:
     return (flat - torch.arange(flat.shape[1], dtype=flat.dtype).mul(0.7).cos()).pow(2).mean()
 
 
-# -------------------------------------------------------------------------------------------------------------------
-# batches
+# -------------------------------------------------------------------------------------------------------------- batches
 
 
 def images(size: int, channels: int = 3) -> Callable[[torch.Generator, int], Batch]:
@@ -115,8 +114,7 @@ def on_ids(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch["ids"])
 
 
-# ---------------------------------------------------------------------------------------------------------- timm,
-# torchvision
+# ---------------------------------------------------------------------------------------------------- timm, torchvision
 
 
 def timm_model(name: str, **options: object) -> Callable[[], nn.Module]:
@@ -142,8 +140,7 @@ def torchvision_resnet() -> nn.Module:
     return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=LABELS)
 
 
-# ------------------------------------------------------------------------------------------------------------------
-# diffusers
+# ------------------------------------------------------------------------------------------------------------ diffusers
 
 
 def diffusers_unet() -> nn.Module:
@@ -198,8 +195,7 @@ def vae_loss(model: nn.Module, batch: Batch) -> Tensor:
     return distance(model.decode(latents.mode()).sample) + latents.kl().mean() * 1e-3
 
 
-# ------------------------------------------------------------------------------------------------- open_clip,
-# x-transformers
+# -------------------------------------------------------------------------------------------- open_clip, x-transformers
 
 
 def open_clip_model() -> nn.Module:
@@ -227,8 +223,7 @@ def x_transformer() -> nn.Module:
     )
 
 
-# ------------------------------------------------------------------------------------- sentence-transformers and
-# transformers
+# ------------------------------------------------------------------------------- sentence-transformers and transformers
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(VOCAB - 5))]
 
@@ -344,8 +339,7 @@ WAV2VEC2 = dict(
 )  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------------------- plain
-# torch
+# ---------------------------------------------------------------------------------------------------------- plain torch
 
 
 class Recurrent(nn.Module):
@@ -398,8 +392,7 @@ def on_graphs(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch["x"].flatten(0, 1), edges.transpose(0, 1).flatten(1)).unflatten(0, (samples, NODES))
 
 
-# ------------------------------------------------------------- the way of nanoGPT: one fused projection, tied head, own
-# init
+# -------------------------------------------------------- the way of nanoGPT: one fused projection, tied head, own init
 
 
 class FusedAttention(nn.Module):
@@ -484,8 +477,7 @@ GPT_LAYOUT = ModelLayout(
 )
 
 
-# ------------------- the way of nanochat: weights cast where they are used, norms without weights, a capped head of its
-# own
+# ------------------- the way of nanochat: weights cast where they are used, norms without weights, a capped head of its own
 
 
 def rms(x: Tensor) -> Tensor:
@@ -567,8 +559,7 @@ def chat_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch["ids"], batch["ids"].roll(-1, 1))
 
 
-# ----------------------------------------------------------------------------------------------------------------- the
-# table
+# ------------------------------------------------------------------------------------------------------------ the table
 
 
 def _mlp_table(blocks: str, up: str, down: str, head: Mapping[str, str] | None = None) -> ModelLayout:

@@ -43,8 +43,8 @@ def marked(case: Case) -> object:
 
 @pytest.fixture(scope="module")
 def verdict_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], str]:
-    """Return a look-up of what came of a case; the first one that asks runs all selected cases of as many ranks, in one
-    group.
+    """Return a look-up of what came of a case; the first one that asks runs all selected cases of as many ranks, in
+    one group.
     """
     selected = [
         each.callspec.params["case"] for each in request.session.items if getattr(each, "originalname", "") == CLAIM
@@ -70,8 +70,8 @@ def installed(name: str) -> bool:
 
 
 def measured(pending: list[Case], ranks: int, folder: Path) -> dict[Case, str]:
-    """Run cases in a group of ranks until one breaks the group; return what came of each, or of those before that one
-    and its failure.
+    """Run cases in a group of ranks until one breaks the group; return what came of each, or of those before that
+    one and its failure.
     """
     failure = ""
     try:

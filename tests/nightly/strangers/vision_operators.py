@@ -28,8 +28,8 @@ def loadable() -> bool:
 
 @cache
 def declared() -> torch.library.Library | None:
-    """Declare the two operators without kernels where they cannot be loaded; no model here uses them. They last as long
-    as the result.
+    """Declare the two operators without kernels where they cannot be loaded; no model here uses them. They last as
+    long as the result.
     """
     if loadable():
         return None
