@@ -94,14 +94,8 @@ class Parallelized:
         *,
         meshes: Mapping[MeshSpec, DeviceMesh] | None = None,
     ) -> None:
-        self.module, self.mesh, self.spec, self.plan, self.layout, self.device = (
-            module,
-            mesh,
-            spec,
-            plan,
-            layout,
-            device,
-        )
+        self.module, self.mesh, self.spec = module, mesh, spec
+        self.plan, self.layout, self.device = plan, layout, device
         self.cycle = cycle
         self._averages: weakref.WeakSet[Averaged] = weakref.WeakSet()
         self.data_axes = axes_of(plan.passes, spec, Role.SAMPLES)

@@ -198,13 +198,8 @@ class Merged:
     def __init__(
         self, base: TypedSource, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]], scale: float
     ) -> None:
-        self.shapes, self.dtypes, self._base, self._factors, self._scale = (
-            base.shapes,
-            base.dtypes,
-            base,
-            factors,
-            scale,
-        )
+        self.shapes, self.dtypes, self._base = base.shapes, base.dtypes, base
+        self._factors, self._scale = factors, scale
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         """Copy ``tensor[index]`` into ``out``."""

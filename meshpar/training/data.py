@@ -312,12 +312,8 @@ class Batches:
 
     def _place_sampler(self) -> None:
         sampler = self._sampler
-        sampler.epoch, sampler.consumed, sampler.counts, sampler.returned = (
-            self._epoch,
-            self._consumed,
-            self._counts,
-            self._returned,
-        )
+        sampler.epoch, sampler.consumed = self._epoch, self._consumed
+        sampler.counts, sampler.returned = self._counts, self._returned
 
     def restart(self) -> None:
         """Set the position to the beginning of the first epoch."""
