@@ -31,10 +31,9 @@ def batch(text: torch.Tensor, step: int, rank: int, size: int) -> torch.Tensor:
 def main(mesh: str, run: Path) -> None:
     text = torch.tensor(list(Path(sysconfig.get_paths()["stdlib"], "typing.py").read_bytes()))
     with meshpar.distributed("cpu"):  # torchrun's environment, or one process
+        config = TransformerConfig(vocab_size=256, dim=128, layers=4, heads=4, hidden=384, max_positions=LENGTH)
         with torch.device("meta"):
-            model = Transformer(
-                TransformerConfig(vocab_size=256, dim=128, layers=4, heads=4, hidden=384, max_positions=LENGTH)
-            )
+            model = Transformer(config)
         par = meshpar.Plan(mesh, PASSES.get(mesh, [])).apply(model).materialize(seed=0)
         optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-3)
         checkpoints = CheckpointManager(run / "checkpoints", keep=2)
