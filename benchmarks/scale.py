@@ -18,8 +18,9 @@ from collections.abc import Sequence
 
 import torch
 
-from meshpar import FullyShard, HybridShard, MeshSpec, Plan, TensorParallel, runtime
+from meshpar import FullyShard, HybridShard, MeshSpec, Plan, TensorParallel
 from meshpar._torch import open_groups
+from meshpar.core.runtime import simulated
 from meshpar.forecasting import Batch, Trace
 from meshpar.forecasting.simulate import Simulation, simulate
 from meshpar.models import Transformer, TransformerConfig
@@ -57,7 +58,7 @@ def model(layers: int) -> Transformer:
 
 def groups_of(plan: Plan, size: int) -> tuple[list[int], float]:
     """Return the sizes of rank 0's groups of several ranks, and the seconds of `apply`."""
-    with runtime.simulated(size):
+    with simulated(size):
         start = time.perf_counter()
         plan.apply(model(2), device_type="cpu")
         return [group.size() for group in open_groups() if group.size() > 1], time.perf_counter() - start

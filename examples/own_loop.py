@@ -46,11 +46,11 @@ def main(mesh: str, run: Path) -> None:
             optimizer.zero_grad()
             if step % 10 == 0:
                 mean = par.data_sum(loss.detach()) / par.data_size
-                if meshpar.runtime.is_main():
+                if meshpar.core.runtime.is_main():
                     print(f"step {step}: loss {mean:.5f}, gradient norm {norm:.4f}")
         checkpoints.save(STEPS, par, optimizer, replace=True)  # a second run replaces the first one's step
         checkpoints.close()
-        if meshpar.runtime.is_main():
+        if meshpar.core.runtime.is_main():
             print("exported to", export_safetensors(run / "checkpoints", run / "export", overwrite=True))
 
 

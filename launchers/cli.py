@@ -59,7 +59,7 @@ def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        from meshpar.errors import MeshparError
+        from meshpar.core.errors import MeshparError
         from meshpar.launchers.agent.failures import exit_code
 
         try:

@@ -11,7 +11,7 @@ from meshpar.imports import lazily
 
 if TYPE_CHECKING:
     from meshpar.chunked import chunked_token_loss
-    from meshpar.errors import (
+    from meshpar.core.errors import (
         CheckpointError,
         LaunchError,
         LayoutError,
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
         PreflightError,
         RecipeError,
     )
+    from meshpar.core.layout import ModelLayout
+    from meshpar.core.mesh import MeshSpec
+    from meshpar.core.parallelized import Parallelized
+    from meshpar.core.patterns import covers, matches
+    from meshpar.core.plan import Plan
+    from meshpar.core.runtime import distributed
     from meshpar.forecasting.api import forecast
-    from meshpar.layout import ModelLayout
     from meshpar.loss import token_loss
-    from meshpar.mesh import MeshSpec
-    from meshpar.parallelized import Parallelized
     from meshpar.passes import (
         ActivationCheckpoint,
         Compile,
@@ -41,10 +44,7 @@ if TYPE_CHECKING:
         Stage,
         TensorParallel,
     )
-    from meshpar.patterns import covers, matches
-    from meshpar.plan import Plan
     from meshpar.positions import attention, attention_mask
-    from meshpar.runtime import distributed
     from meshpar.weights import WeightMap, WeightSource
 
 __version__ = "0.1.0"
@@ -97,17 +97,17 @@ _HOMES = {
     **dict.fromkeys(("attention", "attention_mask"), "positions"),
     "chunked_token_loss": "chunked",
     "forecast": "forecasting.api",
-    "ModelLayout": "layout",
-    **dict.fromkeys(("covers", "matches"), "patterns"),
+    "ModelLayout": "core.layout",
+    **dict.fromkeys(("covers", "matches"), "core.patterns"),
     "token_loss": "loss",
-    "MeshSpec": "mesh",
-    "Parallelized": "parallelized",
-    "Plan": "plan",
-    "distributed": "runtime",
+    "MeshSpec": "core.mesh",
+    "Parallelized": "core.parallelized",
+    "Plan": "core.plan",
+    "distributed": "core.runtime",
     "WeightMap": "weights",
     "WeightSource": "weights",
     **dict.fromkeys(_PASSES, "passes"),
-    **{name: "errors" for name in __all__ if name.endswith("Error")},
+    **{name: "core.errors" for name in __all__ if name.endswith("Error")},
 }
 
 # The command line's help must not wait for torch.

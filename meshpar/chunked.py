@@ -13,12 +13,12 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor
 
 from meshpar import _torch
-from meshpar.errors import MeshparError
+from meshpar.core.errors import MeshparError
+from meshpar.core.patterns import class_name, find_modules
+from meshpar.core.registry import layout_for
 from meshpar.loss import IGNORE_INDEX, reduction_of, token_loss
 from meshpar.passes.applied import applied
 from meshpar.passes.installed import Step, in_place_of, installed, own_forward
-from meshpar.patterns import class_name, find_modules
-from meshpar.registry import layout_for
 
 CHUNK = 1024
 """Positions whose logits are held at once, unless told: enough for a matrix product to run at its full speed."""

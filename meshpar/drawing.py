@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from meshpar.errors import MeshError
-from meshpar.mesh import MeshSpec
+from meshpar.core.errors import MeshError
+from meshpar.core.mesh import MeshSpec
 
 _CELL, _ROW, _LABEL, _TOP = 44, 40, 66, 34
 _MOST_NODES, _MOST_GROUPS = 8, 6

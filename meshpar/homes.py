@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from meshpar.errors import RecipeError
+from meshpar.core.errors import RecipeError
 
 P = TypeVar("P", bound=Any)  # a path, or a place in a store
 

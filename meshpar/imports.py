@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 
-from meshpar.errors import MeshparError
+from meshpar.core.errors import MeshparError
 
 
 def lazily(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor
 
-from meshpar import runtime
 from meshpar._torch import assert_async
-from meshpar.errors import MeshparError
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError
 
 IGNORE_INDEX = -100
 

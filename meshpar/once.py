@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshpar.errors import RecipeError, brief
+from meshpar.core.errors import RecipeError, brief
 from meshpar.leftovers import leftover, on_the_way
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)

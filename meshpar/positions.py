@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshpar._torch import as_one_operator
-from meshpar.errors import MeshparError
+from meshpar.core.errors import MeshparError
 from meshpar.passes.exchange import BLOCK, Exchange, run_by_run
 from meshpar.passes.installed import installed
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshpar import _torch, runtime
-from meshpar.errors import MeshparError
+from meshpar import _torch
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError
 
 FACTOR = 6364136223846793005
 """By which a digest is multiplied before the next is added, in wrapping 64-bit arithmetic."""

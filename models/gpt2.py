@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshpar.layout import ModelLayout
+from meshpar.core.layout import ModelLayout
 from meshpar.models.layers import Embedding, Linear, ModelOutput, next_token_loss, positions_of
 from meshpar.positions import Mask, attention, attention_mask
 

@@ -20,9 +20,11 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from meshpar.errors import LayoutError
+from meshpar.core.errors import LayoutError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.patterns import find_modules
+from meshpar.core.registry import untied
 from meshpar.imports import quiet_imports
-from meshpar.layout import ModelLayout
 from meshpar.models.huggingface_exchange import counts_positions, exchange_positions, mixer_refusal, mixers, refusal
 from meshpar.models.huggingface_tensor import (
     HEAD_RATIO,
@@ -36,8 +38,6 @@ from meshpar.models.huggingface_tensor import (
     tensor_table,
 )
 from meshpar.models.huggingface_weights import weight_map
-from meshpar.patterns import find_modules
-from meshpar.registry import untied
 
 _LOGITS = re.compile(r"logits(_[A-Z]+)?$")
 

@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from meshpar.errors import MeshparError
+from meshpar.core.errors import MeshparError
 from meshpar.models.huggingface_tensor import HEAD_RATIO
 from meshpar.passes.exchange import Exchange
 from meshpar.passes.installed import record

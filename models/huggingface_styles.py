@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshpar.core.mesh import sizes_text
 from meshpar.loss import IGNORE_INDEX, token_loss
-from meshpar.mesh import sizes_text
 from meshpar.passes.installed import set_attribute, set_forward
 from meshpar.passes.local import features_of
 from meshpar.passes.tensor.collectives import copy_to

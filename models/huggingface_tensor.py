@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
+from meshpar.core.patterns import find_modules
 from meshpar.models.huggingface_styles import FullPositions, GPT2Attention, Head, LatentKeys, Refused, structural_table
 from meshpar.passes.local import features_of
 from meshpar.passes.tensor.parts import Experts, FeatureTable, Parts, Shared
-from meshpar.patterns import find_modules
 
 _OURS: dict[str, Any] = {
     "colwise": "colwise",

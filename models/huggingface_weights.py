@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshpar.errors import LayoutError
+from meshpar.core.errors import LayoutError
 from meshpar.models.huggingface_tensor import generic
 from meshpar.state.initialize import state
 from meshpar.weights import Fuse, Rename, Split, Transpose, Unstack, WeightMap

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshpar.layout import ModelLayout
+from meshpar.core.layout import ModelLayout
 from meshpar.models.layers import Embedding, Linear, Mixture, ModelOutput, next_token_loss, positions_of
 from meshpar.models.transformer_config import (
     RopeScaling,

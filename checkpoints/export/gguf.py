@@ -25,7 +25,7 @@ from meshpar.checkpoints.format.copying import ByteCount, Progress, StoredSource
 from meshpar.checkpoints.format.verify import Verify
 from meshpar.checkpoints.storage.files import memory_of, tiles, write_all
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
-from meshpar.errors import CheckpointError, brief
+from meshpar.core.errors import CheckpointError, brief
 from meshpar.imports import need
 from meshpar.weights import Permute, Transpose, TypedSource, Unstack, WeightMap
 from meshpar.weights.rules import Rule

@@ -14,7 +14,7 @@ from meshpar.checkpoints.format.verify import open_verified
 from meshpar.checkpoints.steps.steps import open_step
 from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
 from meshpar.checkpoints.storage.place import PlaceLike
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource, WeightMap
 
 

@@ -18,8 +18,8 @@ import torch
 
 from meshpar.checkpoints.format.copying import Piece, StoredSource, check_piece
 from meshpar.checkpoints.storage.files import tiles
-from meshpar.errors import CheckpointError
-from meshpar.patterns import covers, suggestion
+from meshpar.core.errors import CheckpointError
+from meshpar.core.patterns import covers, suggestion
 from meshpar.weights import TypedSource
 from meshpar.weights.rules import Spans, spans_of
 

@@ -25,7 +25,7 @@ from meshpar.checkpoints.steps.steps import open_step
 from meshpar.checkpoints.storage.files import aligned, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
 from meshpar.checkpoints.storage.transfer import copy_file
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.weights import TypedSource, WeightMap
 
 _TILE_BYTES = 8 << 20

@@ -19,7 +19,7 @@ from meshpar.checkpoints.storage.files import failing_as
 from meshpar.checkpoints.storage.objects import ObjectPath
 from meshpar.checkpoints.storage.place import Place, PlaceLike, contains, either, place
 from meshpar.checkpoints.storage.transfer import carried
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.leftovers import LEASE_S, on_the_way
 
 _OCCUPIED = (

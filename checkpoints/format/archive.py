@@ -18,7 +18,7 @@ import torch
 from meshpar.checkpoints.format.pickles import read_tensor_pickle, tensor_pickle
 from meshpar.checkpoints.storage.checksums import crc32, joined
 from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, aligned
-from meshpar.errors import CheckpointError, StoreError
+from meshpar.core.errors import CheckpointError, StoreError
 
 _LARGE = 0xFFFFFFFF
 _STREAMED = 0x0808  # flags: sizes and checksum follow the payload; names are UTF-8

@@ -22,8 +22,8 @@ from meshpar.checkpoints.format.pickles import PickledObject, read_metadata
 from meshpar.checkpoints.storage.checksums import crc32, joined
 from meshpar.checkpoints.storage.files import Box, Readable, inside
 from meshpar.checkpoints.storage.place import PlaceLike, place
-from meshpar.errors import CheckpointError, StoreError, brief
-from meshpar.patterns import suggestion
+from meshpar.core.errors import CheckpointError, StoreError, brief
+from meshpar.core.patterns import suggestion
 from meshpar.weights.rules import Spans, spans_of
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ import torch
 
 from meshpar.checkpoints.storage.place import Place, PlaceLike, either, entries, place
 from meshpar.checkpoints.storage.transfer import fetched
-from meshpar.errors import CheckpointError, brief
-from meshpar.patterns import suggestion
+from meshpar.core.errors import CheckpointError, brief
+from meshpar.core.patterns import suggestion
 
 ACCELERATE = "pytorch_model_fsdp_0"
 """The folder, in a checkpoint of accelerate's FSDP, with ``{"model": ...}`` as a distributed checkpoint."""

@@ -15,7 +15,7 @@ from meshpar.checkpoints.format.foreign import remedy
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.files import inside
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
-from meshpar.errors import CheckpointError, brief
+from meshpar.core.errors import CheckpointError, brief
 
 MANIFEST_NAME = "meshpar.json"
 MODEL = "model."

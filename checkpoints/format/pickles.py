@@ -15,7 +15,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 
 T = TypeVar("T")
 

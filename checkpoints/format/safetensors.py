@@ -19,8 +19,8 @@ from meshpar.checkpoints.format.foreign import TorchWeights, is_pickled, remedy,
 from meshpar.checkpoints.format.manifest import MODEL
 from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, inside
 from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
-from meshpar.errors import CheckpointError, StoreError, brief
-from meshpar.patterns import suggestion
+from meshpar.core.errors import CheckpointError, StoreError, brief
+from meshpar.core.patterns import suggestion
 from meshpar.weights.rules import spans_of
 
 INDEX_NAME = "model.safetensors.index.json"

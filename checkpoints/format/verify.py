@@ -11,7 +11,7 @@ from meshpar.checkpoints.format.manifest import MODEL, Manifest
 from meshpar.checkpoints.storage.checksums import crc32, joined
 from meshpar.checkpoints.storage.files import BLOCK_BYTES, Readable
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
-from meshpar.errors import CheckpointError, StoreError
+from meshpar.core.errors import CheckpointError, StoreError
 
 Verify = Literal["none", "size", "full"]
 

@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from meshpar import runtime
 from meshpar._torch import stored_at
 from meshpar.checkpoints.format.archive import write_tensor
 from meshpar.checkpoints.storage.checksums import joined
 from meshpar.checkpoints.storage.files import TILE_BYTES, lies_in_memory, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place
-from meshpar.errors import CheckpointError
+from meshpar.core import runtime
+from meshpar.core.errors import CheckpointError
 
 Checksum = Literal["crc32", "sha256"]
 

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 
 _log = logging.getLogger("meshpar.checkpoints")
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.layout import ModelLayout
+from meshpar.core.layout import ModelLayout
 
 
 class Checkpointable(Protocol):

@@ -22,7 +22,7 @@ from meshpar.checkpoints.steps.leftovers import left_behind, remove, told_only
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.objects import ObjectPath, Version
 from meshpar.checkpoints.storage.place import Place, entries
-from meshpar.errors import CheckpointError, StoreError
+from meshpar.core.errors import CheckpointError, StoreError
 from meshpar.leftovers import Leftover, leftover, on_the_way
 
 P = TypeVar("P")

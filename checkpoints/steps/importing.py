@@ -17,7 +17,7 @@ from meshpar.checkpoints.steps.recording import make_manifest
 from meshpar.checkpoints.steps.steps import Steps
 from meshpar.checkpoints.storage.files import BLOCK_BYTES, TILE_BYTES, failing_as, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource, WeightMap
 
 

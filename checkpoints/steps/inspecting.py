@@ -12,7 +12,7 @@ from meshpar.checkpoints.format.manifest import MODEL, Manifest, read_manifest
 from meshpar.checkpoints.format.verify import verify_files
 from meshpar.checkpoints.steps.steps import Steps, open_step
 from meshpar.checkpoints.storage.place import PlaceLike, place
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 
 
 def list_steps(root: PlaceLike) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from meshpar.checkpoints.format.manifest import MANIFEST_NAME
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.place import Place, either
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.leftovers import NOBODY, Leftover, leftover, on_the_way
 
 _log = logging.getLogger("meshpar.checkpoints")

@@ -25,7 +25,7 @@ from meshpar.checkpoints.steps.staging import Stager
 from meshpar.checkpoints.steps.state import Optimizers, plain
 from meshpar.checkpoints.steps.steps import Steps
 from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk
-from meshpar.errors import CheckpointError, StoreError
+from meshpar.core.errors import CheckpointError, StoreError
 from meshpar.homes import expanded
 
 _log = logging.getLogger("meshpar.checkpoints")

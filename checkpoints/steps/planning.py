@@ -20,7 +20,7 @@ from meshpar.checkpoints.format.dcp import Chunk, check_cover
 from meshpar.checkpoints.format.writing import Group, Part
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.checkpoints.steps.recording import Ledger, Report, pack, unpack
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
 
 Share = Sequence[Sequence[int]]

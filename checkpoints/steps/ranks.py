@@ -10,8 +10,8 @@ from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
-from meshpar import runtime
-from meshpar.errors import CheckpointError, StoreError
+from meshpar.core import runtime
+from meshpar.core.errors import CheckpointError, StoreError
 
 T = TypeVar("T")
 _Outcome = tuple[str | None, Any]

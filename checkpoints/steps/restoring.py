@@ -24,7 +24,7 @@ from meshpar.checkpoints.steps.state import (
 )
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.place import Place
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
 
 

@@ -25,7 +25,7 @@ from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.files import failing_as
 from meshpar.checkpoints.storage.place import Place
 from meshpar.checkpoints.storage.transfer import upload
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.leftovers import leftover, on_the_way
 
 _SPARE_BYTES = 64 << 20  # archives' headers, metadata, the manifest

@@ -13,9 +13,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from meshpar import runtime
 from meshpar.checkpoints.format.writing import Part
 from meshpar.checkpoints.storage.files import ALIGNMENT
+from meshpar.core import runtime
 
 _PIECE_BYTES = 16 << 20
 _SAMPLES = 64  # elements of a part, about

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshpar import runtime
 from meshpar.checkpoints.format.dcp import Stored
 from meshpar.checkpoints.format.manifest import MODEL
-from meshpar.errors import CheckpointError
+from meshpar.core import runtime
+from meshpar.core.errors import CheckpointError
 from meshpar.placements import local_tensor, placed_like, sharded_axes
 from meshpar.state.full import check_undivided, place_optimizer_state, restored_parameters
 

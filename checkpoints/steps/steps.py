@@ -10,7 +10,7 @@ from meshpar.checkpoints.format.manifest import MANIFEST_NAME, Manifest, read_ma
 from meshpar.checkpoints.steps.commit import LATEST_LINK, PIN_FILE, Commit, Conditional, Renaming
 from meshpar.checkpoints.steps.leftovers import remove, told_only
 from meshpar.checkpoints.storage.place import Place, PlaceLike, either, entries, place
-from meshpar.errors import CheckpointError, StoreError
+from meshpar.core.errors import CheckpointError, StoreError
 from meshpar.leftovers import Leftover
 
 CHECKPOINTS = "checkpoints"

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, final
 
 from meshpar.checkpoints.storage.files import ReadFile
 from meshpar.checkpoints.storage.writeback import WrittenBehind
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.leftovers import untouched_s
 
 

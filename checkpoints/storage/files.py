@@ -18,9 +18,9 @@ from typing import Any, Protocol, TypeVar, final
 
 import torch
 
-from meshpar import runtime
 from meshpar.checkpoints.storage.checksums import crc32
-from meshpar.errors import CheckpointError
+from meshpar.core import runtime
+from meshpar.core.errors import CheckpointError
 from meshpar.weights.rules import Spans
 
 TILE_BYTES = 4 << 20  # of tensors that are rearranged

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, TypeVar, final
 from meshpar.checkpoints.storage.checksums import crc32, joined
 from meshpar.checkpoints.storage.files import Readable
 from meshpar.checkpoints.storage.files import Run as InOrder
-from meshpar.errors import CheckpointError, StoreError
+from meshpar.core.errors import CheckpointError, StoreError
 from meshpar.imports import need
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.files import Readable
 from meshpar.checkpoints.storage.objects import SCHEMES, ObjectPath
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 
 T = TypeVar("T")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/]*)/*(.*?)/*", re.DOTALL)

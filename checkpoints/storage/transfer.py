@@ -15,7 +15,7 @@ from pathlib import Path
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.objects import ObjectPath
 from meshpar.checkpoints.storage.place import Place, PlaceLike, either, place
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.once import build_once
 
 _BLOCK_BYTES = 4 << 20

@@ -58,7 +58,7 @@ def main(mesh: str, folder: str, until: int) -> list[float]:
             schedule.step()
             step += 1
             losses.append(evaluate(par))
-            if meshpar.runtime.is_main():
+            if meshpar.core.runtime.is_main():
                 print(f"step {step}: validation loss {losses[-1]:.5f}, next lr {schedule.get_last_lr()[0]:.2e}")
         checkpoints.save(
             step, par, optimizer, extra={"schedule": schedule.state_dict()}, metrics={"validation": evaluate(par)}

@@ -17,7 +17,7 @@ from typing import final
 
 import torch.distributed as dist
 
-from meshpar.errors import LaunchError
+from meshpar.core.errors import LaunchError
 from meshpar.launchers.agent.rank_logs import start_id
 
 EVERY_S = 10.0

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, final
 
-from meshpar import errors
-from meshpar.errors import (
+from meshpar.core import errors
+from meshpar.core.errors import (
     FullMemoryError,
     LaunchError,
     LayoutError,

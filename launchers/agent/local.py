@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.numa.binding import AffinityMode, NumaOptions
 
-from meshpar.errors import LaunchError, MeshparError, RepeatedFailureError
+from meshpar.core.errors import LaunchError, MeshparError, RepeatedFailureError
 from meshpar.launchers.agent.check_in import checked_in, children, reach_head, told_while_joining
 from meshpar.launchers.agent.failures import (
     IN_VAIN,

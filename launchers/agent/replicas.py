@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager
-from meshpar.errors import LaunchError, ReplicaError
+from meshpar.core import runtime
+from meshpar.core.errors import LaunchError, ReplicaError
+from meshpar.core.mesh import MeshSpec
 from meshpar.launchers.agent.check_in import children
 from meshpar.launchers.agent.failures import NO_USE, RETRY, SHUTDOWN_S, STOPPED
 from meshpar.launchers.agent.local import COMPLETE
 from meshpar.launchers.agent.meeting import Meeting, Start, publish
 from meshpar.launchers.agent.starting import handling
 from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.mesh import MeshSpec
 from meshpar.signals import heard
 from meshpar.training import Lighthouse
 

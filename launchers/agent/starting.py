@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshpar.errors import LaunchError
+from meshpar.core.errors import LaunchError
 from meshpar.signals import STOPPING, heard, put_back
 
 if TYPE_CHECKING:

@@ -117,7 +117,7 @@ def import_model(
     """Convert a published model to a checkpoint that any mesh restores."""
     from meshpar.checkpoints import import_safetensors
     from meshpar.checkpoints.steps.importing import config_beside
-    from meshpar.errors import CheckpointError
+    from meshpar.core.errors import CheckpointError
     from meshpar.launchers.recipes.schema import parse_dtype
 
     try:
@@ -142,7 +142,7 @@ def _steps_in(path: Path) -> Place:
 def _rules(src: Path, config: Mapping[str, Any], model: str) -> WeightMap:
     """Return the rules from the names of the model that will restore the step to those of the config in ``src``."""
     from meshpar.checkpoints.storage.place import place
-    from meshpar.errors import CheckpointError
+    from meshpar.core.errors import CheckpointError
     from meshpar.launchers.export.run import names_of_ours
     from meshpar.weights import WeightMap
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, final
 
-from meshpar.errors import LaunchError, MeshparError
+from meshpar.core.errors import LaunchError, MeshparError
 from meshpar.launchers.agent.check_in import Waiting, children
 from meshpar.launchers.agent.replicas import Division, launch_replicas
 from meshpar.launchers.commands.placing import adopted, node_range, said

@@ -17,7 +17,7 @@ from meshpar.checkpoints.steps.lease import is_written
 from meshpar.checkpoints.steps.steps import PIN_FILE, Steps, checkpoints_in
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk, place
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.launchers.export.publishing import check_repository, held_out, measure, push, write_card
 from meshpar.launchers.export.run import chosen_step, export_run
 from meshpar.leftovers import host_name, is_running, this_process

@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 
-from meshpar.errors import MeshparError, brief
+from meshpar.core.errors import MeshparError, brief
 from meshpar.imports import quiet_imports
 
 _ADAPTERS, _GENERATION = "adapter_config.json", "generation_config.json"

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 
-from meshpar import registry
-from meshpar.errors import PlanError
+from meshpar.core import registry
+from meshpar.core.errors import PlanError
+from meshpar.core.mesh import MeshSpec
 from meshpar.launchers.agent.replicas import check_elastic, divided
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.datasets import data_notes, untried
@@ -15,7 +16,6 @@ from meshpar.launchers.recipes.loading import UnknownRecipeError, load_recipe, r
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import Own
 from meshpar.launchers.recipes.yamlfile import Document, apply_overrides
-from meshpar.mesh import MeshSpec
 from meshpar.models.transformer_config import PRESETS
 
 

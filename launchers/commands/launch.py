@@ -38,7 +38,7 @@ class _OfTarget(TyperCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - the same
         """Write the options of the targets among the words."""
-        from meshpar import registry
+        from meshpar.core import registry
 
         for name in registry.names("meshpar.launchers"):
             if name in ctx.meta.get("words", ()):
@@ -253,9 +253,9 @@ def mesh(
     debug: Debug = False,
 ) -> None:
     """Draw a mesh: the node of each rank, the groups of each axis, and the axes that cross nodes."""
+    from meshpar.core.errors import MeshError
+    from meshpar.core.mesh import MeshSpec
     from meshpar.drawing import mesh_svg, mesh_text
-    from meshpar.errors import MeshError
-    from meshpar.mesh import MeshSpec
 
     spec = MeshSpec(text)
     if -1 in spec.axes.values():

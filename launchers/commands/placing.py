@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypedDict, cast
 
-from meshpar import runtime
-from meshpar.errors import LaunchError
+from meshpar.core import runtime
+from meshpar.core.errors import LaunchError
 from meshpar.launchers.agent.failures import first_told
 from meshpar.launchers.agent.local import Placement
 from meshpar.launchers.agent.starting import adopt_srun

@@ -84,7 +84,10 @@ def _forecasts(
     """Return the forecasts to report, the best first, the ranking of a search, and the forecast without the plan's
     recomputation.
     """
-    from meshpar.errors import MeshparError
+    from meshpar.core.errors import MeshparError
+    from meshpar.core.passes import Stage
+    from meshpar.core.plan import Plan
+    from meshpar.core.registry import layout_for
     from meshpar.forecasting.search import search as search_plans
     from meshpar.launchers import progress
     from meshpar.launchers.agent.replicas import check_elastic
@@ -92,9 +95,6 @@ def _forecasts(
     from meshpar.launchers.jobs import build
     from meshpar.launchers.jobs.forecasting import batch_of, forecast_job
     from meshpar.launchers.recipes.sections import Own
-    from meshpar.passes.base import Stage
-    from meshpar.plan import Plan
-    from meshpar.registry import layout_for
 
     recipe = recipe_or_shape(source, overrides)
     ranks = ranks or ranks_of(recipe.mesh, profile, search=search)
@@ -129,7 +129,7 @@ def _forecasts(
 
 def ranks_of(mesh: str, profile: Hardware, *, search: bool) -> int:
     """Return the ranks of a mesh that says how many there are; otherwise, and in a search, a node's."""
-    from meshpar.mesh import MeshSpec, is_auto
+    from meshpar.core.mesh import MeshSpec, is_auto
 
     spec = None if search or not mesh or is_auto(mesh) else MeshSpec(mesh)
     return profile.node if spec is None or -1 in spec.axes.values() else spec.size

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.steps.steps import CHECKPOINTS
-from meshpar.errors import LaunchError, RecipeError
+from meshpar.core import runtime
+from meshpar.core.errors import LaunchError, RecipeError
 from meshpar.launchers.commands.generating import Completer, Sampling, need_transformers
 from meshpar.launchers.commands.train import launch
 from meshpar.launchers.export.run import export_run

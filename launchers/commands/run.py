@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshpar import runtime
-from meshpar.errors import LaunchError
+from meshpar.core import runtime
+from meshpar.core.errors import LaunchError
 from meshpar.launchers.agent.local import launch
 from meshpar.launchers.agent.starting import adopt_srun
 from meshpar.launchers.commands.placing import (

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from meshpar import runtime
-from meshpar.errors import LaunchError, PlanError, RecipeError
+from meshpar.core import runtime
+from meshpar.core.errors import LaunchError, PlanError, RecipeError
+from meshpar.core.mesh import MeshSpec
 from meshpar.launchers.agent.local import launch_local, launch_recipe
 from meshpar.launchers.agent.replicas import Division, check_elastic, divided, launch_replicas
 from meshpar.launchers.agent.starting import adopt_srun, launch_nodes_here
@@ -31,7 +32,6 @@ from meshpar.launchers.jobs.preflight import find_batch_size
 from meshpar.launchers.jobs.worker import end_with_parent
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.mesh import MeshSpec
 from meshpar.signals import exit_code_of
 
 

@@ -20,7 +20,7 @@ from typing import Any, final
 import torch
 
 import meshpar
-from meshpar import runtime
+from meshpar.core import runtime
 
 SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "FI_", "UCX_", "OMP_")
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")

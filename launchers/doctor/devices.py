@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from meshpar import runtime
+from meshpar.core import runtime
 from meshpar.launchers.doctor.checks import Facts, Finding, Found, ranks_text
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from meshpar import runtime
-from meshpar.errors import LaunchError
+from meshpar.core import runtime
+from meshpar.core.errors import LaunchError
 from meshpar.launchers.agent.check_in import Waiting, unreached
 from meshpar.launchers.doctor.checks import GIB, Facts, Finding, all_findings, collect, hosts_of, ranks_text
 from meshpar.launchers.doctor.devices import health

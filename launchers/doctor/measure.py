@@ -17,11 +17,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar import _torch, runtime
+from meshpar import _torch
+from meshpar.core import runtime
+from meshpar.core.mesh import MeshSpec
 from meshpar.forecasting.hardware import Hardware
 from meshpar.launchers.doctor.checks import Facts, hosts_of
 from meshpar.launchers.recipes.yamlfile import to_yaml
-from meshpar.mesh import MeshSpec
 
 FIRST_BYTES, ENOUGH_S, REPEATS = 1 << 18, 0.02, 5
 MOST_BYTES = {"cpu": 1 << 24}

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshpar import runtime
+from meshpar.core import runtime
+from meshpar.core.mesh import MeshSpec, default_device_type
 from meshpar.launchers.agent.failures import watched
 from meshpar.launchers.doctor.checks import Finding
 from meshpar.launchers.doctor.devices import health_findings, product, product_findings
 from meshpar.launchers.doctor.examine import Folder, Meeting, Report, examine
 from meshpar.launchers.doctor.measure import measure, measured_profile
 from meshpar.launchers.doctor.report import placement_findings, price_of_sharding, rate_text, report_text, spans
-from meshpar.mesh import MeshSpec, default_device_type
 
 WAIT_S = 60.0
 """Seconds within which all ranks must connect."""

@@ -17,7 +17,7 @@ import yaml
 from meshpar.checkpoints import read_manifest
 from meshpar.checkpoints.storage.place import place
 from meshpar.checkpoints.storage.transfer import fetched
-from meshpar.errors import CheckpointError, MeshparError, brief
+from meshpar.core.errors import CheckpointError, MeshparError, brief
 from meshpar.imports import need
 from meshpar.launchers.export.run import beside, export_run
 from meshpar.launchers.jobs.job import RECIPE

@@ -25,7 +25,8 @@ from meshpar.checkpoints.format.verify import Verify, verify_files
 from meshpar.checkpoints.steps.steps import Steps, checkpoints_in, open_step
 from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, on_disk, place
 from meshpar.checkpoints.storage.transfer import copy_file, fetched
-from meshpar.errors import CheckpointError, LayoutError
+from meshpar.core.errors import CheckpointError, LayoutError
+from meshpar.core.registry import layout_for
 from meshpar.homes import expanded
 from meshpar.launchers import progress
 from meshpar.launchers.jobs.job import RECIPE, TOKENIZER
@@ -33,7 +34,6 @@ from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.schema import parse_dtype
 from meshpar.models.huggingface import from_config
-from meshpar.registry import layout_for
 from meshpar.training.lora import NAME, LoRA, PackedAdapter, adapted_layers, add_adapters, base_name, config_of
 from meshpar.training.tokenizer import load_tokenizer
 from meshpar.weights import TypedSource, WeightMap

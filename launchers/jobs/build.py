@@ -12,9 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshpar import registry, runtime
 from meshpar.checkpoints.storage.place import place
-from meshpar.errors import CheckpointError, LayoutError, MeshparError, PlanError, RecipeError
+from meshpar.core import registry, runtime
+from meshpar.core.errors import CheckpointError, LayoutError, MeshparError, PlanError, RecipeError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec, default_device_type, is_auto
+from meshpar.core.passes import Role, axes_of
+from meshpar.core.patterns import find_modules, suggestion
+from meshpar.core.plan import Plan
+from meshpar.core.registry import layout_for
 from meshpar.homes import expanded
 from meshpar.launchers.jobs.datasets import data_problems, examples_of, separates, vocab_size_of, with_local_data
 from meshpar.launchers.jobs.elastic import replica_problems
@@ -24,14 +30,8 @@ from meshpar.launchers.recipes.named import OBJECTIVES, has_keyword, make_object
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.schema import build
 from meshpar.launchers.recipes.sections import Model, Own, OwnOptimizer, model_config, rounded_vocabulary
-from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec, default_device_type, is_auto
 from meshpar.models import GPT2, Transformer
 from meshpar.models.gpt2 import GPT2Config
-from meshpar.passes.base import Role, axes_of
-from meshpar.patterns import find_modules, suggestion
-from meshpar.plan import Plan
-from meshpar.registry import layout_for
 from meshpar.state.shares import plan_problems
 from meshpar.training.divided import check_separable
 from meshpar.training.documents import takes_positions, untaken

@@ -10,16 +10,16 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, final
 
-from meshpar import registry, runtime
 from meshpar.checkpoints.storage.place import place
 from meshpar.checkpoints.storage.transfer import fetched
-from meshpar.errors import MeshparError, RecipeError, brief
+from meshpar.core import registry, runtime
+from meshpar.core.errors import MeshparError, RecipeError, brief
+from meshpar.core.parallelized import Parallelized
 from meshpar.homes import expanded
 from meshpar.launchers.jobs.models import DataFacts
 from meshpar.launchers.recipes.named import has_keyword, make_own, objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, Own, mixed_names
-from meshpar.parallelized import Parallelized
 from meshpar.training.chat import ChatSource
 from meshpar.training.data import Batches, LoaderSettings, Samples
 from meshpar.training.examples import ExampleFile, ExampleSplit, prepare_examples

@@ -9,11 +9,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
-from meshpar import runtime
-from meshpar.errors import LaunchError, MeshError
+from meshpar.core import runtime
+from meshpar.core.errors import LaunchError, MeshError
+from meshpar.core.mesh import MeshSpec
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection
-from meshpar.mesh import MeshSpec
 from meshpar.training.elastic import Replicas
 from meshpar.training.metrics import Metrics, Reporter
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager, open_step, read_manifest
 from meshpar.checkpoints.export.published import published_model
 from meshpar.checkpoints.format.manifest import step_name, step_of
@@ -25,7 +24,9 @@ from meshpar.checkpoints.steps.leftovers import told_only
 from meshpar.checkpoints.steps.steps import CHECKPOINTS, checkpoints_in
 from meshpar.checkpoints.storage.place import Place, place
 from meshpar.checkpoints.storage.transfer import carried, fetched
-from meshpar.errors import CheckpointError, MeshparError, RecipeError, StoreError
+from meshpar.core import runtime
+from meshpar.core.errors import CheckpointError, MeshparError, RecipeError, StoreError
+from meshpar.core.parallelized import Parallelized
 from meshpar.homes import expanded
 from meshpar.launchers.agent.failures import failed_at, last_failed_at, made_step, watched
 from meshpar.launchers.jobs import build, datasets
@@ -35,7 +36,6 @@ from meshpar.launchers.jobs.models import with_weights
 from meshpar.launchers.jobs.preflight import opened, patience_s
 from meshpar.launchers.recipes.named import objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.parallelized import Parallelized
 from meshpar.training.console import Console
 from meshpar.training.data import Batches
 from meshpar.training.elastic import Replicas

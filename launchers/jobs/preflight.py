@@ -15,8 +15,8 @@ from typing import final
 
 import torch
 
-from meshpar import runtime
-from meshpar.errors import FullMemoryError, PreflightError, RecipeError
+from meshpar.core import runtime
+from meshpar.core.errors import FullMemoryError, PreflightError, RecipeError
 from meshpar.launchers.agent.local import MEETING_S
 from meshpar.launchers.doctor.examine import Folder, Meeting, Report
 from meshpar.launchers.doctor.rank import examined, measured, mesh_of
@@ -34,7 +34,7 @@ _STEPS = 3
 
 @contextmanager
 def opened(recipe: Recipe, data: datasets.Data, kind: str) -> Iterator[torch.device]:
-    """Run the doctor, then open a job's process group as :func:`meshpar.runtime.distributed` does.
+    """Run the doctor, then open a job's process group as :func:`meshpar.core.runtime.distributed` does.
 
     ``warn`` prints the findings, ``fail`` ends the job with them before training, ``off`` skips the doctor, and so does
     a single process.

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import NoReturn
 
-from meshpar.errors import LaunchError, MeshparError
+from meshpar.core.errors import LaunchError, MeshparError
 from meshpar.launchers.agent.failures import (
     NO_USE,
     RETRY,

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshpar import registry
 from meshpar.checkpoints.storage import place as storage
-from meshpar.errors import MeshparError
+from meshpar.core import registry
+from meshpar.core.errors import MeshparError
 from meshpar.homes import expanded
 from meshpar.launchers.recipes.named import OBJECTIVES, objective_factory, own_problems, wants_teacher
 from meshpar.launchers.recipes.recipe import Recipe

@@ -9,15 +9,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from meshpar.errors import MeshError, RecipeError
+from meshpar.core.errors import MeshError, RecipeError
+from meshpar.core.mesh import MeshSpec, is_auto
+from meshpar.core.patterns import suggestion
 from meshpar.homes import expanded
 from meshpar.launchers.recipes.conflicts import calling_problems, conflicts
 from meshpar.launchers.recipes.named import convert_keys, make_importable, read_passes
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.schema import validate
 from meshpar.launchers.recipes.yamlfile import Document, Place, apply_overrides, read_document
-from meshpar.mesh import MeshSpec, is_auto
-from meshpar.patterns import suggestion
 
 
 class UnknownRecipeError(RecipeError):

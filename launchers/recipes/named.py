@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, final
 
 from torch import nn
 
-from meshpar import registry
-from meshpar.errors import MeshparError, RecipeError, brief
+from meshpar.core import registry
+from meshpar.core.errors import MeshparError, RecipeError, brief
+from meshpar.core.mesh import MeshSpec, is_auto
+from meshpar.core.patterns import suggestion
 from meshpar.launchers.recipes.schema import Section, build, section_of, section_of_call, validate
 from meshpar.launchers.recipes.yamlfile import Document, Place
-from meshpar.mesh import MeshSpec, is_auto
 from meshpar.passes import Pass
-from meshpar.patterns import suggestion
 
 if TYPE_CHECKING:
     from meshpar.training.objectives import Objective

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, Val
 from pydantic_core import ErrorDetails
 from torch import nn
 
+from meshpar.core.patterns import suggestion
 from meshpar.launchers.recipes.yamlfile import Document, Place
-from meshpar.patterns import suggestion
 
 _TYPES: Mapping[Any, str] = {
     bool: "true or false",

@@ -16,7 +16,7 @@ from typing import Any, cast, final
 
 import yaml
 
-from meshpar.errors import RecipeError
+from meshpar.core.errors import RecipeError
 
 Place = tuple[str | int, ...]
 """A place in a document: ``("passes", 0, "FullyShard")``."""

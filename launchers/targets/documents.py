@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from meshpar.errors import LaunchError
+from meshpar.core.errors import LaunchError
 from meshpar.homes import expanded
 from meshpar.launchers.targets.job import Template, template_text
 

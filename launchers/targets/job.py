@@ -15,9 +15,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NewType, Protocol, final
 
-from meshpar.errors import LaunchError
-from meshpar.mesh import MeshSpec
-from meshpar.patterns import suggestion
+from meshpar.core.errors import LaunchError
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.patterns import suggestion
 from meshpar.training.settings import Bound, bound_problems
 
 Port = Annotated[int, Bound(ge=1, le=65535)]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, final
 
 import yaml
 
-from meshpar.errors import LaunchError
+from meshpar.core.errors import LaunchError
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.targets.documents import fill_yaml
 from meshpar.launchers.targets.job import Job, Launched, Port, Target, ask

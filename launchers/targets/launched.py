@@ -6,9 +6,9 @@ import json
 import subprocess
 from pathlib import Path
 
-from meshpar import registry
+from meshpar.core import registry
+from meshpar.core.errors import LaunchError
 from meshpar.drawing import table
-from meshpar.errors import LaunchError
 from meshpar.launchers.targets.job import Launched, Target, make_target
 
 LAUNCH = "launch.json"

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from meshpar import registry
-from meshpar.errors import LaunchError, MeshError, PlanError
+from meshpar.core import registry
+from meshpar.core.errors import LaunchError, MeshError, PlanError
+from meshpar.core.mesh import MeshSpec, is_auto
 from meshpar.homes import expanded
 from meshpar.launchers.agent.replicas import divided
 from meshpar.launchers.jobs import build
@@ -23,7 +24,6 @@ from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.targets.job import Job, Target, ask, make_target
 from meshpar.launchers.targets.launched import LAUNCH
-from meshpar.mesh import MeshSpec, is_auto
 from meshpar.training.template import TEMPLATES
 from meshpar.training.text import STDLIB
 

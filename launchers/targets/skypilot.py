@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, final
 
-from meshpar.errors import LaunchError
+from meshpar.core.errors import LaunchError
 from meshpar.launchers.targets.documents import fill_yaml
 from meshpar.launchers.targets.job import Job, Launched, Port, Shell, Target, ask
 from meshpar.training.settings import Bound

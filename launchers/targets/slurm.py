@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, final
 
-from meshpar.errors import LaunchError
+from meshpar.core.errors import LaunchError
 from meshpar.launchers.agent.failures import NO_USE
 from meshpar.launchers.agent.local import COMPLETE, NO_RESTART
 from meshpar.launchers.agent.replicas import divided

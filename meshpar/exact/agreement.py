@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshpar import runtime
-from meshpar.errors import MeshparError, first_line
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError, first_line
 from meshpar.passes import random
 from meshpar.placements import local_tensor, sharded_axes
 from meshpar.replicas import FACTOR, Looks, digest, same

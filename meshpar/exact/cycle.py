@@ -22,8 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from meshpar import _torch, runtime
-from meshpar.errors import MeshparError, ParallelError
+from meshpar import _torch
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError, ParallelError
+from meshpar.core.patterns import class_name
 from meshpar.exact.agreement import leaves
 from meshpar.exact.entrances import STALE, Entrances
 from meshpar.exact.explain import Explanation
@@ -37,7 +39,6 @@ from meshpar.passes.installed import set_forward
 from meshpar.passes.local import refuse_written
 from meshpar.passes.outside import average_outside
 from meshpar.patches import while_lives
-from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, sharded_axes, unevenly_split
 from meshpar.replicas import Looks
 from meshpar.state.full import guard_optimizer, refuse_reduced

@@ -21,7 +21,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from meshpar import _torch
-from meshpar.errors import MeshparError
+from meshpar.core.errors import MeshparError
 from meshpar.exact.agreement import leaves
 
 STALE = (

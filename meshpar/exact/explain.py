@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshpar.errors import MeshparError, ParallelError, first_line
+from meshpar.core.errors import MeshparError, ParallelError, first_line
+from meshpar.core.patterns import class_name
 from meshpar.passes.applied import applied
-from meshpar.patterns import class_name
 
 _Cause = tuple[str, str, str]
 """(pattern of the message, likely cause, remedy)"""

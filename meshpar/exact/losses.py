@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshpar import runtime
-from meshpar.errors import ParallelError
+from meshpar.core import runtime
+from meshpar.core.errors import ParallelError
 from meshpar.replicas import Looks
 
 _ROUNDINGS, _QUEUED_ROUNDINGS = 64, 1024

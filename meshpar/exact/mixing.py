@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from meshpar.errors import MeshparError, ParallelError, first_line
+from meshpar.core.errors import MeshparError, ParallelError, first_line
+from meshpar.core.patterns import class_name
 from meshpar.exact.agreement import leaves
 from meshpar.exact.trial import as_evaluated, off, quiet
 from meshpar.passes.exchange import Exchange
 from meshpar.passes.installed import in_its_own_place, installed
 from meshpar.passes.untouched import CannotKeep, untouched
-from meshpar.patterns import class_name
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
-from meshpar import _torch, runtime
-from meshpar.errors import MeshparError, ParallelError, first_line
+from meshpar import _torch
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.passes import random
 from meshpar.patches import while_lives
 from meshpar.placements import held_by_this_rank, local_tensor, whole_tensor

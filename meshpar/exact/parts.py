@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from meshpar.errors import MeshparError
+from meshpar.core.errors import MeshparError
 from meshpar.placements import local_tensor, placed_like, shard_dim, undivided
 
 

@@ -8,8 +8,8 @@ from typing import final
 
 from torch import Tensor, nn
 
-from meshpar.errors import ParallelError
-from meshpar.patterns import class_name, suggestion
+from meshpar.core.errors import ParallelError
+from meshpar.core.patterns import class_name, suggestion
 
 
 @final

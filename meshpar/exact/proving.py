@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshpar import runtime
+from meshpar.core import runtime
 from meshpar.exact.explain import Explanation
 from meshpar.exact.verify import SplitTest, Verification, call
 from meshpar.passes.tensor.collectives import Meeting, SimulatedGroup

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshpar.errors import ParallelError
+from meshpar.core.errors import ParallelError
+from meshpar.core.patterns import class_name
 from meshpar.exact.agreement import leaves
 from meshpar.exact.trial import (
     Run,
@@ -41,7 +42,6 @@ from meshpar.passes.random import is_dropout
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.untouched import CannotKeep, untouched
-from meshpar.patterns import class_name
 from meshpar.placements import local_tensor
 from meshpar.replicas import digest
 

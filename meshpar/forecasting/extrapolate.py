@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshpar.errors import MeshparError
+from meshpar.core.errors import MeshparError
 from meshpar.forecasting.trace import Collective, Event, Phase, Trace
 
 

@@ -8,10 +8,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal, final
 
-from meshpar.errors import MeshparError
+from meshpar.core.errors import MeshparError
+from meshpar.core.patterns import suggestion
 from meshpar.forecasting.operators import FLOAT8
 from meshpar.imports import need
-from meshpar.patterns import suggestion
 from meshpar.training.metrics import PEAK_FLOPS
 
 Verdict = Literal["fits", "may fit", "does not fit"]

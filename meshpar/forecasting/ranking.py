@@ -9,10 +9,10 @@ from typing import Any, Literal, final
 
 import torch
 
+from meshpar.core.mesh import MeshSpec
 from meshpar.forecasting.cost import ERROR_RANGE
 from meshpar.forecasting.hardware import RESERVED_RANGE, Verdict, reserved_range
 from meshpar.forecasting.report import GIB, Forecast
-from meshpar.mesh import MeshSpec
 from meshpar.passes import ActivationCheckpoint, FullyShard, HybridShard, Pass, TensorParallel
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import meshpar.forecasting.operators as operators
-from meshpar.errors import MeshparError
+from meshpar.core.errors import MeshparError
 from meshpar.forecasting.operators import Fusion
 from meshpar.forecasting.private import FakeTensor, hidden_propagation
 from meshpar.forecasting.trace import Collective, Event, Phase

@@ -7,13 +7,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
+from meshpar.core.mesh import MeshSpec
 from meshpar.forecasting.cost import ERROR_RANGE, Cost, placement, sending_time
 from meshpar.forecasting.hardware import Hardware, Verdict, reserved_range
 from meshpar.forecasting.lints import Lint
 from meshpar.forecasting.step import Batch
 from meshpar.forecasting.trace import Collective, Memory, Trace
 from meshpar.imports import need
-from meshpar.mesh import MeshSpec
 
 if TYPE_CHECKING:
     from rich.table import Table

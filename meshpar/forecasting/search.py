@@ -16,7 +16,10 @@ from typing import final
 import torch
 from torch import nn
 
-from meshpar.errors import MeshparError, PlanError
+from meshpar.core.errors import MeshparError, PlanError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec, divisors
+from meshpar.core.plan import Plan
 from meshpar.forecasting.api import Forecast, evaluated, probes
 from meshpar.forecasting.cost import cost, sending_time
 from meshpar.forecasting.extrapolate import deepened, widened
@@ -25,8 +28,6 @@ from meshpar.forecasting.ranking import Candidate, Ranking, Settings, alike, axe
 from meshpar.forecasting.simulate import Depths, Simulation, simulate
 from meshpar.forecasting.step import Batch
 from meshpar.forecasting.trace import Collective, Event, Memory, Phase, Trace
-from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec, divisors
 from meshpar.passes import (
     ActivationCheckpoint,
     ContextParallel,
@@ -37,7 +38,6 @@ from meshpar.passes import (
     Replicate,
     TensorParallel,
 )
-from meshpar.plan import Plan
 
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)

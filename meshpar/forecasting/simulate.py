@@ -22,15 +22,15 @@ from torch import nn
 
 import meshpar.forecasting.device as device
 import meshpar.forecasting.private as private
-from meshpar import runtime
-from meshpar.errors import MeshparError
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.plan import Plan
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import Batch, Loss, axis_groups, record_step, summed_token_loss
 from meshpar.forecasting.trace import Collective, Trace
-from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec
 from meshpar.placements import local_tensor
-from meshpar.plan import Plan
 from meshpar.state import initialize
 
 ALLOCATOR_ROUNDING = 512
@@ -228,7 +228,7 @@ def like_blocks(model: nn.Module, layout: ModelLayout) -> tuple[str, int]:
     Raises:
         MeshparError: the blocks stand in several lists, or differ, so that a few of them do not tell the rest.
     """
-    from meshpar.passes.base import find_blocks
+    from meshpar.core.passes import find_blocks
 
     blocks = find_blocks(model, layout)
     lists = {name.rpartition(".")[0] for name, _ in blocks}

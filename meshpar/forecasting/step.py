@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from meshpar.errors import MeshparError
+from meshpar.core.errors import MeshparError
+from meshpar.core.parallelized import Parallelized
+from meshpar.core.passes import find_blocks
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.trace import HELD, Trace
 from meshpar.loss import token_loss
-from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
-from meshpar.passes.base import find_blocks
 from meshpar.placements import local_tensor
 from meshpar.training.objectives import EXAMPLES
 

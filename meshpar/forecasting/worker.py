@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed._tools.fake_collectives  # noqa: F401  every simulation needs it, and it takes a second to load
 
-from meshpar.errors import MeshparError
+from meshpar.core.errors import MeshparError
 from meshpar.forecasting import device
 from meshpar.forecasting.simulate import Simulation, read_jobs, run
 from meshpar.forecasting.trace import Trace

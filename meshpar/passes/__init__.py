@@ -1,6 +1,6 @@
 """The passes: one technique each."""
 
-from meshpar.passes.base import Pass, Role, Stage
+from meshpar.core.passes import Pass, Role, Stage
 from meshpar.passes.compile import Compile
 from meshpar.passes.context import ContextParallel
 from meshpar.passes.experts import ExpertParallel

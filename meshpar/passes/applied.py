@@ -8,7 +8,7 @@ from typing import final
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.layout import ModelLayout
+from meshpar.core.layout import ModelLayout
 from meshpar.passes.local import WholeParameters
 from meshpar.passes.routing import Routing
 from meshpar.passes.tensor.context import Context

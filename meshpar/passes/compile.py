@@ -9,11 +9,11 @@ from typing import Any, final
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.errors import ParallelError
-from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec
+from meshpar.core.errors import ParallelError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.passes import Pass, Stage, block_problems, find_blocks
 from meshpar.passes.applied import applied
-from meshpar.passes.base import Pass, Stage, block_problems, find_blocks
 
 
 @final

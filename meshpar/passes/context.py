@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshpar.errors import MeshparError
-from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec
-from meshpar.passes.base import Pass, Role, Stage, unmatched
+from meshpar.core.errors import MeshparError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.passes import Pass, Role, Stage, unmatched
+from meshpar.core.patterns import find_modules, matches
 from meshpar.passes.exchange import Exchange, Transport, runs
 from meshpar.passes.installed import record, set_forward
-from meshpar.patterns import find_modules, matches
 
 
 @final

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from meshpar.errors import MeshparError, first_line
+from meshpar.core.errors import MeshparError, first_line
 from meshpar.passes.tensor.collectives import _all_gather, _all_to_all, _reduce_scatter
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshpar import runtime
 from meshpar._torch import eager, without_modes
-from meshpar.errors import MeshparError, ParallelError, first_line
-from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec, sizes_text
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError, ParallelError, first_line
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec, sizes_text
+from meshpar.core.passes import Pass, Role, Stage, unmatched
+from meshpar.core.patterns import class_name, covers, find_modules, matches
 from meshpar.passes.applied import Applied, applied
-from meshpar.passes.base import Pass, Role, Stage, unmatched
 from meshpar.passes.installed import set_forward
 from meshpar.passes.local import local, part_of
 from meshpar.passes.random import forked
@@ -37,7 +38,6 @@ from meshpar.passes.routing import INTERFACE, Inner, Mean, Routing, by_experts, 
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.parts import with_own
 from meshpar.passes.untouched import CannotKeep, untouched
-from meshpar.patterns import class_name, covers, find_modules, matches
 
 log = logging.getLogger(__name__)
 

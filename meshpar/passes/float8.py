@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.errors import MeshparError
-from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec
-from meshpar.passes.base import Pass, Stage, block_problems, find_blocks
+from meshpar.core.errors import MeshparError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.passes import Pass, Stage, block_problems, find_blocks
+from meshpar.core.patterns import covers
 from meshpar.passes.installed import installed
 from meshpar.passes.local import set_product
-from meshpar.patterns import covers
 from meshpar.placements import local_tensor
 
 log = logging.getLogger(__name__)

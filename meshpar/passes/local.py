@@ -20,12 +20,12 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from meshpar._torch import is_shard, part_here
-from meshpar.errors import MeshparError, ParallelError
-from meshpar.mesh import sizes_text
+from meshpar.core.errors import MeshparError, ParallelError
+from meshpar.core.mesh import sizes_text
+from meshpar.core.patterns import class_name, covers, is_called
 from meshpar.passes.installed import Product, installed, own_forward, record, set_forward
 from meshpar.passes.tensor.collectives import copy_weight
 from meshpar.passes.tensor.context import Context
-from meshpar.patterns import class_name, covers, is_called
 from meshpar.placements import local_tensor
 
 

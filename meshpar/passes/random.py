@@ -14,7 +14,8 @@ from typing import final
 import torch
 from torch import nn
 
-from meshpar import _torch, runtime
+from meshpar import _torch
+from meshpar.core import runtime
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 63) - 1

@@ -13,7 +13,8 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
-from meshpar import _torch, runtime
+from meshpar import _torch
+from meshpar.core import runtime
 
 T = TypeVar("T")
 

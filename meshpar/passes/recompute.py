@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from meshpar import _torch, runtime
-from meshpar.errors import MeshparError
-from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec
+from meshpar import _torch
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.passes import Pass, Stage, block_problems, find_blocks
 from meshpar.passes.applied import applied
-from meshpar.passes.base import Pass, Stage, block_problems, find_blocks
 from meshpar.passes.batch_norm import RECOMPUTED
 from meshpar.passes.reads import read_once
 from meshpar.patches import while_lives

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshpar.errors import ParallelError
+from meshpar.core.errors import ParallelError
 from meshpar.passes.reads import begin_read, beside
 from meshpar.passes.tensor.collectives import _all_to_all
 

@@ -16,14 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshpar import _torch, runtime
-from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec, divisors
+from meshpar import _torch
+from meshpar.core import runtime
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec, divisors
+from meshpar.core.passes import Pass, Role, Stage, block_problems, find_blocks, unmatched
+from meshpar.core.patterns import covers, find_modules, suggestion
 from meshpar.passes.applied import applied
-from meshpar.passes.base import Pass, Role, Stage, block_problems, find_blocks, unmatched
 from meshpar.passes.local import WholeParameters, kept_whole
 from meshpar.passes.world import ReplicaShards
-from meshpar.patterns import covers, find_modules, suggestion
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

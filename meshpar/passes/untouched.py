@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshpar import runtime
 from meshpar._torch import keep_version
+from meshpar.core import runtime
 from meshpar.placements import local_tensor
 
 LARGEST = 1 << 27

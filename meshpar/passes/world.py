@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from meshpar import _torch, runtime
-from meshpar.errors import MeshparError
+from meshpar import _torch
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError
 
 _WRITTEN = (
     "a parameter was written between the micro-batches of one step, which share their weights; write before the first "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshpar.errors import MeshparError
+from meshpar.core.errors import MeshparError
 from meshpar.placements import held_by_this_rank, local_tensor
 
 

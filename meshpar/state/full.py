@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshpar import _torch, runtime
-from meshpar.errors import MeshparError
+from meshpar import _torch
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError
 from meshpar.patches import while_lives
 from meshpar.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
 

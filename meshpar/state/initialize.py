@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshpar import runtime
-from meshpar.errors import LayoutError
-from meshpar.layout import ModelLayout
+from meshpar.core import runtime
+from meshpar.core.errors import LayoutError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.patterns import class_name, covers, matches, suggestion
 from meshpar.passes import random
-from meshpar.patterns import class_name, covers, matches, suggestion
 from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.replicas import check_equal
 from meshpar.weights import Mapped, WeightSource, dtypes_of

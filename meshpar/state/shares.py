@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from meshpar.mesh import MeshSpec
+from meshpar.core.mesh import MeshSpec
 
 T = TypeVar("T")
 

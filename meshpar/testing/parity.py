@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshpar.errors import MeshparError
-from meshpar.layout import ModelLayout
+from meshpar.core.errors import MeshparError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.parallelized import Parallelized
+from meshpar.core.passes import Pass
+from meshpar.core.plan import Plan
+from meshpar.core.registry import layout_for
 from meshpar.loss import IGNORE_INDEX, token_loss
-from meshpar.mesh import MeshSpec
-from meshpar.parallelized import Parallelized
-from meshpar.passes.base import Pass
 from meshpar.passes.batch_norm import has_batch_norm
 from meshpar.placements import whole_tensor
-from meshpar.plan import Plan
-from meshpar.registry import layout_for
 
 
 @final

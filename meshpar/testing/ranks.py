@@ -20,7 +20,7 @@ from typing import Any, ParamSpec
 import torch
 import torch.distributed as dist
 
-from meshpar import mesh
+from meshpar.core import mesh
 
 P = ParamSpec("P")
 

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from meshpar.errors import RecipeError
+from meshpar.core.errors import RecipeError
 from meshpar.imports import need
 from meshpar.training.records import RecordSource
 from meshpar.training.tables import TABLES, UNPLAIN, Reading, kind_of, records_of

@@ -16,7 +16,7 @@ from typing import Any, Protocol, final
 
 import torch
 
-from meshpar.errors import RecipeError
+from meshpar.core.errors import RecipeError
 from meshpar.imports import need
 from meshpar.signals import STOPPING
 from meshpar.training.order import Interleave, key_of, permuted

@@ -14,7 +14,7 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from meshpar.errors import MeshparError
+from meshpar.core.errors import MeshparError
 from meshpar.exact.agreement import leaves
 from meshpar.placements import local_tensor
 from meshpar.replicas import digest_of_several

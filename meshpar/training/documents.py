@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshpar import runtime
-from meshpar.errors import MeshparError
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError
+from meshpar.core.parallelized import Parallelized
+from meshpar.core.passes import find_blocks
+from meshpar.core.patterns import class_name
+from meshpar.core.registry import layout_for
 from meshpar.exact.trial import as_evaluated
-from meshpar.parallelized import Parallelized
-from meshpar.passes.base import find_blocks
 from meshpar.passes.installed import installed
-from meshpar.patterns import class_name
-from meshpar.registry import layout_for
 
 _LENGTH = 64
 _PART, _NARROW_PART = 1e-3, 0.5

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshpar import _torch, runtime
-from meshpar.errors import MeshparError, PlanError, ReplicaError
-from meshpar.parallelized import Parallelized
+from meshpar import _torch
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError, PlanError, ReplicaError
+from meshpar.core.parallelized import Parallelized
 from meshpar.state.shares import plan_problems
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.divided import Divided, check_separable

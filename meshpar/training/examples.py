@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
-from meshpar.errors import RecipeError
+from meshpar.core.errors import RecipeError
 from meshpar.imports import need
 from meshpar.once import build_once
 from meshpar.training.order import check_held_out, held_out

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from meshpar._torch import eager, in_backward
-from meshpar.errors import MeshparError
-from meshpar.layout import ModelLayout
-from meshpar.parallelized import Parallelized
+from meshpar.core.errors import MeshparError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.parallelized import Parallelized
+from meshpar.core.patterns import class_name, find_modules, matches
 from meshpar.passes.experts import rows_in_order
-from meshpar.patterns import class_name, find_modules, matches
 
 
 @final

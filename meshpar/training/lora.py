@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from meshpar._torch import eager
-from meshpar.errors import MeshparError, RecipeError
+from meshpar.core.errors import MeshparError, RecipeError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.parallelized import Parallelized
+from meshpar.core.patterns import find_modules, matches
+from meshpar.core.registry import layout_for
 from meshpar.imports import quiet_imports
-from meshpar.layout import ModelLayout
-from meshpar.parallelized import Parallelized
 from meshpar.passes import random
 from meshpar.passes.local import local, sum_gradients
 from meshpar.passes.tensor.collectives import copy_weight
 from meshpar.passes.tensor.context import Context, Style
-from meshpar.patterns import find_modules, matches
 from meshpar.placements import part_like
-from meshpar.registry import layout_for
 from meshpar.state.initialize import own_init
 from meshpar.weights import Rename, WeightMap, WeightSource, dtypes_of
 

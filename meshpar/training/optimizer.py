@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, final
 import torch
 from torch import nn
 
-from meshpar.errors import RecipeError
-from meshpar.patterns import suggestion
+from meshpar.core.errors import RecipeError
+from meshpar.core.patterns import suggestion
 from meshpar.placements import by_device, local_tensor
 from meshpar.training.settings import Bound, Count, Part, bound_problems
 

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch import Tensor
 
-from meshpar import runtime
-from meshpar.errors import ReplicaError
+from meshpar.core import runtime
+from meshpar.core.errors import ReplicaError
 from meshpar.imports import need
 
 Sum = tuple[int, int]

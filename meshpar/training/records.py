@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
-from meshpar.errors import RecipeError
+from meshpar.core.errors import RecipeError
 from meshpar.training.tables import TABLES, Reading, records_of
 from meshpar.training.text import STDLIB, TextSource, standard_library, standard_library_root
 

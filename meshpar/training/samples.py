@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 
 import torch
 
-from meshpar.errors import RecipeError
+from meshpar.core.errors import RecipeError
 from meshpar.imports import need
 from meshpar.loss import IGNORE_INDEX
 from meshpar.training.data import FILLER, Samples, TensorBatch

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, final, get_args, get_origin, get_type_hints
 
-from meshpar.errors import RecipeError
+from meshpar.core.errors import RecipeError
 
 
 @final

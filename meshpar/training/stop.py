@@ -13,8 +13,8 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from meshpar import runtime
-from meshpar.errors import MeshparError
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError
 from meshpar.signals import STOPPING, heard, put_back
 
 _NUMBERS = {each.name: int(each) + 1 for each in STOPPING}

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast, final
 
-from meshpar import runtime
-from meshpar.errors import RecipeError
+from meshpar.core import runtime
+from meshpar.core.errors import RecipeError
 from meshpar.imports import need
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, final
 
-from meshpar.errors import RecipeError, brief
+from meshpar.core.errors import RecipeError, brief
 from meshpar.homes import expanded
 from meshpar.imports import need
 from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from meshpar.errors import RecipeError
+from meshpar.core.errors import RecipeError
 from meshpar.homes import expanded
 from meshpar.training.tables import TABLES, UNPLAIN, Reading, as_lines, column, is_table, kind_of, opened
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar, cast, final
 import torch
 import torch.distributed as dist
 
-from meshpar import runtime
-from meshpar.errors import MeshparError
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError
 
 T = TypeVar("T")
 

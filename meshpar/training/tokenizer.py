@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from meshpar.errors import RecipeError, brief
+from meshpar.core.errors import RecipeError, brief
 from meshpar.homes import expanded
 from meshpar.imports import need
 

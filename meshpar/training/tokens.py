@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from meshpar.errors import RecipeError
+from meshpar.core.errors import RecipeError
 from meshpar.homes import expanded
 from meshpar.imports import need
 from meshpar.once import build_once

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from meshpar import runtime
+from meshpar.core import runtime
 from meshpar.placements import local_tensor
 from meshpar.training.quorum import Peers
 

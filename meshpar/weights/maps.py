@@ -11,8 +11,8 @@ from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 
-from meshpar.errors import LayoutError
-from meshpar.patterns import suggestion
+from meshpar.core.errors import LayoutError
+from meshpar.core.patterns import suggestion
 from meshpar.weights.rules import Rule, View, names_of, rule_from_json, spans_of
 
 

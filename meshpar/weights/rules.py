@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias, final
 
 import torch
 
-from meshpar.errors import LayoutError
+from meshpar.core.errors import LayoutError
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 """(start, stop) along every dim of a tensor."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshpar import runtime
+from meshpar.core import runtime
 from meshpar.replicas import Looks
 
 

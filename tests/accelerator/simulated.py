@@ -19,8 +19,8 @@ import torch
 
 import meshpar.forecasting.device as device
 import meshpar.forecasting.private as private
-from meshpar import runtime
-from meshpar.parallelized import Parallelized
+from meshpar.core import runtime
+from meshpar.core.parallelized import Parallelized
 from meshpar.replicas import Looks
 from meshpar.state import initialize
 from meshpar.testing import PRELOAD

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import meshpar.forecasting.device as device
-from meshpar import FullyShard, Plan, TensorParallel, runtime
-from meshpar.errors import LaunchError
+from meshpar import FullyShard, Plan, TensorParallel
+from meshpar.core import runtime
+from meshpar.core.errors import LaunchError
 from tests.accelerator.simulated import allocate, alone, install, simulated
 from tests.support.models_for_parity import transformer
 

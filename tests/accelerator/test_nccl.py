@@ -27,8 +27,8 @@ from meshpar import (
     Plan,
     TensorParallel,
     _torch,
-    runtime,
 )
+from meshpar.core import runtime
 from meshpar.passes.applied import applied
 from meshpar.placements import whole_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, random_tokens, token_loss_sum, token_steps, whole

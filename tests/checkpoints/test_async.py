@@ -18,7 +18,7 @@ import meshpar
 from meshpar.checkpoints import CheckpointManager, read_manifest
 from meshpar.checkpoints.format.writing import write_parts
 from meshpar.checkpoints.steps.staging import Stager
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.testing import on_ranks
 from tests.checkpoints.test_commit import Job, impatient, linear, stepped
 from tests.checkpoints.test_manager import full, go_on, parallelized

@@ -30,8 +30,8 @@ from meshpar.checkpoints import (
     show_step,
     verify_step,
 )
-from meshpar.errors import CheckpointError
-from meshpar.layout import ModelLayout
+from meshpar.core.errors import CheckpointError
+from meshpar.core.layout import ModelLayout
 from meshpar.leftovers import on_the_way
 from meshpar.testing import on_ranks
 from tests.support.patience import patient

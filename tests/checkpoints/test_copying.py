@@ -19,7 +19,7 @@ from meshpar.checkpoints.storage import files, writeback
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.files import Box, ReadFile, memory_of
 from meshpar.checkpoints.storage.writeback import WrittenBehind
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 
 CASTS = [
     (torch.float32, torch.float32),

@@ -30,7 +30,7 @@ from meshpar.checkpoints import (
 )
 from meshpar.checkpoints.format.manifest import MANIFEST_NAME
 from meshpar.checkpoints.storage.place import Place, entries, place
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.testing import on_ranks
 from tests.checkpoints.test_commit import Job, linear, stepped
 

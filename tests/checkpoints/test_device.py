@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshpar import runtime
 from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.format.writing import Part, _Room
 from meshpar.checkpoints.steps import saving as saves
@@ -27,6 +26,7 @@ from meshpar.checkpoints.storage import files
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.files import Box, ReadFile, Turns
 from meshpar.checkpoints.storage.place import place
+from meshpar.core import runtime
 from tests.checkpoints.test_commit import Job
 
 DEVICE = torch.device("meta")

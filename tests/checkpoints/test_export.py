@@ -30,7 +30,7 @@ from meshpar.checkpoints import (
     read_manifest,
 )
 from meshpar.checkpoints.format.manifest import MANIFEST_NAME
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.leftovers import LEASE_S, on_the_way
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.models.huggingface import from_config

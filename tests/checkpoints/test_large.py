@@ -19,7 +19,7 @@ from meshpar.checkpoints.steps.recording import make_manifest
 from meshpar.checkpoints.steps.steps import Steps
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.files import ReadFile, memory_of
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 
 BLOCK = memoryview(bytes(64 << 20))
 COUNT = 65

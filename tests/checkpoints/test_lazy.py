@@ -11,7 +11,7 @@ from torch import nn
 
 from meshpar import FullyShard, ModelLayout, Plan, Replicate
 from meshpar.checkpoints import CheckpointManager
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.testing import on_ranks
 
 LARGE = 600_000  # complex numbers: more than a tile

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.steps.lease import LEASE_NAME, Lease
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.leftovers import host_name
 from meshpar.testing import on_ranks
 from tests.checkpoints.test_commit import linear

@@ -21,7 +21,7 @@ import meshpar
 from meshpar._torch import flattened
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, read_manifest, verify_files
 from meshpar.checkpoints.format.pickles import read_metadata
-from meshpar.layout import ModelLayout
+from meshpar.core.layout import ModelLayout
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import on_ranks
 

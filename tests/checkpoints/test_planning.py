@@ -21,7 +21,7 @@ from meshpar.checkpoints.steps import saving
 from meshpar.checkpoints.steps.planning import Alike, Described, alike, divide
 from meshpar.checkpoints.steps.recording import Ledger, layout_of, pack, report_of
 from meshpar.checkpoints.storage.place import place
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.testing import on_ranks, whole
 from tests.support.patience import patient
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import meshpar
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_gguf, export_safetensors
 from meshpar.checkpoints.export.quantizing import SCHEMES
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.launchers.cli import app
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.testing import on_ranks

@@ -31,7 +31,7 @@ from meshpar.checkpoints.format.archive import find_tensor, write_tensor
 from meshpar.checkpoints.steps.state import merged_tables
 from meshpar.checkpoints.storage.checksums import joined
 from meshpar.checkpoints.storage.files import ReadFile, memory_of
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.launchers.export.run import names_of_ours
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.weights import Rename, Split, Transpose, WeightMap

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from meshpar.errors import LayoutError
+from meshpar.core.errors import LayoutError
 from meshpar.weights import Fuse, Permute, Rename, Split, Transpose, WeightMap
 from tests.support.models_for_parity import Given
 

@@ -10,9 +10,9 @@ from torch import nn
 
 import meshpar
 from meshpar import MeshparError, Parallelized, Plan
-from meshpar.layout import ModelLayout
+from meshpar.core.layout import ModelLayout
+from meshpar.core.registry import layout_for
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
-from meshpar.registry import layout_for
 from meshpar.state import initialize
 from meshpar.testing import on_ranks
 from tests.support.models_for_parity import Given

@@ -28,12 +28,11 @@ from meshpar import (
     TensorParallel,
     covers,
     matches,
-    registry,
-    runtime,
 )
 from meshpar.checkpoints.export.quantizing import fitting
+from meshpar.core import registry, runtime
+from meshpar.core.passes import find_blocks
 from meshpar.models import Transformer, TransformerConfig
-from meshpar.passes.base import find_blocks
 
 
 def model(**options):

@@ -22,8 +22,8 @@ from meshpar import (
     Replicate,
     TensorParallel,
     forecast,
-    registry,
 )
+from meshpar.core import registry
 from meshpar.forecasting import Batch, Hardware
 from meshpar.forecasting.search import search
 from meshpar.testing import assert_parity, on_ranks, token_steps

@@ -27,10 +27,10 @@ from meshpar import (
     Replicate,
     TensorParallel,
     _torch,
-    runtime,
     token_loss,
 )
-from meshpar.errors import ParallelError
+from meshpar.core import runtime
+from meshpar.core.errors import ParallelError
 from meshpar.exact.explain import Explanation
 from meshpar.exact.losses import Losses
 from meshpar.exact.verify import SplitTest

@@ -20,7 +20,8 @@ import torch
 
 import meshpar
 from meshpar import ActivationCheckpoint, Float8, FullyShard, HybridShard, Plan, PlanError, TensorParallel
-from meshpar.errors import MeshparError
+from meshpar.core.errors import MeshparError
+from meshpar.core.mesh import MeshSpec
 from meshpar.forecasting import Batch, Hardware, Trace, cost, forecast
 from meshpar.forecasting import search as search_module
 from meshpar.forecasting.api import evaluated, probes
@@ -33,7 +34,6 @@ from meshpar.forecasting.ranking import Candidate, Ranking, Settings, alike, ran
 from meshpar.forecasting.report import as_data, feedback, text, with_unit
 from meshpar.forecasting.simulate import Depths, Simulation, simulate
 from meshpar.forecasting.trace import Collective, Event, Phase
-from meshpar.mesh import MeshSpec
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from tests.support.models_for_parity import Masked
 from tests.support.patience import until

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 
-from meshpar.errors import RecipeError
+from meshpar.core.errors import RecipeError
 from meshpar.forecasting.step import ObjectiveLoss, record_step
 from meshpar.forecasting.trace import Trace
 from meshpar.launchers.commands.inspecting import describe_recipe

@@ -34,7 +34,7 @@ from meshpar.checkpoints.format.manifest import read_manifest
 from meshpar.checkpoints.steps import commit as removal
 from meshpar.checkpoints.storage import objects
 from meshpar.checkpoints.storage.place import Place, place
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from tests.checkpoints.test_commit import Job
 from tests.support.patience import patient, until
 from tests.support.stores import Store

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from meshpar import HybridShard, Plan, PlanError, forecast
 from meshpar._torch import BEFORE_2_13
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, read_manifest
-from meshpar.errors import LaunchError, MeshparError, ReplicaError
+from meshpar.core.errors import LaunchError, MeshparError, ReplicaError
 from meshpar.forecasting import Batch, Hardware
 from meshpar.forecasting.hardware import RESERVED_RANGE
 from meshpar.forecasting.search import search

@@ -23,7 +23,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from meshpar import LaunchError, MeshError, MeshSpec, PlanError, RecipeError, registry
+from meshpar import LaunchError, MeshError, MeshSpec, PlanError, RecipeError
+from meshpar.core import registry
 from meshpar.launchers.cli import app
 from meshpar.launchers.jobs import elastic
 from meshpar.launchers.recipes.loading import load_recipe

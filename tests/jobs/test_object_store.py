@@ -45,7 +45,7 @@ from meshpar.checkpoints import (
 from meshpar.checkpoints.storage import objects
 from meshpar.checkpoints.storage.place import Place, place
 from meshpar.checkpoints.storage.transfer import copy_file, fetched
-from meshpar.errors import CheckpointError, StoreError
+from meshpar.core.errors import CheckpointError, StoreError
 from meshpar.launchers import export_run
 from meshpar.launchers.cli import app
 from meshpar.launchers.jobs.job import _take_up

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
 from meshpar import _torch
-from meshpar.mesh import MeshSpec
+from meshpar.core.mesh import MeshSpec
 from meshpar.testing import on_ranks
 from meshpar.training.profile import Page, Times, times_of
 from tests.support.patience import until

@@ -17,7 +17,7 @@ import meshpar
 from meshpar.checkpoints import CheckpointManager, Safetensors
 from meshpar.checkpoints.steps.lease import Lease
 from meshpar.checkpoints.steps.steps import PIN_FILE, Steps
-from meshpar.errors import CheckpointError
+from meshpar.core.errors import CheckpointError
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.exporting import watch
 from meshpar.launchers.export.run import export_run

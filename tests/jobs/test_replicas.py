@@ -25,9 +25,10 @@ import replicas as lab
 import torch
 import torch.distributed as dist
 
-from meshpar import FullyShard, HybridShard, LaunchError, MeshError, MeshSpec, Plan, PlanError, runtime
+from meshpar import FullyShard, HybridShard, LaunchError, MeshError, MeshSpec, Plan, PlanError
 from meshpar.checkpoints import read_manifest
-from meshpar.errors import MeshparError, ReplicaError
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError, ReplicaError
 from meshpar.launchers.agent.failures import exit_code
 from meshpar.launchers.agent.replicas import _Replica, divided
 from meshpar.launchers.commands.drill import parts, run_drill

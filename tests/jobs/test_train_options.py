@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from meshpar import LaunchError, MeshparError, RecipeError
-from meshpar.errors import FullMemoryError
+from meshpar.core.errors import FullMemoryError
 from meshpar.launchers.jobs import forecasting
 from meshpar.launchers.jobs.job import Saver
 from meshpar.launchers.jobs.preflight import find_batch_size

@@ -22,13 +22,13 @@ from meshpar import (
     Replicate,
     TensorParallel,
 )
+from meshpar.core.patterns import nearest, suggestion
 from meshpar.launchers.converters.translate import translate
 from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.recipes.loading import load_recipe, resolve, shipped
 from meshpar.launchers.recipes.named import make_passes
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.yamlfile import parse_document
-from meshpar.patterns import nearest, suggestion
 from meshpar.training.template import TEMPLATES
 from meshpar.training.tokens import write_tokens
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from meshpar import ActivationCheckpoint, FullyShard, TensorParallel, patterns
-from meshpar.errors import LayoutError
+from meshpar import ActivationCheckpoint, FullyShard, TensorParallel
+from meshpar.core import patterns
+from meshpar.core.errors import LayoutError
+from meshpar.core.mesh import MeshSpec
 from meshpar.imports import quiet_imports
-from meshpar.mesh import MeshSpec
 from meshpar.models.huggingface import from_config, layout_for
 from meshpar.models.huggingface_styles import FullPositions, GPT2Attention, Head, Heads
 from meshpar.passes.tensor.context import Context

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshpar import patterns
+from meshpar.core import patterns
 from meshpar.models import GPT2, PRESETS, GPT2Config, RopeScaling, Transformer, TransformerConfig
 
 transformers = pytest.importorskip("transformers")

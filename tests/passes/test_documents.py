@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import meshpar
-from meshpar.errors import MeshparError
-from meshpar.layout import ModelLayout
-from meshpar.plan import Plan
+from meshpar.core.errors import MeshparError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.plan import Plan
 from meshpar.testing import on_ranks
 from meshpar.training import (
     AdamWSettings,

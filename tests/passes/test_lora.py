@@ -27,8 +27,8 @@ from meshpar import (
     TensorParallel,
 )
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_safetensors
+from meshpar.core.mesh import MeshSpec
 from meshpar.launchers.export.run import export_adapters, merged
-from meshpar.mesh import MeshSpec
 from meshpar.testing import on_ranks, token_steps, whole
 from meshpar.testing.parity import Record, assert_records_match, train_steps
 from meshpar.training.experts import ExpertLoad

@@ -11,7 +11,7 @@ from datetime import datetime
 import numpy as np
 import pytest
 
-from meshpar.errors import RecipeError
+from meshpar.core.errors import RecipeError
 from meshpar.training.chat import ChatSource, _overlap, messages_of
 from meshpar.training.data import FILLER
 from meshpar.training.samples import PackedTokens

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshpar.errors import MeshparError, RecipeError
+from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.imports import need
 from meshpar.loss import IGNORE_INDEX
 from meshpar.once import build_once

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshpar.errors import MeshparError
-from meshpar.registry import plugin
+from meshpar.core.errors import MeshparError
+from meshpar.core.registry import plugin
 from meshpar.training.objectives import CausalLM
 
 

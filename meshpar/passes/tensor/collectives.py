@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshpar._torch import collective_ops as ops
-from meshpar.errors import MeshparError
+from meshpar.core.errors import MeshparError
 
 
 @final

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar._torch import in_backward
-from meshpar.errors import ParallelError, PlanError
+from meshpar.core.errors import ParallelError, PlanError
 from meshpar.passes.installed import set_forward
 from meshpar.passes.random import SplitState
 from meshpar.passes.tensor.collectives import copy_to, gather_partial, reduce_from, reduce_scatter

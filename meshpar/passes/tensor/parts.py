@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshpar.mesh import sizes_text
+from meshpar.core.mesh import sizes_text
 from meshpar.passes.installed import set_forward
 from meshpar.passes.local import (
     empty_problems,

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from meshpar._torch import assert_async
-from meshpar.errors import PlanError
-from meshpar.mesh import sizes_text
+from meshpar.core.errors import PlanError
+from meshpar.core.mesh import sizes_text
 from meshpar.passes.installed import record, set_forward
 from meshpar.passes.local import (
     empty_problems,

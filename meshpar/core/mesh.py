@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.errors import MeshError
+from meshpar.core.errors import MeshError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
 """The known axes, outermost first: the last ones talk most, so their ranks sit closest."""

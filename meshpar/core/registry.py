@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from meshpar.errors import LayoutError, MeshparError, brief
-from meshpar.layout import ModelLayout
-from meshpar.patterns import is_called, shortest_patterns, suggestion
+from meshpar.core.errors import LayoutError, MeshparError, brief
+from meshpar.core.layout import ModelLayout
+from meshpar.core.patterns import is_called, shortest_patterns, suggestion
 
 GROUPS = ("meshpar.passes", "meshpar.layouts", "meshpar.objectives", "meshpar.launchers", "meshpar.converters")
 

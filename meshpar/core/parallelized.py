@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshpar.description import Description, describe
-from meshpar.errors import MeshparError, PlanError
+from meshpar.core.description import Description, describe
+from meshpar.core.errors import MeshparError, PlanError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.passes import Pass, Role, axes_of, find_blocks, held_mesh, seen_mesh
+from meshpar.core.patterns import class_name
 from meshpar.exact.agreement import leaves
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.mixing import MixingTest
 from meshpar.exact.verify import SplitTest, Verification, call, verified
-from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec
 from meshpar.passes import random
 from meshpar.passes.applied import applied
-from meshpar.passes.base import Pass, Role, axes_of, find_blocks, held_mesh, seen_mesh
 from meshpar.passes.installed import before_plan, installed
 from meshpar.passes.untouched import CannotKeep, untouched
-from meshpar.patterns import class_name
 from meshpar.placements import clip_grad_norm_, local_tensor, sharded_axes, whole_tensor
 from meshpar.replicas import check_equal
 from meshpar.state import initialize

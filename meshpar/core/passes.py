@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.errors import MeshError
-from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec
-from meshpar.patterns import class_name, find_modules, is_called, suggestion
+from meshpar.core.errors import MeshError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.patterns import class_name, find_modules, is_called, suggestion
 
 
 class Stage(enum.IntEnum):

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshpar.errors import LaunchError, seen_at
-from meshpar.mesh import default_device_type
+from meshpar.core.errors import LaunchError, seen_at
+from meshpar.core.mesh import default_device_type
 
 DEFAULT_TIMEOUT_S = 600.0
 

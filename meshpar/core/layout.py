@@ -14,7 +14,7 @@ from meshpar.weights import WeightMap
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLayout:
-    """Describe a model to the passes. Patterns are those of :mod:`meshpar.patterns`.
+    """Describe a model to the passes. Patterns are those of :mod:`meshpar.core.patterns`.
 
     >>> from meshpar import ModelLayout
     >>> layout = ModelLayout(blocks=("layers.*",), tensor={"layers.*.up": "colwise", "layers.*.down": "rowwise"})

@@ -17,24 +17,25 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from meshpar import _torch, registry, runtime
-from meshpar.description import Description, describe
-from meshpar.errors import LayoutError, MeshError, MeshparError, PlanError
+from meshpar import _torch
+from meshpar.core import registry, runtime
+from meshpar.core.description import Description, describe
+from meshpar.core.errors import LayoutError, MeshError, MeshparError, PlanError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec, default_device_type
+from meshpar.core.parallelized import Parallelized
+from meshpar.core.passes import Pass, Role, Stage, axes_of, find_blocks, held_mesh, seen_mesh
+from meshpar.core.patterns import class_name
 from meshpar.exact.agreement import Agreement
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.explain import Explanation
 from meshpar.exact.losses import Losses
 from meshpar.exact.proving import prove
 from meshpar.exact.verify import Verification, verified
-from meshpar.layout import ModelLayout
-from meshpar.mesh import MeshSpec, default_device_type
-from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
-from meshpar.passes.base import Pass, Role, Stage, axes_of, find_blocks, held_mesh, seen_mesh
 from meshpar.passes.batch_norm import batch_norm_problems, synchronize_batch_norm
 from meshpar.passes.local import keep_unpacked
 from meshpar.passes.random import draws_random
-from meshpar.patterns import class_name
 from meshpar.state.full import refuse_copies
 from meshpar.state.initialize import check_weights, state, tied_names
 from meshpar.state.shares import plan_problems

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshpar.core.layout import ModelLayout
+from meshpar.core.passes import find_blocks
+from meshpar.core.patterns import class_name
 from meshpar.drawing import table
-from meshpar.layout import ModelLayout
 from meshpar.passes.applied import applied
-from meshpar.passes.base import find_blocks
-from meshpar.patterns import class_name
 from meshpar.placements import local_tensor, shard_dim
 from meshpar.state.shares import first_shares, held_of
 
