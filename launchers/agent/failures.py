@@ -374,7 +374,7 @@ def watched(
         progress: returns a new value when the job has made progress, such as the step.
         moves: returns another value when work moves in which there is neither step nor collective: validation, writing.
     """
-    from meshpar import runtime  # both load torch, which a script's rank may do without
+    from meshpar.core import runtime  # both load torch, which a script's rank may do without
     from meshpar.watchdog import Watchdog
 
     if stall_s is None or runtime.world_size() == 1 or not runtime.launched():
