@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -147,6 +148,7 @@ class Replicas:
         self._sum: Sum = (0, 0)
         self._failures, self._life, self._blank = 0, 0, False
         self._tries, self._terms = 0, 0
+        self._met = time.monotonic()  # from when it waits for the first step with others
         self._drawn: Sum = (0, 0)
         self._quorum: Quorum | None = None
         self._group: Peers | None = None
@@ -190,6 +192,7 @@ class Replicas:
             if self._divided is not None and len(set(map(_plain, names))) == len(names) == self._expected:
                 self._divided.expect_restore(names.index(self._name), len(names))
             self._quorum = None  # the next one tells from where this replica starts
+            self._met = math.inf
         return self._blank
 
     @property
@@ -552,6 +555,7 @@ class Replicas:
         """
         step, key = (self.step, self._sum) if done is None else (self.step + 1, done)
         began = time.monotonic()
+        self._met = min(self._met, began)  # after a restore, which may take longer on others
         limit = self._wait_s if self.step == 0 or self._blank or not self._trained else _MOST_S + 2 * self._longest_s
 
         def ask() -> Quorum | None:
@@ -569,6 +573,7 @@ class Replicas:
                 holds=0 if self._divided is None or self._blank else self._divided.holds,
                 phase="summed" if done is not None else "saving" if self._saves else "open" if self._open else "",
                 stops=bool(self._asked_to_stop),
+                waited=time.monotonic() - self._met,
             )
             found = self._membership.ask(member)
             waited = time.monotonic() - began
@@ -577,7 +582,9 @@ class Replicas:
                 whole = len(found.members) >= self._expected and (
                     self._blank or found.covered
                 )  # a member may restore its share yet
-                if not fresh or self._trained or whole or waited > _MOST_S:
+                # By what all members know: if each went by its own clock, one might connect while another still waits,
+                # in turns, for ever.
+                if not fresh or self._trained or whole or found.waited > _MOST_S:
                     return found
                 time.sleep(0.1)
             if waited > limit:

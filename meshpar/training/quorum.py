@@ -50,6 +50,7 @@ class Member:
         phase: ``summed``: it asks whether the sum that it has counts; ``open``: it may lack new values of parameters
             that others trained; ``saving``: it gathers or sends optimizer state for a checkpoint.
         stops: it was asked to stop.
+        waited: seconds that it has waited for the first step with others, its tries to connect included.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Member:
     holds: int = 0
     phase: Phase = ""
     stops: bool = False
+    waited: float = 0.0
 
     @property
     def state(self) -> tuple[int, Sum]:
@@ -105,6 +107,11 @@ class Quorum:
     def covered(self) -> bool:
         """Whether the members with the newest state hold all of it."""
         return self._covers(self.newest)
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the one of them that has waited longest has waited for the first step with others."""
+        return max(each.waited for each in self.members)
 
     @property
     def lost(self) -> bool:
@@ -155,15 +162,16 @@ class Lighthouse:
         port: to listen on; 0: any.
         least: smallest number of replicas that train.
         patience_s: seconds that replicas wait for one that lives and does not answer.
+        dead_s: seconds without a heartbeat after which a replica counts as lost.
     """
 
-    def __init__(self, port: int = 0, *, least: int = 1, patience_s: float = 20.0) -> None:
+    def __init__(self, port: int = 0, *, least: int = 1, patience_s: float = 20.0, dead_s: float = _DEAD_S) -> None:
         self._server = _torchft().LighthouseServer(
             bind=f"[::]:{port}",
             min_replicas=least,
             join_timeout_ms=round(1000 * patience_s / 2),
             quorum_tick_ms=50,
-            heartbeat_timeout_ms=round(1000 * _DEAD_S),
+            heartbeat_timeout_ms=round(1000 * dead_s),
         )
         self.port = urlsplit(self._server.address()).port or port
 
@@ -211,7 +219,7 @@ class Membership:
 
     def ask(self, member: Member) -> Quorum | None:
         """Ask once to be in the next quorum, for some seconds; None: there is none yet."""
-        fields = ("sum", "waits", "failures", "drawn", "life", "phase", "stops")
+        fields = ("sum", "waits", "failures", "drawn", "life", "phase", "stops", "waited")
         data: dict[Any, object] = {"holds": f"{member.holds:x}", **{field: getattr(member, field) for field in fields}}
         try:
             found = self._client.quorum(

@@ -35,6 +35,7 @@ from meshpar.training.divided import check_separable
 from meshpar.training.optimizer import AdamWSettings, build_adamw
 from meshpar.training.quorum import Member, Quorum
 from tests.support.models_for_parity import transformer
+from tests.support.patience import patient
 
 needs_torchft = pytest.mark.skipif(find_spec("torchft") is None, reason="pip install 'meshpar[replicas]'")
 ROWS = 47
@@ -85,7 +86,8 @@ class Job:
     """Some replicas in this process, each in a thread, and what they counted."""
 
     def __init__(self, count, optimizer="AdamW", copies=2, frozen=""):
-        self.frozen, self.lighthouse = frozen, Lighthouse(patience_s=4.0)
+        self.frozen, self.patience_s = frozen, patient(4.0)
+        self.lighthouse = Lighthouse(patience_s=self.patience_s, dead_s=patient(4.0))
         self.make, self.copies, self.count, self.counted = OPTIMIZERS[optimizer], copies, count, []
         self.replicas = [self.new(str(number)) for number in range(count)]
 
@@ -111,7 +113,7 @@ class Job:
             "lighthouse": address,
             "name": name,
             "replicas": self.count,
-            "patience_s": 4.0,
+            "patience_s": self.patience_s,
             "optimizer_copies": self.copies,
         }
         return Replicas(par, optimizer, data, **options)
@@ -475,7 +477,7 @@ def test_a_restore_reads_the_share_that_a_replica_holds(tmp_path, copies):
         job.check()
         assert read == list(map(nbytes, job.replicas)), "nothing had to move"
     with Job(3, copies=copies) as job, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elastic, "_MOST_S", 1.0)
+        patch.setattr(elastic, "_MOST_S", patient(1.0))
         job.lose(2)
         assert restored(job, manager) == [whole] * 2, "a replica that is awaited may come and read no share"
 
@@ -531,7 +533,7 @@ def test_replicas_that_fall_back_read_all_so_that_the_others_can_join_them(tmp_p
         stream.seek(position + length // 2)
         stream.write(bytes([value ^ 1]))
     with Job(3) as job, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elastic, "_MOST_S", 3.0)  # the two wait for the third
+        patch.setattr(elastic, "_MOST_S", patient(3.0))  # the two wait for the third
         whole = 2 * sum(each.nbytes for each in Net().parameters())
         restored(job, manager, fallback=True)
         assert sorted(replica.step for replica in job.replicas) == [2, 2, 4]

@@ -241,16 +241,44 @@ def test_what_never_succeeds_ends_with_its_error():
             replicas.reduce(1)
     lighthouse.close()
     for options in ({"replicas": 2}, {"same": "lr 2"}):
-        lighthouse = Lighthouse(patience_s=4.0)
+        patience_s = patience.patient(4.0)
+        lighthouse = Lighthouse(patience_s=patience_s)
         torch.manual_seed(0)
-        first = small(lighthouse, batches(), name="0", replicas=2, same=options.get("same") and "lr 1", patience_s=4.0)
+        first = small(
+            lighthouse, batches(), name="0", replicas=2, same=options.get("same") and "lr 1", patience_s=patience_s
+        )
         torch.manual_seed(0)
         data = batches(replicas=2) if "replicas" in options else batches()
-        with first, small(lighthouse, data, name="1", replicas=2, same=options.get("same"), patience_s=4.0) as second:
+        with (
+            first,
+            small(lighthouse, data, name="1", replicas=2, same=options.get("same"), patience_s=patience_s) as second,
+        ):
             with ThreadPoolExecutor(2) as pool:
                 errors = [each.exception() for each in [pool.submit(each.begin) for each in (first, second)]]
             assert all("differ in the position in the data, the batch or the settings" in str(each) for each in errors)
         lighthouse.close()
+
+
+@on_ranks(1)
+def test_replicas_that_wait_for_another_give_it_up_at_once():
+    """If each went by its own clock, they could try to meet in turns, for ever."""
+    elastic._MOST_S, elastic._CONNECT_S = 3.0, 0.5
+    lighthouse = Lighthouse(patience_s=4.0)
+    members = []
+    for name in ("0", "1"):
+        torch.manual_seed(0)
+        members.append(small(lighthouse, batches(), name=name, replicas=3, patience_s=4.0))
+
+    def begin(replica):
+        time.sleep(1.5 * members.index(replica))  # half of the time that each waits
+        began = time.monotonic()
+        replica.begin()
+        return time.monotonic() - began
+
+    with members[0], members[1], ThreadPoolExecutor(2) as pool:
+        waited = list(pool.map(begin, members))
+    assert max(waited) < patience.patient(10.0)
+    lighthouse.close()
 
 
 @on_ranks(1)
