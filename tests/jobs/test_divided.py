@@ -87,7 +87,7 @@ class Job:
 
     def __init__(self, count, optimizer="AdamW", copies=2, frozen=""):
         self.frozen, self.patience_s = frozen, patient(4.0)
-        self.lighthouse = Lighthouse(patience_s=self.patience_s, dead_s=patient(4.0))
+        self.lighthouse = Lighthouse(patience_s=self.patience_s, dead_s=patient(6.0))
         self.make, self.copies, self.count, self.counted = OPTIMIZERS[optimizer], copies, count, []
         self.replicas = [self.new(str(number)) for number in range(count)]
 
