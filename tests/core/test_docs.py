@@ -24,7 +24,7 @@ PUBLIC = [
     "meshpar",
     *(
         f"meshpar.{name}"
-        for name in ("passes", "models", "checkpoints", "training", "forecasting", "testing", "launchers")
+        for name in ("passes", "models", "checkpoints", "training", "optim", "forecasting", "testing", "launchers")
     ),
 ]
 

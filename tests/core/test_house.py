@@ -30,7 +30,7 @@ FLOORS = [
     {"state", "exact", "description", "registry", "watchdog", "positions"},
     {"parallelized", "chunked"},
     {"plan"},
-    {"testing", "forecasting", "training"},
+    {"testing", "forecasting", "training", "optim"},
     {"models", "checkpoints"},
     {"launchers"},
 ]
@@ -59,6 +59,7 @@ PUBLIC = (
     "meshpar.models",
     "meshpar.checkpoints",
     "meshpar.training",
+    "meshpar.optim",
     "meshpar.forecasting",
     "meshpar.testing",
     "meshpar.launchers",

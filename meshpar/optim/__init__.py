@@ -1,0 +1,9 @@
+"""Optimizers whose step is the same on every mesh.
+
+>>> from meshpar.optim import Muon
+>>> optimizer = Muon(par, lr=0.02, adamw={"lr": 3e-4})      # doctest: +SKIP
+"""
+
+from meshpar.optim.muon import Muon
+
+__all__ = ["Muon"]

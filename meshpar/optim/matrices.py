@@ -1,0 +1,143 @@
+"""Which parameters of a model are matrices, and where in a parameter each of its matrices is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from meshpar.core.errors import MeshparError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.patterns import covers, matches
+from meshpar.passes.local import is_transposed
+from meshpar.passes.tensor.parts import Experts, FeatureTable, Parts
+from meshpar.passes.tensor.styles import Colwise, Vocabulary, parse
+
+_HEADS = ("lm_head", "head", "output", "classifier", "score", "embed_out", "output_projection")
+"""Names of the layers that make logits, outside of the blocks, where no layout names one."""
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrices:
+    """Describe the matrices of one parameter.
+
+    Attributes:
+        stacked: each index of the first dim is a matrix, or several (experts).
+        dim: dim of a matrix along which several are fused, 0 or 1.
+        parts: number of equal matrices along ``dim``, or the relative sizes of unequal ones.
+    """
+
+    stacked: bool = False
+    dim: int = 0
+    parts: int | tuple[int, ...] = 1
+
+    def problem(self, shape: Sequence[int]) -> str | None:
+        """Return why a parameter of ``shape`` has no such matrices."""
+        if len(shape) < 2 + self.stacked or self.dim not in (0, 1):
+            return f"has {len(shape)} dims; expected {2 + self.stacked} or more, and dim to be 0 or 1"
+        size, count = shape[self.stacked + self.dim], math.fsum(self._sizes)
+        if not self._sizes or min(self._sizes) < 1 or size % count:
+            return f"has {size} in dim {self.stacked + self.dim}, which parts={self.parts} do not divide"
+        return None
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return (1,) * self.parts if isinstance(self.parts, int) else tuple(self.parts)
+
+    def of(self, shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+        """Yield where each matrix is in a parameter of ``shape``."""
+        whole = [slice(0, size) for size in shape]
+        split = self.stacked + self.dim
+        ends = [shape[split] * end // sum(self._sizes) for end in itertools.accumulate(self._sizes, initial=0)]
+        for index in range(shape[0]) if self.stacked else (None,):
+            for start, end in itertools.pairwise(ends):
+                found = list(whole)
+                found[split] = slice(start, end)
+                if index is not None:
+                    found[0] = slice(index, index + 1)
+                yield tuple(found)
+
+    def shape_of(self, place: Sequence[slice]) -> tuple[int, int]:
+        """Return rows and columns of the matrix at ``place``; later dims are columns too."""
+        rows, *columns = (each.stop - each.start for each in place[self.stacked :])
+        return rows, math.prod(columns)
+
+
+def matrices_of(
+    name: str, parameter: Tensor, module: nn.Module, layout: ModelLayout, *, per_head: bool
+) -> Matrices | None:
+    """Return the matrices of a parameter of the model; None: it has none, and AdamW trains it.
+
+    Args:
+        name: in the model.
+        parameter: whole shape.
+        module: the outermost module.
+        layout: its description.
+        per_head: each head of a projection in ``layout.heads`` is a matrix.
+
+    Raises:
+        MeshparError: it has three dims or more, and is neither experts nor a convolution.
+    """
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if parameter.ndim < 2 or isinstance(owner, nn.Embedding | nn.EmbeddingBag) or _is_head(path, layout):
+        return None
+    parts, dim = _fused(path, leaf, owner, layout)
+    if any(matches(pattern, path) for pattern in layout.experts) and parameter.ndim > 2:
+        return Matrices(stacked=True, dim=dim, parts=parts)
+    if isinstance(owner, _CONVOLUTIONS):
+        return None if parameter.shape[1] == 1 else Matrices()  # depthwise: one filter a channel
+    if math.prod(parameter.shape) == max(parameter.shape):
+        return None  # a vector with dims of one
+    if parameter.ndim > 2:
+        raise MeshparError(
+            f"{name} has the shape {tuple(parameter.shape)}, and no layout says what its matrices are; use "
+            f'groups={{"{name}": {{"stacked": True}}}} if each index of the first dim is a matrix, '
+            '{"stacked": False} if later dims are columns, or {"rule": "adamw"}'
+        )
+    if per_head:
+        parts *= next((count for pattern, count in layout.heads.items() if matches(pattern, path)), 1)
+        dim = 1 if is_transposed(owner) else dim
+    return Matrices(dim=dim, parts=parts)
+
+
+def _is_head(path: str, layout: ModelLayout) -> bool:
+    """Tell a layer that makes logits, or a table over the vocabulary."""
+    style = _style(path, layout)
+    if isinstance(style, Vocabulary | FeatureTable) or (isinstance(style, Colwise) and style.gather == "loss"):
+        return True
+    inside = any(covers(pattern, path) for pattern in layout.blocks)
+    return path == layout.head if layout.head else path.rpartition(".")[2] in _HEADS and not inside
+
+
+def _fused(path: str, leaf: str, owner: nn.Module, layout: ModelLayout) -> tuple[int, int]:
+    """Return how many equal projections a parameter fuses, and along which dim of a matrix."""
+    style = _style(path, layout)
+    if isinstance(style, Colwise):
+        return style.parts, 1 if is_transposed(owner) and style.parts > 1 else 0
+    style = style.otherwise if isinstance(style, Experts) else style
+    if isinstance(style, Parts) and leaf in style.dims:
+        dim, parts = style.dims[leaf]
+        count = owner._parameters[leaf]
+        assert count is not None
+        return (parts, dim % count.ndim - (count.ndim - 2)) if parts > 1 else (1, 0)
+    return 1, 0
+
+
+def _style(path: str, layout: ModelLayout) -> Any:  # noqa: ANN401 - a style, or None
+    found = next((style for pattern, style in layout.tensor.items() if matches(pattern, path)), None)
+    return None if found is None else parse(found)
+
+
+def plain(options: Mapping[str, Any]) -> Matrices:
+    """Return the description that an optimizer's group has."""
+    parts = options["parts"]
+    return Matrices(
+        stacked=options["stacked"], dim=options["dim"], parts=parts if isinstance(parts, int) else tuple(parts)
+    )

@@ -1,0 +1,345 @@
+"""Muon: momentum whose update is orthogonalised, each matrix whole on one rank, whatever the mesh."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw as adamw_step
+
+from meshpar.core.errors import MeshparError
+from meshpar.core.passes import unmatched
+from meshpar.core.patterns import covers
+from meshpar.core.registry import layout_for
+from meshpar.optim.matrices import Matrices, matrices_of, plain
+from meshpar.optim.owners import Owners, Piece, Place, shares
+from meshpar.passes.applied import applied
+from meshpar.placements import local_tensor
+
+_ROUND_BYTES = 64 << 20  # that an owner gets in one exchange; a single matrix may be larger
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_KNOWN = {"rule", "lr", "weight_decay", "stacked", "parts", "dim", "momentum", "nesterov", "ns_steps", "betas", "eps"}
+
+
+@final
+class Muon(torch.optim.Optimizer):
+    """Train matrices by Muon and the rest by AdamW, with the numbers of one process on every mesh.
+
+    The rule, its defaults and ``adjust_lr_fn`` are those of ``torch.optim.Muon`` (Jordan et al. 2024,
+    https://kellerjordan.github.io/posts/muon). Momentum is sharded like its parameter. In a step, each matrix goes
+    whole to one of the ranks that hold its parts, the largest first, round robin; this rank orthogonalises the matrix,
+    and the parts of the result go back.
+
+    AdamW trains embeddings, the layer that makes logits, norms, biases, vectors and scalars. The layout says what a
+    matrix is: a fused projection is several, each expert is one, a convolution is flattened to (output channels, rest).
+
+    >>> from torch import nn
+    >>> from meshpar.optim import Muon
+    >>> optimizer = Muon(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), lr=0.02, adamw={"lr": 3e-4})
+    >>> [(group["rule"], len(group["params"]), group["lr"]) for group in optimizer.param_groups]
+    [('muon', 1, 0.02), ('adamw', 3, 0.0003)]
+
+    Args:
+        module: the parallel module or its ``Parallelized``; build the optimizer after ``plan.apply``.
+        lr: learning rate of matrices.
+        weight_decay: decoupled decay of matrices, and of what AdamW trains with two dims or more.
+        momentum: weight of the previous momentum.
+        nesterov: use Nesterov momentum.
+        ns_coefficients: of the Newton-Schulz iteration.
+        eps: smallest norm that an update is divided by.
+        ns_steps: number of Newton-Schulz iterations.
+        adjust_lr_fn: factor of ``lr`` from rows and columns of a matrix: ``"original"`` (None) or
+            ``"match_rms_adamw"``, with which learning rate and decay of AdamW fit.
+        ns_dtype: dtype of the iterations, and of what ranks exchange. ``"bfloat16"`` is torch's; it amplifies the last
+            bit of a gradient, so that runs on two meshes drift apart. ``"float32"`` equals one process to rounding.
+        per_head: each head of a projection in the layout's ``heads`` is a matrix.
+        adamw: ``lr``, ``betas``, ``eps`` and ``weight_decay`` of AdamW, where they differ from ``lr``, (0.9, 0.95),
+            1e-8 and ``weight_decay``.
+        groups: pattern of parameters, or of modules for all of theirs -> options of their own: ``rule`` (``"muon"`` or
+            ``"adamw"``), ``lr``, ``weight_decay``; ``stacked``, ``dim`` and ``parts``, which say what the matrices are:
+            each index of the first dim, and several along ``dim`` (0 or 1) of a matrix: a number of equal ones, or
+            relative sizes (``(4, 1, 1)``: queries of four heads, keys and values of one). The first pattern counts.
+
+    Raises:
+        MeshparError: an option is not known, a pattern matches nothing, or nothing says what the matrices of a
+            parameter are.
+
+    Collective where a parameter is split over several axes.
+    """
+
+    takes_module = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        *,
+        ns_dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        per_head: bool = False,
+        adamw: Mapping[str, Any] | None = None,
+        groups: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        _check(lr, weight_decay, momentum, ns_steps, adjust_lr_fn, ns_dtype, adamw or {}, groups or {})
+        module = getattr(module, "module", module) if not isinstance(module, nn.Module) else module
+        common = {"lr_scale": 1.0, "stacked": False, "dim": 0, "parts": 1}
+        muon = {
+            "rule": "muon",
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": tuple(ns_coefficients),
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype,
+        }
+        rest = {"rule": "adamw", "lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.95), "eps": 1e-8}
+        rest |= {key: tuple(value) if key == "betas" else value for key, value in (adamw or {}).items()}
+        found = _sorted(module, common | muon, common | rest, groups or {}, per_head=per_head)
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._shares: dict[int, tuple[Owners, list[Place]]] = {}
+        self._planned: tuple[tuple[int, ...], list[_Work]] = ((), [])
+        super().__init__(found, {})
+        for group in self.param_groups:
+            if group["rule"] == "muon":
+                for parameter in group["params"]:
+                    self._share(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Make one step. Collective over the ranks that split a parameter.
+
+        Args:
+            closure: computes the loss and gradients again.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        matrices: list[tuple[Tensor, dict[str, Any]]] = []
+        for group in self.param_groups:
+            trained = [each for each in group["params"] if each.grad is not None]
+            if group["rule"] == "muon":
+                matrices += [(each, group) for each in trained]
+            else:
+                self._step_adamw(trained, group)
+        if matrices:
+            self._step_muon(matrices)
+        return loss
+
+    def _step_adamw(self, trained: Sequence[Tensor], group: dict[str, Any]) -> None:
+        for each in trained:
+            state = self.state[each]
+            if "exp_avg" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(each), torch.zeros_like(each)
+        states = [self.state[each] for each in trained]
+        adamw_step(
+            [local_tensor(each) for each in trained],
+            [_local_gradient(each) for each in trained],
+            [local_tensor(state["exp_avg"]) for state in states],
+            [local_tensor(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _step_muon(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
+        held, grads, momenta = [], [], []
+        for parameter, group in matrices:
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            held.append(local_tensor(parameter))
+            grads.append(_local_gradient(parameter))
+            momenta.append(local_tensor(state["momentum_buffer"]))
+            momenta[-1].lerp_(grads[-1], 1 - group["momentum"])
+            held[-1].mul_(1 - float(group["lr"]) * group["weight_decay"])
+
+        def part_of(piece: Piece, place: Place) -> Tensor:
+            group = matrices[piece.parameter][1]
+            momentum, grad = momenta[piece.parameter][place], grads[piece.parameter][place]
+            update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+            return update.to(device=_device(matrices[piece.parameter][0]), dtype=_DTYPES[group["ns_dtype"]])
+
+        def compute(piece: Piece, update: Tensor) -> Tensor:
+            group = matrices[piece.parameter][1]
+            return orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+        def put(piece: Piece, place: Place, update: Tensor) -> None:
+            group, part = matrices[piece.parameter][1], held[piece.parameter][place]
+            rate = float(group["lr"]) * adjusted(group["adjust_lr_fn"], piece.shape)
+            part.add_(update.to(part.device), alpha=-rate)
+
+        for work in self._plan(matrices):
+            for each in work.rounds:
+                work.owners.run(each, part_of, compute, put, work.like)
+
+    def _share(self, parameter: Tensor) -> tuple[Owners, list[Place]]:
+        if id(parameter) not in self._shares:
+            self._shares[id(parameter)] = shares(parameter, self._groups)
+        return self._shares[id(parameter)]
+
+    def _plan(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> list[_Work]:
+        """Return who computes what, kept while the same parameters are trained."""
+        key = tuple(id(parameter) for parameter, _ in matrices)
+        if self._planned[0] != key:
+            sets: dict[tuple[Any, ...], tuple[Owners, list[Piece], Tensor]] = {}
+            for number, (parameter, group) in enumerate(matrices):
+                owners, parts = self._share(parameter)
+                kind = plain(group)
+                found = [
+                    Piece(parameter=number, place=place, shape=kind.shape_of(place), held=parts)
+                    for place in kind.of(parameter.shape)
+                ]
+                device, dtype = _device(parameter), _DTYPES[group["ns_dtype"]]
+                like = torch.empty(0, device=device, dtype=dtype)
+                sets.setdefault((owners.ranks, device, dtype), (owners, [], like))[1].extend(found)
+            self._planned = key, [_Work(owners, pieces, like) for owners, pieces, like in sets.values()]
+        return self._planned[1]
+
+
+class _Work:
+    """The matrices of parameters that are split among the same ranks, in rounds."""
+
+    def __init__(self, owners: Owners, pieces: Sequence[Piece], like: Tensor) -> None:
+        self.owners, self.like = owners, like
+        self.rounds = owners.rounds(pieces, _ROUND_BYTES // like.element_size())
+
+
+def orthogonal(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Return about the nearest semi-orthogonal matrix, by Newton-Schulz iterations in the dtype of ``matrix``, whose
+    memory is used.
+
+    The operations are those of torch.optim.Muon, one by one, so that the results have the same bits.
+    """
+    a, b, c = coefficients
+    tall = matrix.size(0) > matrix.size(1)
+    found = matrix.T if tall else matrix
+    found.div_(found.norm().clamp(min=eps))
+    for _ in range(steps):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if tall else found
+
+
+def adjusted(how: str | None, shape: Sequence[int]) -> float:
+    """Return the factor of the learning rate for a matrix of ``shape``, as torch.optim.Muon has it."""
+    rows, columns = shape
+    return 0.2 * math.sqrt(max(rows, columns)) if how == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+
+
+def _device(parameter: Tensor) -> torch.device:
+    """Return where ranks exchange: parameters in host memory are exchanged on their mesh's device."""
+    here = local_tensor(parameter).device
+    if not isinstance(parameter, DTensor) or here.type in (parameter.device_mesh.device_type, "meta"):
+        return here
+    kind = parameter.device_mesh.device_type
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _local_gradient(parameter: Tensor) -> Tensor:
+    grad = parameter.grad
+    assert grad is not None
+    if grad.is_sparse:
+        raise MeshparError("Muon does not support sparse gradients; build the embedding with sparse=False")
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+        grad = grad.redistribute(placements=parameter.placements)
+    return local_tensor(grad)
+
+
+def _sorted(
+    module: nn.Module,
+    muon: Mapping[str, Any],
+    rest: Mapping[str, Any],
+    own: Mapping[str, Mapping[str, Any]],
+    *,
+    per_head: bool,
+) -> list[dict[str, Any]]:
+    """Return the parameters that require a gradient in groups of equal options, matrices first."""
+    layout = applied(module).layout or layout_for(module)
+    names: dict[int, list[str]] = {}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, each in parameters.items():
+        if each.requires_grad:
+            names.setdefault(id(each), []).append(name)
+    used: set[str] = set()
+    groups: dict[str, dict[str, Any]] = {}
+    for every in names.values():
+        parameter = parameters[every[0]]
+        pattern = next((key for key in own if any(covers(key, name) for name in every)), None)
+        used |= {key for key in own if any(covers(key, name) for name in every)}
+        options = own[pattern] if pattern is not None else {}
+        said: Matrices | None = Matrices(**{key: options[key] for key in ("stacked", "dim", "parts") if key in options})
+        if options.get("rule") == "adamw":
+            said = None
+        elif not options.keys() & {"rule", "stacked", "dim", "parts"} or parameter.ndim < 2:
+            found = [matrices_of(name, parameter, module, layout, per_head=per_head) for name in every]
+            said = None if None in found else found[0]
+        if said is not None and (problem := said.problem(parameter.shape)):
+            raise MeshparError(f"{every[0]}, of shape {tuple(parameter.shape)}, {problem}")
+        group = dict(rest if said is None else muon)
+        peak = group["lr"] if "lr" not in options else options["lr"]
+        if said is None:
+            group["weight_decay"] = group["weight_decay"] if parameter.ndim > 1 else 0.0
+        else:
+            group |= {"stacked": said.stacked, "dim": said.dim, "parts": said.parts}
+        group |= {key: value for key, value in options.items() if key not in ("rule", "stacked", "dim", "parts")}
+        group["lr_scale"] = peak / muon["lr"] if muon["lr"] else 1.0
+        groups.setdefault(repr(group), {**group, "params": []})["params"].append(parameter)
+    if not groups:
+        raise MeshparError("no parameter of the model requires a gradient; there is nothing to train")
+    if lost := [pattern for pattern in own if pattern not in used]:
+        raise MeshparError(unmatched(f"groups pattern {lost[0]!r}", lost[0], module))
+    return sorted(groups.values(), key=lambda group: group["rule"] != "muon")
+
+
+def _check(
+    lr: float,
+    weight_decay: float,
+    momentum: float,
+    ns_steps: int,
+    adjust_lr_fn: str | None,
+    ns_dtype: str,
+    adamw: Mapping[str, Any],
+    groups: Mapping[str, Mapping[str, Any]],
+) -> None:
+    problems = [
+        f"{name} must be 0 or more, got {value}"
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum))
+        if not value >= 0
+    ]
+    if not 0 < ns_steps < 100:
+        problems.append(f"ns_steps must be from 1 to 99, got {ns_steps}")
+    if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+        problems.append(f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}")
+    if ns_dtype not in _DTYPES:
+        problems.append(f"ns_dtype must be one of {', '.join(_DTYPES)}, got {ns_dtype!r}")
+    if strange := sorted(adamw.keys() - {"lr", "betas", "eps", "weight_decay"}):
+        problems.append(f"adamw has no option {strange[0]!r}; there are lr, betas, eps, weight_decay")
+    problems += [
+        f"groups have no option {key!r}; there are {', '.join(sorted(_KNOWN))}"
+        for key in itertools.chain.from_iterable(groups.values())
+        if key not in _KNOWN
+    ]
+    if problems:
+        raise MeshparError("Muon: " + "; ".join(problems))
