@@ -17,21 +17,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from meshpar.core.applying import run_passes
 from meshpar.core.description import Description, describe
 from meshpar.core.errors import MeshparError, PlanError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.passes import Pass, Role, axes_of, find_blocks, held_mesh, seen_mesh
+from meshpar.core.passes import Pass, Role
 from meshpar.core.patterns import class_name
+from meshpar.core.resolved import Resolved
 from meshpar.exact.agreement import leaves
+from meshpar.exact.attach import renew
 from meshpar.exact.cycle import Cycle
-from meshpar.exact.mixing import MixingTest
-from meshpar.exact.verify import SplitTest, Verification, call, verified
+from meshpar.exact.verify import Verification, call, split_test, verified
 from meshpar.passes import random
 from meshpar.passes.applied import applied
-from meshpar.passes.installed import before_plan, installed
+from meshpar.passes.installed import before_plan
 from meshpar.passes.untouched import CannotKeep, untouched
-from meshpar.placements import clip_grad_norm_, local_tensor, sharded_axes, whole_tensor
+from meshpar.placements import clip_grad_norm_, local_tensor, sharded_axes
 from meshpar.replicas import check_equal
 from meshpar.state import initialize
 from meshpar.state.averaging import Averaged, Decay
@@ -48,23 +50,12 @@ class Planned(Protocol):
     @property
     def passes(self) -> tuple[Pass, ...]: ...
 
-    def check(self, module: nn.Module, layout: ModelLayout | None = None, world_size: int | None = None) -> MeshSpec:
+    @property
+    def verify(self) -> bool: ...
+
+    def checked(self, module: nn.Module, layout: ModelLayout | None, world_size: int | None) -> Resolved:
         """Raise an error for what the plan cannot place."""
         ...
-
-    def run_passes(
-        self,
-        module: nn.Module,
-        layout: ModelLayout,
-        spec: MeshSpec,
-        meshes: Mapping[MeshSpec, Any],
-        device: torch.device,
-    ) -> list[Tensor]:
-        """Run the passes; return the parameters that they replaced and somebody else still holds."""
-        ...
-
-    def guard(self, par: Any) -> None:  # noqa: ANN401 - Parallelized
-        """Guard the modules that ``par`` has now."""
 
 
 @final
@@ -76,6 +67,7 @@ class Parallelized:
         mesh: the DeviceMesh with the plan's axes.
         spec: the resolved mesh as data.
         plan: the plan.
+        resolved: the plan for this model and number of ranks.
         layout: the description of the model.
         device: the device of this rank.
         data_axes: the axes whose ranks get different data.
@@ -85,27 +77,23 @@ class Parallelized:
     def __init__(
         self,
         module: nn.Module,
-        mesh: DeviceMesh,
-        spec: MeshSpec,
         plan: Planned,
-        layout: ModelLayout,
+        resolved: Resolved,
+        meshes: Mapping[MeshSpec, DeviceMesh],
         device: torch.device,
         cycle: Cycle | None = None,
-        *,
-        meshes: Mapping[MeshSpec, DeviceMesh] | None = None,
     ) -> None:
-        self.module, self.mesh, self.spec = module, mesh, spec
-        self.plan, self.layout, self.device = plan, layout, device
-        self.cycle = cycle
+        self.module, self.plan, self.resolved, self.device, self.cycle = module, plan, resolved, device, cycle
+        self.mesh, self.spec, self.layout = meshes[resolved.spec], resolved.spec, resolved.layout
+        self.data_axes = resolved.roles[Role.SAMPLES]
+        self._meshes, self._held_on = meshes, meshes[resolved.held]
         self._averages: weakref.WeakSet[Averaged] = weakref.WeakSet()
-        self.data_axes = axes_of(plan.passes, spec, Role.SAMPLES)
-        self._place = spec.coordinates(dist.get_rank())
-        self._held, self._meshes = held_mesh(plan.passes, spec), dict(meshes or {spec: mesh})
-        self._held_on = self._meshes[self._held]
-        self._held_data = axes_of(plan.passes, self._held, Role.SAMPLES)
-        self._splits = [
-            each for each in plan.passes if any(spec.axes[axis] > 1 for axis in axes_of([each], spec, Role.POSITIONS))
-        ]
+        self._place = resolved.spec.coordinates(dist.get_rank())
+        self._splits = [each for each in plan.passes if any(self._divided_by(each))]
+
+    def _divided_by(self, divider: Pass) -> Iterator[str]:
+        """Yield the axes, of more than one rank, over which a pass divides positions."""
+        return (axis for axis in self.resolved.divided(Role.POSITIONS) if axis in divider.axes)
 
     @property
     def data_size(self) -> int:
@@ -126,12 +114,13 @@ class Parallelized:
 
         Gradients are averaged over these ranks, and :meth:`data_sum` sums over them.
         """
-        return math.prod(self._held.axes[axis] for axis in self._held_data)
+        return math.prod(self.resolved.held.axes[axis] for axis in self.resolved.averaged)
 
     @property
     def loss_rank(self) -> int:
         """Index of this rank's loss, from 0 to ``loss_size`` - 1."""
-        return self._index(axis for axis in self.spec.axes if axis in self.data_axes or axis not in self._held.axes)
+        held = self.resolved.held.axes
+        return self._index(axis for axis in self.spec.axes if axis in self.data_axes or axis not in held)
 
     def _index(self, axes: Iterable[str]) -> int:
         """Return the index of this rank among those that differ on ``axes``, outermost first."""
@@ -179,7 +168,7 @@ class Parallelized:
             )
         mine = torch.arange(lengths[0])
         for each in self._splits:
-            for axis in axes_of([each], self.spec, Role.POSITIONS):
+            for axis in self._divided_by(each):
                 size = self.spec.axes[axis]
                 if len(mine) % size:
                     raise MeshparError(
@@ -284,10 +273,11 @@ class Parallelized:
         came = self._agreed_on(names)
         placed, known = self.cycle.placed.modules, dict(self.module.named_modules())
         late = [name for name, each in known.items() if each not in placed]
-        self.plan.check(before_plan(self.module, placed), self.layout, self.spec.size)
-        seen = ((each, seen_mesh(each, self.plan.passes, self.spec)) for each in self.plan.passes)
+        resolved = self.plan.checked(before_plan(self.module, placed), self.layout, self.spec.size)
         if problems := [
-            text for each, spec in seen for text in each.late_problems(self.module, self.layout, spec, late)
+            problem
+            for each, spec in zip(resolved.passes, resolved.seen, strict=True)
+            for problem in each.late_problems(self.module, self.layout, spec, late)
         ]:
             raise PlanError(problems)
         fresh = {name: self.module.get_parameter(name) for name in came}
@@ -296,9 +286,10 @@ class Parallelized:
         }
         initialize.check_weights({**fresh, **fresh_buffers}, "the weights handed to par.adopt")
         gone, renamed = self.cycle.left(), self.cycle.placed.renamed()
-        replaced = self.plan.run_passes(self.module, self.layout, self.spec, self._meshes, self.device)
+        self.resolved = resolved
+        replaced = run_passes(self.module, resolved, self._meshes, self.device)
         self.cycle.adopted([*replaced, *gone])
-        self.plan.guard(self)
+        renew(self.cycle, resolved, self.device, verify=self.plan.verify)
         parameters = list(dict.fromkeys(self.module.get_parameter(name) for name in came))
         for each in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
             _forget(each, gone)
@@ -340,7 +331,7 @@ class Parallelized:
         shards. Under sequence parallelism the ranks compute different positions everywhere and get different states.
         """
         differing = [axis for each in self.plan.passes if each.splits_sequence for axis in each.axes]
-        differing += [axis for each in self._splits for axis in axes_of([each], self.spec, Role.POSITIONS)]
+        differing += [axis for each in self._splits for axis in self._divided_by(each)]
         random.seed(self.device, random.mix(seed, self.data_rank, *(self._place[axis] for axis in differing)))
 
     def accumulate(self, micro_batches: Iterable[Micro], *, reduce_each: bool = False) -> Iterator[Micro]:
@@ -416,7 +407,7 @@ class Parallelized:
         """
         self._meet("par.token_scale")
         count = torch.zeros((), device=self.device) + tokens
-        first, *others = self._held_data or (None,)
+        first, *others = self.resolved.averaged or (None,)
         work = None if first is None else dist.all_reduce(count, group=self._held_on.get_group(first), async_op=True)
 
         def finish() -> Tensor:
@@ -432,7 +423,7 @@ class Parallelized:
         """Sum ``values`` over samples and positions, in place, and return it. Collective: every rank calls it."""
         self._meet("par.data_sum")
         summed = values.to(self.device)
-        for axis in self._held_data:
+        for axis in self.resolved.averaged:
             dist.all_reduce(summed, group=self._held_on.get_group(axis))
         return values if summed is values else values.copy_(summed)
 
@@ -462,26 +453,8 @@ class Parallelized:
                 "in the last one; clip after the loop"
             )
         self.reshard()
-        groups = {axis: self._held_on.get_group(axis) for axis in self._held.axes}
+        groups = {axis: self._held_on.get_group(axis) for axis in self.resolved.held.axes}
         return clip_grad_norm_(self.module.parameters(), groups, max_norm, norm_type, self.device)
-
-    def mixing_test(self) -> MixingTest | None:
-        """Return the test for modules other than attention that mix positions; None if attention exchanges none."""
-        known = installed(self.module)
-        if known is None or known.exchange is None:
-            return None
-        return MixingTest(self.module, known.exchange, [name for name, _ in find_blocks(self.module, self.layout)])
-
-    def split_test(self) -> SplitTest | None:
-        """Return the test that compares split blocks with unsplit blocks; None if no features are split."""
-        split = applied(self.module).split
-        if split is None or split.size == 1:
-            return None
-
-        def whole(name: str) -> Tensor:
-            return whole_tensor(self.module.get_parameter(name)).to(self.device)
-
-        return SplitTest(self.module, split, [name for name, _ in find_blocks(self.module, self.layout)], whole)
 
     def verify(self, batch: object) -> Verification:
         """Compare one split block of each kind with the unsplit block on a batch. The first forward runs this test
@@ -501,7 +474,7 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
-        test = self.split_test()
+        test = split_test(self.module, self.resolved.blocks, self.device)
         if test is None:
             return Verification(modules={}, differences=(), skipped={}, seconds=0.0)
         waiting = None
@@ -595,7 +568,7 @@ class Parallelized:
         state = dict(initialize.state(self.module))
         tensors = {name: local_tensor(tensor) for name, tensor in state.items()}
         groups = {}
-        places = [self._held.coordinates(rank) for rank in range(self._held.size)]
+        places = [self.resolved.held.coordinates(rank) for rank in range(self.resolved.held.size)]
         for name, tensor in state.items():
             split = sharded_axes(tensor)
             groups[name] = [hash(tuple(place[axis] for axis in split if axis in place)) for place in places]

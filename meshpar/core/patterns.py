@@ -171,3 +171,11 @@ def class_name(module: nn.Module) -> str:
     while hasattr(kind, "set_requires_gradient_sync") and len(kind.__bases__) > 1:
         kind = kind.__bases__[-1]
     return kind.__name__
+
+
+def tied_names(module: nn.Module) -> list[tuple[str, ...]]:
+    """Return the groups of parameter names that are one tensor, each in the order of ``named_parameters``."""
+    places: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    return [tuple(names) for names in places.values() if len(names) > 1]

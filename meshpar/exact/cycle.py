@@ -111,16 +111,27 @@ class Cycle:
         explanation: tells errors in the user's terms.
         replaced: the parameters that the module had before the plan was applied.
         same_axes: the axes whose ranks see the same samples.
+        agreement: the comparisons between ranks.
+        losses: the comparison of what backwards start from.
+        splits_positions: ranks see different positions of the same samples.
     """
 
     def __init__(
-        self, module: nn.Module, explanation: Explanation, replaced: list[Tensor], same_axes: Collection[str]
+        self,
+        module: nn.Module,
+        explanation: Explanation,
+        replaced: Sequence[Tensor],
+        same_axes: Collection[str],
+        *,
+        agreement: Comparisons,
+        losses: LossComparison,
+        splits_positions: bool,
     ) -> None:
         self.module, self._same_axes = module, frozenset(same_axes)
         self.placed = Placed(module)
-        self.agreement: Comparisons | None = None
-        self.losses: LossComparison | None = None
-        self.splits_positions = False
+        self.agreement: Comparisons | None = agreement
+        self.losses: LossComparison | None = losses
+        self.splits_positions = splits_positions
         self.parts: set[int] = set()  # the lengths that par.split has given
         self.split_test: SplitTest | None = None
         self.mixing_test: MixingTest | None = None

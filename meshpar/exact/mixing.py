@@ -307,3 +307,11 @@ def _one_of_each_kind(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]
                 yield full
 
     yield from beside(module, "")
+
+
+def mixing_test(module: nn.Module, blocks: Sequence[str]) -> MixingTest | None:
+    """Return the test for modules other than attention that mix positions; None if attention exchanges none."""
+    known = installed(module)
+    if known is None or known.exchange is None:
+        return None
+    return MixingTest(module, known.exchange, blocks)

@@ -36,13 +36,14 @@ from meshpar.exact.trial import (
     slice_like,
     wide,
 )
+from meshpar.passes.applied import applied
 from meshpar.passes.installed import as_written
 from meshpar.passes.local import strides
 from meshpar.passes.random import is_dropout
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.untouched import CannotKeep, untouched
-from meshpar.placements import local_tensor
+from meshpar.placements import local_tensor, whole_tensor
 from meshpar.replicas import digest
 
 log = logging.getLogger(__name__)
@@ -488,3 +489,21 @@ def call(module: nn.Module, batch: object) -> Any:
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(*batch) if isinstance(batch, list | tuple) else module(batch)
+
+
+def split_test(module: nn.Module, blocks: Sequence[str], device: torch.device) -> SplitTest | None:
+    """Return the test that compares split blocks with unsplit blocks; None if no features are split.
+
+    Args:
+        module: the outermost module, on which the passes ran.
+        blocks: names of the repeated blocks.
+        device: of this rank.
+    """
+    split = applied(module).split
+    if split is None or split.size == 1:
+        return None
+
+    def whole(name: str) -> Tensor:
+        return whole_tensor(module.get_parameter(name)).to(device)
+
+    return SplitTest(module, split, blocks, whole)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshpar.core import runtime
 from meshpar.core.errors import LayoutError
 from meshpar.core.layout import ModelLayout
-from meshpar.core.patterns import class_name, covers, matches, suggestion
+from meshpar.core.patterns import class_name, covers, matches, suggestion, tied_names
 from meshpar.passes import random
 from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.replicas import check_equal
@@ -64,14 +64,6 @@ def allocate(module: nn.Module, device: torch.device, parameter_device: torch.de
 
     module._apply(lambda tensor: torch.empty_like(tensor, device=home(tensor)) if tensor.is_meta else tensor)
     retie(module, ties)
-
-
-def tied_names(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return the groups of parameter names that are one tensor, each in the order of ``named_parameters``."""
-    places: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        places.setdefault(id(parameter), []).append(name)
-    return [tuple(names) for names in places.values() if len(names) > 1]
 
 
 def retie(module: nn.Module, groups: list[tuple[str, ...]]) -> None:

@@ -17,6 +17,7 @@ from meshpar.core.parallelized import Parallelized
 from meshpar.core.passes import Pass
 from meshpar.core.plan import Plan
 from meshpar.core.registry import layout_for
+from meshpar.core.resolved import resolve
 from meshpar.loss import IGNORE_INDEX, token_loss
 from meshpar.passes.batch_norm import has_batch_norm
 from meshpar.placements import whole_tensor
@@ -240,7 +241,8 @@ def _alone(
             )
         each.apply(module, known, None)  # type: ignore[arg-type]
     lonely = MeshSpec()
-    par = Parallelized(module, None, lonely, Plan(lonely), known, torch.device("cpu"))  # type: ignore[arg-type]
+    resolved = resolve((), lonely, module, known)
+    par = Parallelized(module, Plan(lonely), resolved, {lonely: None}, torch.device("cpu"))  # type: ignore[dict-item]
     return par.materialize(seed=seed)
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import meshpar.passes.tensor.styles
 from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError, Plan, PlanError, TensorParallel
 from meshpar.exact.agreement import leaves
+from meshpar.exact.verify import split_test
 from meshpar.passes.untouched import LARGEST, MOST, CannotKeep, untouched
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.support.models_for_parity import VOCAB, transformer
@@ -452,7 +453,9 @@ def test_a_large_batch_is_tried_on_its_first_samples_and_a_long_one_on_a_shorter
     par = Plan("tp=2", [TensorParallel()]).apply(Model(), LAYOUT)
     with mock.patch("meshpar.exact.verify.INPUTS", 200):
         told = par.verify(IDS.expand(6, -1))
-        kept = par.split_test()._short((torch.zeros(6, 12, 8), torch.zeros(12, 8)), {}, whole=True)
+        kept = split_test(par.module, par.resolved.blocks, par.device)._short(
+            (torch.zeros(6, 12, 8), torch.zeros(12, 8)), {}, whole=True
+        )
     assert not told.skipped and set(told.modules) == {"blocks.0", "embed", "head"}
     assert [each.shape for each in kept.args] == [(1, 12, 8), (12, 8)]
     with mock.patch("meshpar.exact.verify.INPUTS", 40):

@@ -28,6 +28,7 @@ from meshpar import (
 )
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safetensors, export_safetensors
 from meshpar.core.mesh import MeshSpec
+from meshpar.core.resolved import resolve
 from meshpar.launchers.export.run import export_adapters, merged
 from meshpar.testing import on_ranks, token_steps, whole
 from meshpar.testing.parity import Record, assert_records_match, train_steps
@@ -59,7 +60,7 @@ def qwen3() -> nn.Module:
 def alone(model: nn.Module, settings: LoRA, folder: Path) -> Parallelized:
     """The model with adapters in this one process."""
     layout, spec = add_adapters(model, settings), MeshSpec()
-    par = Parallelized(model, None, spec, Plan(spec), layout, torch.device("cpu"))  # type: ignore[arg-type]
+    par = Parallelized(model, Plan(spec), resolve((), spec, model, layout), {spec: None}, torch.device("cpu"))
     return par.materialize(weights=WithAdapters(Safetensors(folder), model, seed=3))
 
 

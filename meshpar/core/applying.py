@@ -1,0 +1,61 @@
+"""Run the passes of a plan on a module, and see that they keep what a pass must keep."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshpar import _torch
+from meshpar.core.errors import MeshparError
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.passes import Stage
+from meshpar.core.patterns import tied_names
+from meshpar.core.resolved import Resolved
+from meshpar.passes.batch_norm import synchronize_batch_norm
+from meshpar.passes.local import keep_unpacked
+
+
+def run_passes(
+    module: nn.Module, resolved: Resolved, meshes: Mapping[MeshSpec, DeviceMesh], device: torch.device
+) -> list[Tensor]:
+    """Run the passes; return the parameters that they replaced and somebody else still holds, such as an optimizer.
+
+    Args:
+        module: the model, changed in place.
+        resolved: the plan for this model.
+        meshes: of ``resolved.meshes``.
+        device: of this rank.
+
+    Raises:
+        MeshparError: a pass changes a parameter's name, or unties parameters.
+
+    Collective: every rank calls it.
+    """
+    built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    if resolved.averaged or any(each.stage == Stage.RECOMPUTE for each in resolved.passes):
+        synchronize_batch_norm(module, meshes[resolved.held], resolved.averaged)
+    keep_unpacked(module)
+    before = [weakref.ref(parameter) for parameter in module.parameters()]
+    names, ties = [name for name, _ in module.named_parameters()], tied_names(module)
+    for applied_pass, seen in zip(resolved.passes, resolved.seen, strict=True):
+        with _torch.parts_only():
+            applied_pass.apply(module, resolved.layout, meshes[seen])
+        _check_kept(applied_pass.name, module, names, ties)
+    elsewhere = any(tensor.device != device for tensor in (*module.parameters(), *module.buffers()))
+    if elsewhere and not built_on_meta and resolved.data_pass is None:
+        module.to(device)
+    kept = {id(parameter) for parameter in module.parameters()}
+    return [old for one in before if (old := one()) is not None and id(old) not in kept]
+
+
+def _check_kept(title: str, module: nn.Module, names: list[str], ties: list[tuple[str, ...]]) -> None:
+    """Raise an error if a pass changed the names of parameters, or untied them."""
+    if (now := [name for name, _ in module.named_parameters()]) != names:
+        changed = sorted(set(now) ^ set(names))[:6]
+        raise MeshparError(f"{title} changed the names of parameters, which a pass must keep: {changed}")
+    if tied_names(module) != ties:
+        raise MeshparError(f"{title} untied tied parameters: expected {ties}, got {tied_names(module)}")

@@ -1,0 +1,247 @@
+"""Problems of a plan that are known before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+
+from meshpar.core import registry
+from meshpar.core.errors import LayoutError, MeshError, PlanError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.passes import Pass, Role, Stage, axes_of, held_mesh, seen_mesh
+from meshpar.core.patterns import class_name
+from meshpar.passes.batch_norm import batch_norm_problems
+
+LARGE_PARAMETER = 1 << 24
+"""Elements from which a parameter that every rank would hold whole is a problem: 64 MiB in float32."""
+
+
+def problems_of(
+    passes: Sequence[object], module: nn.Module, layout: ModelLayout | None, mesh: MeshSpec | None
+) -> Iterator[str]:
+    """Yield every problem of passes for a model, the same on every rank.
+
+    Args:
+        passes: of the plan, and other objects that stand among them.
+        module: the model.
+        layout: its description; None where it has a problem of its own.
+        mesh: with all sizes; None where its sizes do not fit.
+    """
+    yield from _shape_problems(passes)
+    known = [each for each in passes if isinstance(each, Pass)]
+    if len(known) == len(passes):
+        yield from _order_problems(known)
+        if mesh is not None:
+            yield from _axis_problems(known, mesh)
+    if mesh is not None and layout is not None:
+        yield from _content_problems(known, module, layout, mesh)
+
+
+def check_arguments(mesh: object, passes: object) -> None:
+    """Raise for a mesh and passes of another kind than a plan takes: a pass that stands alone, text, a dict."""
+    if not isinstance(mesh, MeshSpec | str):
+        raise MeshError(
+            f"a plan's mesh is {_shown(mesh)} of type {type(mesh).__name__}; expected text such as 'dp_shard=2,tp=4', "
+            "or a MeshSpec: write Plan('dp_shard=2', [...]) or Plan(MeshSpec(dp_shard=2), [...])"
+        )
+    if isinstance(passes, str) or not isinstance(passes, Iterable):
+        kind = passes if isinstance(passes, type) else type(passes)
+        inside = f"{kind.__name__}()" if issubclass(kind, Pass) else "FullyShard()"
+        raise PlanError(
+            [f"a plan's passes are {_shown(passes)}; expected a list of passes: write Plan({str(mesh)!r}, [{inside}])"]
+        )
+
+
+def checked_layout(layout: object) -> ModelLayout:
+    if not isinstance(layout, ModelLayout):
+        raise LayoutError(
+            f"the layout is {_shown(layout)} of type {type(layout).__name__}; expected a ModelLayout: write "
+            "ModelLayout(blocks=('layers.*',), ...)"
+        )
+    return layout
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _shape_problems(passes: Sequence[object]) -> Iterator[str]:
+    """Yield objects that are no passes."""
+    for each in passes:
+        if isinstance(each, type):
+            yield f"{each.__name__} is a class, not a pass; expected an object: write {each.__name__}()"
+        elif not isinstance(each, Pass):
+            kind = type(each).__name__
+            yield (
+                f"{_shown(each)} is not a pass: {kind} does not inherit meshpar.Pass; write an object of a pass, such "
+                "as FullyShard()"
+            )
+
+
+def _order_problems(passes: Sequence[Pass]) -> Iterator[str]:
+    ordered = sorted(passes, key=lambda each: each.stage)
+    if [each.stage for each in passes] != [each.stage for each in ordered]:
+        yield f"passes are out of order ({arrows(passes)}); write {arrows(ordered)}"
+
+
+def arrows(passes: Sequence[object]) -> str:
+    return " -> ".join(each.name if isinstance(each, Pass) else _shown(each) for each in passes)
+
+
+def _axis_problems(passes: Sequence[Pass], mesh: MeshSpec) -> Iterator[str]:
+    """Yield axes that are absent, claimed twice, or claimed by nobody."""
+    claimed: dict[str, str] = {}
+    for each in passes:
+        for axis in each.axes:
+            if axis not in mesh.axes:
+                has = ", ".join(f"{name}={size}" for name, size in mesh.axes.items()) or "no axes"
+                yield (
+                    f"{each.name} needs axis {axis!r}, which the mesh ({has}) lacks; add {axis}=... to the mesh or "
+                    f"drop {each.name}"
+                )
+            elif axis in claimed:
+                yield f"axis {axis!r} is claimed by {claimed[axis]} and by {each.name}; keep one of them"
+            else:
+                claimed[axis] = each.name
+            if each.roles[axis] == Role.LAYERS and mesh.axes.get(axis, 1) > 1:
+                yield (
+                    f"{each.name} gives axis {axis!r} the role LAYERS, for which there are no stages yet; use an axis "
+                    "of another role"
+                )
+    try:
+        held_mesh(passes, mesh)
+    except MeshError as error:
+        yield str(error)
+    for axis, size in mesh.axes.items():
+        if size > 1 and axis not in claimed:
+            yield (
+                f"axis {axis!r} (size {size}) is claimed by no pass, so its ranks would repeat one another's work; "
+                f"{_remedy(axis)}"
+            )
+
+
+def _remedy(axis: str) -> str:
+    """Name the installed pass that claims ``axis`` and as few others as possible; where there is none, the axes that
+    some pass claims.
+    """
+    kinds = [registry.plugin("meshpar.passes", name) for name in registry.names("meshpar.passes")]
+    passes = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Pass)]
+    fitting = [kind for kind in passes if axis in kind.roles]
+    if fitting:
+        return f"add {min(fitting, key=lambda kind: len(kind.roles)).__name__}() or drop {axis} from the mesh"
+    known = ", ".join(dict.fromkeys(name for kind in passes for name in kind.roles))
+    return (
+        f"no installed pass works on {axis} (installed ones work on {known}): drop it, or install or write a pass for "
+        "it"
+    )
+
+
+def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+    """Yield what the passes find on this model, ties that are none, and large parameters that nothing splits."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    if split := [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]:
+        yield (
+            f"the module is already parallelized ({split[0]} is a DTensor); apply a plan once, to a module as it was "
+            "built"
+        )
+        return
+    yield from _module_problems(module)
+    ready = [each for each in passes if all(axis in mesh.axes for axis in each.axes)]
+    with suppress(MeshError):  # which _axis_problems tells
+        held = held_mesh(passes, mesh)
+        for each in ready:
+            yield from each.problems(module, layout, seen_mesh(each, passes, mesh))
+        if any(held.axes[axis] > 1 for axis in axes_of(ready, held, Role.SAMPLES)):
+            yield from batch_norm_problems(module)
+            yield from [layout.refusals["balance"]] if "balance" in layout.refusals else []
+    hooked = [name for name, each in parameters.items() if each._backward_hooks or each._post_accumulate_grad_hooks]
+    if hooked and any(each.shards(module, layout) for each in ready):
+        yield (
+            f"{hooked[0]} has a hook on its gradient, which the shards that replace it would not have; register hooks "
+            "after plan.apply, on the parameters of par.module"
+        )
+    for group in layout.tied:
+        absent = [name for name in group if name not in parameters]
+        if absent:
+            yield f"layout.tied names {absent[0]!r}, which the model does not have"
+        elif len({id(parameters[name]) for name in group}) > 1:
+            yield (
+                f"layout.tied says that {' and '.join(group)} are one tensor, but the model has separate tensors; tie "
+                "them or drop the entry"
+            )
+    with suppress(MeshError):
+        yield from _unsharded_problems(ready, module, layout, mesh, parameters)
+    yield from _divided_problems(ready, module, layout, mesh)
+
+
+def _module_problems(module: nn.Module) -> Iterator[str]:
+    """Yield modules that cannot be placed: without shapes, not of Python, or with gradients and writes that no pass
+    reduces.
+    """
+    for name, child in module.named_modules():
+        if any(isinstance(each, UninitializedParameter) for each in child._parameters.values()):
+            yield (
+                f"{name} is a {class_name(child)} without a shape yet; run one forward on a CPU before plan.apply, or "
+                "write the module with its sizes"
+            )
+        elif isinstance(child, torch.jit.ScriptModule):
+            yield (
+                f"{name} is a TorchScript module, whose parameters and forward cannot be replaced; use the Python "
+                "module from which it was scripted"
+            )
+        elif isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            yield (
+                f"{name} has sparse gradients, which no pass reduces; build it with sparse=False, and train it with "
+                "an optimizer for dense gradients (SparseAdam is AdamW without decay on the rows of a batch)"
+            )
+        elif isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
+            yield (
+                f"{name} has max_norm={child.max_norm:g}, which writes into its weight in each forward, on every rank "
+                "the rows of its own samples; build it with max_norm=None and, after each step, scale the rows: with "
+                "torch.no_grad(): weight.mul_((max_norm / weight.norm(dim=1, keepdim=True)).clamp(max=1))"
+            )
+
+
+def _divided_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+    """Yield parameters that a pass divides over samples and that the data pass does not shard: nothing would reduce
+    their gradients.
+    """
+    data = [each for each in passes if each.stage == Stage.DATA]
+    sharded = {name for each in data for name in each.shards(module, layout)}
+    for each in passes:
+        axes = [] if each in data else [axis for axis in axes_of([each], mesh, Role.SAMPLES) if mesh.axes[axis] > 1]
+        missing = sorted(each.shards(module, layout) - sharded) if axes and data else []
+        if missing:
+            yield (
+                f"{each.name} divides {missing[0]} over {', '.join(axes)}, and {data[0].name} keeps it whole, so that "
+                "nothing averages its gradient; use FullyShard() or HybridShard() with dp_shard, and leave it out of "
+                "whole=(...)"
+            )
+
+
+def _unsharded_problems(
+    passes: Sequence[Pass],
+    module: nn.Module,
+    layout: ModelLayout,
+    mesh: MeshSpec,
+    parameters: Mapping[str, torch.Tensor],
+) -> Iterator[str]:
+    sharders = [each for each in passes if any(seen_mesh(each, passes, mesh).axes[axis] > 1 for axis in each.axes)]
+    split = {name for each in sharders for name in each.shards(module, layout)}
+    if not split:
+        return
+    for name, parameter in parameters.items():
+        if name not in split and parameter.numel() >= LARGE_PARAMETER:
+            shape = " x ".join(map(str, parameter.shape))
+            yield (
+                f"{name} ({shape}, {parameter.numel() * parameter.element_size() / 2**20:.0f} MiB) is split by no "
+                "pass, so every rank would hold it whole; give its module a style in the tensor-parallel table, or "
+                "add FullyShard() or HybridShard()"
+            )

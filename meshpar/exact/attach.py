@@ -1,0 +1,98 @@
+"""Attach the checks around forward, backward and step to a module, and renew them when modules came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from meshpar.core import runtime
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.passes import Role, find_blocks
+from meshpar.core.resolved import Resolved
+from meshpar.exact.agreement import Agreement
+from meshpar.exact.cycle import Cycle
+from meshpar.exact.explain import Explanation
+from meshpar.exact.losses import Losses
+from meshpar.exact.mixing import mixing_test
+from meshpar.exact.verify import split_test
+from meshpar.passes.random import draws_random
+
+
+def attach(
+    module: nn.Module,
+    resolved: Resolved,
+    meshes: Mapping[MeshSpec, DeviceMesh],
+    device: torch.device,
+    replaced: Sequence[Tensor],
+    *,
+    title: str,
+    verify: bool,
+) -> Cycle:
+    """Attach the checks to a module on which the passes ran.
+
+    Args:
+        module: the outermost module.
+        resolved: its plan.
+        meshes: of ``resolved.meshes``.
+        device: of this rank.
+        replaced: parameters that the passes replaced and somebody still holds.
+        title: of the plan, as messages call it.
+        verify: try what the passes divide in the first forward.
+    """
+    unit_pass, mesh = resolved.data_pass, meshes[resolved.spec]
+    held_on = meshes[resolved.held]
+    explanation = Explanation(
+        module,
+        title,
+        splits_features=bool(resolved.divided(Role.FEATURES)),
+        unit_pass=None if unit_pass is None else unit_pass.name,
+    )
+    split = {axis: mesh.get_group(axis) for axis in resolved.divided(Role.POSITIONS)}
+    compared = () if resolved.splits_sequence else resolved.same
+    cycle = Cycle(
+        module,
+        explanation,
+        replaced,
+        resolved.same,
+        agreement=Agreement(module, held_on, resolved.reduced, resolved.same, split, device),
+        losses=Losses({axis: held_on.get_group(axis) for axis in compared}, device),
+        splits_positions=bool(split),
+    )
+    renew(cycle, resolved, device, verify=verify)
+    return cycle
+
+
+def renew(cycle: Cycle, resolved: Resolved, device: torch.device, *, verify: bool) -> None:
+    """Check the modules that a module has now: their calls, and their first forward and backward."""
+    module = cycle.module
+    parts = dict([*_parts(module), *find_blocks(module, resolved.layout)])
+    enter = "call the module, or a method by par.register_method(name)"
+    if resolved.splits_sequence:
+        why = (
+            f"it would treat this rank's positions as the whole sequence; {enter}, or use "
+            "TensorParallel(sequence_parallel=False)"
+        )
+        cycle.only_inside(parts, why)
+    elif resolved.data_pass is not None:
+        why = f"its weights are gathered with those of a larger unit; {enter}, or name it in the pass's blocks"
+        cycle.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)
+    cycle.explain_calls(part for part in parts.values() if any(True for _ in part.children()))
+    if verify and not runtime.is_simulated():
+        cycle.split_test = split_test(module, resolved.blocks, device)
+        cycle.mixing_test = mixing_test(module, resolved.blocks)
+    if cycle.agreement is not None:
+        cycle.agreement.begin(draws=(resolved.layout.dropout or draws_random(module)) and not resolved.splits_sequence)
+
+
+def _parts(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that the outermost one calls, also those in its lists."""
+    for inner, child in module.named_children():
+        full = f"{name}.{inner}" if name else inner
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _parts(child, full)
+        elif any(True for _ in child.parameters()):
+            yield full, child
