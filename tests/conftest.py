@@ -82,10 +82,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     item.add_marker(
         pytest.mark.timeout(patient(marker.args[0] if marker else float(item.config.getini("timeout")))), append=False
     )
-    started, waited, communicated = ranks.RankProcesses.__init__, subprocess.Popen.wait, subprocess.Popen.communicate
+    started, ran = ranks.RankProcesses.__init__, ranks.RankProcesses.run
+    waited, communicated = subprocess.Popen.wait, subprocess.Popen.communicate
 
     def start(group: ranks.RankProcesses, count: int, timeout_s: float, keep: bool) -> None:
-        started(group, count, patient(timeout_s), keep)
+        started(group, count, (3 if keep else 1) * patient(timeout_s), keep)  # kept: this machine may be busy later
+
+    def run(group: ranks.RankProcesses, module: str, name: str, args: Any, kwargs: Any, timeout_s: float) -> None:
+        ran(group, module, name, args, kwargs, patient(timeout_s))
 
     def wait(process: subprocess.Popen[Any], timeout: float | None = None) -> int:
         return waited(process, timeout and patient(timeout))
@@ -95,6 +99,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks.RankProcesses, "__init__", start)
+        patch.setattr(ranks.RankProcesses, "run", run)
         patch.setattr(subprocess.Popen, "wait", wait)
         patch.setattr(subprocess.Popen, "communicate", communicate)
         return (yield)

@@ -41,28 +41,30 @@ class RankFailure(AssertionError):
 
 
 def on_ranks(
-    count: int, *, timeout_s: float = 90.0, keep: bool = False
+    count: int, *, timeout_s: float = 90.0, fresh: str = ""
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Run the decorated test's body in ``count`` processes, each a rank of one gloo group on the CPU.
 
     The processes are forked from a server that has torch loaded, meet through a file (no ports), and get one thread
-    each. The first failure ends the others and is raised here with its rank's traceback.
+    each. They also run the next test of as many ranks, which saves their start. The first failure ends all of them and
+    is raised here with its rank's traceback.
 
     Args:
         count: number of ranks.
         timeout_s: seconds after which the test fails and its processes are ended.
-        keep: let the processes of the last kept test of as many ranks also run this one, which saves their start. For
-            tests that leave nothing behind in a process: no patches, no hooks of the whole process, no unfinished
-            collectives.
+        fresh: reason for which this test needs new processes that end with it, such as "ends a rank" or "counts all
+            groups". A test that leaves nothing behind in a process (no hooks of the whole process, no unfinished
+            collectives) needs none.
 
     Raises:
-        RankFailure: from the decorated test.
+        RankFailure: from the decorated test. Also where a test without a reason leaves a patch of meshpar or torch
+            behind.
     """
 
     def decorate(test: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(test)
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
-            launch(test.__module__, test.__qualname__, count, args, dict(kwargs), timeout_s, keep)
+            launch(test.__module__, test.__qualname__, count, args, dict(kwargs), timeout_s, fresh)
 
         return run
 
@@ -76,43 +78,52 @@ def launch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     timeout_s: float = 90.0,
-    keep: bool = False,
+    fresh: str = "",
 ) -> None:
     """Run ``module.qualname(*args, **kwargs)`` on ``count`` ranks, as :func:`on_ranks` does.
 
     Raises:
         RankFailure: a rank failed, ended early or did not end in ``timeout_s`` seconds.
     """
-    ranks = _KEPT.pop((count, timeout_s), None) if keep else None
-    ranks = ranks or RankProcesses(count, timeout_s, keep)
+    ranks = None if fresh else _KEPT.pop(count, None)
+    if ranks is not None and ranks.timeout_s < timeout_s:
+        ranks.close()
+        ranks = None
+    ranks = ranks or RankProcesses(count, timeout_s, keep=not fresh)
     try:
-        ranks.run(module, qualname, tuple(args), dict(kwargs or {}))
+        ranks.run(module, qualname, tuple(args), dict(kwargs or {}), timeout_s)
     except BaseException:
         ranks.kill()
         raise
-    if not keep or ranks.runs >= _MOST_RUNS:
+    if fresh or ranks.runs >= _MOST_RUNS:
         ranks.close()
     else:
-        _KEPT[count, timeout_s] = ranks
-    while sum(among for among, _ in _KEPT) > _MOST_RANKS:
+        _KEPT[count] = ranks
+    while sum(_KEPT) > _MOST_RANKS:
         _KEPT.pop(next(iter(_KEPT))).close()  # the one that has rested longest
 
 
 class RankProcesses:
-    """Processes of one group that run one test after another; a failure is the last that they run."""
+    """Processes of one group that run one test after another; a failure is the last that they run.
+
+    Attributes:
+        timeout_s: seconds of the longest test that they run, after which their collectives fail.
+        runs: number of tests that they have run.
+    """
 
     def __init__(self, count: int, timeout_s: float, keep: bool) -> None:
-        self._count, self._timeout_s, self._keep, self.runs = count, timeout_s, keep, 0
+        self._count, self.timeout_s, self._keep, self.runs = count, timeout_s, keep, 0
         self._folder = tempfile.TemporaryDirectory(prefix="meshpar-test-")
         self._started: list[tuple[Any, Connection]] = []
 
-    def run(self, module: str, qualname: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run(self, module: str, qualname: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float) -> None:
         self.runs += 1
+        deadline = time.monotonic() + timeout_s
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         for rank in range(len(self._started), self._count):
             ours, theirs = context.Pipe()
-            job = (rank, self._count, os.path.join(self._folder.name, "store"), self._timeout_s, self._keep, theirs)
+            job = (rank, self._count, os.path.join(self._folder.name, "store"), self.timeout_s, self._keep, theirs)
             process = context.Process(target=_rank_main, args=job, daemon=True)
             process.start()
             theirs.close()
@@ -120,7 +131,7 @@ class RankProcesses:
         for _, ours in self._started:
             with contextlib.suppress(OSError):  # it has ended, as its report will say
                 ours.send((module, qualname, args, kwargs))
-        _await(self._started, time.monotonic() + self._timeout_s, qualname)
+        _await(self._started, deadline, qualname)
 
     def kill(self) -> None:
         for process, _ in self._started:
@@ -137,8 +148,8 @@ class RankProcesses:
         self._folder.cleanup()
 
 
-_KEPT: dict[tuple[int, float], RankProcesses] = {}
-"""By their number and the time-out of their group."""
+_KEPT: dict[int, RankProcesses] = {}
+"""By their number."""
 _MOST_RUNS, _MOST_RANKS = 40, 8
 """So that neither what tests leave in a process nor processes at rest can pile up."""
 
@@ -186,14 +197,20 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
         )
         if keep:  # an equal mesh is the same one: its groups are open, and what DTensor has planned for it still holds
             mesh._built = functools.cache(mesh._built)
+        before = _functions() if keep else {}
         while (job := _next(asked)) is not None:
             module, qualname, args, kwargs = job
+            environment, folder = dict(os.environ), os.getcwd()
             body: Any = importlib.import_module(module)
             for part in qualname.split("."):
                 body = getattr(body, part)
             torch.manual_seed(0)
             getattr(body, "__wrapped__", body)(*args, **kwargs)
             dist.barrier()
+            if keep:
+                del args, kwargs, job
+                _reset(environment, folder)
+                _check_patches(before, qualname)
             asked.send(None)
     except BaseException:  # noqa: BLE001  whatever ended this rank is reported, and the process ends
         with contextlib.suppress(OSError):
@@ -203,6 +220,57 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
         sys.stderr.flush()
         # Gloo's threads can abort an interpreter that takes its time to end.
         os._exit(0)
+
+
+def _reset(environment: dict[str, str], folder: str) -> None:
+    """Give the next test what the last one found."""
+    if environment != dict(os.environ):
+        os.environ.clear()
+        os.environ.update(environment)
+    os.chdir(folder)
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+    gc.collect()  # a module of the last test may still have its patches in torch
+
+
+_WATCHED = ("torch", "torch.distributed", "torch.nn.functional", "torch.nn.modules", "torch.optim", "torch.utils")
+
+
+def _functions() -> dict[tuple[str, str], Any]:
+    """Return what the functions and methods of meshpar and the best known ones of torch are now."""
+    found: dict[tuple[str, str], Any] = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "meshpar" and name not in _WATCHED and name.rpartition(".")[0] not in _WATCHED[1:]:
+            continue
+        for key, value in list(vars(module).items()):
+            if (
+                issubclass(type(value), type) and value.__module__ == name
+            ):  # isinstance() makes torch.distributed.reduce_op warn
+                found |= {(f"{name}.{key}", inner): method for inner, method in vars(value).items() if callable(method)}
+            elif callable(value):
+                found[name, key] = value
+    return found
+
+
+def _is_of_dynamo(function: Any) -> bool:
+    """Compiling patches torch once for the whole process."""
+    return "torch/_dynamo/" in getattr(getattr(function, "__code__", None), "co_filename", "")
+
+
+def _check_patches(before: dict[tuple[str, str], Any], test: str) -> None:
+    after = _functions()
+    changed = sorted(
+        ".".join(place)
+        for place, value in before.items()
+        if (now := after.get(place, value)) is not value and not _is_of_dynamo(now)
+    )
+    before.update({place: value for place, value in after.items() if place not in before})
+    if changed:
+        raise AssertionError(
+            f"{test} left {', '.join(changed)} changed in ranks that run the next test, expected all functions as they "
+            "were; restore them with pytest.MonkeyPatch.context(), or write @on_ranks(..., fresh='the reason')"
+        )
 
 
 def _next(asked: Connection) -> tuple[str, str, tuple[Any, ...], dict[str, Any]] | None:

@@ -125,7 +125,7 @@ def check_hops(seen):
         torch.testing.assert_close(grads[1][name], grad)
 
 
-@on_ranks(4, timeout_s=170)
+@on_ranks(4, timeout_s=170, fresh="changes what a device is")
 def test_broken_rules_are_refused_and_a_train_step_of_every_plan_keeps_them():
     with rules() as seen:
         check_controls()

@@ -107,7 +107,7 @@ def test_a_failure_on_one_rank_fails_all_with_one_message_and_leaves_the_last_st
     fail_on_one_rank(str(tmp_path))
 
 
-@on_ranks(3)
+@on_ranks(3, fresh="ends a rank")
 def lose_a_rank(root: str) -> None:
     manager = CheckpointManager(root)
     manager.save(1, linear(1))

@@ -162,7 +162,7 @@ def test_its_metadata_has_the_five_tensor_properties_that_every_torch_reads(tmp_
     assert {len(each.properties.state) for each in entries.values()} == {5}
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def load_a_foreign_checkpoint(root: str) -> None:
     torch.manual_seed(0)
     config = TransformerConfig(vocab_size=32, dim=16, layers=1, heads=4, hidden=24, tied=False)
@@ -212,7 +212,7 @@ def go_on(par: meshpar.Parallelized, optimizer: torch.optim.Optimizer) -> list[f
     return losses
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def resume(root: str) -> None:
     hybrid = "dp_shard=2,tp=2", [meshpar.TensorParallel(), meshpar.FullyShard()]
     par, optimizer = parallelized(*hybrid, seed=1)
@@ -245,7 +245,7 @@ class Scaled(nn.Module):
         return self.layer(x) * self.scale
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_an_optimizer_steps_on_where_a_scalar_parameters_state_was_restored():
     def begun() -> tuple[meshpar.Parallelized, torch.optim.Optimizer]:
         torch.manual_seed(0)

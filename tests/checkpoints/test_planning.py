@@ -119,7 +119,7 @@ def values(par: meshpar.Parallelized, optimizer: torch.optim.Optimizer) -> dict[
     return {name: whole(each).clone() for name, each in (kept | dict(par.module.named_parameters())).items()}
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def plan_again(root: str) -> None:
     first = dist.get_rank() == 0
     number, saved = 0, {}
@@ -184,7 +184,7 @@ def test_a_change_of_structure_mesh_or_of_one_ranks_plan_makes_all_ranks_plan_ag
     plan_again(str(tmp_path))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def other_ranks(root: str) -> None:
     manager = CheckpointManager(root, keep=None, timeout_s=60)
     par, optimizer = begun("dp_shard=2", [meshpar.FullyShard()])
@@ -204,7 +204,7 @@ def test_another_rank_or_number_of_ranks_is_another_plan(tmp_path):
     other_ranks(str(tmp_path))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def values_of_another_rank(root: str) -> None:
     """Rank 1 alone trains a second tensor, whose options are its own."""
     from tests.checkpoints.test_commit import Job

@@ -57,7 +57,7 @@ def test_the_forecast_is_what_a_real_rank_holds(mesh, passes):
     real_rank(mesh, passes, expected)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def real_rank(mesh, passes, expected):
     par = Plan(mesh, passes).apply(on_meta(lambda: transformer(vocab_size=97))).materialize(seed=0)
     held = par.describe()

@@ -29,7 +29,7 @@ def test_the_open_axis_takes_what_is_left():
     }
 
 
-@on_ranks(4, timeout_s=50)
+@on_ranks(4, timeout_s=50, fresh="compares the time-out of its groups")
 def test_every_axis_has_the_groups_time_out():
     mesh = MeshSpec("dp_shard=2,tp=2").build("cpu")
     groups = (dist.group.WORLD, mesh.get_group("dp_shard"), mesh.get_group("tp"))

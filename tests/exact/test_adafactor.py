@@ -33,7 +33,7 @@ def partly_frozen():
     return module
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_four_ranks_equal_one_process():
     steps = token_steps(VOCAB, parts=4, micro_batches=2)
     for build, optimizer in (
@@ -63,7 +63,7 @@ def assert_replicas_are_equal(par):
         assert torch.equal(mine, first), name
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_divided_experts_equal_one_process():
     steps = token_steps(VOCAB, parts=4)
     expected = one_process(MIXTURE, steps, optimizer=FACTORS)
@@ -89,7 +89,7 @@ SPLITS = [
 """Shapes, of which ranks hold unequal and empty parts, and how they are divided over a mesh of 2 x 2."""
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_every_split_has_the_values_of_the_whole_tensor():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
@@ -133,8 +133,8 @@ def test_factors_resume_bitwise_on_other_meshes_and_in_one_process(tmp_path):
     was.
     """
     for number, (mesh, _) in enumerate(MESHES):
-        on_ranks(4 if mesh else 1, keep=True)(restored_and_saved)(str(tmp_path), number)
-    on_ranks(4, keep=True)(trained_on)(str(tmp_path))
+        on_ranks(4 if mesh else 1)(restored_and_saved)(str(tmp_path), number)
+    on_ranks(4)(trained_on)(str(tmp_path))
 
 
 def factored(number):
@@ -176,7 +176,7 @@ class Counted(torch.optim.Adafactor):
         return super().step(closure)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_a_class_of_the_users_own_and_a_closure():
     found = []
     for kind in (torch.optim.Adafactor, Counted):
@@ -218,7 +218,7 @@ def test_whole_plain_state_of_one_process_is_divided_by_the_next_step():
         train_steps(other, STEPS[:1], optimizer=again)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_factors_arrive_at_another_replica_as_they_were():
     """They have other shapes than their parameter, and columns are whole where rows are split."""
     par = sharded([FullyShard()], "dp_shard=2")

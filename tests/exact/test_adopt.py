@@ -208,12 +208,12 @@ def check_changes(ranks, *chains):
 CHAINS = (probe, block, more_blocks, removed, grown), (tied_to_placed, adapters, nothing, sides, tied)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_adopted_modules_train_as_in_one_process_on_two_ranks():
     check_changes(2, *CHAINS)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_adopted_modules_train_as_in_one_process_on_four_ranks():
     check_changes(4, *CHAINS)
 
@@ -238,7 +238,7 @@ def grown_after(plan):
     return par, optimizer
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_adopted_modules_are_described_saved_restored_on_other_meshes_and_exported_as_those_of_before_apply():
     root = [tempfile.mkdtemp(prefix="meshpar-adopt-")]
     dist.broadcast_object_list(root)
@@ -328,7 +328,7 @@ REFUSED = {
 }
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_modules_that_cannot_be_adopted_are_refused_and_nothing_changes():
     for (name, how), match in REFUSED.items():
         par, optimizer = applied()
@@ -349,7 +349,7 @@ def test_modules_that_cannot_be_adopted_are_refused_and_nothing_changes():
         check(step(par, par.module, optimizer, 0), step(None, alone, one, 0), name, how.__name__)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_modules_that_tensor_parallelism_cannot_split_are_refused():
     par, _ = applied("tp")
     change(adapters, par.module)
@@ -372,7 +372,7 @@ class Late(Pass):
         """Change nothing."""
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_pass_that_places_modules_in_apply_alone_refuses_to_adopt():
     par = Plan("dp_shard=2", [Late(), FullyShard()]).apply(Net(), LAYOUT)
     change(grown, par.module)
@@ -380,7 +380,7 @@ def test_a_pass_that_places_modules_in_apply_alone_refuses_to_adopt():
         par.adopt("embed", "head")
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_adopt_is_refused_inside_of_a_step():
     for plan in ("fsdp", "tp"):
         par, _ = applied(plan)
@@ -420,7 +420,7 @@ def said(error):
     return call
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_the_calls_that_messages_say_are_exact():
     for plan in ("fsdp", "replicate", "tp"):
         for how in (grown, probe, removed, tied_to_placed):
@@ -451,7 +451,7 @@ def scaled(net, place):
     return net
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_the_styles_that_a_message_says_leave_modules_with_a_forward_of_their_own_whole_and_exact():
     without_region = ModelLayout(
         blocks=LAYOUT.blocks, tensor={key: style for key, style in LAYOUT.tensor.items() if style != "region"}
@@ -484,7 +484,7 @@ COMBINED = {
 }
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_adopted_modules_are_exact_under_every_pass_in_micro_batches_and_in_averages():
     for plan, (mesh, passes) in COMBINED.items():
         patterns = tuple(each for one in passes for each in getattr(one, "whole", ()))

@@ -89,7 +89,7 @@ def tied_blocks(net):
     net.blocks[1] = net.blocks[0]
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_parameters_that_the_plan_did_not_place_are_refused_in_the_next_forward():
     for mesh, passes in plans(2):
         for change in (new_head, new_parameter, adapters, no_head, tied_blocks):
@@ -102,7 +102,7 @@ def test_parameters_that_the_plan_did_not_place_are_refused_in_the_next_forward(
                 par.module(mine(par, batch()))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_parameters_that_came_after_a_forward_are_refused_before_the_step():
     for mesh, passes in plans(2):
         par = Plan(mesh, passes).apply(Net(), LAYOUT)
@@ -113,7 +113,7 @@ def test_parameters_that_came_after_a_forward_are_refused_before_the_step():
             optimizer.step()
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_modules_without_parameters_may_come_and_go():
     for mesh, passes in plans(2):
         par, x = Plan(mesh, passes).apply(Net(), LAYOUT), batch()
@@ -148,7 +148,7 @@ class Writes(Net):
         return super().forward(x)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_forward_that_writes_a_gathered_parameter_is_refused_in_that_step():
     for mesh, passes in plans(2, {mesh: PLANS[mesh] for mesh in ("dp_replicate=2", "dp_shard=2")}):
         for how in ("copy", "data", "into data", "numpy", "parameter"):
@@ -165,7 +165,7 @@ def test_a_forward_that_writes_a_gathered_parameter_is_refused_in_that_step():
                 par.module(mine(par, batch()))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_forward_that_writes_a_parameter_that_data_ranks_keep_whole_is_refused():
     for mesh, passes in (
         ("dp_replicate=2", Replicate(whole=("head.weight",))),
@@ -177,7 +177,7 @@ def test_a_forward_that_writes_a_parameter_that_data_ranks_keep_whole_is_refused
                 par.module(mine(par, batch()))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_parameter_that_is_written_between_steps_as_the_message_says_is_exact():
     for mesh, passes in plans(2):
         alone, par, x = Net(), Plan(mesh, passes).apply(Net(), LAYOUT), batch()
@@ -223,17 +223,17 @@ def weights_in_a_loss(ranks):
             check_gradients(par, alone)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_whole_weight_in_a_loss_outside_of_the_module_is_exact_on_two_ranks():
     weights_in_a_loss(2)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_a_whole_weight_in_a_loss_outside_of_the_module_is_exact_on_four_ranks():
     weights_in_a_loss(4)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_modules_that_no_pass_can_place_are_refused_before_apply():
     refused = {
         "has sparse gradients": nn.Embedding(8, 4, sparse=True),
@@ -247,7 +247,7 @@ def test_modules_that_no_pass_can_place_are_refused_before_apply():
                 Plan(mesh, passes).apply(nn.Sequential(nn.Linear(4, 4), child), ModelLayout())
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_rows_that_are_scaled_after_each_step_as_the_message_of_max_norm_says_are_exact():
     for mesh, passes in plans(2):
         torch.manual_seed(0)
@@ -284,7 +284,7 @@ class Odd(nn.Module):
         return (x.to(torch.complex128) @ self.matrix).abs() * self.scales["a"] + self.shifts[0] * self.shifts[1]
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_complex_parameters_and_scalars_in_containers_are_exact_and_clipped_by_one_norm():
     for mesh, passes in (("dp_replicate=2", Replicate()), ("dp_shard=2", FullyShard())):
         alone, par, x = Odd(), Plan(mesh, [passes]).apply(Odd(), ModelLayout()), batch()
@@ -296,7 +296,7 @@ def test_complex_parameters_and_scalars_in_containers_are_exact_and_clipped_by_o
             check_gradients(par, alone)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_different_initial_weights_are_refused_with_a_remedy():
     torch.manual_seed(torch.distributed.get_rank())
     with pytest.raises(MeshparError, match=r"torch\.manual_seed(.|\n)*par\.materialize\(seed=0\)"):
@@ -330,7 +330,7 @@ def test_a_rank_that_skips_a_batch_is_refused_at_once_on_both():
                 loss.backward()
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_weights_that_are_loaded_by_assignment_are_trained_as_in_one_process():
     for mesh, passes in plans(2, {mesh: PLANS[mesh] for mesh in ("dp_replicate=2", "dp_shard=2")}):
         alone, par, x = Net(), Plan(mesh, passes).apply(Net(), LAYOUT), batch()
@@ -348,7 +348,7 @@ def test_weights_that_are_loaded_by_assignment_are_trained_as_in_one_process():
         check_gradients(par, alone)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_loop_goes_on_after_settings_that_differed_between_ranks():
     par = Plan("dp_shard=2", [FullyShard()]).apply(Net(), LAYOUT)
     optimizer = torch.optim.SGD(par.module.parameters(), 0.1 * (1 + par.data_rank))
@@ -362,7 +362,7 @@ def test_a_loop_goes_on_after_settings_that_differed_between_ranks():
         step(par, batch())
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_random_writes_draw_as_one_process_and_refuse_states_that_differ():
     for mesh, passes in plans(2):
         alone, par = Net(), Plan(mesh, passes).apply(Net(), LAYOUT)
@@ -378,7 +378,7 @@ def test_random_writes_draw_as_one_process_and_refuse_states_that_differ():
             nn.init.normal_(par.module.head.weight)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_whole_values_are_written_between_steps_as_messages_say():
     for mesh, passes in plans(2):
         alone, par, x = Net(), Plan(mesh, passes).apply(Net(), LAYOUT), batch()

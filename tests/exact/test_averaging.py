@@ -83,7 +83,7 @@ def test_the_average_equals_torchs_in_one_process(plan):
     equals_torchs(plan)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def equals_torchs(plan):
     par = parallel(plan)
     averaged = Averaged(par, decay=0.8)
@@ -114,7 +114,7 @@ def test_an_update_does_not_communicate():
     assert averaged.updates == 2 * (dist.get_rank() == 0)
 
 
-@on_ranks(1, keep=True)
+@on_ranks(1)
 def test_a_decay_that_depends_on_the_step():
     par = Plan("dp_shard=1", [FullyShard()]).apply(nn.Linear(1, 1, bias=False), ModelLayout())
     asked = []
@@ -127,7 +127,7 @@ def test_a_decay_that_depends_on_the_step():
     assert asked == [1, 2] and seen == [8.0, 0.25 * 8 + 0.75 * 4, 0.5 * 5 + 0.5 * 2]
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_an_average_from_the_start_weighs_the_first_values():
     par = Plan("dp_shard=2", [FullyShard()]).apply(build())
     averaged = par.averaged(0.8, from_start=True)
@@ -144,7 +144,7 @@ def test_an_average_from_the_start_weighs_the_first_values():
             torch.testing.assert_close(whole(each), wanted[name])
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_an_average_in_float32_of_parameters_in_bfloat16():
     par = Plan("dp_shard=2", [FullyShard()]).apply(build().bfloat16())
     low, high = Averaged(par, decay=0.999), Averaged(par, decay=0.999, dtype=torch.float32)
@@ -183,7 +183,7 @@ def test_buffers_as_in_torchs_averaged_model(buffers):
     with_buffers(buffers)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def with_buffers(buffers):
     torch.manual_seed(0)
     par, model = Plan("dp_replicate=2", [Replicate()]).apply(WithBuffers(), ModelLayout()), WithBuffers()
@@ -255,7 +255,7 @@ def test_wrong_use_is_refused():
         Averaged(Plan("dp_shard=2", [FullyShard()]).apply(module))
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def save_and_resume(folder):
     par = parallel("fsdp-tp")
     averaged = Averaged(par, decay=0.8)
@@ -275,7 +275,7 @@ def test_the_average_is_saved_and_resumed_on_another_mesh(tmp_path):
     save_and_resume(str(tmp_path))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def save_as_a_model(folder):
     par = Plan("dp_shard=2", [FullyShard()]).apply(build())
     averaged = Averaged(par, decay=0.8)

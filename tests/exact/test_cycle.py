@@ -316,7 +316,7 @@ def test_after_a_backward_that_failed_everything_works_on_the_shards():
         par.check_replicas()
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_weights_that_were_gathered_ahead_of_a_change_are_not_used_after_it():
     net = Net()
     par = applied(net, "dp_shard=2", [FullyShard(prefetch_forward=1)])
@@ -329,7 +329,7 @@ def test_weights_that_were_gathered_ahead_of_a_change_are_not_used_after_it():
         torch.testing.assert_close(par.module(x_of()), net(x_of()))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_no_call_sees_the_weights_of_an_earlier_one():
     net = Net()
     par = applied(net, "dp_shard=2", [FullyShard(reshard_after_forward=False)])
@@ -344,7 +344,7 @@ def test_no_call_sees_the_weights_of_an_earlier_one():
             torch.testing.assert_close(part(par.module)(x_of()), part(net)(x_of()))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_gradients_are_reduced_with_the_last_micro_batch_alone_also_after_a_step_that_was_left():
     net = Net()
     par = applied(net, "dp_shard=2", [FullyShard()])
@@ -363,7 +363,7 @@ def test_gradients_are_reduced_with_the_last_micro_batch_alone_also_after_a_step
         torch.testing.assert_close(whole(parameter.grad), net.get_parameter(name).grad)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_tokens_and_sums_are_of_all_data_ranks():
     par = applied(Net(), "dp_shard=2", [FullyShard()])
     assert par.token_scale(3 + 2 * par.data_rank) == 2 / 8
@@ -377,7 +377,7 @@ def test_ranks_with_different_numbers_of_micro_batches_are_told():
         list(par.accumulate([x_of()] * (2 + par.data_rank)))
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_the_split_is_tried_with_nothing_gathered():
     held = []
 
@@ -452,7 +452,7 @@ def test_an_error_without_a_message_is_explained():
         Explanation(Net(), "tp=2", splits_features=True, unit_pass=None).told(fails, (), {})
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_forward_mode_derivative_equals_one_process_without_tensor_parallelism_and_is_refused_with_its_reason_under_it():
     x = x_of()
     want = torch.func.jvp(Net(), (x,), (x.sin(),))[1]
@@ -524,7 +524,7 @@ def test_two_backwards_through_one_recomputed_forward_add_up():
         loss.backward()
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_a_step_that_was_left_between_two_reductions_leaves_nothing_behind():
     net = Net()
     par = applied(net, "dp_replicate=2,dp_shard=2", [HybridShard()])
@@ -538,7 +538,7 @@ def test_a_step_that_was_left_between_two_reductions_leaves_nothing_behind():
         torch.testing.assert_close(whole(got.grad), expected.grad, msg=name)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_units_in_selectively_recomputed_blocks_equal_one_process():
     net = Net(order=(0, 1, 0))
     net(x_of()).square().mean().backward()
@@ -627,7 +627,7 @@ def test_a_region_around_the_embedding_is_refused():
         par.module(torch.tensor([[0, 1, 1, 0]]))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_number_beside_split_logits_gets_its_whole_gradient():
     torch.manual_seed(0)
     net = Scaled()
@@ -673,7 +673,7 @@ PACKED_STYLES = {
 }
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_gradients_of_gradients_of_weights_equal_one_process():
     net, ids = Packed(), torch.arange(6)[None]
     par = applied(net, "tp=2", [TensorParallel()], ModelLayout(tensor=PACKED_STYLES))
@@ -800,7 +800,7 @@ def test_recurrent_layers_equal_one_process_also_where_they_would_pack_their_wei
             )
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_losses_that_cancel_to_about_zero_may_differ_by_the_rounding_of_their_terms():
     rank = torch.distributed.get_rank()
     losses = Losses({"tp": torch.distributed.group.WORLD}, torch.device("cpu"))
@@ -895,7 +895,7 @@ KEEPING = {
 }
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_loss_that_leaves_a_block_by_an_attribute_equals_one_process():
     for name, (mesh, passes, habits) in KEEPING.items():
         for run, options in habits:
@@ -912,7 +912,7 @@ def test_a_loss_that_leaves_a_block_by_an_attribute_equals_one_process():
                 torch.testing.assert_close(got, want, msg=lambda said: f"{run.__name__}, {options}, {name}: {said}")  # noqa: B023
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_kept_loss_has_no_backward_after_a_step():
     par = applied(Supervised(), "dp_shard=2", [FullyShard()], PROBED)
     optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)

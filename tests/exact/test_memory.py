@@ -94,7 +94,7 @@ def trained():
     return weakref.ref(par.module), par
 
 
-@on_ranks(2)  # kept ranks may hold an earlier test's module
+@on_ranks(2, fresh="compares all of torch with what it was")
 def test_nothing_of_a_plan_stays_in_torch_when_its_module_is_gone():
     gc.collect()
     before = changed_in_torch()
@@ -112,7 +112,7 @@ def test_nothing_of_a_plan_stays_in_torch_when_its_module_is_gone():
     assert changed_in_torch() == before
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_module_may_go_inside_of_an_optimizers_step():
     gc.collect()
     before = changed_in_torch()
@@ -269,7 +269,7 @@ OTHERS = {
 }
 """Plans that store what no plan of the parity tests does, on four ranks."""
 
-held_2, held_4, held_8 = (on_ranks(n, keep=True)(held) for n in (2, 4, 8))
+held_2, held_4, held_8 = (on_ranks(n)(held) for n in (2, 4, 8))
 ON_RANKS = {2: held_2, 4: held_4, 8: held_8}
 SAMPLE = {plan: model for plan, model in zip(PLANS, ["transformer-tied-qknorm", "gpt2"] * 6) if ranks_of(plan) < 8}
 """Other models, and eight ranks, are in the long form, ``-m long``."""
@@ -350,7 +350,7 @@ def test_what_tracing_left_behind_holds_no_bytes():
     assert not {id(tensor) for _, tensor in storages().values()} & {*map(id, left)}
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_tensor_that_is_kept_is_found():
     memory = Memory()
     torch.manual_seed(0)
@@ -379,7 +379,7 @@ class Tied(nn.Module):
         return self.head(x), self.head.weight.T
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_weight_that_an_evaluation_returned_keeps_its_values():
     torch.manual_seed(0)
     module = Tied()

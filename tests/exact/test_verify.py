@@ -164,7 +164,7 @@ RIGHT = {
 }
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_a_right_split_is_verified_and_leaves_nothing_behind():
     for mesh, passes in RIGHT.values():
         torch.manual_seed(0)
@@ -216,7 +216,7 @@ def test_a_parameter_beside_split_layers_that_meets_whole_features_stays_whole(s
     stays_whole(styles, layout)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def stays_whole(styles, layout):
     assert_parity(
         Scaled,
@@ -387,7 +387,7 @@ def first_step(module=None):
     return loss.detach(), grads, [left, len(heard), module.tally.calls, torch.rand(()).item(), random.random()]
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_the_test_in_the_first_forward_leaves_no_trace():
     loss, grads, left = first_step()
     held = []
@@ -420,7 +420,7 @@ class Penalised(Model):
         self.blocks = nn.ModuleList(Sparse() for _ in range(2))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_loss_that_takes_in_what_a_rank_has_a_part_of_is_refused_and_exact_where_it_is_whole():
     def step(model, weight):
         (model(IDS).square().mean() + weight * sum(block.penalty for block in model.blocks)).backward()
@@ -439,7 +439,7 @@ def test_a_loss_that_takes_in_what_a_rank_has_a_part_of_is_refused_and_exact_whe
         torch.testing.assert_close(each.grad.full_tensor(), one.blocks.get_parameter(name).grad)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_block_that_holds_what_cannot_be_put_back_is_not_tried_and_is_named():
     model = Model()
     model.blocks[0].numbers = (each for each in range(3))
@@ -448,7 +448,7 @@ def test_a_block_that_holds_what_cannot_be_put_back_is_not_tried_and_is_named():
     assert next(model.blocks[0].numbers) == 0
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_large_batch_is_tried_on_its_first_samples_and_a_long_one_on_a_shorter_batch():
     par = Plan("tp=2", [TensorParallel()]).apply(Model(), LAYOUT)
     with mock.patch("meshpar.exact.verify.INPUTS", 200):

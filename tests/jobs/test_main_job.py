@@ -277,7 +277,7 @@ def test_a_killed_rank_ends_the_job_with_one_message(folder: Path) -> None:
         assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
 
 
-@on_ranks(2)
+@on_ranks(2, fresh="changes handlers of signals")
 def test_a_signal_that_one_rank_gets_is_the_reason_of_all() -> None:
     for mine in ({1: signal.SIGUSR1}, {0: signal.SIGINT}, {1: signal.SIGHUP}, {0: signal.SIGINT, 1: signal.SIGUSR1}):
         with StopRequest() as stop:

@@ -77,7 +77,7 @@ def test_a_job_profiles_itself_and_trains_as_without(tmp_path: Path) -> None:
     assert sizes["optimizer"] == pytest.approx(2 * sizes["parameters"], rel=0.1) and sizes["activations"] > 0, page
 
 
-@on_ranks(4)
+@on_ranks(4, fresh="counts the threads of all groups")
 def test_gloos_threads_are_their_groups_also_when_others_start_in_between(tmp_path: Path) -> None:
     stopped = threading.Event()
 

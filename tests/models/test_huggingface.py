@@ -325,7 +325,7 @@ ON_A_MESH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@on_ranks(4, timeout_s=170, keep=True)
+@on_ranks(4, timeout_s=170)
 def test_adapted_models_match_one_process() -> None:
     for values, options in ON_A_MESH.values():
         passes = [TensorParallel(**options), ActivationCheckpoint(), FullyShard()]

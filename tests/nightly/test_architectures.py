@@ -130,7 +130,7 @@ def test_a_model_that_nobody_describes_gets_units_that_are_called_and_untied():
     Plan("dp_shard=2", [FullyShard()]).check(model, world_size=2)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_ranks_notice_where_a_sum_over_the_axis_is_missing():
     attention = "model.layers.*.self_attn"
     forgotten = dict.fromkeys((attention, f"{attention}.q_norm"))
@@ -147,7 +147,7 @@ def test_ranks_notice_where_a_sum_over_the_axis_is_missing():
         assert differing_gradients(par.module, "tp", par.mesh.get_group("tp"), "cpu") == differ
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_ranks_share_key_and_value_heads():
     """Two heads of keys and values on four ranks: pairs of ranks compute one head, and its gradient is summed."""
     for passes in ([TensorParallel()], [TensorParallel(sequence_parallel=True, loss_parallel=True)]):
@@ -158,7 +158,7 @@ PUBLISHED = dict.fromkeys(("llama", "gpt2", "gpt_oss", "mamba", "qwen3_moe", "mi
 PUBLISHED |= {"t5": "seq2seq", "marian": "seq2seq", "bert": "classifier"}
 
 
-@on_ranks(4, timeout_s=170, keep=True)
+@on_ranks(4, timeout_s=170)
 def load_and_export_all(root: str) -> None:
     """Load what save_pretrained wrote, each rank its part, and export the models again."""
     for name, task in PUBLISHED.items():

@@ -21,7 +21,7 @@ def test_parity(model, plan):
     check_8(model, plan)
 
 
-@on_ranks(8, keep=True)
+@on_ranks(8)
 def test_an_optimizer_over_the_world_equals_one_process_with_and_without_tensor_parallelism():
     steps = token_steps(VOCAB)
     expected = one_process(ODD, steps)
@@ -39,7 +39,7 @@ def test_an_optimizer_over_the_world_equals_one_process_with_and_without_tensor_
         )
 
 
-@on_ranks(8, keep=True)
+@on_ranks(8)
 def test_an_optimizer_over_the_world_equals_one_process_by_each_optimizer():
     steps = token_steps(VOCAB)
     for optimizer in (FACTORS, MOMENTUM):
@@ -53,4 +53,4 @@ def test_an_optimizer_over_the_world_equals_one_process_by_each_optimizer():
 
 
 def test_a_part_of_the_sequence_on_each_rank_equals_one_process():
-    on_ranks(8, keep=True)(in_parts)("gpt2", "gather")
+    on_ranks(8)(in_parts)("gpt2", "gather")

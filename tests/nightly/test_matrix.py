@@ -69,9 +69,9 @@ def use(store: Store | None) -> None:
 
 def check_matrix(root: Path, home: str, store: Store | None = None, *, every: bool) -> None:
     for ranks in KINDS:
-        launch(__name__, "save_all", ranks, (str(root), home, store), timeout_s=300, keep=True)
+        launch(__name__, "save_all", ranks, (str(root), home, store), timeout_s=300)
     for ranks in KINDS:
-        launch(__name__, "restore_all", ranks, (str(root), home, store, every), timeout_s=900, keep=True)
+        launch(__name__, "restore_all", ranks, (str(root), home, store, every), timeout_s=900)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for saved in SAVED:

@@ -107,7 +107,7 @@ def train_all(root, ranks):
 
 def test_balance_by_bias_and_by_loss_equals_one_process(tmp_path):
     for ranks in (1, *MESHES):
-        launch(__name__, "train_all", ranks, (str(tmp_path), ranks), keep=True)
+        launch(__name__, "train_all", ranks, (str(tmp_path), ranks))
     for mesh, _, names in (each for meshes in MESHES.values() for each in meshes):
         for name in names:
             (want, expected), (have, got) = (torch.load(tmp_path / f"{name}-{each}-0.pt") for each in ("", mesh))

@@ -145,7 +145,7 @@ def test_batch_norm_equals_one_process(plan):
     equals_one_process(plan)
 
 
-@on_ranks(4, timeout_s=170, keep=True)
+@on_ranks(4, timeout_s=170)
 def equals_one_process(plan):
     assert_equals_one_process(*PLANS[plan], [4, 4, 4, 4])
 
@@ -155,12 +155,12 @@ def test_uneven_batches_equal_one_process(plan):
     uneven(plan)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def uneven(plan):
     assert_equals_one_process(*PLANS[plan], [2, 5, 3, 4])
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_assert_parity_holds_batch_norm_against_the_concatenated_batch():
     steps = [[step[:4], step[4:]] for step in batches([2] * 8)]  # two micro-batches of four parts
     assert_parity(Net, "dp_shard=2,tp=2", [TensorParallel(), FullyShard()], steps, layout=LAYOUT, loss_sum=loss_sum)
@@ -171,7 +171,7 @@ def loss_sum(model, batch):
     return F.cross_entropy(model(x), y, reduction="sum"), len(y)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_a_rank_without_samples_equals_one_process():
     norm = nn.BatchNorm1d(6)
     expected = copy.deepcopy(norm)
@@ -209,7 +209,7 @@ def test_the_knobs_of_batch_norm_equal_one_process(options):
     knobs(options)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def knobs(options):
     # Without running statistics each evaluation takes those of the batch, here of different ones.
     evaluate = options.get("track_running_stats", True)
@@ -217,7 +217,7 @@ def knobs(options):
     assert_equals_one_process("dp_shard=2", [FullyShard()], [1, 4], evaluate=evaluate, **made)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_evaluation_without_running_statistics_takes_those_of_all_ranks():
     par = Plan("dp_replicate=2", [Replicate()]).apply(build(track_running_stats=False), LAYOUT)
     par.module.eval()
@@ -226,7 +226,7 @@ def test_evaluation_without_running_statistics_takes_those_of_all_ranks():
     close("output", par.module(parts[dist.get_rank()][0]), expected[dist.get_rank()], 1e-5)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_sync_batch_norm_trains_on_any_device():
     convert = nn.SyncBatchNorm.convert_sync_batchnorm
     assert_equals_one_process("dp_shard=2", [FullyShard()], [2, 3], build=lambda: convert(build()))
@@ -248,7 +248,7 @@ def test_input_dtypes(dtype, tolerance):
     inputs(dtype, tolerance)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def inputs(dtype, tolerance):
     norm = nn.BatchNorm2d(4, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     expected = copy.deepcopy(norm).double()
@@ -270,7 +270,7 @@ def inputs(dtype, tolerance):
     close("variance", norm.running_var.double(), expected.running_var, min(tolerance, 1e-6))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_mixed_precision_trains_and_evaluates():
     par = Plan("dp_shard=2", [FullyShard(param_dtype=torch.bfloat16)]).apply(build(), LAYOUT)
     (parts,) = batches([2, 2], steps=1)
@@ -296,7 +296,7 @@ def test_compiled_as_one_graph():
     assert norm.num_batches_tracked == 2
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_gradient_penalty_equals_one_process():
     norm, expected = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
     synchronize_batch_norm(norm, dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)), ("dp_shard",))

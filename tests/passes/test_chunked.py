@@ -96,7 +96,7 @@ def test_loss_and_gradients_are_the_plain_ones(name, dtype):
     ],
     ids=str,
 )
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_every_plan_gives_the_plain_gradients(mesh, passes):
     ids, labels = batch()
     for name in ("tied", "llama"):
@@ -193,7 +193,7 @@ def test_the_default_takes_chunks_where_the_layout_names_the_head(name, monkeypa
         compare(gradients(model, CausalLM().loss(model, given)[0]), expected, 1e-5)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_the_default_holds_on_a_mesh_and_leaves_cast_outputs_alone():
     import meshpar.chunked
 

@@ -71,13 +71,13 @@ MODELS = {
 
 @pytest.mark.parametrize(("ranks", "transport"), [(2, "gather"), (2, "heads"), (4, "gather"), (4, "heads")])
 def test_a_part_of_the_sequence_on_each_rank_equals_one_process(ranks, transport):
-    on_ranks(ranks, keep=True)(in_parts)("transformer", transport)
+    on_ranks(ranks)(in_parts)("transformer", transport)
 
 
 @pytest.mark.parametrize("transport", ["gather", "heads"])
 @pytest.mark.parametrize("model", ["gpt2", "hf-gpt2", "llama", "gemma2"])
 def test_a_part_of_the_sequence_is_exact_for_models_by_others(model, transport):
-    on_ranks(2, keep=True)(in_parts)(model, transport)
+    on_ranks(2)(in_parts)(model, transport)
 
 
 def in_parts(model, transport):
@@ -236,7 +236,7 @@ def test_a_mask_that_lets_a_query_see_later_keys_is_not_cut():
     prefix()
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def prefix():
     from transformers.models.llama import modeling_llama
 
@@ -249,7 +249,7 @@ def prefix():
         assert_parity(MODELS["llama"], "dp_shard=1,cp=2", [ContextParallel(balance=False), FullyShard()], steps)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_the_first_step_may_compute_its_loss_in_chunks():
     par = Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).apply(transformer())
     part = par.split({"input_ids": torch.arange(16)[None], "labels": torch.arange(1, 17)[None]})
@@ -422,7 +422,7 @@ def test_what_mixes_positions_in_its_own_way_is_computed_whole(name):
     whole(name)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def whole(name):
     steps = token_steps(VOCAB, parts=2, micro_batches=2)
     for transport in ("gather", "heads"):
@@ -486,7 +486,7 @@ def test_what_cannot_be_split_is_refused():
 
 @pytest.mark.parametrize("passes", [[ActivationCheckpoint(mode="selective")], [Compile(backend="aot_eager")]], ids=str)
 def test_the_test_of_positions_leaves_no_trace_in_the_first_step(passes):
-    on_ranks(2, keep=True)(first_step)(passes)
+    on_ranks(2)(first_step)(passes)
 
 
 def first_step(passes):
@@ -502,7 +502,7 @@ def test_what_computes_in_few_bits_is_no_mixing():
     few_bits()
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def few_bits():
     for passes in ([Float8(emulate=True), FullyShard()], [FullyShard(param_dtype=torch.bfloat16)]):
         par = Plan("dp_shard=1,cp=2", [ContextParallel(), *passes]).apply(transformer(dim=64, hidden=64))
@@ -513,7 +513,7 @@ def test_models_of_one_config_do_not_exchange_for_each_other():
     shared_config()
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def shared_config():
     one = huggingface("Llama")
     other = type(one)(one.config)

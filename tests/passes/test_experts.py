@@ -90,10 +90,10 @@ MESHES = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [2, 4, *(pytest.param(many, marks=pytest.mark.long) for many in (8, 16))])
 def test_divided_experts_equal_one_process(ranks):
-    on_ranks(ranks, timeout_s=90 if ranks < 8 else 500, keep=True)(divided)(ranks)
+    on_ranks(ranks, timeout_s=90 if ranks < 8 else 500)(divided)(ranks)
 
 
-@on_ranks(4)
+@on_ranks(4, fresh="closes its groups")
 def test_a_mesh_that_equals_one_whose_groups_are_closed_has_its_own(tmp_path):
     """And the first step is tried although the model makes a cache."""
     for number, (mesh, passes) in enumerate([("dp_shard=2,tp=2", []), ("dp_shard=1,ep=2,tp=2", [ExpertParallel()])]):
@@ -148,7 +148,7 @@ def test_the_reference_mixture_on_any_mesh_equals_one_process():
     assert_parity(own_mixture, "dp_shard=2,tp=2", [TensorParallel(), FullyShard()], token_steps(VOCAB, length=8))
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_experts_without_tokens_and_all_tokens_on_one_rank_equal_one_process():
     assert_parity(on_two_experts, "dp_shard=1,ep=4", [ExpertParallel(), FullyShard()], token_steps(VOCAB))
     assert_parity(
@@ -159,7 +159,7 @@ def test_experts_without_tokens_and_all_tokens_on_one_rank_equal_one_process():
     )
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_a_thousand_routings_equal_the_dense_computation_bitwise():
     """Adversarial skew: no token on a rank, all on one expert, one expert twice, a few heavy experts, at random."""
     group, rank = dist.group.WORLD, dist.get_rank()
@@ -395,7 +395,7 @@ def on_one_rank(experts, x, chosen, weights):
     return experts(x, chosen % 4, weights)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_rank_without_tokens_divides_nothing_by_zero_and_children_of_experts_train():
     passes = [ExpertParallel(), FullyShard()]
     assert_parity(lambda: OwnMixture(Rooted, on_one_rank), "dp_shard=1,ep=2", passes, token_steps(VOCAB), layout=OWN)
@@ -419,7 +419,7 @@ class Around(nn.Module):
         return x + self.experts(x, chosen, weights)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_experts_compute_in_the_dtypes_that_they_would_have_without_ep():
     for fp32 in ((), ("*.experts",), ("0", "1"), ("0",)):
         told = []
@@ -667,10 +667,10 @@ def keep(root, par, optimizer):
 
 
 def test_a_checkpoint_of_divided_experts_restores_bitwise_on_tensor_parallelism_and_one_process_and_back(tmp_path):
-    launch(__name__, "saves", 4, (str(tmp_path),), keep=True)
-    launch(__name__, "restores", 2, (str(tmp_path), "from-4", "from-2"), keep=True)
-    launch(__name__, "restores", 1, (str(tmp_path), "from-2", "from-1"), keep=True)
-    launch(__name__, "restores", 4, (str(tmp_path), "from-1"), keep=True)
+    launch(__name__, "saves", 4, (str(tmp_path),))
+    launch(__name__, "restores", 2, (str(tmp_path), "from-4", "from-2"))
+    launch(__name__, "restores", 1, (str(tmp_path), "from-2", "from-1"))
+    launch(__name__, "restores", 4, (str(tmp_path), "from-1"))
     exported = export_safetensors(tmp_path / "from-4", tmp_path / "hf")
     loaded = type(mixture()).from_pretrained(exported)
     expected = torch.load(tmp_path / "values.pt")

@@ -76,7 +76,7 @@ def test_a_machine_without_it_refuses_to_apply_but_not_to_check() -> None:
 
 
 @needs_torchao
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_layer_whose_part_float8_cannot_hold_stays_as_it_is() -> None:
     torch.manual_seed(0)
     module = transformer(dim=64, hidden=48, heads=4, kv_heads=4)  # 24 of the hidden features a rank
@@ -114,7 +114,7 @@ def test_it_computes_in_eight_bits_and_near_to_full_precision() -> None:
 
 
 @needs_torchao
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_on_shards_of_data_it_is_what_one_process_computes() -> None:
     loss, expected = alone("rowwise_with_gw_hp")
     par = Plan("dp_shard=2", [Float8(recipe="rowwise_with_gw_hp", emulate=True), FullyShard()]).apply(model())
@@ -125,7 +125,7 @@ def test_on_shards_of_data_it_is_what_one_process_computes() -> None:
 
 
 @needs_torchao
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_shards_of_data_change_nothing_under_tensor_parallelism() -> None:
     found = []
     for mesh, data in (("dp_replicate=2,tp=2", Replicate()), ("dp_shard=2,tp=2", FullyShard())):
@@ -143,7 +143,7 @@ def test_shards_of_data_change_nothing_under_tensor_parallelism() -> None:
 
 
 @needs_torchao
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_under_tensor_parallelism_it_differs_by_its_own_rounding() -> None:
     torch.manual_seed(0)
     plain = model()

@@ -101,7 +101,7 @@ def check(build: Any, settings: LoRA, folder: Path, plans: tuple[str, ...]) -> P
     return par
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_adapters_train_as_in_one_process_and_are_merged_as_peft_does() -> None:
     folder = shared_folder()
     par = check(qwen3, SETTINGS, folder, tuple(each for each in PLANS if "experts" not in each))
@@ -133,7 +133,7 @@ def qwen3_moe() -> nn.Module:
 ON_EXPERTS = LoRA(targets=("q_proj",), parameters=("experts.gate_up_proj", "experts.down_proj"), rank=4, alpha=8.0)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_adapters_on_divided_experts_train_as_in_one_process_and_are_merged_as_peft_does() -> None:
     import peft
 
@@ -183,7 +183,7 @@ def names_in(step: Path) -> list[str]:
     return [name for name in DistributedCheckpoint(step).tensors if name.startswith("model.")]
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_adapters_on_fused_and_transposed_projections() -> None:
     folder = shared_folder()
     check(huggingface_gpt2, GPT2_SETTINGS, folder, ("fsdp", "fsdp-tp"))

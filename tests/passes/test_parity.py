@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import nn
 
 from meshpar import ActivationCheckpoint, FullyShard, HybridShard, MeshSpec, ModelLayout, Replicate, TensorParallel
 from meshpar.passes.tensor.parts import Parts
-from meshpar.testing import RankFailure, assert_parity, on_ranks, one_process, token_steps
+from meshpar.testing import RankFailure, assert_parity, on_ranks, one_process, ranks, token_steps
 from tests.support.models_for_parity import VOCAB, gpt2, huggingface, huggingface_gpt2, transformer
 
 MODELS = {
@@ -78,7 +77,7 @@ def check(model, plan):
     assert_parity(MODELS[model], mesh, with_recomputation(passes), steps, expected=expected)
 
 
-check_2, check_4, check_8 = (on_ranks(n, keep=True)(check) for n in (2, 4, 8))
+check_2, check_4, check_8 = (on_ranks(n)(check) for n in (2, 4, 8))
 
 
 def cases(count):
@@ -163,7 +162,7 @@ class Heads(nn.Module):
         return self.out((scores.softmax(-1)[..., :-1] @ v).transpose(1, 2).flatten(2))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_styles_that_no_shipped_model_needs_equal_one_process():
     steps = token_steps(VOCAB, parts=1, micro_batches=2)
     # In float64: the gradient of attn.k.bias is a small rest of large terms.
@@ -184,14 +183,38 @@ def failing():
 
 
 def test_kept_ranks_serve_the_next_test_until_one_fails(tmp_path):
-    keeping = functools.partial(on_ranks, 2, timeout_s=80, keep=True)
+    start_anew(2)
     for test, after in ((seen, 2), (seen, 2), (failing, 2), (seen, 4), (seen, 4)):
         with (
             nullcontext()
             if test is seen
             else pytest.raises(RankFailure, match=r"failed on rank 1 of 2(.|\n)*an error of its own")
         ):
-            keeping()(test)(*((str(tmp_path), True) if test is seen else ()))
+            on_ranks(2)(test)(*((str(tmp_path), True) if test is seen else ()))
         assert len(list(tmp_path.iterdir())) == after
-    on_ranks(2)(seen)(str(tmp_path), False)
+    on_ranks(2, fresh="has groups of its own")(seen)(str(tmp_path), False)
     assert len(list(tmp_path.iterdir())) == 6
+
+
+def start_anew(count):
+    kept = ranks._KEPT.pop(count, None)
+    if kept is not None:
+        kept.close()
+
+
+def leaves(folder, key):
+    assert "LEFT_BY_A_TEST" not in os.environ and os.path.realpath(os.getcwd()) != os.path.realpath(folder)
+    os.environ["LEFT_BY_A_TEST"] = "yes"
+    os.chdir(folder)
+    torch.set_default_dtype(torch.float64)
+    if key:
+        setattr(MeshSpec, key, lambda self: None)
+
+
+def test_ranks_find_what_the_last_test_found_and_a_patch_that_is_left_is_refused(tmp_path):
+    start_anew(1)
+    for _ in range(2):
+        on_ranks(1)(leaves)(str(tmp_path), "")
+    with pytest.raises(RankFailure, match=r"leaves left meshpar.mesh.MeshSpec.build changed .*fresh='the reason'"):
+        on_ranks(1)(leaves)(str(tmp_path), "build")
+    on_ranks(1, fresh="leaves a patch")(leaves)(str(tmp_path), "build")

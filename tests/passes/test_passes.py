@@ -54,12 +54,12 @@ def test_fsdp_knobs(knob):
     fsdp_knob(knob)
 
 
-@on_ranks(2, timeout_s=170, keep=True)
+@on_ranks(2, timeout_s=170)
 def fsdp_knob(knob):
     assert_parity(lambda: transformer(layers=3), "dp_shard=2", KNOBS[knob], token_steps(VOCAB, parts=2))
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_reshard_to_a_smaller_group():
     assert_parity(transformer, "dp_shard=4", [FullyShard(reshard_after_forward=2)], token_steps(VOCAB, parts=4))
 
@@ -70,7 +70,7 @@ def test_compiled_sequence_parallel():
     assert_parity(lambda: transformer(qk_norm=True), "tp=2", [SEQUENCE, Compile()], token_steps(VOCAB, parts=2))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_selective_recomputation_in_mixed_precision():
     grads = []
     for passes in ([], [ActivationCheckpoint(mode="selective")], [ActivationCheckpoint(policy=save_products)]):
@@ -102,19 +102,19 @@ def compiled(mesh, passes):
     assert_parity(transformer, mesh, passes, token_steps(VOCAB, parts=2))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_selective_recomputation_under_tp():
     assert_parity(
         transformer, "tp=2", [TensorParallel(), ActivationCheckpoint(mode="selective")], token_steps(VOCAB, parts=2)
     )
 
 
-@on_ranks(3, keep=True)
+@on_ranks(3)
 def test_fsdp_rows_that_do_not_divide():
     assert_parity(lambda: transformer(hidden=50, vocab_size=97), "dp_shard=3", [FullyShard()], token_steps(97, parts=3))
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_tp_features_that_do_not_divide():
     assert_parity(
         lambda: transformer(hidden=7, vocab_size=10, kv_heads=4), "tp=4", [SEQUENCE], token_steps(10, parts=2)
@@ -124,7 +124,7 @@ def test_tp_features_that_do_not_divide():
     )
 
 
-@on_ranks(6, keep=True)
+@on_ranks(6)
 def test_fsdp_and_tp_sizes_that_do_not_divide():
     assert_parity(
         lambda: transformer(hidden=51, vocab_size=97),
@@ -134,12 +134,12 @@ def test_fsdp_and_tp_sizes_that_do_not_divide():
     )
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_replicate_and_tp_with_gpt2_of_odd_vocabulary():
     assert_parity(lambda: gpt2(vocab_size=97), "dp_replicate=2,tp=2", [SEQUENCE, Replicate()], token_steps(97, parts=2))
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_accumulation_that_reduces_each_time():
     mesh, passes = "dp_replicate=2,dp_shard=2", [HybridShard()]
     batches = [random_tokens(VOCAB, 2, 16, seed=n + 10 * torch.distributed.get_rank()) for n in range(3)]
@@ -218,7 +218,7 @@ def test_nothing_is_reduced_before_the_last_micro_batch(passes):
     unreduced(passes)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def unreduced(passes):
     par = (
         Plan("dp_shard=2" if passes[0].name == "FullyShard" else "dp_replicate=2", passes)
@@ -232,7 +232,7 @@ def unreduced(passes):
     assert reduced == [False, False, True]
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_transformers_own_loss_under_loss_parallelism():
     from tests.support.models_for_parity import huggingface
 

@@ -53,7 +53,7 @@ MESHES = {
 }
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_initial_weights_do_not_depend_on_the_mesh_and_ties_hold():
     for build in (
         lambda: transformer(vocab_size=97, tied=True),
@@ -71,7 +71,7 @@ def test_initial_weights_do_not_depend_on_the_mesh_and_ties_hold():
                 )
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_a_module_that_has_weights_keeps_exactly_those():
     for mesh, passes in MESHES.values():
         torch.manual_seed(7)
@@ -98,7 +98,7 @@ class Weights:
         out.copy_(part)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_weights_from_a_source_each_rank_its_part():
     build = lambda: transformer(vocab_size=97)  # noqa: E731
     expected = alone(build, seed=3)
@@ -177,7 +177,7 @@ def test_buffers_outside_the_state_dict_are_right_after_meta():
         ).materialize(seed=0)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_gradient_norms_across_meshes_and_plain_tensors():
     mesh, passes = MESHES["fsdp-tp"]
     batch = random_tokens(VOCAB, 2, 16, seed=0)
@@ -196,7 +196,7 @@ def test_gradient_norms_across_meshes_and_plain_tensors():
         torch.testing.assert_close(whole(again), torch.tensor(0.01), rtol=1e-4, atol=0)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_the_norm_of_gradients_in_several_dtypes():
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
     single = torch.tensor([1.0] * 20 + [2.0] * 20, dtype=torch.float64)
@@ -208,7 +208,7 @@ def test_the_norm_of_gradients_in_several_dtypes():
     assert [parameter.grad.dtype for parameter in par.module.parameters()] == [torch.float32] * 2 + [torch.float64] * 2
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_rank_without_a_gradient_joins_the_norm_all_the_same():
     par = Plan("dp_shard=2", [FullyShard()]).apply(on_meta(transformer)).materialize(seed=0)
     assert float(par.clip_grad_norm_(1.0)) == 0.0
@@ -242,7 +242,7 @@ def gathered(tensor):
     return parts
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_dropout_differs_across_shards_and_agrees_where_activations_are_replicated():
     par = Plan("dp_replicate=2,tp=2", [TensorParallel(), Replicate()]).apply(
         on_meta(lambda: nn.Sequential(Masked())), MASKED
@@ -353,7 +353,7 @@ STYLES = {
 }
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_dropout_differs_in_whatever_a_style_splits_and_agrees_behind_it():
     for kind, table in STYLES.items():
         layout = ModelLayout(blocks=("inner",), tensor=table, dropout=True)
@@ -368,7 +368,7 @@ def test_dropout_differs_in_whatever_a_style_splits_and_agrees_behind_it():
             out.sum().backward()
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_recomputation_draws_the_same_masks_again():
     plan = Plan("tp=2", [TensorParallel(), ActivationCheckpoint()], verify=False)
     par = plan.apply(on_meta(lambda: nn.Sequential(Masked())), MASKED)
@@ -388,7 +388,7 @@ class StopsEarly(Masked):
         return x + self.down(mask * self.up(x))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_random_state_outlives_a_recomputation_that_stops_early():
     projections = {"0.up": "colwise", "0.down": "rowwise"}
     for table in (projections, {"0": "region", **projections}):
@@ -477,7 +477,7 @@ def blocks_of(build, count=2):
     return lambda: nn.Sequential(*(build() for _ in range(count)))
 
 
-@on_ranks(1, keep=True)
+@on_ranks(1)
 def test_what_a_lone_data_rank_does_not_use_has_no_gradient():
     for passes in ([FullyShard()], [FullyShard(whole=("c.weight",))], [Replicate()]):
         par = Plan(f"{passes[0].axes[0]}=1", passes).apply(Choosing(), ModelLayout())
@@ -511,7 +511,7 @@ class Dropping(nn.Module):
         return x + self.drop(torch.tanh(self.linear(x)))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_recomputation_replays_dropout_that_no_layout_mentions():
     grads = []
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -546,7 +546,7 @@ def test_branches_that_some_ranks_take_equal_one_process(passes, accumulated):
     branches_of_some(passes, accumulated)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def branches_of_some(passes, accumulated):
     torch.manual_seed(0)
     model = Choosing()
@@ -566,7 +566,7 @@ def branches_of_some(passes, accumulated):
             torch.testing.assert_close(whole(parameter.grad), expected[name], msg=name)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_loss_made_of_a_block_alone_is_reduced_and_compared():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.PReLU())
@@ -619,7 +619,7 @@ def test_every_input_of_a_region_gets_its_whole_gradient():
         Plan("tp=2", [TensorParallel()]).check(CrossAttention(bare=True), CROSS)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_forward_without_gradients_leaves_nothing_stale():
     tokens = random_tokens(VOCAB, 1, 8, seed=0)
     for keep in (True, False):
@@ -641,7 +641,7 @@ def test_a_forward_without_gradients_leaves_nothing_stale():
         assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_an_accumulation_that_is_left_leaves_nothing_behind():
     for passes in ([FullyShard()], [Replicate()]):
         par = Plan(f"{passes[0].axes[0]}=2", passes).apply(on_meta(transformer)).materialize(seed=0)

@@ -67,7 +67,7 @@ class PlainReduce(world._Reduce):
         super().__init__(*groups, exchanges=not exchanges)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_two_replicas_of_two_shards_equal_one_process():
     steps = token_steps(VOCAB, parts=4, micro_batches=2)
     expected = one_process(ODD, steps, max_norm=0.5)
@@ -86,7 +86,7 @@ def test_two_replicas_of_two_shards_equal_one_process():
 MIXTURE = functools.partial(transformer, experts=8, expert_hidden=16, qk_norm=True)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_divided_experts_equal_one_process_and_resume_on_replicas_that_each_have_an_optimizer_and_back():
     steps = token_steps(VOCAB, parts=4, micro_batches=2)
     meshes = [("dp_replicate=2,dp_shard=1,ep=2", [ExpertParallel(), each]) for each in (WORLD, HybridShard(), WORLD)]
@@ -108,7 +108,7 @@ def test_divided_experts_equal_one_process_and_resume_on_replicas_that_each_have
     shutil.rmtree(root[0], ignore_errors=True)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_it_has_the_bits_of_plain_hybrid_sharding():
     """Momentum and masters are float32 whatever the dtype of the shards that a replica keeps."""
     steps = token_steps(VOCAB, parts=4, micro_batches=2)
@@ -130,7 +130,7 @@ def test_it_has_the_bits_of_plain_hybrid_sharding():
         assert {each.dtype for each in applied(par.module).replica_shards.tensors()} == {dtype or torch.float32}
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_micro_batches_that_are_reduced_each_add_up_in_slices():
     batches = [random_tokens(99, 1, 8, seed=10 * dist.get_rank() + number) for number in range(3)]
     found = []
@@ -143,7 +143,7 @@ def test_micro_batches_that_are_reduced_each_add_up_in_slices():
         assert torch.allclose(grad, found[1][name], rtol=1e-5, atol=1e-6 * float(grad.abs().max())), name
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_every_write_to_a_parameter_is_in_the_next_forward():
     par, batch = sharded(), random_tokens(99, 1, 8, seed=0)
 
@@ -179,7 +179,7 @@ def test_every_write_to_a_parameter_is_in_the_next_forward():
     assert loss() < seen[0]
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and_its_values_on_others():
     root = [tempfile.mkdtemp(prefix="meshpar-world-")]
     dist.broadcast_object_list(root)
@@ -227,8 +227,6 @@ def test_micro_batches_of_a_step_share_what_was_gathered():
         sent.append(mine.numel())
         inner(self, mine)
 
-    world._Gather._over_replicas = counted
-
     def step(between=lambda: None):
         sent.clear()
         for number, micro in enumerate(par.accumulate([batch, batch])):
@@ -244,13 +242,15 @@ def test_micro_batches_of_a_step_share_what_was_gathered():
         if dist.get_rank() == 0:
             par.describe()
 
-    once = step()
-    assert once == step() > 0
-    assert step(evaluate) == 3 * once
-    for written in (next(par.module.parameters()), next(par.module.parameters()).data):
-        with pytest.raises(MeshparError, match="written between the micro-batches of one step"):
-            step(lambda written=written: local_tensor(written).detach().mul_(2))
-        par.module.zero_grad()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world._Gather, "_over_replicas", counted)
+        once = step()
+        assert once == step() > 0
+        assert step(evaluate) == 3 * once
+        for written in (next(par.module.parameters()), next(par.module.parameters()).data):
+            with pytest.raises(MeshparError, match="written between the micro-batches of one step"):
+                step(lambda written=written: local_tensor(written).detach().mul_(2))
+            par.module.zero_grad()
 
 
 @on_ranks(4)
@@ -266,7 +266,7 @@ def test_slices_of_all_units_travel_from_the_start_of_a_forward_in_a_group_of_th
     assert all(begun[0]) and len(begun[0]) > 2
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_weights_swapped_for_an_evaluation_leave_the_backward_around_it_alone():
     batch, found = random_tokens(99, 1, 8, seed=0), []
     for passes in (WORLD,), (HybridShard(),):

@@ -53,7 +53,8 @@ def run_plan(title: str, names: Iterable[str] | None = None) -> dict[str, Outcom
         with tempfile.TemporaryDirectory(prefix="meshpar-loops-") as folder:
             failure = ""
             try:
-                launch(__name__, "run_habits", ranks_of(title), (title, waiting, folder), timeout_s=LAUNCH_S)
+                arguments = (title, waiting, folder)
+                launch(__name__, "run_habits", ranks_of(title), arguments, timeout_s=LAUNCH_S, fresh="a habit may hang")
             except RankFailure as error:
                 failure = str(error)
             reports = [_read(Path(folder, str(rank))) for rank in range(ranks_of(title))]

@@ -83,7 +83,7 @@ def summed(objective: Any, model: nn.Module, batch: Any) -> tuple[torch.Tensor, 
     return loss, int(count)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_seq2seq_and_classification_equal_one_process() -> None:
     for build, objective, kind in ((t5, Seq2Seq(), "pairs"), (bert, SequenceClassification(), "labels")):
         loss, steps = functools.partial(summed, objective), steps_of(kind)
@@ -101,7 +101,7 @@ def student() -> nn.Module:
     return huggingface("Qwen3", tie_word_embeddings=True)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_distillation_equals_one_process_whatever_the_two_plans() -> None:
     steps = token_steps(VOCAB, parts=PARTS, micro_batches=2, steps=2)
     options = {"temperature": 1.5, "weight": 0.7, "hidden_weight": 0.3}

@@ -193,7 +193,7 @@ def test_norms_and_biases_do_not_decay(group: None) -> None:
         build_adamw(par.module, AdamWSettings())
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_fused_adamw_takes_split_and_whole_parameters_together() -> None:
     par, alone = parallel("tp=2", [TensorParallel()]), parallel_alone()
     assert {type(parameter.data) for parameter in par.module.parameters()} == {DTensor}
@@ -646,7 +646,7 @@ def test_an_overflow_on_the_shards_of_one_rank_is_skipped_by_all() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_half_precision_keeps_masters_in_float32(dtype: torch.dtype) -> None:
     """Updates too small for the dtype that computes add up, in float32 moments and weights; the loss falls as in
     float32.
@@ -708,7 +708,7 @@ def test_settings_are_checked_together() -> None:
 # metrics
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_report_is_joined_over_the_ranks() -> None:
     par = parallel("dp_shard=2", [FullyShard()])
     meter, rank = Meter(par), dist.get_rank()

@@ -81,7 +81,6 @@ def measured(pending: list[Case], ranks: int, folder: Path) -> dict[Case, str]:
             ranks,
             (pending, str(folder)),
             timeout_s=SECONDS * (1 + len(pending)),
-            keep=True,
         )
     except RankFailure as error:
         failure = str(error)
