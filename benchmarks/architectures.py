@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+from tests.support.patience import patient  # noqa: E402
+
 RESULTS = Path(tempfile.gettempdir()) / "meshpar-architectures.json"
 TABLE = HERE.parent / "docs" / "architectures.md"
 TOLERANCE = 1e-4
@@ -199,7 +201,7 @@ def _under_plan(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any
     ranks = command["ranks"]
     store = dist.FileStore(command["store"], ranks)
     dist.init_process_group(
-        "gloo", store=store, rank=command["rank"], world_size=ranks, timeout=timedelta(seconds=TIMEOUT_S - 10)
+        "gloo", store=store, rank=command["rank"], world_size=ranks, timeout=timedelta(seconds=patient(TIMEOUT_S) - 10)
     )
     dist.barrier()  # one that is refused at once would leave while others still connect
     try:
@@ -343,7 +345,7 @@ class Pool:
         for place, command in commands.items():
             self._started[place][1].send(command)
         answers: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patient(timeout_s)
         while len(answers) < len(commands):
             waiting = {self._started[place][1]: place for place in commands if place not in answers}
             for connection in (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
@@ -353,7 +355,7 @@ class Pool:
                 except EOFError:
                     answers[place] = {"verdict": "crashed", "why": "the process ended"}
                 if answers[place]["verdict"] == "crashed":
-                    deadline = min(deadline, time.monotonic() + 2)  # its peers may wait for it
+                    deadline = min(deadline, time.monotonic() + patient(2))  # its peers may wait for it
             if not ready:
                 break
         if len(answers) < len(commands) or any(each.get("why") == "the process ended" for each in answers.values()):
@@ -423,7 +425,7 @@ def _joined(answers: dict[int, dict[str, Any]], count: int) -> dict[str, Any]:
     if len(answers) < count:
         return {
             "verdict": "hung",
-            "why": f"{count - len(answers)} of {count} ranks gave no answer in {TIMEOUT_S:.0f} s",
+            "why": f"{count - len(answers)} of {count} ranks gave no answer in {patient(TIMEOUT_S):.0f} s",
         }
     if len({each["verdict"] == "refused" for each in answers.values()}) > 1:
         return {"verdict": "wrong", "why": "some ranks refuse, others run"}

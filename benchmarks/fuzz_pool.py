@@ -28,6 +28,9 @@ from typing import Any, final
 
 from meshpar.testing import PRELOAD
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.support.patience import patient
+
 CLASSES = ("exact", "refused", "alike", "wrong", "raw", "hang", "broken")
 """What a case can come to. ``alike``: it fails in one process, as it may, and on ranks; ``broken``: it may not, a
 fault of the fuzzer.
@@ -79,7 +82,8 @@ class Pool:
 
     Args:
         size: the most ranks that a case may ask for.
-        timeout_s: seconds after which a case counts as hanging; its collectives give up after half of them.
+        timeout_s: seconds of a quiet machine after which a case counts as hanging; its collectives give up after half
+            of them.
     """
 
     def __init__(self, size: int = 8, timeout_s: float = 30.0) -> None:
@@ -107,13 +111,13 @@ class Pool:
 
     def run(self, source: str, ranks: int) -> Outcome:
         """Run a case's script on so many ranks and return what became of it."""
-        began, self._cases = time.monotonic(), self._cases + 1
+        timeout_s, began, self._cases = patient(self._timeout_s), time.monotonic(), self._cases + 1
         folder = Path(self._folder.name) / str(self._cases)
         folder.mkdir()
         (folder / "case.py").write_text(source)
         for rank, (_, connection) in enumerate(self._ranks[:ranks]):
-            connection.send((str(folder), rank, ranks, self._timeout_s))
-        reports = self._collect(ranks, began + self._timeout_s)
+            connection.send((str(folder), rank, ranks, timeout_s))
+        reports = self._collect(ranks, began + timeout_s)
         outcome = judge(
             reports,
             {rank: self._stack(rank) for rank in range(ranks) if rank not in reports} if len(reports) < ranks else {},
@@ -141,7 +145,7 @@ class Pool:
                 except (EOFError, OSError):
                     reports[rank] = {"kind": "raw", "at": time.monotonic(), **self._death(rank)}
                 if reports[rank]["kind"] not in ("exact", "wrong"):
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + patient(GRACE_S))
         return reports
 
     def _death(self, rank: int) -> dict[str, str]:

@@ -253,7 +253,7 @@ def _functions() -> dict[tuple[str, str], Any]:
     return found
 
 
-def _is_of_dynamo(function: Any) -> bool:
+def _is_of_dynamo(function: object) -> bool:
     """Compiling patches torch once for the whole process."""
     return "torch/_dynamo/" in getattr(getattr(function, "__code__", None), "co_filename", "")
 

@@ -37,7 +37,7 @@ class Gate:
             self.now += 1
             self.most = max(self.most, self.now)
             self.reached.set()
-            assert self.open.wait(60)
+            assert self.open.wait(patient(60))
             result = function(*args, **kwargs)
             self.now -= 1
             self.done += 1
@@ -70,10 +70,10 @@ def test_the_next_step_waits_for_staging_and_for_nothing_more(tmp_path, monkeypa
         assert not stages.done, "saving returns before anything is copied"
         step = threading.Thread(target=optimizer.step)
         step.start()
-        assert stages.reached.wait(60)
+        assert stages.reached.wait(patient(60))
         assert torch.equal(job.module.weight, want[0]["weight"]), "the step waits until all is copied"
         stages.open.set()
-        step.join(60)
+        step.join(patient(60))
         assert not step.is_alive() and stages.done == 1 and not writes.done, "and not until it is written"
         assert not torch.equal(job.module.weight, want[0]["weight"]) and manager.steps() == []
         want.append({name: value.clone() for name, value in job.module.state_dict().items()})
@@ -112,10 +112,10 @@ def test_the_step_of_an_optimizer_that_save_did_not_receive_waits_for_staging_to
         job.module(torch.ones(1, 3)).sum().backward()
         step = threading.Thread(target=other.step)
         step.start()
-        assert stages.reached.wait(60)
+        assert stages.reached.wait(patient(60))
         assert torch.equal(job.module.bias, linear(1).module.bias)
         stages.open.set()
-        step.join(60)
+        step.join(patient(60))
     again = linear(2)
     manager.restore(again)
     assert torch.equal(again.module.bias, linear(1).module.bias) and not torch.equal(job.module.bias, again.module.bias)
@@ -183,9 +183,9 @@ CHANGES = {"in place": lambda weight: weight.mul_(2), "in a list": lambda weight
 @on_ranks(2)
 def change_a_shard_while_it_is_saved(root: str, change: str) -> None:
     par, optimizer = parallelized("dp_shard=2", [meshpar.FullyShard()], seed=1)
-    manager = CheckpointManager(root, async_=True, timeout_s=30)
+    manager = CheckpointManager(root, async_=True, timeout_s=patient(30))
     original, changed = Stager.stage, threading.Event()
-    Stager.stage = lambda self, *args: changed.wait(60) and original(self, *args)
+    Stager.stage = lambda self, *args: changed.wait(patient(60)) and original(self, *args)
     try:
         manager.save(1, par, optimizer)
         with torch.no_grad():
@@ -209,9 +209,9 @@ def test_without_an_optimizer_save_waits_for_staging_itself(tmp_path, monkeypatc
     with CheckpointManager(tmp_path, async_=True) as manager:
         save = threading.Thread(target=lambda: manager.save(1, job))
         save.start()
-        assert stages.reached.wait(60) and save.is_alive()
+        assert stages.reached.wait(patient(60)) and save.is_alive()
         stages.open.set()
-        save.join(60)
+        save.join(patient(60))
         assert not save.is_alive() and stages.done == 1
         nn.init.zeros_(job.module.weight)
     again = linear(2)
@@ -301,7 +301,7 @@ def test_nothing_outlives_close(tmp_path):
 def train_asynchronously(root: str) -> None:
     hybrid = "dp_shard=2,tp=2", [meshpar.TensorParallel(), meshpar.FullyShard()]
     par, optimizer = parallelized(*hybrid, seed=1)
-    with CheckpointManager(root, async_=True, timeout_s=30) as manager:
+    with CheckpointManager(root, async_=True, timeout_s=patient(30)) as manager:
         for step in range(1, 4):
             go_on(par, optimizer)
             manager.save(step, par, optimizer, extra={"step": step})
@@ -320,7 +320,7 @@ def test_training_that_went_on_during_a_save_resumes_bitwise_from_it(tmp_path):
 
 @on_ranks(2)
 def fail_to_stage_on_one_rank(root: str) -> None:
-    with pytest.MonkeyPatch.context() as patch, CheckpointManager(root, async_=True, timeout_s=120) as manager:
+    with pytest.MonkeyPatch.context() as patch, CheckpointManager(root, async_=True, timeout_s=patient(120)) as manager:
         job = linear(1)
         optimizer = stepped(job)
         manager.save(1, job, optimizer)

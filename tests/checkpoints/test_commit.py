@@ -78,7 +78,7 @@ def impatient(manager: CheckpointManager) -> None:
 
 @on_ranks(3)
 def fail_on_one_rank(root: str) -> None:
-    manager = CheckpointManager(root, timeout_s=20)
+    manager = CheckpointManager(root, timeout_s=patient(20))
     manager.save(1, linear(1))
     broken = linear(2)
     if dist.get_rank() == 1:
@@ -131,7 +131,7 @@ def test_a_group_that_is_not_made_in_time_is_given_up(tmp_path, monkeypatch):
     for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 0)):
         monkeypatch.setattr(dist, name, lambda value=value: value)
     # As gloo does where a rank dies after it has told its address.
-    monkeypatch.setattr(dist, "new_group", lambda **_: released.wait(60))
+    monkeypatch.setattr(dist, "new_group", lambda **_: released.wait(patient(60)))
     began = time.monotonic()
     with pytest.raises(
         CheckpointError, match=r"rank 0 could not connect to the 1 others within 0:00:00\.2.*: one has ended"

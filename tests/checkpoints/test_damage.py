@@ -33,6 +33,7 @@ from meshpar.checkpoints.storage.place import Place, entries, place
 from meshpar.core.errors import CheckpointError
 from meshpar.testing import on_ranks
 from tests.checkpoints.test_commit import Job, linear, stepped
+from tests.support.patience import patient
 
 on_both = pytest.mark.parametrize("home", ["disk", "store"], indirect=True)
 
@@ -504,7 +505,7 @@ def test_a_disk_that_fills_up_while_writing_fails_the_save_and_leaves_the_last_s
 def fill_on_two(root: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         plenty(patch)
-        manager = CheckpointManager(root, timeout_s=20)
+        manager = CheckpointManager(root, timeout_s=patient(20))
         job = heavy(1)
         if dist.get_rank() == 0:  # rank 0 has little to write, and rank 1 what does not fit
             job = Job(nn.Linear(2, 2))

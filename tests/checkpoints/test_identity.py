@@ -25,6 +25,7 @@ from meshpar.checkpoints import (
 )
 from meshpar.checkpoints.steps import restoring
 from meshpar.testing import on_ranks
+from tests.support.patience import patient
 
 
 def linear():
@@ -97,7 +98,7 @@ def test_a_number_that_is_no_step_is_refused(tmp_path: Path, step: float) -> Non
 @on_ranks(2)
 def restore_different_steps(root: str) -> None:
     par = Plan("dp_replicate=2", [Replicate()]).apply(nn.Linear(2, 2))
-    manager = CheckpointManager(root, timeout_s=30)
+    manager = CheckpointManager(root, timeout_s=patient(30))
     for step in (1, 2):
         manager.save(step, par)
     with pytest.raises(CheckpointError, match=r"restore got step=1 on rank 0 and 2 on rank 1; pass the same"):

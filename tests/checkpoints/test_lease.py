@@ -18,6 +18,7 @@ from meshpar.core.errors import CheckpointError
 from meshpar.leftovers import host_name
 from meshpar.testing import on_ranks
 from tests.checkpoints.test_commit import linear
+from tests.support.patience import patient
 
 HOLD = """
 import sys
@@ -111,7 +112,7 @@ def test_a_holder_counts_while_it_lives(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Lease, "_write", seen)
     lease = Lease(tmp_path, beat_s=0.001)
     lease.take()
-    assert written.wait(60)
+    assert written.wait(patient(60))
     lease.release()
     assert not any(tmp_path.iterdir()) and not lease._thread.is_alive()
 
@@ -122,7 +123,7 @@ def own_together(root: str) -> None:
         manager.own()
         manager.own()
     with (
-        CheckpointManager(root, timeout_s=30) as manager,
+        CheckpointManager(root, timeout_s=patient(30)) as manager,
         pytest.raises(CheckpointError, match="is written by another job"),
     ):
         manager.own()

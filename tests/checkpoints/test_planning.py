@@ -124,7 +124,7 @@ def plan_again(root: str) -> None:
     first = dist.get_rank() == 0
     number, saved = 0, {}
     par, optimizer = begun("dp_shard=4", [meshpar.FullyShard()])
-    manager = CheckpointManager(root, keep=None, timeout_s=60)
+    manager = CheckpointManager(root, keep=None, timeout_s=patient(60))
 
     def plans_of_a_save() -> int:
         nonlocal number
@@ -186,7 +186,7 @@ def test_a_change_of_structure_mesh_or_of_one_ranks_plan_makes_all_ranks_plan_ag
 
 @on_ranks(2)
 def other_ranks(root: str) -> None:
-    manager = CheckpointManager(root, keep=None, timeout_s=60)
+    manager = CheckpointManager(root, keep=None, timeout_s=patient(60))
     par, optimizer = begun("dp_shard=2", [meshpar.FullyShard()])
     manager.save(1, par, optimizer)
     kept = manager._planning

@@ -8,8 +8,6 @@ import fuzz_after_apply as fuzz
 import fuzz_pool
 import pytest
 
-from tests.support.patience import patient
-
 SEEDS = range(12)
 KEPT = {
     "exact": {
@@ -78,7 +76,7 @@ def test_a_seed_draws_the_same_script_every_time_and_each_compiles():
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = fuzz_pool.Pool(size=4, timeout_s=patient(60.0))
+    pool = fuzz_pool.Pool(size=4, timeout_s=60.0)
     yield pool
     pool.close()
 

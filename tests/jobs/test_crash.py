@@ -73,12 +73,16 @@ def rank_main(rank: int, port: int, root: str, first: int, mode: str, report: st
         note_uploads(Path(f"{report}.{rank}"))
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT_S))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=patient(TIMEOUT_S)))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=patient(TIMEOUT_S))
+    )
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
     module = Filled(mesh)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    manager = CheckpointManager(root, keep=1 if mode == "retention" else 3, async_=mode == "async", timeout_s=TIMEOUT_S)
+    manager = CheckpointManager(
+        root, keep=1 if mode == "retention" else 3, async_=mode == "async", timeout_s=patient(TIMEOUT_S)
+    )
     log = Path(f"{report}.{rank}")
     if mode == "retention":  # let removal take long enough to be hit
         removal.remove = lambda folder, remove=removal.remove: (time.sleep(0.03), remove(folder), time.sleep(0.01))

@@ -41,10 +41,14 @@ def rank_main(rank: int, port: int, mode: str, folder: str) -> None:
     torch.set_num_threads(1)
 
     def store() -> dist.TCPStore:
-        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+        return dist.TCPStore(
+            "127.0.0.1", port, is_master=False, timeout=timedelta(seconds=patient(30)), wait_for_workers=False
+        )
 
     group_store = dist.PrefixStore("group", store())
-    dist.init_process_group("gloo", store=group_store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=group_store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=patient(60))
+    )
     group = MeshSpec(f"dp_shard={RANKS}").build("cpu").get_group()
     steps, moves = [0], [0]
     with open(os.path.join(folder, f"rank-{rank}"), "w") as file:

@@ -31,6 +31,7 @@ from meshpar.launchers.export.run import bytes_of
 from meshpar.models import TransformerConfig
 from meshpar.signals import exit_code_of
 from meshpar.training.tokenizer import byte_tokenizer
+from tests.support.patience import patient
 
 RECIPE = """\
 name: small
@@ -67,7 +68,7 @@ def test_help_is_quick_and_does_not_load_torch() -> None:
         assert done.returncode == 0, done.stderr
     for command in ("train", "export", "describe", "check", "quickstart", "generate", "plugins"):
         assert command in done.stdout
-    assert min(seconds) < 2, "quick also on a busy machine; that nothing large was loaded is asserted inside"
+    assert min(seconds) < patient(2), "quick also on a busy machine; that nothing large was loaded is asserted inside"
 
 
 def test_an_error_is_one_message_on_stderr_and_its_exit_code(recipe: str) -> None:
@@ -102,7 +103,7 @@ def test_check_tells_what_became_of_old_names(recipe: str) -> None:
 def test_describe_of_70b_on_512_ranks_is_right_to_the_byte() -> None:
     start = time.perf_counter()
     done = invoke("describe", "llama-70b", "--mesh", "dp_replicate=8,dp_shard=8,tp=8")
-    assert time.perf_counter() - start < 30
+    assert time.perf_counter() - start < patient(30)
     assert done.exit_code == 0, done.output
     c = TransformerConfig.preset("llama-70b")
     kv, split = c.kv_groups * c.channels, 64  # tp x dp_shard; norms are split over dp_shard alone

