@@ -1,10 +1,11 @@
 """meshpar's commands and ranks without the seconds that a new interpreter takes to import torch: forked from a server
 that has done so.
 
-``start_warm()`` makes ``subprocess.Popen`` of this process fork ``python -m meshpar.launchers ...`` and the forecast's
-workers from a server; ``run`` and ``train`` fork their ranks in the same way. Each is a real process: a child of the
-process that asks, with a command line, environment, folder, streams and signals of its own. Everything else starts as
-ever. ``pytest --cold`` forks nothing.
+``start_warm()`` makes ``subprocess.Popen`` of this process fork ``python -m meshpar.launchers ...``, the forecast's
+workers and the workers of pytest-xdist from a server, and ``multiprocessing`` fork its own server from it; ``run`` and
+``train`` fork their ranks in the same way. A suite thus loads torch once, and not in each of its workers and of their
+servers. Each is a real process: a child of the process that asks, with a command line, environment, folder, streams
+and signals of its own. Everything else starts as ever. ``pytest --cold`` forks nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import importlib
 import inspect
 import io
 import multiprocessing.process
+import multiprocessing.util
 import os
 import pickle
+import re
 import runpy
 import signal
 import socket
@@ -25,6 +28,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,13 @@ RANKS = ("meshpar.launchers.jobs.worker",)
 """What ``python -m`` runs warm from the command ``run`` or ``train``,"""
 COMMANDS = ("meshpar.launchers", "meshpar.forecasting.worker", *RANKS)
 """and from a test."""
+
+TEST_WORKER = "import sys;exec(eval(sys.stdin.readline()))"
+"""What pytest-xdist starts a worker with, by ``python -u -c``."""
+FORK_SERVER = re.compile(r"(from multiprocessing\.forkserver import main; main\()\d+, \d+(, .*)", re.DOTALL)
+"""What multiprocessing starts its server with, and the numbers of its two files."""
+INHERITED: list[socket.socket] = []
+"""In a worker of pytest-xdist: the asking end of a server of its own, which was forked before it began."""
 
 _OF_RANKS = (
     "torch._dynamo",
@@ -51,7 +62,10 @@ _COMMAND_LINE = 4000
 def start_warm(preload: Sequence[str]) -> None:
     """From now on, fork the commands of this process from a server that has imported ``preload``."""
     if sys.platform == "linux":
-        _patch(COMMANDS, _Server(preload))
+        inherited = getattr(sys.modules.get("warm"), "INHERITED", [])
+        server = _Server(preload, *inherited)
+        _patch((*COMMANDS, TEST_WORKER), server)
+        _patch_fork_server(server)
 
 
 def _patch(modules: Sequence[str], server: _Server) -> None:
@@ -68,9 +82,23 @@ def _patch(modules: Sequence[str], server: _Server) -> None:
     subprocess.Popen._execute_child = started
 
 
+def _patch_fork_server(server: _Server) -> None:
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def spawned(path: Any, args: Sequence[Any], passed: Sequence[int]) -> int:
+        if len(passed) != 2 or not FORK_SERVER.fullmatch(os.fsdecode(args[-1])):
+            return int(spawn(path, args, passed))
+        return server.fork(_wanted(list(map(os.fsdecode, args))), [0, 1, 2, *passed])
+
+    multiprocessing.util.spawnv_passfds = spawned
+
+
 def _warm(options: dict[str, Any], modules: Sequence[str]) -> bool:
     args, env = options["args"], options["env"] or os.environ
-    known = isinstance(args, list | tuple) and list(args[:2]) == [sys.executable, "-m"] and args[2] in modules
+    known = isinstance(args, list | tuple) and (
+        (list(args[:2]) == [sys.executable, "-m"] and args[2] in modules)
+        or (list(args) == [sys.executable, "-u", "-c", TEST_WORKER] and TEST_WORKER in modules)
+    )
     unusual = any(options[name] for name in ("preexec_fn", "pass_fds", "shell"))
     return (
         known
@@ -80,19 +108,23 @@ def _warm(options: dict[str, Any], modules: Sequence[str]) -> bool:
 
 
 def _fork(process: Any, options: dict[str, Any], server: _Server) -> None:
-    wanted = {
-        "owner": os.getpid(),
-        "args": list(map(os.fspath, options["args"])),
-        "folder": os.fspath(options["cwd"] or os.getcwd()),
-        "environment": dict(options["env"] or os.environ),
-        "session": options["start_new_session"],
-    }
+    wanted = _wanted(options["args"], options["cwd"], options["env"], options["start_new_session"])
     given = (options["p2cread"], options["c2pwrite"], options["errwrite"])
     process.pid = server.fork(wanted, [number if stream == -1 else stream for number, stream in enumerate(given)])
     process._child_created = True
     process._close_pipe_fds(
         *(options[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
     )
+
+
+def _wanted(args: Sequence[Any], folder: Any = None, environment: Any = None, session: bool = False) -> dict[str, Any]:
+    return {
+        "owner": os.getpid(),
+        "args": list(map(os.fspath, args)),
+        "folder": os.fspath(folder or os.getcwd()),
+        "environment": dict(environment or os.environ),
+        "session": session,
+    }
 
 
 class _Server:
@@ -167,7 +199,7 @@ def command() -> None:
 def _serve(asked: socket.socket) -> None:
     """Fork what is asked for until whoever asks has ended."""
     while True:
-        data, streams, _, _ = socket.recv_fds(asked, _MOST_BYTES, 3)
+        data, streams, _, _ = socket.recv_fds(asked, _MOST_BYTES, 5)
         if not data:
             os._exit(0)
         reading, writing = os.pipe()
@@ -189,13 +221,13 @@ def _serve(asked: socket.socket) -> None:
 def _become(
     owner: int, args: list[str], folder: str, environment: dict[str, str], session: bool, streams: list[int]
 ) -> None:
-    """Run a module in this process as ``python -m`` does in a new one."""
+    """Run a module, or what ``-c`` gives, in this process as ``python`` does in a new one."""
     import torch
 
     while os.getppid() != owner:
         time.sleep(0.001)
     _name(args)
-    for number, each in enumerate(streams):
+    for number, each in enumerate(streams[:3]):
         os.dup2(each, number)
         os.close(each)
     if session:
@@ -204,6 +236,13 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if code := FORK_SERVER.fullmatch(args[-1]):
+        listening, alive = streams[3:]
+        exec(f"{code[1]}{listening}, {alive}{code[2]}", {})
+        return
+    if args[-1] == TEST_WORKER:
+        _run_test_worker()
+        return
     if args[2] == "meshpar.launchers" and args[3] in ("run", "train") and _serves_ranks():
         return
     _open_streams()
@@ -214,13 +253,39 @@ def _become(
     runpy._run_module_as_main(args[2])
 
 
+def _run_test_worker() -> None:
+    """Run a worker of pytest-xdist, which finds the asking end of its own server in ``INHERITED``."""
+    import torch
+
+    asking = _forked_server()
+    if asking is None:
+        return
+    INHERITED[:] = [asking]
+    _open_streams()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    sys.path[0], sys.argv = "", ["-c"]
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(TEST_WORKER, vars(main))
+
+
 def _serves_ranks() -> bool:
     """Fork a server of this process's own; true in a rank that came from it and has ended."""
+    asking = _forked_server()
+    if asking is None:
+        return True
+    _patch(RANKS, _Server(connection=asking))
+    return False
+
+
+def _forked_server() -> socket.socket | None:
+    """Fork a server of this process's own and return its asking end; None in a process that came from it and has
+    ended.
+    """
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     if os.fork():
         theirs.close()
-        _patch(RANKS, _Server(connection=ours))
-        return False
+        return ours
     ours.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -228,7 +293,7 @@ def _serves_ranks() -> bool:
         os.dup2(nothing, number)
     os.close(nothing)
     _serve(theirs)
-    return True
+    return None
 
 
 def _name(args: Sequence[str]) -> None:
