@@ -13,6 +13,8 @@ PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # A file of tests at a time on each of three workers: half of what they do is waiting for processes of their own.
 PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
+BY_DAY := 'not long and not nightly'
+
 .PHONY: quickstart test test-jobs test-all coverage lint format docs bench clean lab
 
 quickstart: $(QUICKSTART)
@@ -20,10 +22,10 @@ quickstart: $(QUICKSTART)
 
 # By folder: every pass, checkpoint and command on a few ranks; whole jobs, stores and schedulers; then both, fuzzers, strangers and many ranks.
 test: $(READY)
-	$(BIN)/python $(PYTEST) --ignore=tests/jobs --ignore=tests/nightly
+	$(BIN)/python $(PYTEST) -m $(BY_DAY) --ignore=tests/jobs --ignore=tests/nightly
 
 test-jobs: $(READY)
-	$(BIN)/python $(PYTEST) tests/jobs
+	$(BIN)/python $(PYTEST) -m $(BY_DAY) tests/jobs
 
 test-all: $(READY)
 	$(BIN)/python $(PYTEST)

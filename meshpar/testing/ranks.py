@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from meshpar.core import mesh
+from meshpar.testing.found import Found
 
 P = ParamSpec("P")
 
@@ -197,20 +198,18 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
         )
         if keep:  # an equal mesh is the same one: its groups are open, and what DTensor has planned for it still holds
             mesh._built = functools.cache(mesh._built)
-        before = _functions() if keep else {}
+        found = Found() if keep else None
         while (job := _next(asked)) is not None:
             module, qualname, args, kwargs = job
-            environment, folder = dict(os.environ), os.getcwd()
             body: Any = importlib.import_module(module)
             for part in qualname.split("."):
                 body = getattr(body, part)
             torch.manual_seed(0)
             getattr(body, "__wrapped__", body)(*args, **kwargs)
             dist.barrier()
-            if keep:
-                del args, kwargs, job
-                _reset(environment, folder)
-                _check_patches(before, qualname)
+            del args, kwargs, job
+            if found is not None:
+                found.restore(qualname)
             asked.send(None)
     except BaseException:  # noqa: BLE001  whatever ended this rank is reported, and the process ends
         with contextlib.suppress(OSError):
@@ -220,57 +219,6 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
         sys.stderr.flush()
         # Gloo's threads can abort an interpreter that takes its time to end.
         os._exit(0)
-
-
-def _reset(environment: dict[str, str], folder: str) -> None:
-    """Give the next test what the last one found."""
-    if environment != dict(os.environ):
-        os.environ.clear()
-        os.environ.update(environment)
-    os.chdir(folder)
-    torch.set_default_dtype(torch.float32)
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(1)
-    gc.collect()  # a module of the last test may still have its patches in torch
-
-
-_WATCHED = ("torch", "torch.distributed", "torch.nn.functional", "torch.nn.modules", "torch.optim", "torch.utils")
-
-
-def _functions() -> dict[tuple[str, str], Any]:
-    """Return what the functions and methods of meshpar and the best known ones of torch are now."""
-    found: dict[tuple[str, str], Any] = {}
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != "meshpar" and name not in _WATCHED and name.rpartition(".")[0] not in _WATCHED[1:]:
-            continue
-        for key, value in list(vars(module).items()):
-            if (
-                issubclass(type(value), type) and value.__module__ == name
-            ):  # isinstance() makes torch.distributed.reduce_op warn
-                found |= {(f"{name}.{key}", inner): method for inner, method in vars(value).items() if callable(method)}
-            elif callable(value):
-                found[name, key] = value
-    return found
-
-
-def _is_of_dynamo(function: object) -> bool:
-    """Compiling patches torch once for the whole process."""
-    return "torch/_dynamo/" in getattr(getattr(function, "__code__", None), "co_filename", "")
-
-
-def _check_patches(before: dict[tuple[str, str], Any], test: str) -> None:
-    after = _functions()
-    changed = sorted(
-        ".".join(place)
-        for place, value in before.items()
-        if (now := after.get(place, value)) is not value and not _is_of_dynamo(now)
-    )
-    before.update({place: value for place, value in after.items() if place not in before})
-    if changed:
-        raise AssertionError(
-            f"{test} left {', '.join(changed)} changed in ranks that run the next test, expected all functions as they "
-            "were; restore them with pytest.MonkeyPatch.context(), or write @on_ranks(..., fresh='the reason')"
-        )
 
 
 def _next(asked: Connection) -> tuple[str, str, tuple[Any, ...], dict[str, Any]] | None:

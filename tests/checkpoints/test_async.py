@@ -185,16 +185,14 @@ def change_a_shard_while_it_is_saved(root: str, change: str) -> None:
     par, optimizer = parallelized("dp_shard=2", [meshpar.FullyShard()], seed=1)
     manager = CheckpointManager(root, async_=True, timeout_s=patient(30))
     original, changed = Stager.stage, threading.Event()
-    Stager.stage = lambda self, *args: changed.wait(patient(60)) and original(self, *args)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stager, "stage", lambda self, *args: changed.wait(patient(60)) and original(self, *args))
         manager.save(1, par, optimizer)
         with torch.no_grad():
             CHANGES[change](next(par.module.parameters()))
         changed.set()
         with pytest.raises(CheckpointError, match=r"changed while the save in the background copied them"):
             manager.close()
-    finally:
-        Stager.stage = original
     assert manager.steps() == []
 
 

@@ -95,7 +95,7 @@ def test_it_runs(stranger):
     run_it()
 
 
-@on_ranks(2)
+@on_ranks(2, fresh="imports a package that the test installs")
 def run_it():
     registry._found.cache_clear()
     assert_parity(
@@ -107,7 +107,7 @@ def test_a_strangers_tensor_and_offloading_passes_get_what_ours_get(stranger):
     split_and_kept_on_the_host()
 
 
-@on_ranks(4)
+@on_ranks(4, fresh="imports a package that the test installs")
 def split_and_kept_on_the_host():
     registry._found.cache_clear()
     passes = [registry.plugin("meshpar.passes", name)() for name in ("SplitFeedForward", "HostShard")]
@@ -157,7 +157,7 @@ def test_what_splits_positions_is_told_what_it_needs(stranger):
     split_wrongly()
 
 
-@on_ranks(2)
+@on_ranks(2, fresh="imports a package that the test installs")
 def split_wrongly():
     registry._found.cache_clear()
     positions = registry.plugin("meshpar.passes", "SplitPositions")()

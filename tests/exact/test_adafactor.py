@@ -20,6 +20,7 @@ from meshpar.testing.parity import train_steps
 from meshpar.training.wire import _Packed, _Unpacked
 from tests.passes.test_world import MIXTURE, ODD, SEQUENCE, WORLD, moments, same_bits, sharded, weights
 from tests.support.models_for_parity import VOCAB
+from tests.support.tiers import daily
 
 FACTORS = functools.partial(torch.optim.Adafactor, lr=0.05, weight_decay=0.01)
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
@@ -33,26 +34,34 @@ def partly_frozen():
     return module
 
 
+TRAINED = {
+    "all": (ODD, FACTORS),
+    "some": (
+        partly_frozen,
+        functools.partial(FACTORS, lr=torch.tensor(0.01), maximize=True, foreach=True, eps=(1e-7, 1e-2), d=2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("trained", daily(TRAINED, "all"))
+def test_four_ranks_equal_one_process(trained):
+    four_ranks_equal_one_process(trained)
+
+
 @on_ranks(4)
-def test_four_ranks_equal_one_process():
+def four_ranks_equal_one_process(trained):
     steps = token_steps(VOCAB, parts=4, micro_batches=2)
-    for build, optimizer in (
-        (ODD, FACTORS),
-        (
-            partly_frozen,
-            functools.partial(FACTORS, lr=torch.tensor(0.01), maximize=True, foreach=True, eps=(1e-7, 1e-2), d=2.0),
-        ),
-    ):
-        expected = one_process(build, steps, max_norm=0.5, optimizer=optimizer)
-        for mesh, passes in {
-            "dp_shard=4": [FullyShard()],
-            "dp_shard=2,tp=2": [SEQUENCE, FullyShard(offload="cpu", whole=("norm.weight",))],
-            "dp_replicate=2,dp_shard=2": [HybridShard()],
-            "dp_replicate=4,dp_shard=1": [WORLD],
-            "dp_shard=2,cp=2": [ContextParallel(), FullyShard()],
-        }.items():
-            par = assert_parity(build, mesh, passes, steps, expected=expected, max_norm=0.5, optimizer=optimizer)
-            assert_replicas_are_equal(par)
+    build, optimizer = TRAINED[trained]
+    expected = one_process(build, steps, max_norm=0.5, optimizer=optimizer)
+    for mesh, passes in {
+        "dp_shard=4": [FullyShard()],
+        "dp_shard=2,tp=2": [SEQUENCE, FullyShard(offload="cpu", whole=("norm.weight",))],
+        "dp_replicate=2,dp_shard=2": [HybridShard()],
+        "dp_replicate=4,dp_shard=1": [WORLD],
+        "dp_shard=2,cp=2": [ContextParallel(), FullyShard()],
+    }.items():
+        par = assert_parity(build, mesh, passes, steps, expected=expected, max_norm=0.5, optimizer=optimizer)
+        assert_replicas_are_equal(par)
 
 
 def assert_replicas_are_equal(par):

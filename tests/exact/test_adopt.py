@@ -30,6 +30,7 @@ from meshpar import (
 )
 from meshpar.checkpoints import CheckpointManager, export_module
 from meshpar.testing import on_ranks, whole
+from tests.support.tiers import daily
 
 LAYOUT = ModelLayout(
     blocks=("blocks.*",),
@@ -186,9 +187,9 @@ def check(got, expected, *where):
         assert torch.allclose(got[name], each, atol=1e-9), (*where, name, got[name], each)
 
 
-def check_changes(ranks, *chains):
-    for plan in (each for each, (mesh, passes) in PLANS.items() if Plan(mesh, passes).mesh.size == ranks):
-        for chain in chains:
+def check_changes(plans, chains):
+    for plan in plans:
+        for chain in (CHAINS[place] for place in chains):
             alone, par = Net(), Plan(*PLANS[plan]).apply(Net(), LAYOUT)
             one, ours = (torch.optim.AdamW(net.parameters(), 0.05) for net in (alone, par.module))
             check(step(par, par.module, ours, 0), step(None, alone, one, 0), plan)
@@ -210,12 +211,20 @@ CHAINS = (probe, block, more_blocks, removed, grown), (tied_to_placed, adapters,
 
 @on_ranks(2)
 def test_adopted_modules_train_as_in_one_process_on_two_ranks():
-    check_changes(2, *CHAINS)
+    check_changes(("fsdp", "replicate", "tp"), (0, 1))
+
+
+FOUR = [(plan, chain) for plan in ("hsdp", "world", "fsdp-tp") for chain in (0, 1)]
+
+
+@pytest.mark.parametrize(("plan", "chain"), daily(FOUR, ("fsdp-tp", 0), ("world", 1)))
+def test_adopted_modules_train_as_in_one_process_on_four_ranks(plan, chain):
+    train_on_four(plan, chain)
 
 
 @on_ranks(4)
-def test_adopted_modules_train_as_in_one_process_on_four_ranks():
-    check_changes(4, *CHAINS)
+def train_on_four(plan, chain):
+    check_changes((plan,), (chain,))
 
 
 def grown_before(plan):

@@ -18,6 +18,7 @@ from meshpar.placements import local_tensor
 from meshpar.state.averaging import Averaged
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
 from tests.support.models_for_parity import VOCAB, transformer
+from tests.support.tiers import daily
 
 PLANS = {
     "fsdp": ("dp_shard=4", [FullyShard()]),
@@ -78,7 +79,7 @@ def bits(module):
     return {name: local_tensor(tensor).clone() for name, tensor in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", daily(PLANS, "fsdp-tp", "world"))
 def test_the_average_equals_torchs_in_one_process(plan):
     equals_torchs(plan)
 

@@ -385,10 +385,12 @@ def test_the_split_is_tried_with_nothing_gathered():
         held.extend(map(_torch.is_gathered, _torch.units_with_parameters(par.module)))
         return tried(self)
 
-    tried, SplitTest.run = SplitTest.run, run
-    par = applied(Net(), "dp_shard=2,tp=2", [TensorParallel(), FullyShard(reshard_after_forward=False)])
-    par.module(x_of())
-    par.verify(x_of())
+    tried = SplitTest.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SplitTest, "run", run)
+        par = applied(Net(), "dp_shard=2,tp=2", [TensorParallel(), FullyShard(reshard_after_forward=False)])
+        par.module(x_of())
+        par.verify(x_of())
     assert len(held) >= 4 and not any(held)
 
 
@@ -777,7 +779,12 @@ def packed(module):
 
 @on_ranks(2)
 def test_recurrent_layers_equal_one_process_also_where_they_would_pack_their_weights():
-    nn.RNNBase.flatten_parameters = packed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.RNNBase, "flatten_parameters", packed)
+        recurrent_layers_equal_one_process()
+
+
+def recurrent_layers_equal_one_process():
     for kind, mesh, data in (
         (nn.LSTM, "dp_shard=2", [FullyShard()]),
         (nn.GRU, "dp_shard=2", [FullyShard(whole=("rnn",))]),

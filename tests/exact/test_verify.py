@@ -102,12 +102,17 @@ def test_the_first_forward_finds(case):
 
 @on_ranks(2)
 def finds(case):
-    options, what, positions = WRONG[case]
-    # the guards of single cases
-    meshpar.passes.tensor.styles.replaced_problems = lambda *_: iter(())
-    meshpar.passes.tensor.styles.local = lambda parameter: (
-        parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    )
+    with pytest.MonkeyPatch.context() as patch:  # without the guards of single cases
+        patch.setattr(meshpar.passes.tensor.styles, "replaced_problems", lambda *_: iter(()))
+        patch.setattr(meshpar.passes.tensor.styles, "local", unwrapped)
+        first_forward_finds(*WRONG[case])
+
+
+def unwrapped(parameter):
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def first_forward_finds(options, what, positions):
     torch.manual_seed(0)
     tensor = {**LAYOUT.tensor, "blocks.*.norm": "sequence"} if positions else LAYOUT.tensor
     layout = ModelLayout(blocks=LAYOUT.blocks, tensor=tensor)

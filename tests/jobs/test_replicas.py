@@ -303,7 +303,7 @@ def test_the_last_samples_of_an_epoch_are_shared_anew_when_their_replica_is_lost
     lighthouse.close()
 
 
-@on_ranks(2)
+@on_ranks(2, fresh="changes bounds in seconds")
 def test_all_ranks_wait_for_the_lighthouse():
     """Its host may start later: also those ranks wait that do not ask it."""
     elastic._MOST_S, elastic._CONNECT_S = 0.0, 0.2  # so long the other rank waits for the one that asks

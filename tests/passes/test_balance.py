@@ -38,6 +38,7 @@ from meshpar.training import (
 from meshpar.training.metrics import JsonLines
 from meshpar.training.tokens import write_tokens
 from tests.support.models_for_parity import VOCAB, huggingface, transformer
+from tests.support.tiers import daily
 
 SIZES = dict(moe_intermediate_size=16, num_experts_per_tok=2, norm_topk_prob=True)
 
@@ -99,17 +100,19 @@ def trains(root, mesh, passes, name):
         torch.save((state, lines), file.with_suffix(".pt"))
 
 
-def train_all(root, ranks):
+def train_all(root, ranks, name):
     for mesh, passes, names in [("", [], BUILDS)] if ranks == 1 else MESHES[ranks]:
-        for name in names:
+        if name in names:
             trains(root, mesh, passes, name)
 
 
-def test_balance_by_bias_and_by_loss_equals_one_process(tmp_path):
-    for ranks in (1, *MESHES):
-        launch(__name__, "train_all", ranks, (str(tmp_path), ranks))
-    for mesh, _, names in (each for meshes in MESHES.values() for each in meshes):
-        for name in names:
+@pytest.mark.parametrize("name", daily(BUILDS, "with_shared", "qwen"))
+def test_balance_by_bias_and_by_loss_equals_one_process(tmp_path, name):
+    (many,) = (ranks for ranks, meshes in MESHES.items() for _, _, names in meshes if name in names)
+    for ranks in (1, many):
+        launch(__name__, "train_all", ranks, (str(tmp_path), ranks, name))
+    for mesh, _, names in MESHES[many]:
+        if name in names:
             (want, expected), (have, got) = (torch.load(tmp_path / f"{name}-{each}-0.pt") for each in ("", mesh))
             for key, value in want.items():
                 torch.testing.assert_close(

@@ -26,6 +26,7 @@ from meshpar import (
 from meshpar._torch import BEFORE_2_13
 from meshpar.passes.batch_norm import synchronize_batch_norm
 from meshpar.testing import assert_parity, on_ranks, whole
+from tests.support.tiers import daily
 
 LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
 PLANS = {
@@ -139,7 +140,13 @@ LONG = ("recomputed-and-compiled", "replicate")
 
 
 @pytest.mark.parametrize(
-    "plan", [pytest.param(plan, marks=pytest.mark.long) if plan in LONG else plan for plan in PLANS]
+    "plan",
+    [
+        *daily(
+            [plan for plan in PLANS if plan not in LONG], *(plan for plan in PLANS if plan not in (*LONG, "compiled"))
+        ),
+        *(pytest.param(plan, marks=pytest.mark.long) for plan in LONG),
+    ],
 )
 def test_batch_norm_equals_one_process(plan):
     equals_one_process(plan)

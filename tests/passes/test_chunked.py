@@ -157,6 +157,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.nightly
 def test_it_takes_a_quarter_of_the_memory_at_most():
     def peak(which):
         done = subprocess.run(
@@ -195,14 +196,14 @@ def test_the_default_takes_chunks_where_the_layout_names_the_head(name, monkeypa
 
 @on_ranks(2)
 def test_the_default_holds_on_a_mesh_and_leaves_cast_outputs_alone():
-    import meshpar.chunked
-
-    meshpar.chunked.LARGE_LOGITS, meshpar.chunked.CHUNK = 0, 7
-    ids, labels = batch()
-    for mesh, passes, exact in (
-        ("dp_shard=2", [FullyShard()], True),
-        ("tp=2", [TensorParallel(loss_parallel=True)], True),
-        ("dp_shard=2", [FullyShard(output_dtype=torch.bfloat16)], False),
-    ):
-        module = Plan(mesh, passes).apply(transformer()).module
-        assert bool(chunk_for(module, {"input_ids": ids, "labels": labels})) is exact, passes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshpar.chunked.LARGE_LOGITS", 0)
+        patch.setattr("meshpar.chunked.CHUNK", 7)
+        ids, labels = batch()
+        for mesh, passes, exact in (
+            ("dp_shard=2", [FullyShard()], True),
+            ("tp=2", [TensorParallel(loss_parallel=True)], True),
+            ("dp_shard=2", [FullyShard(output_dtype=torch.bfloat16)], False),
+        ):
+            module = Plan(mesh, passes).apply(transformer()).module
+            assert bool(chunk_for(module, {"input_ids": ids, "labels": labels})) is exact, passes

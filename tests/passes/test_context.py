@@ -38,6 +38,7 @@ from meshpar.passes.exchange import runs
 from meshpar.positions import block_mask, causal_mask
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.support.models_for_parity import VOCAB, gpt2, huggingface, huggingface_gpt2, transformer
+from tests.support.tiers import daily
 
 
 def with_documents(steps, length=16):
@@ -69,19 +70,32 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(2, "gather"), (2, "heads"), (4, "gather"), (4, "heads")])
-def test_a_part_of_the_sequence_on_each_rank_equals_one_process(ranks, transport):
-    on_ranks(ranks)(in_parts)("transformer", transport)
+CASES = [
+    (ranks, place, transport) for ranks in (2, 4) for place in range(ranks - 1) for transport in ("gather", "heads")
+]
 
 
-@pytest.mark.parametrize("transport", ["gather", "heads"])
-@pytest.mark.parametrize("model", ["gpt2", "hf-gpt2", "llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("ranks", "place", "transport"),
+    daily(CASES, (2, 0, "gather"), (2, 0, "heads"), (4, 1, "gather"), (4, 2, "gather"), (4, 2, "heads")),
+)
+def test_a_part_of_the_sequence_on_each_rank_equals_one_process(ranks, place, transport):
+    on_ranks(ranks)(in_parts)("transformer", transport, place)
+
+
+OTHERS = [(model, transport) for model in ("gpt2", "hf-gpt2", "llama", "gemma2") for transport in ("gather", "heads")]
+
+
+@pytest.mark.parametrize(
+    ("model", "transport"), daily(OTHERS, ("hf-gpt2", "gather"), ("llama", "heads"), ("gemma2", "gather"))
+)
 def test_a_part_of_the_sequence_is_exact_for_models_by_others(model, transport):
     on_ranks(2)(in_parts)(model, transport)
 
 
-def in_parts(model, transport):
-    for mesh, passes in MESHES[torch.distributed.get_world_size()]:
+def in_parts(model, transport, place=None):
+    meshes = MESHES[torch.distributed.get_world_size()]
+    for mesh, passes in meshes if place is None else [meshes[place]]:
         steps = [
             *token_steps(VOCAB, parts=4, micro_batches=2, steps=1),
             *with_documents(token_steps(VOCAB, parts=4, micro_batches=2, steps=2)),
@@ -89,7 +103,7 @@ def in_parts(model, transport):
         assert_parity(MODELS[model], mesh, [ContextParallel(transport=transport), *passes], steps)
 
 
-@pytest.mark.parametrize("transport", ["gather", "heads"])
+@pytest.mark.parametrize("transport", daily(["gather", "heads"], "heads"))
 def test_a_mask_in_pieces_is_the_whole_mask(transport):
     in_pieces(transport)
 
@@ -417,7 +431,7 @@ def own(name):
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", daily(OWN, "qwen3_next"))
 def test_what_mixes_positions_in_its_own_way_is_computed_whole(name):
     whole(name)
 
@@ -430,8 +444,9 @@ def whole(name):
         assert_parity(functools.partial(own, name), "dp_shard=1,cp=2", passes, steps)
 
 
-def test_mixers_are_named_by_the_plan_or_refused():
-    named_mixers()
+@pytest.mark.parametrize("compiled", daily([False, True], False))
+def test_mixers_are_named_by_the_plan_or_refused(compiled):
+    named_mixers(compiled)
     import transformers
 
     with torch.device("meta"):
@@ -456,11 +471,11 @@ def test_mixers_are_named_by_the_plan_or_refused():
 
 
 @on_ranks(4)
-def named_mixers():
+def named_mixers(compiled):
     context = ContextParallel(mixers=("layers.*",))
     steps = token_steps(VOCAB, parts=4)
-    for passes in ([FullyShard()], [ActivationCheckpoint(), Compile(backend="aot_eager"), FullyShard()]):
-        assert_parity(Mixed, "dp_shard=1,cp=2,tp=2", [context, TensorParallel(), *passes], steps)
+    more = [ActivationCheckpoint(), Compile(backend="aot_eager")] if compiled else []
+    assert_parity(Mixed, "dp_shard=1,cp=2,tp=2", [context, TensorParallel(), *more, FullyShard()], steps)
     par = Plan("dp_shard=1,cp=2,tp=2", [context, TensorParallel(sequence_parallel=True), FullyShard()]).apply(Mixed())
     with pytest.raises(
         MeshparError, match=r"Sums computes whole sequences of 16 .* use TensorParallel\(sequence_parallel=False\)"

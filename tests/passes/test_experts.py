@@ -87,10 +87,21 @@ MESHES = {
 }
 
 
+DAILY = ("dp_shard=1,ep=2", "dp_shard=1,ep=2,tp=2", "dp_shard=1,cp=2,ep=2")
+"""One mesh of each pair of passes."""
+
+
+def cases():
+    for ranks, meshes in MESHES.items():
+        for place, (mesh, _) in enumerate(meshes):
+            marks = [pytest.mark.long] if ranks > 4 else [] if mesh in DAILY else [pytest.mark.nightly]
+            yield pytest.param(ranks, place, id=mesh, marks=marks)
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [2, 4, *(pytest.param(many, marks=pytest.mark.long) for many in (8, 16))])
-def test_divided_experts_equal_one_process(ranks):
-    on_ranks(ranks, timeout_s=90 if ranks < 8 else 500)(divided)(ranks)
+@pytest.mark.parametrize(("ranks", "place"), cases())
+def test_divided_experts_equal_one_process(ranks, place):
+    on_ranks(ranks, timeout_s=90 if ranks < 8 else 500)(divided)(ranks, place)
 
 
 @on_ranks(4, fresh="closes its groups")
@@ -110,14 +121,13 @@ def test_a_mesh_that_equals_one_whose_groups_are_closed_has_its_own(tmp_path):
         dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / str(number)), 4), rank=rank, world_size=4)
 
 
-def divided(ranks):
+def divided(ranks, place):
     """Uneven counts of tokens, two micro-batches and clipping. Many ranks train our own mixture, for each would
     import transformers.
     """
     build = mixture if ranks < 8 else own_mixture
     steps = token_steps(VOCAB, micro_batches=2, parts=max(8, ranks), length=8)
-    for mesh, passes in MESHES[ranks]:
-        assert_parity(build, mesh, passes, steps)
+    assert_parity(build, *MESHES[ranks][place], steps)
 
 
 def test_the_reference_mixture_is_qwen3_moe(tmp_path):
@@ -159,11 +169,16 @@ def test_experts_without_tokens_and_all_tokens_on_one_rank_equal_one_process():
     )
 
 
+@pytest.mark.parametrize("trials", [range(120), pytest.param(range(120, 1000), marks=pytest.mark.nightly)])
+def test_a_thousand_routings_equal_the_dense_computation_bitwise(trials):
+    routings(trials)
+
+
 @on_ranks(4)
-def test_a_thousand_routings_equal_the_dense_computation_bitwise():
+def routings(trials):
     """Adversarial skew: no token on a rank, all on one expert, one expert twice, a few heavy experts, at random."""
     group, rank = dist.group.WORLD, dist.get_rank()
-    for trial in range(1000):
+    for trial in trials:
         draw = torch.Generator().manual_seed(trial)
         count, slots, width = (
             4 * int(torch.randint(1, 4, (), generator=draw)),

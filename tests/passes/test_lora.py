@@ -101,10 +101,18 @@ def check(build: Any, settings: LoRA, folder: Path, plans: tuple[str, ...]) -> P
     return par
 
 
+NIGHTLY = ("fsdp", "hsdp", "fsdp-tp-sequence")
+
+
+@pytest.mark.parametrize("plans", [("fsdp-tp", "world"), pytest.param(NIGHTLY, marks=pytest.mark.nightly)])
+def test_adapters_train_as_in_one_process_and_are_merged_as_peft_does(plans: tuple[str, ...]) -> None:
+    train_and_merge(plans)
+
+
 @on_ranks(4)
-def test_adapters_train_as_in_one_process_and_are_merged_as_peft_does() -> None:
+def train_and_merge(plans: tuple[str, ...]) -> None:
     folder = shared_folder()
-    par = check(qwen3, SETTINGS, folder, tuple(each for each in PLANS if "experts" not in each))
+    par = check(qwen3, SETTINGS, folder, plans)
     saved_and_exported(par, qwen3, SETTINGS, "fsdp", folder)
     if dist.get_rank() == 0:
         shutil.rmtree(folder)

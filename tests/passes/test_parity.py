@@ -44,10 +44,15 @@ PLANS = {
 }
 
 
+EVERYWHERE = "transformer-tied-qknorm"
+"""The model under every plan."""
 SAMPLED = {"transformer", "gpt2-untied", "hf-llama", "hf-llama-tied", "hf-qwen3", "hf-qwen3-tied"}
 """Whose kind is under every plan by another model; under the other plans they are in the long form, ``-m long``."""
 SAMPLE = {"fsdp-tp-sequence-loss"}
-ON_EIGHT = {("transformer-tied-qknorm", "hsdp-tp-sequence-loss")}
+"""Plans of every model."""
+ONCE = {("gpt2", "tp-sequence-loss"), ("hf-gpt2", "fsdp-tp")}
+"""Further cases of every run of the suite; others of their models are nightly."""
+ON_EIGHT = {(EVERYWHERE, "hsdp-tp-sequence-loss")}
 """What runs on eight ranks in the suite."""
 
 
@@ -86,7 +91,8 @@ def cases(count):
             refused = model == "hf-gpt2" and "sequence" in plan
             if ranks_of(plan) == count and not refused:
                 sampled = (model, plan) in ON_EIGHT if count == 8 else model not in SAMPLED or plan in SAMPLE
-                marks = [] if sampled else [pytest.mark.long]
+                daily = model == EVERYWHERE or plan in SAMPLE or (model, plan) in ONCE
+                marks = [] if sampled and daily else [pytest.mark.nightly] if sampled else [pytest.mark.long]
                 yield pytest.param(model, plan, id=f"{model}-{plan}", marks=marks)
 
 

@@ -48,7 +48,12 @@ KNOBS = {
 
 
 @pytest.mark.parametrize(
-    "knob", [pytest.param(knob, marks=pytest.mark.long) if knob == "compiled" else knob for knob in KNOBS]
+    "knob",
+    [
+        pytest.param("compiled", marks=pytest.mark.long),
+        pytest.param("recomputed-and-compiled", marks=pytest.mark.nightly),
+        *(knob for knob in KNOBS if "compiled" not in knob),
+    ],
 )
 def test_fsdp_knobs(knob):
     fsdp_knob(knob)
@@ -124,6 +129,7 @@ def test_tp_features_that_do_not_divide():
     )
 
 
+@pytest.mark.nightly
 @on_ranks(6)
 def test_fsdp_and_tp_sizes_that_do_not_divide():
     assert_parity(

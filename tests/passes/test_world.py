@@ -32,6 +32,7 @@ from meshpar.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, random_tokens, token_loss_sum, token_steps, whole
 from meshpar.testing.parity import train_steps
 from tests.support.models_for_parity import VOCAB, transformer
+from tests.support.tiers import daily
 
 WORLD = HybridShard(optimizer="world")
 ODD = functools.partial(transformer, vocab_size=99, dim=36, heads=6, kv_heads=2, hidden=50, qk_norm=True, tied=True)
@@ -108,26 +109,24 @@ def test_divided_experts_equal_one_process_and_resume_on_replicas_that_each_have
     shutil.rmtree(root[0], ignore_errors=True)
 
 
-@on_ranks(4)
-def test_it_has_the_bits_of_plain_hybrid_sharding():
+@pytest.mark.parametrize("dtype", daily([torch.bfloat16, torch.float16, None], torch.bfloat16, ids=str))
+def test_it_has_the_bits_of_plain_hybrid_sharding(dtype):
     """Momentum and masters are float32 whatever the dtype of the shards that a replica keeps."""
+    has_the_bits(dtype)
+
+
+@on_ranks(4)
+def has_the_bits(dtype):
     steps = token_steps(VOCAB, parts=4, micro_batches=2)
-    for dtype in (torch.bfloat16, torch.float16, None):
-        runs = []
-        for optimizer in ("replica", "world"):
-            par = sharded(
-                [
-                    HybridShard(
-                        optimizer=optimizer, param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32
-                    )
-                ]
-            )
-            record = train_steps(par, steps, optimizer=sgd(par))  # unclipped: the norm adds up in another order
-            runs.append(
-                record.weights | {str(number): torch.tensor(value) for number, value in enumerate(record.losses)}
-            )
-        same_bits(*runs)
-        assert {each.dtype for each in applied(par.module).replica_shards.tensors()} == {dtype or torch.float32}
+    runs = []
+    for optimizer in ("replica", "world"):
+        par = sharded(
+            [HybridShard(optimizer=optimizer, param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)]
+        )
+        record = train_steps(par, steps, optimizer=sgd(par))  # unclipped: the norm adds up in another order
+        runs.append(record.weights | {str(number): torch.tensor(value) for number, value in enumerate(record.losses)})
+    same_bits(*runs)
+    assert {each.dtype for each in applied(par.module).replica_shards.tensors()} == {dtype or torch.float32}
 
 
 @on_ranks(4)

@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +162,20 @@ class _Server:
 def start(connection: int, preload: Sequence[str]) -> None:
     """Import ``preload`` and serve. Where it returns, the process is a command that has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _load(preload)
+    with _quiet():
+        _load(preload)
     _serve(socket.socket(fileno=connection))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Write no advice that packages give when they are imported, also from C++."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    yield
+    os.dup2(kept, 2)
+    os.close(kept)
+    os.close(nothing)
 
 
 def _load(preload: Sequence[str]) -> None:
