@@ -293,3 +293,14 @@ def is_simulated() -> bool:
     will train.
     """
     return _SIMULATED.get()
+
+
+@contextmanager
+def kept_environment() -> Iterator[None]:
+    """Give this process's environment back as it was before the block."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -18,7 +18,7 @@ class Found:
     """Settings of this process, and the functions of meshpar and torch, before a test."""
 
     def __init__(self) -> None:
-        self._environment, self._folder, self._values = dict(os.environ), os.getcwd(), _values()
+        self._folder, self._values = os.getcwd(), _values()
 
     def restore(self, test: str) -> None:
         """Put settings back, and refuse patches that ``test`` left.
@@ -26,9 +26,6 @@ class Found:
         Raises:
             AssertionError: a function of meshpar or torch, or a constant of meshpar, is another one.
         """
-        if self._environment != dict(os.environ):
-            os.environ.clear()
-            os.environ.update(self._environment)
         os.chdir(self._folder)
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)

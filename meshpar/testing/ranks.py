@@ -20,7 +20,7 @@ from typing import Any, ParamSpec
 import torch
 import torch.distributed as dist
 
-from meshpar.core import mesh
+from meshpar.core import mesh, runtime
 from meshpar.testing.found import Found
 
 P = ParamSpec("P")
@@ -205,7 +205,8 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
             for part in qualname.split("."):
                 body = getattr(body, part)
             torch.manual_seed(0)
-            getattr(body, "__wrapped__", body)(*args, **kwargs)
+            with runtime.kept_environment():
+                getattr(body, "__wrapped__", body)(*args, **kwargs)
             dist.barrier()
             del args, kwargs, job
             if found is not None:

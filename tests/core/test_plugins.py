@@ -123,7 +123,7 @@ def split_and_kept_on_the_host():
 
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_a_strangers_split_of_positions_equals_one_process(stranger, ranks):
-    on_ranks(ranks)(split_by_positions)()
+    on_ranks(ranks, fresh="imports a package that the test installs")(split_by_positions)()
 
 
 def split_by_positions():

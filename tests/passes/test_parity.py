@@ -221,6 +221,6 @@ def test_ranks_find_what_the_last_test_found_and_a_patch_that_is_left_is_refused
     start_anew(1)
     for _ in range(2):
         on_ranks(1)(leaves)(str(tmp_path), "")
-    with pytest.raises(RankFailure, match=r"leaves left meshpar.mesh.MeshSpec.build changed .*fresh='the reason'"):
+    with pytest.raises(RankFailure, match=r"leaves left meshpar.core.mesh.MeshSpec.build changed .*fresh='the reason'"):
         on_ranks(1)(leaves)(str(tmp_path), "build")
     on_ranks(1, fresh="leaves a patch")(leaves)(str(tmp_path), "build")
