@@ -8,6 +8,7 @@ from meshpar.imports import lazily
 
 if TYPE_CHECKING:
     from meshpar.checkpoints.export.gguf import export_gguf
+    from meshpar.checkpoints.export.live import Published
     from meshpar.checkpoints.export.module import export_module
     from meshpar.checkpoints.export.safetensors import export_safetensors
     from meshpar.checkpoints.format.dcp import DistributedCheckpoint
@@ -33,6 +34,7 @@ __all__ = [
     "CheckpointManager",
     "DistributedCheckpoint",
     "Manifest",
+    "Published",
     "RestoredState",
     "Safetensors",
     "TorchWeights",
@@ -56,6 +58,7 @@ _HOMES = {
     "CheckpointManager": "steps.manager",
     "DistributedCheckpoint": "format.dcp",
     "Manifest": "format.manifest",
+    "Published": "export.live",
     "RestoredState": "steps.restoring",
     "Safetensors": "format.safetensors",
     "TorchWeights": "format.foreign",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -17,6 +19,8 @@ from meshpar.checkpoints.storage.place import PlaceLike
 from meshpar.core.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource, WeightMap
 
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+
 
 @final
 class StoredModel:
@@ -24,8 +28,8 @@ class StoredModel:
 
     def __init__(self, source: DistributedCheckpoint, tied: Sequence[Sequence[str]]) -> None:
         self._source = source
-        self._names = {clean_name(name.removeprefix(MODEL)): name for name in source.tensors if name.startswith(MODEL)}
-        saved = [name for name in source.tensors if name.startswith(MODEL)]
+        saved = in_order(name for name in source.tensors if name.startswith(MODEL))
+        self._names = {clean_name(name.removeprefix(MODEL)): name for name in saved}
         if len(self._names) != len(saved):
             raise CheckpointError(
                 f"{len(saved)} tensors have only {len(self._names)} names without the parts of wrappers"
@@ -102,6 +106,51 @@ class PublishedModel:
         return [] if origin is None else self._model.pieces(origin)
 
 
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return names in the order of a published model, which is the same from every mesh: by their parts, numbers as
+    numbers.
+    """
+    return sorted(
+        names, key=lambda name: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+    )
+
+
+def in_files(
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], limit: int, *, scaled: bool = False
+) -> dict[str, list[str]]:
+    """Divide the tensors of a published model among files, in their order; in a file, larger items come first.
+
+    Every tensor then lies at a multiple of its item's size, as readers that map the file want it.
+
+    Args:
+        shapes, dtypes: of each tensor.
+        limit: bytes of a file, unless one tensor alone is larger.
+        scaled: scales follow the weights that tell them, where every tensor is aligned all the same.
+    """
+    if limit < 1:
+        raise CheckpointError(f"max_shard_size is {limit}; expected at least 1 byte")
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name in shapes:
+        bytes_ = nbytes(shapes[name], dtypes[name])
+        if groups[-1] and size + bytes_ > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += bytes_
+    for group in groups:
+        if not scaled or any(nbytes(shapes[name], dtypes[name]) % 8 for name in group):
+            group.sort(key=lambda name: -dtypes[name].itemsize)
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor."""
+    return math.prod(shape) * dtype.itemsize
+
+
 def clean_name(name: str) -> str:
     """Return a parameter's name without the parts that wrappers add (``torch.compile``, ``checkpoint_wrapper``,
     FSDP1).
@@ -126,3 +175,11 @@ def same_tensor(source: TypedSource, one: str, other: str) -> bool:
         if memory_of(pieces[0]) != memory_of(pieces[1]):
             return False
     return True
+
+
+def bytes_of(text: str | int) -> int:
+    """Return the number of bytes of ``5GB``, ``1.5 GiB`` or ``1000``."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]I?)?B?\s*", str(text).upper())
+    if found is None:
+        raise CheckpointError(f"the size is {text!r}; expected a size such as 500MB, 5GB or 2GiB")
+    return int(float(found[1]) * _UNITS[found[2] or ""])

@@ -86,7 +86,7 @@ class Scheme:
         blocks = rows.view(down, self.block[0], across, -1)
         largest = torch.maximum(blocks.amax(3), -blocks.amin(3)).amax(1)
         scales = (largest / self.half).to(scale_dtype)
-        scales[scales == 0] = torch.finfo(scale_dtype).eps
+        scales.masked_fill_(scales == 0, torch.finfo(scale_dtype).eps)
         blocks.div_(scales.float()[:, None, :, None])
         if self.dtype.is_floating_point:
             return rows.clamp_(-self.largest, self.largest).to(self.dtype), scales
@@ -247,18 +247,18 @@ class Quantized:
             (start, stop), columns = spans_of(index, self._shapes[name])
             unit = self._scheme.block[0]
             first = start // unit * unit
-            weight, scales = self._stored(module, first, -(-stop // unit) * unit)
+            weight, scales = self._stored(module, first, -(-stop // unit) * unit, out.device)
             self._keep(module, first // unit, scales)
             out.copy_(weight[start - first : stop - first, slice(*columns)])
         else:
-            out.copy_(self._all_scales(module)[index])
+            out.copy_(self._all_scales(module, out.device)[index])
 
-    def _stored(self, module: str, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _stored(self, module: str, start: int, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         columns = self.layers[module][1]
-        rows = torch.empty(stop - start, columns)
+        rows = torch.empty(stop - start, columns, device=device)
         self._source.read(f"{module}.weight", (slice(start, stop), slice(0, columns)), rows)
         weight, scales = self._scheme.store(rows, self._dtypes[f"{module}.weight_scale"])
-        if not scales.isfinite().all():
+        if not scales.is_meta and not scales.isfinite().all():
             raise CheckpointError(
                 f"{module}.weight has values that are infinite, NaN or too large for a scale of {scales.dtype}, in "
                 f"rows {start} to {stop}; export an earlier step, or keep this weight high"
@@ -272,11 +272,11 @@ class Quantized:
         if self._scales[0] == module and sum(map(len, self._scales[1])) == first:
             self._scales[1].append(scales)
 
-    def _all_scales(self, module: str) -> torch.Tensor:
+    def _all_scales(self, module: str, device: torch.device) -> torch.Tensor:
         if self._scales[0] != module or sum(map(len, self._scales[1])) < self._shapes[f"{module}.weight_scale"][0]:
             for spans in self.tiles(next(name for name, made in self._parts.items() if made == (module, "weight"))):
                 first, stop = spans[0]
-                self._keep(module, first // self._scheme.block[0], self._stored(module, first, stop)[1])
+                self._keep(module, first // self._scheme.block[0], self._stored(module, first, stop, device)[1])
         return torch.cat(self._scales[1])
 
     def entry(self) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from meshpar.checkpoints.export.published import PublishedModel, StoredModel
+from meshpar.checkpoints.export.published import PublishedModel, StoredModel, in_files, nbytes
 from meshpar.checkpoints.export.quantizing import Quantization, Quantized, quantized
 from meshpar.checkpoints.export.target import apart, free_target, made_whole
 from meshpar.checkpoints.format.copying import ByteCount, Copier, Progress, StoredSource, are_copied, position_of
@@ -27,8 +27,10 @@ from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
 from meshpar.checkpoints.storage.transfer import copy_file
 from meshpar.core.errors import CheckpointError
 from meshpar.weights import TypedSource, WeightMap
+from meshpar.weights.rules import Spans
 
-_TILE_BYTES = 8 << 20
+TILE_BYTES = 8 << 20
+MAX_SHARD_BYTES = 5 << 30
 _NOT_TOKENIZER = (
     ".safetensors",
     ".bin",
@@ -46,7 +48,7 @@ def export_safetensors(
     src: PlaceLike | TypedSource,
     dst: PlaceLike,
     dtype: torch.dtype | None = None,
-    max_shard_size: int = 5 << 30,
+    max_shard_size: int = MAX_SHARD_BYTES,
     tokenizer: PlaceLike | None = None,
     progress: Progress | None = None,
     *,
@@ -97,24 +99,13 @@ def export_safetensors(
     target = free_target(dst, overwrite=overwrite)
     if not isinstance(src, TypedSource):
         apart(target, open_step(src))
-    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
-        raise CheckpointError(
-            f"dtype is {dtype}; expected a floating-point dtype of 16 bits or more, such as torch.bfloat16: float8 "
-            'weights need scales; quantize them (--quantize fp8, in Python quantize="fp8")'
-        )
     source, config = opened(src, weights, verify, config)
-    if quantize is not None:
-        source = quantized(source, quantize, dtype, high, config, checked=verify != "none")
-        config, dtypes = {**(config or {}), **source.entry()}, source.dtypes()
-    elif high:
-        raise CheckpointError("high names weights that are not quantised; pass quantize as well")
-    else:
-        dtypes = {
-            name: dtype if dtype is not None and each.is_floating_point else each
-            for name, each in source.dtypes().items()
-        }
+    source, dtypes = written_as(source, dtype, quantize, high, config, checked=verify != "none")
+    if isinstance(source, Quantized):
+        config = {**(config or {}), **source.entry()}
     with made_whole(target, overwrite=overwrite) as folder:
-        _write_model(folder, source, dtypes, _shards(source.shapes(), dtypes, max_shard_size), progress)
+        scaled = isinstance(source, Quantized)
+        _write_model(folder, source, dtypes, in_files(source.shapes(), dtypes, max_shard_size, scaled=scaled), progress)
         for file in (*(files_beside_weights(tokenizer) if tokenizer is not None else ()), *map(place, beside)):
             copy_file(file, folder / file.name)
         if generation:
@@ -122,6 +113,39 @@ def export_safetensors(
         if config:  # last: where nothing can be renamed, an export without it is not complete
             _write_json(folder / "config.json", {**config, **_dtype_entry(config, dtypes)})
     return place(dst)
+
+
+def written_as(
+    source: TypedSource,
+    dtype: torch.dtype | None,
+    quantize: Quantization | None,
+    high: Sequence[str],
+    config: Mapping[str, Any] | None,
+    *,
+    checked: bool,
+) -> tuple[TypedSource, Mapping[str, torch.dtype]]:
+    """Return the tensors of a published model as they are written, and the dtype of each; arguments as for
+    :func:`export_safetensors`.
+    """
+    if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
+        raise CheckpointError(
+            f"dtype is {dtype}; expected a floating-point dtype of 16 bits or more, such as torch.bfloat16: float8 "
+            'weights need scales; quantize them (--quantize fp8, in Python quantize="fp8")'
+        )
+    if quantize is not None:
+        made = quantized(source, quantize, dtype, high, config, checked=checked)
+        return made, made.dtypes()
+    if high:
+        raise CheckpointError("high names weights that are not quantised; pass quantize as well")
+    own = source.dtypes().items()
+    return source, {name: dtype if dtype is not None and each.is_floating_point else each for name, each in own}
+
+
+def tiles_of(source: TypedSource, name: str, dtype: torch.dtype, limit: int | None = None) -> Iterable[Spans]:
+    """Return the pieces in which a tensor is gathered, in the order of its bytes, of at most ``limit`` bytes."""
+    if isinstance(source, Quantized):
+        return source.tiles(name)
+    return tiles(tuple(source.shapes()[name]), dtype.itemsize, TILE_BYTES if limit is None else min(limit, TILE_BYTES))
 
 
 def opened(
@@ -145,55 +169,29 @@ def _write_model(
     folder: Place,
     source: TypedSource,
     dtypes: Mapping[str, torch.dtype],
-    shards: Mapping[str, list[str]],
+    files: Mapping[str, list[str]],
     progress: Progress | None,
 ) -> None:
-    total = sum(_nbytes(shape, dtypes[name]) for name, shape in source.shapes().items())
+    total = sum(nbytes(shape, dtypes[name]) for name, shape in source.shapes().items())
     count = ByteCount(total, progress)
-    for file, names in shards.items():
+    for file, names in files.items():
         _write_file(folder / file, source, names, dtypes, count)
-    if len(shards) > 1:
+    if len(files) > 1:
         index = {
             "metadata": {"total_size": total},
-            "weight_map": {name: file for file, names in shards.items() for name in names},
+            "weight_map": {name: file for file, names in files.items() for name in names},
         }
         _write_json(folder / INDEX_NAME, index)
-
-
-def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
-
-
-def _shards(
-    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], limit: int
-) -> dict[str, list[str]]:
-    """Divide the tensors among files, in their order."""
-    if limit < 1:
-        raise CheckpointError(f"max_shard_size is {limit}; expected at least 1 byte")
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, shape in shapes.items():
-        bytes_ = _nbytes(shape, dtypes[name])
-        if groups[-1] and size + bytes_ > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += bytes_
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
 
 
 def _write_file(
     path: Place, source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype], count: ByteCount
 ) -> None:
     """Write one safetensors file and bring it to the disk."""
-    # Larger items first, so that every tensor lies at a multiple of its item's size, as readers that map the file want
-    # it.
     whole, stored = source.shapes(), source if isinstance(source, StoredSource) else None
-    shapes = {name: whole[name] for name in _in_order(source, names, dtypes)}
+    shapes = {name: whole[name] for name in names}
     header, positions = write_header(shapes, dtypes)
-    end = max((at + _nbytes(shapes[name], dtypes[name]) for name, at in positions.items()), default=0)
+    end = max((at + nbytes(shapes[name], dtypes[name]) for name, at in positions.items()), default=0)
     with path.writing(end) as write, _one_thread():
         write(header)
         copier = Copier(write, count.add)
@@ -208,14 +206,6 @@ def _write_file(
                 _write_tiles(write, source, name, dtypes[name], positions[name], count)
 
 
-def _in_order(source: TypedSource, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> Sequence[str]:
-    """Return the order of a file: each tensor aligned to its dtype, and scales behind the weights that tell them."""
-    aligned = all(_nbytes(source.shapes()[name], dtypes[name]) % 8 == 0 for name in names)
-    return (
-        names if isinstance(source, Quantized) and aligned else sorted(names, key=lambda name: -dtypes[name].itemsize)
-    )
-
-
 def _write_tiles(
     write: Callable[[memoryview], object],
     source: TypedSource,
@@ -225,9 +215,8 @@ def _write_tiles(
     count: ByteCount,
 ) -> None:
     """Gather a tensor by tiles of its rows."""
-    space = torch.empty(_TILE_BYTES, dtype=torch.uint8)
-    whole = source.shapes()[name]
-    for spans in source.tiles(name) if isinstance(source, Quantized) else tiles(whole, dtype.itemsize, _TILE_BYTES):
+    space = torch.empty(TILE_BYTES, dtype=torch.uint8)
+    for spans in tiles_of(source, name, dtype):
         sizes = [b - a for a, b in spans]
         tile = space[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
         source.read(name, tuple(slice(*span) for span in spans), tile)

@@ -5,10 +5,10 @@ tokenizer beside it.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -16,6 +16,8 @@ import torch
 
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, export_gguf, export_safetensors
 from meshpar.checkpoints.export.gguf import KINDS, Kind
+from meshpar.checkpoints.export.merging import Factors, Merged
+from meshpar.checkpoints.export.published import bytes_of
 from meshpar.checkpoints.export.quantizing import Quantization
 from meshpar.checkpoints.export.safetensors import files_beside_weights
 from meshpar.checkpoints.export.target import apart, free_target, made_on_disk
@@ -37,12 +39,10 @@ from meshpar.models.huggingface import from_config
 from meshpar.training.lora import NAME, LoRA, PackedAdapter, adapted_layers, add_adapters, base_name, config_of
 from meshpar.training.tokenizer import load_tokenizer
 from meshpar.weights import TypedSource, WeightMap
-from meshpar.weights.rules import spans_of
 
 _GENERATION, _PROCESSORS, _EOS = "generation_config.json", "*processor_config.json", "eos_token_id"
 _IDS = ("bos_token_id", _EOS, "pad_token_id", "decoder_start_token_id")
 _ADAPTERS = "adapter_model.safetensors"
-_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
 
 @final
@@ -185,34 +185,6 @@ def _json(path: Place) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read as a JSON object: {error}") from error
 
 
-@final
-class Merged:
-    """The weights of a model with its adapters added, read slice by slice: ``W + scale * left @ right``.
-
-    Args:
-        base: the frozen weights.
-        factors: name of a weight (..., rows, columns) -> left (..., rows, rank) and right (..., rank, columns).
-        scale: ``alpha / rank``.
-    """
-
-    def __init__(
-        self, base: TypedSource, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]], scale: float
-    ) -> None:
-        self.shapes, self.dtypes, self._base = base.shapes, base.dtypes, base
-        self._factors, self._scale = factors, scale
-
-    def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
-        """Copy ``tensor[index]`` into ``out``."""
-        if name not in self._factors:
-            self._base.read(name, index, out)
-            return
-        *outer, rows, columns = (slice(*span) for span in spans_of(index, self.shapes()[name]))
-        left, right = (each[tuple(outer)].float() for each in self._factors[name])
-        whole = torch.empty(out.shape, dtype=torch.float32)
-        self._base.read(name, index, whole)
-        out.copy_(whole + left[..., rows, :] @ right[..., columns] * self._scale)
-
-
 def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
     """Return the weights of the adapted model, to be exported tile by tile, with the result of peft's
     ``merge_and_unload``.
@@ -239,11 +211,12 @@ def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
             raise CheckpointError(
                 f"the weights have no {weight}, to which an adapter belongs; give the folder of the adapted weights"
             )
-        if on is not None:
-            factors[weight] = on.factors(a, b, ours.shapes()[weight][0])
-        else:
-            factors[weight] = (a.T, b.T) if _shape(adapters, layer) != ours.shapes()[weight] else (b, a)
-    return names.publish(Merged(ours, factors, settings.alpha / settings.rank))
+        factors[weight] = Factors(partial(_both, a, b), settings.alpha / settings.rank, on)
+    return names.publish(Merged(ours, factors))
+
+
+def _both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return a, b
 
 
 def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, overwrite: bool = False) -> Place:
@@ -428,11 +401,3 @@ def _best(root: Place, metric: str) -> Place:
             "metrics of each step"
         )
     return Steps(root).folder(step)
-
-
-def bytes_of(text: str) -> int:
-    """Return the number of bytes of ``5GB``, ``1.5 GiB`` or ``1000``."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]I?)?B?\s*", text.upper())
-    if found is None:
-        raise CheckpointError(f"the size is {text!r}; expected a size such as 500MB, 5GB or 2GiB")
-    return int(float(found[1]) * _UNITS[found[2] or ""])

@@ -24,6 +24,7 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Role
 from meshpar.core.patterns import class_name
+from meshpar.core.registry import imported
 from meshpar.core.resolved import Resolved
 from meshpar.exact.agreement import leaves
 from meshpar.exact.attach import renew
@@ -547,6 +548,19 @@ class Parallelized:
         average = Averaged(self, decay, dtype=dtype, buffers=buffers, from_start=from_start)
         self._averages.add(average)
         return average
+
+    def published(
+        self,
+        dtype: torch.dtype | None = None,
+        bucket: int | str = "256MiB",
+        adapters: str = "merged",
+        averaged: Averaged | None = None,
+        **options: Any,
+    ) -> Any:  # noqa: ANN401 - of a floor above
+        """Return the weights as a stream of whole tensors under their published names, for an inference engine. See
+        :class:`meshpar.checkpoints.Published`, which takes the ``options``, too.
+        """
+        return imported("meshpar.checkpoints.Published")(self, dtype, bucket, adapters, averaged, **options)
 
     def reshard(self) -> None:
         """Free gathered parameters, so that the module's parameters are this rank's shards. The next forward gathers

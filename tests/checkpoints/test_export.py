@@ -333,7 +333,7 @@ KINDS = {
 
 
 def test_every_dtype_and_shape_is_written_tile_by_tile(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshpar.checkpoints.export.safetensors._TILE_BYTES", 64)
+    monkeypatch.setattr("meshpar.checkpoints.export.safetensors.TILE_BYTES", 64)
     monkeypatch.setattr("meshpar.checkpoints.storage.files.TILE_BYTES", 48)
     safetensors.torch.save_file(KINDS, tmp_path / "in.safetensors")
     export_safetensors(Safetensors(tmp_path / "in.safetensors"), tmp_path / "out", max_shard_size=300)
@@ -349,7 +349,7 @@ def test_every_dtype_and_shape_is_written_tile_by_tile(tmp_path, monkeypatch):
 
 
 def test_rules_are_applied_while_streaming(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshpar.checkpoints.export.safetensors._TILE_BYTES", 64)
+    monkeypatch.setattr("meshpar.checkpoints.export.safetensors.TILE_BYTES", 64)
     ours = {"a": torch.randn(8, 6), "b": torch.randn(4, 6), "c": torch.randn(9, 5), "d": torch.randn(12, 3)}
     rules = WeightMap(
         (Fuse(("a", "b"), "ab", parts=(2, 1)), Transpose("c", "c"), Permute("d", "d", 3, 2), Split("d", ("d1", "d2")))

@@ -1,0 +1,550 @@
+"""The weights of a running job as whole tensors under their published names, a bucket at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshpar.checkpoints.export.merging import Factors, Merged
+from meshpar.checkpoints.export.published import bytes_of, clean_name, in_files, in_order
+from meshpar.checkpoints.export.quantizing import Quantization, Quantized
+from meshpar.checkpoints.export.safetensors import MAX_SHARD_BYTES, tiles_of, written_as
+from meshpar.checkpoints.steps.checkpointable import Checkpointable
+from meshpar.checkpoints.steps.state import model_state
+from meshpar.core import runtime
+from meshpar.core.errors import CheckpointError, MeshparError
+from meshpar.placements import local_index, local_tensor
+from meshpar.training.lora import NAME, PackedAdapter, adapted_layers, base_name
+from meshpar.weights import TypedSource, WeightMap
+from meshpar.weights.rules import Spans, spans_of
+
+Adapters = Literal["merged", "only"]
+
+
+class Live(Checkpointable, Protocol):
+    """A :class:`meshpar.Parallelized` whose weights are streamed."""
+
+    def reshard(self) -> None:
+        """Free gathered parameters."""
+        ...
+
+
+class Averages(Protocol):
+    """A :class:`meshpar.state.averaging.Averaged`."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the average by the names of the parameters."""
+        ...
+
+
+class TensorMeta(NamedTuple):
+    """What a receiver must know of a tensor before it comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """This rank's part of a published tensor.
+
+    Attributes:
+        name: of the published tensor.
+        place: the part's slice of the whole.
+        tensor: its values, in the parameter's own memory where nothing is cast or rearranged.
+        ranks: the ranks of the parameter's mesh that have this very part, by their global numbers.
+    """
+
+    name: str
+    place: tuple[slice, ...]
+    tensor: Tensor
+    ranks: tuple[int, ...]
+
+
+@final
+class Published:
+    """Stream the weights of a parallel module: whole tensors under their published names, for an inference engine.
+
+    Names, dtypes, shapes, order and bytes are those of :func:`meshpar.checkpoints.export_safetensors` of the same
+    state. Each iteration is one version. Parts travel from the ranks that have them to the one that gets the values: a
+    rank holds at most a bucket of them, and the tensor that is being put together.
+
+    >>> for name, tensor in par.published(dtype=torch.bfloat16): engine.load(name, tensor)  # doctest: +SKIP
+
+    Args:
+        par: the parallel module, with values.
+        dtype: dtype of the floating-point tensors; None: the parameters' own.
+        bucket: bytes on their way at a time, as a number or as text: ``"256MiB"``.
+        adapters: ``"merged"``: LoRA's products are added to the weights, slice by slice; ``"only"``: the adapters
+            alone, by peft's names.
+        averaged: a moving average of the parameters (``par.averaged``), whose values are taken.
+        quantize, high: as for :func:`meshpar.checkpoints.export_safetensors`.
+        to: the rank that gets the values.
+
+    Attributes:
+        version: number of iterations that have begun.
+
+    Raises:
+        CheckpointError: a bucket that is no size, a rank that there is not, adapters of a module without any, or what
+            an export refuses.
+    """
+
+    def __init__(
+        self,
+        par: Live,
+        dtype: torch.dtype | None = None,
+        bucket: int | str = "256MiB",
+        adapters: Adapters = "merged",
+        averaged: Averages | None = None,
+        *,
+        quantize: Quantization | None = None,
+        high: Sequence[str] = (),
+        to: int = 0,
+    ) -> None:
+        self._par, self._dtype, self._bucket = par, dtype, bytes_of(bucket)
+        self._adapters, self._averaged = adapters, averaged
+        self._quantize, self._high, self._to = quantize, tuple(high), to
+        self.version = 0
+        if not 0 <= to < dist.get_world_size():
+            raise CheckpointError(f"to is {to}; expected a rank from 0 to {dist.get_world_size() - 1}")
+        self.metadata()
+
+    def metadata(self) -> list[TensorMeta]:
+        """Return name, dtype and shape of each tensor in the order of the stream, without communication."""
+        source, dtypes, order = self._written(_Leaf(self._held(), torch.device("meta")))
+        shapes = source.shapes()
+        return [TensorMeta(name, dtypes[name], tuple(shapes[name])) for name in order]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor; on ranks other than ``to`` the tensor is on the meta device.
+
+        Raises:
+            MeshparError: the weights changed during the iteration.
+
+        Collective: every rank iterates to the end.
+        """
+        self.version += 1
+        held = self._held()
+        before = {name: _version(each.tensor) for name, each in held.items()}
+        leaf = _Leaf(held, torch.device("meta"))
+        source, dtypes, order = self._written(leaf)
+        parts = _Parts(held, self._to, self._par.device)
+        values = self._written(parts)[0]
+        here, shapes = dist.get_rank() == self._to, source.shapes()
+        limit = max(1, self._bucket // 2)  # one bucket is read while the next one travels
+        device = self._par.device if here else torch.device("meta")
+        for bucket in parts.moved(_buckets(_tiles(source, dtypes, order, leaf, limit), limit)):
+            for tile in bucket:
+                if tile.first:
+                    out = torch.empty(tuple(shapes[tile.name]), dtype=dtypes[tile.name], device=device)
+                index = tuple(slice(*span) for span in tile.spans)
+                if here:
+                    values.read(tile.name, index, out[index])
+                if tile.last:
+                    yield tile.name, out
+                    out = torch.empty(0)
+        if changed := [name for name, each in held.items() if _version(each.tensor) != before[name]]:
+            raise MeshparError(
+                f"{len(changed)} tensors were changed while they were streamed ({', '.join(changed[:3])}), so that "
+                "what was yielded is a mixture of versions: drop it, and change weights after the stream has ended"
+            )
+
+    def shards(self) -> Iterator[Part]:
+        """Yield this rank's parts of the published tensors, without communication, for senders that move parts from
+        many ranks to many.
+
+        Raises:
+            CheckpointError: a tensor that is made of parts of several ranks, such as one with merged adapters.
+        """
+        held = self._held()
+        leaf, parts = _Leaf(held, torch.device("meta")), _Parts(held, dist.get_rank(), self._par.device)
+        source, dtypes, order = self._written(leaf)
+        values, shapes = self._written(parts)[0], source.shapes()
+        for name in order:
+            whole = torch.empty(tuple(shapes[name]), dtype=dtypes[name], device="meta")
+            source.read(name, tuple(slice(0, size) for size in whole.shape), whole)
+            for place in dict.fromkeys(parts.places(leaf.taken(), whole)):
+                index = tuple(slice(*span) for span in place)
+                source.read(name, index, whole[index])
+                needs = leaf.taken()
+                ranks = [parts.sharers(need) for need in needs]
+                if not all(ranks):
+                    raise CheckpointError(
+                        f"{name} is made of parts of several ranks; iterate over the stream, which puts them together"
+                    )
+                part = parts.direct(needs, whole[index])
+                if part is None:
+                    part = torch.empty(whole[index].shape, dtype=whole.dtype, device=self._par.device)
+                    parts.expect(needs)
+                    values.read(name, index, part)
+                yield Part(name, index, part, tuple(sorted(set(ranks[0]).intersection(*ranks))))
+
+    def _held(self) -> dict[str, _Held]:
+        """Return the tensors to publish by the module's names, a tied one under its first."""
+        self._par.reshard()
+        state = model_state(self._par.module, {group[0] for group in self._par.layout.tied}).tensors
+        averages = {} if self._averaged is None else self._averaged.state_dict()["averages"]
+        if unmade := [name for name, each in state.items() if each.is_meta]:
+            raise CheckpointError(
+                f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before"
+            )
+        return {clean_name(name): _Held(averages.get(name, state[name]), state[name].dtype) for name in in_order(state)}
+
+    def _written(self, leaf: _Leaf) -> tuple[TypedSource, Mapping[str, torch.dtype], list[str]]:
+        """Return the tensors as an export writes them, made of those of a leaf, the dtype of each, and their order."""
+        weights, adapted = self._par.layout.weights, adapted_layers(self._par.module)
+        pairs = {layer: [f"{clean_name(layer)}.lora_{which}.{NAME}.weight" for which in "AB"] for layer in adapted}
+        factors = {name for pair in pairs.values() for name in pair}
+        source: TypedSource = leaf
+        if self._adapters == "only" and adapted:
+            source, weights = leaf.named({_peft_name(name): name for name in factors}), WeightMap()
+        elif self._adapters == "merged":
+            frozen = leaf.named({name: name for name in leaf.shapes() if name not in factors})
+            source = Merged(frozen, dict(_factors(leaf, adapted, pairs))) if adapted else leaf
+        else:
+            raise CheckpointError(
+                f"adapters is {self._adapters!r}, and the module has {len(adapted)} layers with adapters; expected "
+                "'merged', or 'only' for a module of add_adapters"
+            )
+        made, dtypes = written_as(
+            weights.publish(source), self._dtype, self._quantize, self._high, self._par.layout.config, checked=False
+        )
+        files = in_files(made.shapes(), dtypes, MAX_SHARD_BYTES, scaled=isinstance(made, Quantized))
+        return made, dtypes, list(itertools.chain.from_iterable(files.values()))
+
+
+class _Held(NamedTuple):
+    """A tensor of which ranks hold parts, and the dtype that its values have in the module."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+
+
+class _Need(NamedTuple):
+    """A slice of a module's tensor that a published one is made of.
+
+    Attributes:
+        dtype: in which it travels.
+        target: where it goes: a view of the published tensor on the meta device, unless it is rearranged.
+    """
+
+    name: str
+    spans: Spans
+    dtype: torch.dtype
+    target: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """A slice of a published tensor, in the order of its bytes, and what it is made of."""
+
+    name: str
+    spans: Spans
+    needs: Sequence[_Need]
+    first: bool
+    last: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(_size(need.spans) * need.dtype.itemsize for need in self.needs)
+
+
+class _Leaf:
+    """The module's tensors as a source, which notes what is read of them and reads nothing."""
+
+    def __init__(self, held: Mapping[str, _Held], device: torch.device) -> None:
+        self._held, self.device = held, device
+        self._needs: list[_Need] = []
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(each.tensor.shape) for name, each in self._held.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: each.dtype for name, each in self._held.items()}
+
+    def read(self, name: str, index: tuple[slice, ...], out: Tensor) -> None:
+        own = self._held[name]
+        narrow = out.dtype if out.dtype.itemsize < own.dtype.itemsize else own.dtype
+        self._needs.append(_Need(name, spans_of(index, tuple(own.tensor.shape)), narrow, out))
+
+    def taken(self) -> list[_Need]:
+        """Return what was read since the last call."""
+        needs, self._needs = self._needs, []
+        return needs
+
+    def whole(self, name: str) -> Tensor:
+        """Read a tensor whole."""
+        own = self._held[name]
+        out = torch.empty(own.tensor.shape, dtype=own.dtype, device=self.device)
+        self.read(name, tuple(slice(0, size) for size in out.shape), out)
+        return out
+
+    def named(self, names: Mapping[str, str]) -> _Named:
+        """Return some of the tensors under other names: new -> own."""
+        return _Named(self, names)
+
+
+@final
+class _Named:
+    """Some tensors of a source under other names."""
+
+    def __init__(self, source: TypedSource, names: Mapping[str, str]) -> None:
+        self._source, self._names = source, {name: names[name] for name in in_order(names)}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        shapes = self._source.shapes()
+        return {name: shapes[own] for name, own in self._names.items()}
+
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        dtypes = self._source.dtypes()
+        return {name: dtypes[own] for name, own in self._names.items()}
+
+    def read(self, name: str, index: tuple[slice, ...], out: Tensor) -> None:
+        self._source.read(self._names[name], index, out)
+
+
+class _Piece(NamedTuple):
+    """The part of a need that one rank sends.
+
+    Attributes:
+        inside: its slice of that rank's part of the tensor.
+        place: its slice of the need.
+    """
+
+    sender: int
+    need: _Need
+    inside: tuple[slice, ...]
+    place: tuple[slice, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(each.stop - each.start for each in self.place)
+
+
+_Boxes = list[tuple[Spans, list[int]]]
+
+
+@final
+class _Parts(_Leaf):
+    """The module's tensors as a source, which reads the parts that other ranks send, in the order in which they were
+    noted.
+    """
+
+    def __init__(self, held: Mapping[str, _Held], to: int, device: torch.device) -> None:
+        super().__init__(held, device)
+        self._to, self._rank, self._count = to, dist.get_rank(), 0
+        self._boxes: dict[Any, _Boxes] = {}
+        self._waiting: Iterator[tuple[_Need, list[tuple[_Piece, Tensor | None]]]] = iter(())
+        on_host = all(local_tensor(each.tensor).is_cpu for each in held.values())
+        self._group = runtime.hosts() if on_host else dist.group.WORLD
+        self._home = torch.device("cpu") if on_host else device
+
+    def read(self, name: str, index: tuple[slice, ...], out: Tensor) -> None:
+        need, pieces = next(self._waiting)
+        assert (need.name, need.spans) == (name, spans_of(index, tuple(self._held[name].tensor.shape)))
+        for piece, data in pieces:
+            out[piece.place].copy_(self._mine(piece) if data is None else data)
+
+    def expect(self, needs: Iterable[_Need]) -> None:
+        """Let the next reads be of needs that this rank has whole."""
+        self._waiting = iter([(need, [(piece, None) for piece in self._pieces(need)]) for need in needs])
+
+    def moved(self, buckets: Iterator[list[_Tile]]) -> Iterator[list[_Tile]]:
+        """Yield buckets whose parts can be read until the next one; what is yielded next is on its way meanwhile."""
+        ahead = None
+        for bucket in itertools.chain(buckets, (None,)):
+            begun = None if bucket is None else (bucket, *self._begin(bucket))
+            if ahead is not None:
+                tiles, works, waiting = ahead
+                for work in works:
+                    work.wait()
+                self._waiting = iter(waiting)
+                yield tiles
+            ahead = begun
+
+    def _begin(self, bucket: list[_Tile]) -> tuple[list[Any], list[tuple[_Need, list[tuple[_Piece, Tensor | None]]]]]:
+        """Send what this rank has of a bucket, or receive what others have."""
+        needs = [(need, self._pieces(need)) for tile in bucket for need in tile.needs]
+        sizes: dict[int, int] = {}
+        for need, pieces in needs:
+            for piece in pieces:
+                if piece.sender != self._to and self._rank in (self._to, piece.sender):
+                    sizes[piece.sender] = _up(sizes.get(piece.sender, 0)) + piece.elements * need.dtype.itemsize
+        room = {rank: torch.empty(size, dtype=torch.uint8, device=self._home) for rank, size in sizes.items()}
+        used = dict.fromkeys(room, 0)
+        waiting: list[tuple[_Need, list[tuple[_Piece, Tensor | None]]]] = []
+        for need, pieces in needs:
+            found: list[tuple[_Piece, Tensor | None]] = []
+            for piece in pieces:
+                data = None
+                if piece.sender in room:
+                    start = _up(used[piece.sender])
+                    used[piece.sender] = start + piece.elements * need.dtype.itemsize
+                    data = room[piece.sender][start : used[piece.sender]].view(need.dtype)
+                    data = data.view([each.stop - each.start for each in piece.place])
+                    if piece.sender == self._rank:
+                        data.copy_(self._mine(piece))
+                found.append((piece, data))
+            waiting.append((need, found))
+        if self._rank != self._to:
+            return [dist.isend(each, self._to, group=self._group) for each in room.values()], []
+        return [dist.irecv(each, rank, group=self._group) for rank, each in room.items()], waiting
+
+    def _mine(self, piece: _Piece) -> Tensor:
+        own = self._held[piece.need.name]
+        return local_tensor(own.tensor)[piece.inside].to(own.dtype)
+
+    def _pieces(self, need: _Need) -> list[_Piece]:
+        """Divide a need among the ranks that have it: the one that gets it, otherwise one after another."""
+        self._count += 1
+        found = []
+        for box, ranks in self._parts_of(need.name):
+            spans = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(need.spans, box, strict=True)]
+            if all(a < b for a, b in spans):
+                sender = self._to if self._to in ranks else ranks[self._count % len(ranks)]
+                inside = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(spans, box))
+                place = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(spans, need.spans))
+                found.append(_Piece(sender, need, inside, place))
+        return found
+
+    def _parts_of(self, name: str) -> _Boxes:
+        """Return each part of a tensor and the ranks that have it; none where ``to`` gets it from other ranks than
+        those that share it with this one.
+        """
+        tensor = self._held[name].tensor
+        if not isinstance(tensor, DTensor):
+            return [(tuple((0, size) for size in tensor.shape), [self._to])]
+        mesh = tensor.device_mesh
+        key = (tuple(tensor.shape), tensor.placements, mesh)
+        if key not in self._boxes:
+            boxes: dict[Spans, list[int]] = {}
+            members = mesh.mesh
+            for coordinate in itertools.product(*map(range, members.shape)) if (members == self._to).any() else ():
+                index = local_index(tensor.shape, tensor.placements, tuple(members.shape), coordinate)
+                boxes.setdefault(tuple((each.start, each.stop) for each in index), []).append(int(members[coordinate]))
+            self._boxes[key] = list(boxes.items())
+        return self._boxes[key]
+
+    def places(self, needs: Iterable[_Need], whole: Tensor) -> Iterator[Spans]:
+        """Yield the slices of a published tensor that this rank's parts may be, from what all of it is made of."""
+        for need in needs:
+            for piece in self._pieces(need):
+                if piece.sender != self._rank:
+                    continue
+                target = need.target[piece.place] if piece.place else need.target
+                if target is whole or target._base is whole:
+                    yield _place(target, whole)
+                elif tuple(self._held[need.name].tensor.shape) == tuple(whole.shape):  # rearranged within rows
+                    yield tuple(
+                        (each.start + a, each.stop + a) for each, (a, _) in zip(piece.place, need.spans, strict=True)
+                    )
+
+    def sharers(self, need: _Need) -> list[int]:
+        """Return the ranks that have all of a need, where this one does."""
+        for box, ranks in self._parts_of(need.name):
+            if self._rank in ranks and all(c <= a and b <= d for (a, b), (c, d) in zip(need.spans, box)):
+                held = self._held[need.name].tensor
+                return ranks if isinstance(held, DTensor) else list(range(dist.get_world_size()))
+        return []
+
+    def direct(self, needs: Sequence[_Need], part: Tensor) -> Tensor | None:
+        """Return the memory of what one need is, where it is a part as it stands."""
+        (need, *others), own = needs, self._held[needs[0].name]
+        if others or (own.tensor.dtype, own.dtype) != (part.dtype, part.dtype):
+            return None
+        target = need.target
+        if (target.shape, target.stride(), target.storage_offset()) != (
+            part.shape,
+            part.stride(),
+            part.storage_offset(),
+        ):
+            return None
+        (piece,) = self._pieces(need)
+        return local_tensor(own.tensor)[piece.inside]
+
+
+def _place(target: Tensor, whole: Tensor) -> Spans:
+    """Return the slice of ``whole`` that a view of it is, whatever the order of its dims."""
+    sizes = {stride: size for stride, size in zip(target.stride(), target.shape) if size > 1}
+    offset, place = int(target.storage_offset()), list[tuple[int, int]]()
+    for stride, size in zip(whole.stride(), whole.shape, strict=True):
+        start, offset = divmod(offset, stride) if size > 1 else (0, offset)
+        place.append((start, start + (sizes.get(stride, 1) if size > 1 else size)))
+    return tuple(place)
+
+
+def _tiles(
+    source: TypedSource, dtypes: Mapping[str, torch.dtype], order: Sequence[str], leaf: _Leaf, limit: int
+) -> Iterator[_Tile]:
+    """Cut the stream into tiles, as an export does."""
+    shapes = source.shapes()
+    for name in order:
+        whole = torch.empty(tuple(shapes[name]), dtype=dtypes[name], device="meta")
+        spans = list(tiles_of(source, name, dtypes[name], limit))
+        spans = spans or [tuple((0, size) for size in whole.shape)]
+        for number, each in enumerate(spans):
+            index = tuple(slice(*span) for span in each)
+            source.read(name, index, whole[index])
+            yield _Tile(name, each, leaf.taken(), number == 0, number == len(spans) - 1)
+
+
+def _buckets(tiles: Iterable[_Tile], limit: int) -> Iterator[list[_Tile]]:
+    """Group tiles whose needs take at most ``limit`` bytes together, or a tile alone."""
+    bucket: list[_Tile] = []
+    size = 0
+    for tile in tiles:
+        if bucket and size + tile.nbytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tile)
+        size += tile.nbytes
+    if bucket:
+        yield bucket
+
+
+def _factors(
+    leaf: _Leaf, adapted: Mapping[str, Any], pairs: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, Factors]]:
+    """Yield the adapters of each weight, by the module's name of it."""
+    for layer, each in adapted.items():
+        packed = each if isinstance(each, PackedAdapter) else None
+        if packed is None:
+            weight, scale = f"{layer}.base_layer.weight", float(each.scaling[NAME])
+        else:
+            below, weight = each, layer
+            while isinstance(below, PackedAdapter):
+                below, weight = below.base_layer, f"{weight}.base_layer"
+            weight, scale = f"{weight}.{packed.leaf}", packed.scale
+        yield clean_name(weight), Factors(partial(_pair, leaf, *pairs[layer]), scale, packed)
+
+
+def _pair(leaf: _Leaf, a: str, b: str) -> tuple[Tensor, Tensor]:
+    return leaf.whole(a), leaf.whole(b)
+
+
+def _peft_name(name: str) -> str:
+    return f"base_model.model.{base_name(name).replace(f'.{NAME}.', '.')}"
+
+
+def _size(spans: Spans) -> int:
+    return math.prod(stop - start for start, stop in spans)
+
+
+def _up(position: int) -> int:
+    """Return the next position at which a tensor of any dtype may begin."""
+    return -(-position // 16) * 16
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Return the number of in-place changes, of a DTensor and of this rank's part of it."""
+    local = local_tensor(tensor)
+    return (0, 0) if tensor.is_inference() or local.is_inference() else (tensor._version, local._version)

@@ -1,0 +1,244 @@
+"""The stream of a live job's weights has the names, order and bytes of its export."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshpar
+from meshpar.checkpoints import CheckpointManager, export_safetensors
+from meshpar.testing import on_ranks
+from tests.support.models_for_parity import gpt2, huggingface, huggingface_gpt2, transformer
+
+MODELS = {
+    "transformer": transformer,
+    "tied": lambda: transformer(tied=True),
+    "gpt2": gpt2,
+    "llama": lambda: huggingface("Llama"),
+    "their gpt2": huggingface_gpt2,
+    "qwen3_moe": lambda: huggingface(
+        "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
+    ),
+}
+FSDP, TP = meshpar.FullyShard(), meshpar.TensorParallel()
+MESHES = {
+    "dp_shard=2": [FSDP],
+    "tp=2": [TP],
+    "dp_shard=2,tp=2": [TP, FSDP],
+    "dp_replicate=2,dp_shard=2": [meshpar.HybridShard()],
+    "dp_replicate=2,dp_shard=2 world": [meshpar.HybridShard(optimizer="world")],
+    "dp_shard=2,ep=2": [meshpar.ExpertParallel(), FSDP],
+    "dp_shard=2 whole": [meshpar.FullyShard(whole=("model.norm", "lm_head"))],
+}
+
+
+def planned(name, mesh, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = MODELS[name]().to(dtype)
+    return meshpar.Plan(mesh.partition(" ")[0], MESHES[mesh]).apply(model)
+
+
+def exported(par, **options):
+    """What a checkpoint of the same state exports: order and bytes of every tensor."""
+    root = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(root)
+    CheckpointManager(Path(root[0]) / "steps").save(1, par)
+    if dist.get_rank() > 0:
+        return None
+    return read(export_safetensors(Path(root[0]) / "steps", Path(root[0]) / "out", **options) / "model.safetensors")
+
+
+def read(path):
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header.pop("__metadata__", None)
+    return {
+        name: (entry["dtype"], tuple(entry["shape"]), data[8 + size + begin : 8 + size + end])
+        for name, entry in sorted(header.items(), key=lambda each: each[1]["data_offsets"])
+        for begin, end in [entry["data_offsets"]]
+    }
+
+
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+}
+
+
+def described(tensor):
+    return DTYPES[tensor.dtype], tuple(tensor.shape), bytes(tensor.flatten().view(torch.uint8).tolist())
+
+
+def streamed(par, **options):
+    stream = par.published(**options)
+    metadata, found = stream.metadata(), dict(stream)
+    assert [(each.name, each.dtype, each.shape) for each in metadata] == [
+        (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()
+    ]
+    to = options.get("to", 0)
+    assert all(tensor.is_meta == (dist.get_rank() != to) for tensor in found.values())
+    return found if dist.get_rank() == to else None
+
+
+def same(par, expected, **options):
+    found = streamed(par, **options)
+    if expected is not None:
+        assert list(found) == list(expected)
+        for name, tensor in found.items():
+            assert described(tensor) == expected[name], name
+
+
+def assert_exported(mesh, names):
+    for name in names:
+        par = planned(name, mesh)
+        for dtype in (None, torch.bfloat16):
+            expected = exported(par, dtype=dtype)
+            same(par, expected, dtype=dtype)
+            same(par, expected, dtype=dtype, bucket=3000)  # tensors in several buckets
+
+
+@on_ranks(2, keep=True)
+def test_fsdp_streams_what_it_exports() -> None:
+    assert_exported("dp_shard=2", MODELS)
+
+
+@on_ranks(2, keep=True)
+def test_tensor_parallel_streams_what_it_exports() -> None:
+    assert_exported("tp=2", MODELS)
+
+
+@on_ranks(4, keep=True)
+def test_fsdp_and_tensor_parallel_stream_what_they_export() -> None:
+    assert_exported("dp_shard=2,tp=2", MODELS)
+
+
+@pytest.mark.parametrize("mesh", ["dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=2 world", "dp_shard=2,ep=2"])
+def test_other_meshes_stream_what_they_export(mesh: str) -> None:
+    other_meshes(mesh)
+
+
+@on_ranks(4, keep=True)
+def other_meshes(mesh: str) -> None:
+    assert_exported(mesh, ["qwen3_moe"])
+
+
+def quantisable():
+    return huggingface("Llama", hidden_size=128, head_dim=32, intermediate_size=128, num_hidden_layers=1)
+
+
+@on_ranks(2, keep=True)
+def test_quantised_weights_stream_as_they_export() -> None:
+    for mesh, dtype in (("dp_shard=2", torch.float32), ("tp=2", torch.bfloat16)):
+        torch.manual_seed(0)
+        par = meshpar.Plan(mesh, MESHES[mesh]).apply(quantisable().to(dtype))
+        for quantize in ("fp8", "int4"):
+            expected = exported(par, quantize=quantize)
+            same(par, expected, quantize=quantize)
+            same(par, expected, quantize=quantize, bucket="64KiB")
+
+
+@on_ranks(2, keep=True)
+def test_averages_stream_as_they_export() -> None:
+    par = planned("transformer", "dp_shard=2")
+    average = par.averaged(0.5, dtype=torch.float64)
+    for _ in range(2):
+        average.update()
+        with torch.no_grad():
+            for each in par.module.parameters():
+                each.mul_(1.5)
+    with average.swapped():
+        expected = exported(par)
+    same(par, expected, averaged=average)
+    changed = streamed(par)
+    assert dist.get_rank() or described(next(iter(changed.values()))) != next(iter(expected.values()))
+
+
+@on_ranks(2, keep=True)
+def test_merged_adapters_stream_as_peft_merges_them() -> None:
+    pytest.importorskip("peft")
+    from meshpar.training import LoRA, add_adapters
+
+    for name, mesh in (
+        ("llama", "dp_shard=2"),
+        ("llama", "tp=2"),
+        ("their gpt2", "dp_shard=2"),
+        ("qwen3_moe", "dp_shard=2"),
+    ):
+        torch.manual_seed(0)
+        packed = dict(parameters=("experts.gate_up_proj",)) if name == "qwen3_moe" else {}
+        model = MODELS[name]()
+        layout = add_adapters(
+            model, LoRA(rank=4, targets=("c_attn",) if "gpt2" in name else ("q_proj", "v_proj"), **packed)
+        )
+        with torch.no_grad():
+            for key, each in model.named_parameters():
+                if "lora_B" in key:
+                    each.normal_()
+        want = {}
+        for key, module in model.named_modules():
+            if (
+                hasattr(module, "base_layer")
+                and hasattr(module, "get_delta_weight")
+                and hasattr(module.base_layer, "weight")
+            ):
+                base = key.replace(".base_layer", "") + ".weight"
+                want[base] = module.base_layer.weight.detach() + module.get_delta_weight("default").detach()
+        par = meshpar.Plan(mesh, MESHES[mesh]).apply(model, layout)
+        found, adapters = streamed(par, bucket=5000), streamed(par, adapters="only")
+        if dist.get_rank() == 0:
+            assert want and not [key for key in found if "lora" in key or "base_layer" in key]
+            for key, value in want.items():
+                torch.testing.assert_close(found[key], value)
+            assert all(key.startswith("base_model.model.") and key.endswith(".weight") for key in adapters)
+
+
+@on_ranks(4, keep=True)
+def test_shards_put_together_are_the_stream() -> None:
+    for name, mesh in (
+        ("transformer", "dp_shard=2,tp=2"),
+        ("gpt2", "dp_shard=2,tp=2"),
+        ("qwen3_moe", "dp_shard=2,ep=2"),
+    ):
+        par = planned(name, mesh)
+        stream = par.published(dtype=torch.bfloat16)
+        whole = streamed(par, dtype=torch.bfloat16)
+        mine = [(each.name, each.place, each.tensor.clone(), each.ranks) for each in stream.shards()]
+        every = [None] * 4
+        dist.all_gather_object(every, mine)
+        if dist.get_rank() == 0:
+            made = {key: torch.full_like(each, float("nan")) for key, each in whole.items()}
+            for rank, parts in enumerate(every):
+                for key, place, tensor, ranks in parts:
+                    assert rank in ranks
+                    made[key][place] = tensor
+            assert all(torch.equal(made[key], each) for key, each in whole.items())
+
+
+@on_ranks(2, keep=True)
+def test_a_stream_of_two_versions_is_an_error_and_the_next_one_is_whole() -> None:
+    par = planned("transformer", "dp_shard=2")
+    stream = par.published(to=1)
+    with pytest.raises(meshpar.MeshparError, match="a mixture of versions"):
+        for number, _ in enumerate(stream):
+            if number == 0:
+                with torch.no_grad():
+                    next(par.module.parameters()).mul_(2)
+    assert len(list(stream)) == len(stream.metadata()) and stream.version == 2
+    with pytest.raises(meshpar.CheckpointError, match="expected a rank from 0 to 1"):
+        par.published(to=2)
+    with pytest.raises(meshpar.CheckpointError, match="layers with adapters"):
+        par.published(adapters="only")
+
+
+@on_ranks(2, keep=True)
+def test_whole_parameters_stream_as_they_export() -> None:
+    assert_exported("dp_shard=2 whole", ["llama"])
