@@ -64,8 +64,33 @@ def chunked_token_loss(
     if chunk < 1:
         raise MeshparError(f"chunk={chunk} must be 1 or more")
     reduced = reduction_of(reduction, labels_BL, ignore_index)
+
+    def loss(finish: Step, hidden_ND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wanted = torch.is_grad_enabled()
+        return _Chunked.apply(finish, wanted, chunk, ignore_index, labels_BL.flatten(), hidden_ND, weight, bias)
+
+    return reduced(run_with(model, inputs, labels_BL, head, loss))
+
+
+def run_with(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    labels_BL: Tensor,
+    head: nn.Module | None,
+    compute: Callable[[Step, Tensor, Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """Run ``model`` with what ``compute`` makes of hidden states in place of its logits, and return that.
+
+    Args:
+        model, inputs, labels_BL, head: as for :func:`chunked_token_loss`.
+        compute: receives what the head does with logits after its product, hidden states (N, D), and the head's weight
+            and bias.
+
+    Raises:
+        MeshparError: as for :func:`chunked_token_loss`.
+    """
     made: list[Tensor] = []
-    with _loss_for_logits(head or head_of(model), labels_BL, chunk, ignore_index, made):
+    with _in_place_of_logits(head or head_of(model), labels_BL, compute, made):
         output = model(**inputs)
     if not made or getattr(output, "logits", None) is not made[0]:
         what = (
@@ -76,7 +101,7 @@ def chunked_token_loss(
         raise MeshparError(
             f"{class_name(model)} {what}, so its loss cannot be computed in chunks; use chunk=0 (all logits at once)"
         )
-    return reduced(made[0])
+    return made[0]
 
 
 def head_of(model: nn.Module) -> nn.Module:
@@ -127,10 +152,13 @@ def chunk_for(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
 
 
 @contextmanager
-def _loss_for_logits(
-    head: nn.Module, labels_BL: Tensor, chunk: int, ignore_index: int, made: list[Tensor]
+def _in_place_of_logits(
+    head: nn.Module,
+    labels_BL: Tensor,
+    compute: Callable[[Step, Tensor, Tensor, Tensor | None], Tensor],
+    made: list[Tensor],
 ) -> Iterator[None]:
-    """Let ``head`` return the summed loss (a scalar) in place of logits, once."""
+    """Let ``head`` return what ``compute`` makes in place of logits, once."""
     prepare, finish = around_the_product(head)
 
     def forward(hidden: Tensor) -> Tensor:
@@ -144,12 +172,7 @@ def _loss_for_logits(
                 f"the head got hidden states of {tuple(hidden.shape[:-1])} for labels of {tuple(labels_BL.shape)}"
             )
         hidden, weight, bias = (_computed_with(each) for each in (hidden, head.weight, head.bias))
-        wanted = torch.is_grad_enabled()
-        made.append(
-            _Chunked.apply(
-                finish, wanted, chunk, ignore_index, labels_BL.flatten(), hidden.flatten(0, -2), weight, bias
-            )
-        )
+        made.append(compute(finish, hidden.flatten(0, -2), weight, bias))
         return made[0]
 
     with in_place_of(head, forward):
@@ -201,7 +224,7 @@ class _Chunked(torch.autograd.Function):
         bias_V: Tensor | None,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
-        grads = _Gradients(hidden_ND, weight_VD, bias_V) if wanted else None
+        grads = Gradients(hidden_ND, weight_VD, bias_V) if wanted else None
         for start in range(0, len(hidden_ND), chunk):
             part = slice(start, start + chunk)
             logits_nV = F.linear(hidden_ND[part], weight_VD, bias_V).requires_grad_(wanted)
@@ -233,7 +256,7 @@ class _Chunked(torch.autograd.Function):
 
 
 @final
-class _Gradients:
+class Gradients:
     """Gradients of hidden states, weight and bias (of those that are trained), of which chunks give their parts.
 
     Those of weight and bias are sums over chunks, in float32 at least: in half precision each chunk's would be rounded

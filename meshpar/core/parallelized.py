@@ -30,6 +30,7 @@ from meshpar.exact.agreement import leaves
 from meshpar.exact.attach import renew
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.verify import Verification, call, split_test, verified
+from meshpar.log_probs import TokenLogProbs, token_log_probs
 from meshpar.passes import random
 from meshpar.passes.applied import applied
 from meshpar.passes.installed import before_plan
@@ -548,6 +549,25 @@ class Parallelized:
         average = Averaged(self, decay, dtype=dtype, buffers=buffers, from_start=from_start)
         self._averages.add(average)
         return average
+
+    def token_log_probs(self, batch: Mapping[str, Any], *, temperature: float = 1.0, **options: Any) -> TokenLogProbs:
+        """Return the log-probability of each label of ``batch`` and the entropy of each position, with gradients.
+
+        Values are those of one process, on every mesh, and no rank holds all logits. Where positions are split, pass a
+        part of :meth:`split`: values are of these positions. See :func:`meshpar.log_probs.token_log_probs`, whose other
+        arguments are the ``options``.
+
+        Args:
+            batch: the keyword arguments of the module, and ``labels`` (B, L): the token that each position predicts,
+                -100 where none counts.
+            temperature: logits are divided by it.
+
+        Returns:
+            ``log_probs`` and ``entropy``, (B, L) in float32.
+
+        Collective: every rank calls it.
+        """
+        return token_log_probs(self.module, batch, temperature=temperature, **options)
 
     def published(
         self,

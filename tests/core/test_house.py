@@ -29,7 +29,7 @@ FLOORS = [
     {"passes"},
     {"resolved", "registry"},
     {"state", "exact", "applying", "checks", "description", "watchdog", "positions"},
-    {"parallelized", "chunked"},
+    {"parallelized", "chunked", "log_probs"},
     {"plan"},
     {"testing", "forecasting", "training", "optim"},
     {"models", "checkpoints"},
