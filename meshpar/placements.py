@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from meshpar._torch import StridedShard, quiet_gathers
+from meshpar.core.errors import MeshparError
 
 
 def shard_dim(placement: Placement) -> int | None:
@@ -205,6 +206,23 @@ def _whole_gradient(parameter: Tensor) -> Tensor | None:
             placements=[Replicate() if isinstance(each, Partial) else each for each in grad.placements]
         )
     return parameter.grad
+
+
+def local_gradient(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a gradient, divided as its parameter is. Collective where it is divided otherwise.
+
+    Raises:
+        MeshparError: the gradient is sparse.
+    """
+    grad = parameter.grad
+    assert grad is not None
+    if grad.is_sparse:
+        raise MeshparError(
+            "the optimizer does not support sparse gradients; build the embedding with sparse=False, or use SparseAdam"
+        )
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+        grad = grad.redistribute(placements=parameter.placements)
+    return local_tensor(grad)
 
 
 def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

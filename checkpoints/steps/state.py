@@ -25,7 +25,7 @@ from meshpar.checkpoints.format.manifest import MODEL
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError
 from meshpar.placements import local_tensor, placed_like, sharded_axes
-from meshpar.state.full import check_undivided, place_optimizer_state, restored_parameters
+from meshpar.state.full import BLOCKS, check_undivided, place_optimizer_state, restored_parameters
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """One optimizer, or several by name, of different parameters."""
@@ -303,6 +303,8 @@ def _room(
     room = torch.zeros(stored.shape, dtype=dtype, device="cpu" if on_host else parameter.device)
     if isinstance(parameter, DTensor) and room.ndim == parameter.ndim > 0:
         reduced = {dim for dim, size in enumerate(stored.shape) if size != parameter.shape[dim]}
+        if key.endswith(BLOCKS):
+            return placed_like(room, parameter, {room.ndim - 1})
         if all(stored.shape[dim] == 1 for dim in reduced):  # a factor of rows or columns
             return placed_like(room, parameter, reduced)
     return room

@@ -175,14 +175,15 @@ def optimizer_of(recipe: Recipe) -> Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def own_optimizer(path: str, keywords: Mapping[str, Any], module: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of the user's own class over the module's parameters that want a gradient; vectors do not
-    decay.
+    """Return an optimizer of a class over the module's parameters that want a gradient; vectors do not decay. Classes
+    of :mod:`meshpar.optim` sort the parameters themselves.
 
     Raises:
         RecipeError: it cannot be made, or is no torch.optim.Optimizer.
     """
-    groups = parameter_groups(module, keywords.get("weight_decay"))
-    made = make_own(registry.imported(path), keywords, groups)
+    kind = registry.imported(path)
+    whole = getattr(kind, "takes_module", False)
+    made = make_own(kind, keywords, module if whole else parameter_groups(module, keywords.get("weight_decay")))
     if not isinstance(made, torch.optim.Optimizer):
         raise RecipeError(f"{path} returned a {type(made).__name__}; expected a torch.optim.Optimizer")
     return made

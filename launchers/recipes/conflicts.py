@@ -251,7 +251,7 @@ def calling_problems(recipe: Recipe, document: Document) -> list[str]:
     own: list[tuple[Place, Any, tuple[str, ...]]] = [
         (("model",), recipe.model, ("vocab_size",)),
         (("teacher", "model"), None if recipe.teacher is None else recipe.teacher.model, ("vocab_size",)),
-        (("optimizer",), recipe.optimizer, ("params", "lr")),
+        (("optimizer",), recipe.optimizer, ("params", "module", "lr")),
         (("data", "dataset"), data.dataset, ("sequence_length",)),
         (("data", "validation_dataset"), data.validation_dataset, ("sequence_length",)),
     ]

@@ -76,11 +76,17 @@ def resolve(document: Document, *, disks: bool = True) -> Recipe:
     return found.read_from(document).noting(notes)
 
 
+OPTIMIZERS = {"muon": "meshpar.optim.Muon", "small_adamw": "meshpar.optim.SmallAdamW"}
+"""Short names of meshpar's optimizers, as ``class``."""
+
+
 def _name_kinds(data: dict[str, Any]) -> None:
     """Write which kind of optimizer and of data a section is."""
     optimizer, section = data.get("optimizer"), data.get("data")
     if isinstance(optimizer, Mapping):
         data["optimizer"] = {"name": "own" if "class" in optimizer else "adamw", **optimizer}
+        if optimizer.get("class") in OPTIMIZERS:
+            data["optimizer"]["class"] = OPTIMIZERS[optimizer["class"]]
     if isinstance(section, Mapping) and section.get("dataset") is not None:
         data["data"] = {"source": "dataset", **section}
     elif isinstance(section, Mapping) and section.get("mix"):

@@ -5,5 +5,6 @@
 """
 
 from meshpar.optim.muon import Muon
+from meshpar.optim.small_adamw import SmallAdamW
 
-__all__ = ["Muon"]
+__all__ = ["Muon", "SmallAdamW"]

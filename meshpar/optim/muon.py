@@ -10,7 +10,6 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw as adamw_step
 
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import unmatched
@@ -19,7 +18,7 @@ from meshpar.core.registry import layout_for
 from meshpar.optim.matrices import Matrices, matrices_of, plain
 from meshpar.optim.owners import Owners, Piece, Place, shares
 from meshpar.passes.applied import applied
-from meshpar.placements import local_tensor
+from meshpar.placements import local_gradient, local_tensor
 
 _ROUND_BYTES = 64 << 20  # that an owner gets in one exchange; a single matrix may be larger
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -141,27 +140,20 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step_adamw(self, trained: Sequence[Tensor], group: dict[str, Any]) -> None:
+        """Step as torch.optim.AdamW does, operation by operation, on this rank's parts."""
         for each in trained:
             state = self.state[each]
             if "exp_avg" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(each), torch.zeros_like(each)
-        states = [self.state[each] for each in trained]
-        adamw_step(
-            [local_tensor(each) for each in trained],
-            [_local_gradient(each) for each in trained],
-            [local_tensor(state["exp_avg"]) for state in states],
-            [local_tensor(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+                state["step"], state["exp_avg"], state["exp_avg_sq"] = 0, torch.zeros_like(each), torch.zeros_like(each)
+            state["step"] += 1
+            lr, (beta1, beta2), step = float(group["lr"]), group["betas"], state["step"]
+            held, grad = local_tensor(each), local_gradient(each)
+            first, second = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
+            held.mul_(1 - lr * group["weight_decay"])
+            first.lerp_(grad, 1 - beta1)
+            second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            root = second.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+            held.addcdiv_(first, root, value=-lr / (1 - beta1**step))
 
     def _step_muon(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
         held, grads, momenta = [], [], []
@@ -170,7 +162,7 @@ class Muon(torch.optim.Optimizer):
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
             held.append(local_tensor(parameter))
-            grads.append(_local_gradient(parameter))
+            grads.append(local_gradient(parameter))
             momenta.append(local_tensor(state["momentum_buffer"]))
             momenta[-1].lerp_(grads[-1], 1 - group["momentum"])
             held[-1].mul_(1 - float(group["lr"]) * group["weight_decay"])
@@ -255,16 +247,6 @@ def _device(parameter: Tensor) -> torch.device:
         return here
     kind = parameter.device_mesh.device_type
     return torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-def _local_gradient(parameter: Tensor) -> Tensor:
-    grad = parameter.grad
-    assert grad is not None
-    if grad.is_sparse:
-        raise MeshparError("Muon does not support sparse gradients; build the embedding with sparse=False")
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
-        grad = grad.redistribute(placements=parameter.placements)
-    return local_tensor(grad)
 
 
 def _sorted(

@@ -6,6 +6,7 @@ all-to-all to the owners and one back.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshpar import _torch
 from meshpar.placements import local_index, shard_dim
 
 Place = tuple[slice, ...]
@@ -151,7 +153,7 @@ def shares(parameter: Tensor, groups: dict[tuple[int, ...], Any]) -> tuple[Owner
 
     Args:
         parameter: replicas of its parts have owners of their own.
-        groups: made for several axes so far, by their ranks; a new one is added. Collective over its ranks then.
+        groups: made for several axes so far, by their ranks; a new one is added. Collective over the mesh then.
     """
     whole = tuple(slice(0, size) for size in parameter.shape)
     if not isinstance(parameter, DTensor):
@@ -165,24 +167,25 @@ def shares(parameter: Tensor, groups: dict[tuple[int, ...], Any]) -> tuple[Owner
     ]
     if not split:
         return Owners((0,), None), [whole]
-    index = tuple(slice(None) if axis in split else here[axis] for axis in range(mesh.ndim))
-    ranks = tuple(sorted(mesh.mesh[index].flatten().tolist()))
+    names = mesh.mesh_dim_names
+    assert names is not None, "meshpar's meshes have names"
+    with _torch.without_modes():  # in a simulation, too, ranks are numbers
+        every = mesh.mesh.flatten().tolist()
+    places = dict(zip(every, itertools.product(*map(range, mesh.shape)), strict=True))
+    ranks = tuple(
+        sorted(
+            rank
+            for rank, place in places.items()
+            if all(place[axis] == here[axis] for axis in range(mesh.ndim) if axis not in split)
+        )
+    )
     if len(split) == 1:
         group = mesh.get_group(split[0])
     else:
         if ranks not in groups:
-            groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="owners of matrices")
+            axes = tuple(names[axis] for axis in split)
+            groups[ranks] = _torch.flattened(mesh if len(axes) == mesh.ndim else mesh[axes]).get_group()
         group = groups[ranks]
-    places = {int(rank): coordinate for coordinate, rank in _coordinates(mesh.mesh)}
-    held = [
-        local_index(parameter.shape, parameter.placements, mesh.shape, places[rank])
-        for rank in dist.get_process_group_ranks(group)
-    ]
-    return Owners(dist.get_process_group_ranks(group), group), held
-
-
-def _coordinates(ranks: Tensor) -> list[tuple[tuple[int, ...], int]]:
-    return [
-        (tuple(int(each) for each in torch.unravel_index(torch.tensor(number), ranks.shape)), rank)
-        for number, rank in enumerate(ranks.flatten().tolist())
-    ]
+    order = dist.get_process_group_ranks(group)
+    held = [local_index(parameter.shape, parameter.placements, mesh.shape, places[rank]) for rank in order]
+    return Owners(order, group), held

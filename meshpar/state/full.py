@@ -23,6 +23,11 @@ from meshpar.core.errors import MeshparError
 from meshpar.patches import while_lives
 from meshpar.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
 
+BLOCKS = "_blocks"
+"""The end of the name of an optimizer's tensor that has a number for each block of a row, so that no rank divides its
+last dim.
+"""
+
 
 @final
 class ShardedState(OrderedDict[str, Any]):

@@ -149,13 +149,16 @@ class Schedule:
         return self.lr * self.factor(step)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: float) -> float:
-        """Set the learning rate of every parameter group for ``step`` and return it."""
+        """Set the learning rate of every parameter group for ``step`` and return it; a group's ``lr_scale`` is a factor
+        of its own.
+        """
         rate = self.rate(step)
         for group in optimizer.param_groups:
+            own = rate * group.get("lr_scale", 1.0)
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
+                group["lr"].fill_(own)
             else:
-                group["lr"] = rate
+                group["lr"] = own
         return rate
 
 

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import functools
+import shutil
+import tempfile
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshpar import ContextParallel, ExpertParallel, FullyShard, HybridShard, Plan, Replicate, TensorParallel
+from meshpar import (
+    ContextParallel,
+    ExpertParallel,
+    FullyShard,
+    HybridShard,
+    MeshparError,
+    Plan,
+    Replicate,
+    TensorParallel,
+)
+from meshpar.checkpoints import CheckpointManager
 from meshpar.optim import Muon
+from meshpar.optim.matrices import Matrices
 from meshpar.testing import assert_records_match, on_ranks, token_steps
 from meshpar.testing.parity import _alone, train_steps
+from meshpar.training import Schedule
+from tests.optim.given import Uneven, advance, alone, bits, initial, on, reset, same, trained
 from tests.passes.test_world import MIXTURE, ODD, WORLD
 from tests.support.models_for_parity import VOCAB, gpt2
 
@@ -137,3 +153,102 @@ def test_experts_and_fused_projections_are_matrices_of_their_own():
         assert_equals(expected, MIXTURE, mesh, passes, steps)
     expected = one_process(gpt2, steps, functools.partial(Torchs, pieces=thirds))
     assert_equals(expected, gpt2, "dp_shard=2,tp=2", [TensorParallel(), FullyShard()], steps)
+
+
+HALF = functools.partial(Muon, lr=0.02, adamw=ADAMW, adjust_lr_fn="match_rms_adamw")
+MESHES = [
+    ("dp_shard=4", [FullyShard()]),
+    ("dp_replicate=2,dp_shard=2", [HybridShard()]),
+    ("dp_replicate=2,dp_shard=2", [WORLD]),
+    ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]),
+    ("dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),
+]
+
+
+def test_one_process_has_the_bits_of_torchs():
+    ours, theirs = initial(), initial()
+    torchs = Torchs(theirs, adjust_lr_fn="match_rms_adamw")
+    advance(theirs, torchs, range(10))
+    trained(ours, HALF, 10)
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(parameter, ours.get_parameter(name)), name
+
+
+EXPERTS = [
+    ("dp_shard=4", [FullyShard()]),
+    ("dp_shard=2,ep=2", [ExpertParallel(), FullyShard()]),
+    ("dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), FullyShard()]),
+]
+
+
+@on_ranks(4, keep=True, timeout_s=400)
+@pytest.mark.parametrize(("build", "meshes"), [(Uneven, MESHES), (MIXTURE, EXPERTS)], ids=["uneven", "experts"])
+def test_given_the_same_gradients_every_mesh_has_the_bits_of_one_process_and_resumes_on_another(build, meshes):
+    root = [tempfile.mkdtemp(prefix="meshpar-optim-")]
+    dist.broadcast_object_list(root)
+    expected = alone(HALF, 6, build)
+    pars = [on(mesh, passes, build) for mesh, passes in meshes]
+    for number, par in enumerate(pars):
+        optimizer = trained(reset(par, build), HALF, 3)
+        with CheckpointManager(f"{root[0]}/{number}") as manager:
+            manager.save(3, par, optimizer)
+        advance(par.module, optimizer, range(3, 6))
+        same(expected, bits(par.module, optimizer))
+        for other in pars[:number] + pars[number + 1 :]:
+            optimizer = HALF(reset(other, build))
+            with CheckpointManager(f"{root[0]}/{number}") as manager:
+                manager.restore(other, optimizer)
+            advance(other.module, optimizer, range(3, 6))
+            same(expected, bits(other.module, optimizer))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(root[0])
+
+
+def test_a_group_has_options_and_matrices_of_its_own():
+    module = nn.ModuleDict({"qkv": nn.Linear(8, 48), "embed": nn.Embedding(9, 8), "conv": nn.Conv2d(3, 8, 2)})
+    optimizer = Muon(
+        module,
+        lr=0.02,
+        weight_decay=0.0,
+        adamw={"lr": 0.001},
+        groups={"qkv.weight": {"parts": (4, 1, 1), "lr": 0.01}, "embed": {"rule": "muon"}},
+    )
+    found = {
+        name: {key: group.get(key) for key in ("rule", "lr", "lr_scale", "parts")}
+        for name, each in module.named_parameters()
+        for group in optimizer.param_groups
+        if any(each is other for other in group["params"])
+    }
+    assert found["qkv.weight"] == {"rule": "muon", "lr": 0.01, "lr_scale": 0.5, "parts": (4, 1, 1)}
+    assert found["embed.weight"] == {"rule": "muon", "lr": 0.02, "lr_scale": 1.0, "parts": 1}
+    assert found["conv.weight"]["rule"] == "muon" and found["conv.bias"]["lr"] == 0.001
+    Schedule(name="constant", lr=0.2).apply(optimizer, 0)
+    assert sorted({group["lr"] for group in optimizer.param_groups}) == pytest.approx([0.01, 0.1, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be 'original' or 'match_rms_adamw', got 'rms'"),
+        ({"ns_steps": 100}, "ns_steps must be from 1 to 99, got 100"),
+        ({"ns_dtype": "float16"}, "ns_dtype must be one of bfloat16, float32"),
+        ({"adamw": {"beta": 1}}, "adamw has no option 'beta'"),
+        ({"groups": {"0": {"learning_rate": 1}}}, "groups have no option 'learning_rate'"),
+        ({"groups": {"7": {"lr": 1}}}, r"groups pattern '7' matches no module"),
+        ({"groups": {"0.weight": {"parts": 3}}}, r"0.weight, of shape \(8, 8\), has 8 in dim 0, which parts=3 do not"),
+        ({"lr": -1}, "lr must be 0 or more"),
+    ],
+)
+def test_options_that_it_does_not_know_are_refused(options, said):
+    with pytest.raises(MeshparError, match=said):
+        Muon(nn.Sequential(nn.Linear(8, 8)), **options)
+
+
+def test_a_parameter_of_three_dims_that_nothing_describes_is_refused():
+    module = nn.Module()
+    module.stack = nn.Parameter(torch.zeros(3, 4, 4))
+    with pytest.raises(MeshparError, match=r'stack has the shape \(3, 4, 4\).*groups=\{"stack": \{"stacked": True'):
+        Muon(module)
+    (group,) = Muon(module, groups={"stack": {"stacked": True}}).param_groups
+    assert group["stacked"] and len(list(Matrices(stacked=True).of((3, 4, 4)))) == 3

@@ -1,0 +1,336 @@
+"""SmallAdamW: AdamW whose moments take one or two bytes a number, with the same bits on every mesh."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshpar.core.errors import MeshparError
+from meshpar.placements import held_by_this_rank, local_gradient, local_tensor, placed_like, shard_dim
+from meshpar.state.full import BLOCKS
+
+BLOCK = 256
+"""Consecutive numbers of a row that share a scale."""
+SMALLEST = 4096
+"""Elements of the smallest parameter whose moments are small; those of others, and of vectors, are in float32."""
+_CHUNK = 1 << 20  # elements whose moments are in float32 at a time
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@final
+class SmallAdamW(torch.optim.Optimizer):
+    """AdamW with moments in 8 bits or in bfloat16, which have the same bits on every mesh for the same gradients.
+
+    Whether a moment is small depends on the shape of the whole parameter, never of a shard: two dims or more, and 4,096
+    elements or more. In 8 bits, 256 consecutive numbers of a row share a scale, their largest, and each is the nearest
+    of 256 values that are dense around zero (dynamic tree quantisation, Dettmers et al. 2022, arXiv 2110.02861). Ranks
+    that hold parts of one block exchange its largest number, all blocks in one exchange a step.
+
+    A step computes in float32: it reads the moments, updates them and the parameter, and rounds the moments.
+
+    >>> from torch import nn
+    >>> from meshpar.optim import SmallAdamW
+    >>> layer = nn.Linear(64, 64)
+    >>> optimizer = SmallAdamW(layer, lr=1e-3)
+    >>> layer(layer.weight).sum().backward(); optimizer.step()
+    >>> optimizer.state[layer.weight]["exp_avg"].dtype
+    torch.uint8
+
+    Args:
+        module: the parallel module or its ``Parallelized``; build the optimizer after ``plan.apply``.
+        lr: learning rate.
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay of parameters with two dims or more.
+        states: ``"8bit"`` or ``"bfloat16"``.
+        stochastic: round up or down by chance, in proportion to the distance; parameters in bfloat16 too. The bits
+            follow from seed, step, the parameter's name and the place in the whole parameter, so that every mesh and
+            every restart draws the same. Take it with a decay above 0.99 and bfloat16, which else rounds the increments
+            of the second moment away.
+        seed: of ``stochastic``.
+
+    Raises:
+        MeshparError: an option is not known, or no parameter requires a gradient.
+    """
+
+    takes_module = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        *,
+        states: Literal["8bit", "bfloat16"] = "8bit",
+        stochastic: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if states not in ("8bit", "bfloat16"):
+            raise MeshparError(f"SmallAdamW: states must be '8bit' or 'bfloat16', got {states!r}")
+        if not (lr >= 0 and eps > 0 and weight_decay >= 0 and all(0 <= each < 1 for each in betas)):
+            raise MeshparError(
+                "SmallAdamW: expected lr >= 0, eps > 0, weight_decay >= 0 and betas from 0 to 1; got "
+                f"{lr}, {eps}, {weight_decay}, {tuple(betas)}"
+            )
+        module = getattr(module, "module", module) if not isinstance(module, nn.Module) else module
+        trained = [each for each in module.parameters() if each.requires_grad]
+        if not trained:
+            raise MeshparError("no parameter of the model requires a gradient; there is nothing to train")
+        self._names = {id(each): name for name, each in module.named_parameters()}
+        wide = [each for each in trained if each.ndim > 1]
+        narrow = [each for each in trained if each.ndim < 2]
+        common = {"lr": lr, "betas": tuple(betas), "eps": eps, "states": states, "stochastic": stochastic, "seed": seed}
+        groups = [
+            {"params": params, "weight_decay": decay, **common}
+            for params, decay in ((wide, weight_decay), (narrow, 0.0))
+            if params
+        ]
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Make one step. Collective over the ranks that hold parts of a row.
+
+        Args:
+            closure: computes the loss and gradients again.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        codes: dict[tuple[bool, torch.device], tuple[Tensor, Tensor]] = {}
+        work = [
+            _Parameter(each, group, self.state[each], self._names.get(id(each), ""), codes)
+            for group in self.param_groups
+            for each in group["params"]
+            if each.grad is not None
+        ]
+        for each in work:
+            each.begin()
+        _share_largest([each for each in work if each.cut])
+        for each in work:
+            each.step()
+        return loss
+
+
+@final
+class _Parameter:
+    """One parameter in one step: this rank's part of it, as rows.
+
+    Attributes:
+        cut: axes of the mesh that divide its blocks.
+        largest: of a parameter with ``cut``: the largest number of each block of both moments, over those axes.
+    """
+
+    def __init__(
+        self,
+        parameter: Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+        name: str,
+        codes: dict[tuple[bool, torch.device], tuple[Tensor, Tensor]],
+    ) -> None:
+        self.parameter, self.group, self.state, self._name, self._known = parameter, group, state, name, codes
+        small = parameter.ndim > 1 and parameter.numel() >= SMALLEST
+        self.kind = group["states"] if small else "float32"
+        self.cut: list[int] = []
+        if self.kind == "8bit" and isinstance(parameter, DTensor):
+            last = parameter.ndim - 1
+            self.cut = [
+                axis
+                for axis, each in enumerate(parameter.placements)
+                if shard_dim(each) == last and parameter.device_mesh.shape[axis] > 1
+            ]
+        self.largest: list[Tensor] | None = None
+
+    def begin(self) -> None:
+        """Make the state, count the step, and find the largest numbers of blocks that others hold parts of."""
+        if "exp_avg" not in self.state:
+            self._make()
+        self.state["step"] += 1
+        self._grad = self._rows(local_gradient(self.parameter).contiguous())
+        self._places = held_by_this_rank(self.parameter) if self.parameter.ndim else (slice(0, 1),)
+        if self.cut:
+            parts = [
+                [self._largest_of(moment, columns) for moment in self._moments(rows, columns)]
+                for rows, columns in self._chunks()
+            ]
+            blocks = self.state["exp_avg" + BLOCKS].shape[-1]
+            rows = local_tensor(self.state["exp_avg" + BLOCKS]).numel() // blocks
+            empty = torch.zeros(rows, blocks, device=local_tensor(self.parameter).device)
+            self.largest = [torch.cat(each) for each in zip(*parts)] if parts else [empty, empty.clone()]
+
+    def step(self) -> None:
+        """Update the parameter and its moments."""
+        lr, (beta1, beta2), count = float(self.group["lr"]), self.group["betas"], self.state["step"]
+        first, second = 1 - beta1**count, math.sqrt(1 - beta2**count)
+        values = self._rows(local_tensor(self.parameter))
+        for rows, columns in self._chunks():
+            moments = self._moments(rows, columns)
+            part = values[rows].to(torch.float32, copy=True)
+            part.mul_(1 - lr * self.group["weight_decay"])
+            part.sub_(moments[0].div(moments[1].sqrt().div_(second).add_(self.group["eps"])).mul_(lr / first))
+            values[rows] = self._rounded(part, values.dtype, "parameter", rows, columns)
+            for number, (key, moment) in enumerate(zip(_MOMENTS, moments)):
+                stored = self._rows(local_tensor(self.state[key]))
+                if self.kind != "8bit":
+                    stored[rows] = self._rounded(moment, stored.dtype, key, rows, columns)
+                    continue
+                scales = self._largest_of(moment, columns) if self.largest is None else self.largest[number][rows]
+                if self.largest is None:
+                    self._blocks(key)[rows] = scales
+                stored[rows] = self._coded(moment, scales, key, rows, columns)
+
+        for key, largest in zip(_MOMENTS, self.largest or ()):  # read until here; a rank without columns has them, too
+            self._blocks(key).copy_(largest)
+
+    def _make(self) -> None:
+        dtype = {"8bit": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}[self.kind]
+        self.state["step"] = 0
+        for key in _MOMENTS:
+            self.state[key] = torch.zeros_like(self.parameter, dtype=dtype)
+            if self.kind == "8bit":
+                local_tensor(self.state[key]).fill_(_tree(key == "exp_avg").index(0.0))
+                *rows, columns = self.parameter.shape
+                scales = torch.zeros(*rows, -(-columns // BLOCK), device=local_tensor(self.parameter).device)
+                last = self.parameter.ndim - 1
+                self.state[key + BLOCKS] = (
+                    placed_like(scales, self.parameter, {last}) if isinstance(self.parameter, DTensor) else scales
+                )
+
+    def _rows(self, part: Tensor) -> Tensor:
+        return part.view(-1, part.shape[-1]) if part.ndim > 1 else part.view(1, -1)
+
+    def _blocks(self, key: str) -> Tensor:
+        scales = local_tensor(self.state[key + BLOCKS])
+        return scales.view(-1, scales.shape[-1])
+
+    def _chunks(self) -> Iterator[tuple[slice, slice]]:
+        """Yield rows of this rank's part a few at a time, with the columns of the whole that they have."""
+        part = local_tensor(self.parameter)
+        if part.numel() == 0:
+            return
+        rows, width = self._rows(part).shape
+        few = max(1, _CHUNK // width)
+        for start in range(0, rows, few):
+            yield slice(start, min(start + few, rows)), self._places[-1]
+
+    def _moments(self, rows: slice, columns: slice) -> list[Tensor]:
+        """Return the moments after this step, in float32, by operations that round once, each alone."""
+        grad = self._grad[rows].to(torch.float32)
+        beta1, beta2 = self.group["betas"]
+        first = self._read("exp_avg", rows, columns).mul_(beta1).add_(grad.mul(1 - beta1))
+        return [first, self._read("exp_avg_sq", rows, columns).mul_(beta2).add_(grad.mul(grad).mul_(1 - beta2))]
+
+    def _read(self, key: str, rows: slice, columns: slice) -> Tensor:
+        stored = self._rows(local_tensor(self.state[key]))[rows]
+        if self.kind != "8bit":
+            return stored.to(torch.float32, copy=True)
+        values, _ = self._codes(key)
+        return values[stored.to(torch.int32)].mul_(_spread(self._blocks(key)[rows], columns))
+
+    def _largest_of(self, moment: Tensor, columns: slice) -> Tensor:
+        """Return the largest absolute number of each block of the whole rows, (rows, blocks); 0 for what others
+        hold.
+        """
+        blocks = self.state["exp_avg" + BLOCKS].shape[-1]
+        found = moment.new_zeros(len(moment), blocks)
+        for number, start, end in _spans(columns):
+            found[:, number] = moment[:, start:end].abs().amax(1)
+        return found
+
+    def _coded(self, moment: Tensor, scales: Tensor, key: str, rows: slice, columns: slice) -> Tensor:
+        values, middles = self._codes(key)
+        scaled = moment.div(_spread(scales, columns).clamp_(min=torch.finfo(torch.float32).tiny))
+        if not self.group["stochastic"]:
+            return torch.bucketize(scaled, middles, out_int32=True).to(torch.uint8)
+        below = torch.bucketize(scaled, values, out_int32=True, right=True).sub_(1).clamp_(0, len(values) - 2)
+        low, high = values[below], values[below + 1]
+        chance = self._bits(key, rows, columns).bitwise_and_((1 << 24) - 1).to(torch.float32).mul_(2.0**-24)
+        return below.add_(chance < (scaled - low).div_(high - low)).to(torch.uint8)
+
+    def _rounded(self, values: Tensor, dtype: torch.dtype, key: str, rows: slice, columns: slice) -> Tensor:
+        if dtype != torch.bfloat16 or not self.group["stochastic"]:
+            return values.to(dtype)
+        bits = values.view(torch.int32)
+        added = bits.add(self._bits(key, rows, columns).bitwise_and_(0xFFFF).to(torch.int32)).bitwise_and_(-65536)
+        return torch.where(values.isfinite(), added.view(torch.float32), values).to(dtype)
+
+    def _codes(self, key: str) -> tuple[Tensor, Tensor]:
+        """Return the 256 values of a byte, ascending, and the middles between them."""
+        kind = key == "exp_avg", local_tensor(self.parameter).device
+        if kind not in self._known:
+            found = torch.tensor(_tree(kind[0]), dtype=torch.float32, device=kind[1])
+            self._known[kind] = found, (found[1:] + found[:-1]) / 2
+        return self._known[kind]
+
+    def _bits(self, key: str, rows: slice, columns: slice) -> Tensor:
+        """Return 64 random bits for each number of some rows, a function of the seed, the step, the name, and the place
+        in the whole (SplitMix64; Steele et al. 2014).
+        """
+        text = f"{self.group['seed']} {self.state['step']} {key} {self._name}".encode()
+        start = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+        device = local_tensor(self.parameter).device
+        index = torch.zeros((), dtype=torch.int64, device=device)
+        for place, size in zip(self._places[:-1], self.parameter.shape[:-1]):
+            index = index.unsqueeze(-1) * size + torch.arange(place.start, place.stop, device=device)
+        index = index.reshape(-1, 1)[rows] * (self.parameter.shape[-1] if self.parameter.ndim else 1)
+        index = index + torch.arange(columns.start, columns.stop, device=device)
+        mixed = index.mul_(_signed(0x9E3779B97F4A7C15)).add_(start)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
+            mixed = mixed.bitwise_xor_((mixed >> shift) & ((1 << (64 - shift)) - 1))
+            mixed = mixed if factor is None else mixed.mul_(_signed(factor))
+        return mixed
+
+
+def _share_largest(parameters: Sequence[_Parameter]) -> None:
+    """Join the largest numbers of blocks that several ranks hold parts of, one exchange for each axis."""
+    by_group: dict[Any, list[Tensor]] = {}
+    for each in parameters:
+        assert isinstance(each.parameter, DTensor) and each.largest is not None
+        for axis in each.cut:
+            by_group.setdefault(each.parameter.device_mesh.get_group(axis), []).extend(each.largest)
+    for group, largest in by_group.items():
+        joined = torch.cat([each.reshape(-1) for each in largest])
+        dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
+        for part, values in zip(largest, joined.split([part.numel() for part in largest])):
+            part.copy_(values.view_as(part))
+
+
+def _spans(columns: slice) -> Iterator[tuple[int, int, int]]:
+    """Yield the number of each block that has some of ``columns``, and where these start and end among them."""
+    for number in range(columns.start // BLOCK, -(-columns.stop // BLOCK)):
+        start, end = max(number * BLOCK, columns.start), min((number + 1) * BLOCK, columns.stop)
+        yield number, start - columns.start, end - columns.start
+
+
+def _spread(scales: Tensor, columns: slice) -> Tensor:
+    """Return the scale of each number, (rows, columns), of the blocks' scales (rows, blocks)."""
+    return torch.cat([scales[:, number, None].expand(-1, end - start) for number, start, end in _spans(columns)], 1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+@functools.cache
+def _tree(signed: bool) -> tuple[float, ...]:
+    """Return the values of dynamic tree quantisation: decades down to 1e-7, the larger ones divided more finely."""
+    found = [0.0, 1.0]
+    for decade in range(7):
+        count = 2 ** (decade if signed else decade + 1)
+        ends = [0.1 + 0.9 * each / count for each in range(count + 1)]
+        middles = [(low + high) / 2 * 10.0 ** (decade - 6) for low, high in itertools.pairwise(ends)]
+        found += middles if not signed else [sign * each for each in middles for sign in (-1, 1)]
+    return tuple(sorted(found))

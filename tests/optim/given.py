@@ -1,0 +1,94 @@
+"""The same gradients on every mesh: what an optimizer makes of them has to have the same bits."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import nn
+
+from meshpar import ModelLayout, Plan
+from meshpar.placements import held_by_this_rank, part_like
+from meshpar.testing import whole
+
+
+class Uneven(nn.Module):
+    """Two layers whose rows and blocks of rows no mesh divides evenly."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(70, 522), nn.Linear(522, 70), nn.LayerNorm(70)
+
+    def forward(self, x):
+        return self.norm(x + self.down(torch.relu(self.up(x))))
+
+    def meshpar_layout(self):
+        return ModelLayout(tensor={"up": "colwise", "down": "rowwise"}, mixers=("down",))
+
+
+def drawn(name, shape, step):
+    draw = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    return torch.randn(tuple(shape), generator=draw) * 10.0 ** (step % 3 - 2)
+
+
+def give(module, step):
+    """Set the gradients of a step, this rank's parts of them."""
+    for name, parameter in module.named_parameters():
+        part = drawn(name, parameter.shape, step)[held_by_this_rank(parameter)].clone()
+        parameter.grad = part if type(parameter.data) is torch.Tensor else part_like(part, parameter)
+
+
+def trained(module, make, steps, first=0):
+    optimizer = make(module)
+    advance(module, optimizer, range(first, first + steps))
+    return optimizer
+
+
+def advance(module, optimizer, steps):
+    for step in steps:
+        give(module, step)
+        optimizer.step()
+
+
+def bits(module, optimizer):
+    """The whole weights and states, by name."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        found[name] = whole(parameter)
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name} {key}"] = whole(value) if isinstance(value, torch.Tensor) else torch.tensor(value)
+    return found
+
+
+def alone(make, steps, build=Uneven):
+    """What one process makes of the gradients."""
+    with torch.random.fork_rng():
+        module = initial(build)
+    optimizer = trained(module, make, steps)
+    return bits(module, optimizer)
+
+
+def initial(build=Uneven):
+    module = build()
+    for name, parameter in module.named_parameters():
+        parameter.data.copy_(drawn(name, parameter.shape, -1))
+    return module
+
+
+def on(mesh, passes, build=Uneven):
+    """The module on a mesh, with the same weights."""
+    with torch.device("meta"):
+        module = build()
+    par = Plan(mesh, passes).apply(module).materialize(seed=0)
+    reset(par, build)
+    return par
+
+
+def reset(par, build=Uneven):
+    par.load_state_dict(initial(build).state_dict())
+    return par.module
+
+
+def same(expected, got):
+    assert expected.keys() == got.keys()
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []

@@ -1,0 +1,35 @@
+"""The forecast of an optimizer's state has the bytes that a rank holds."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from meshpar import FullyShard, Plan
+from meshpar.forecasting import Batch, forecast
+from meshpar.optim import Muon, SmallAdamW
+from meshpar.placements import local_tensor
+from meshpar.testing import on_ranks
+from tests.optim.given import on, trained
+from tests.support.models_for_parity import transformer
+
+MAKES = [functools.partial(Muon, lr=0.02), SmallAdamW, functools.partial(SmallAdamW, states="bfloat16")]
+BUILD = functools.partial(transformer, dim=64)
+
+
+@on_ranks(2, keep=True)
+def check(expected):
+    par = on("dp_shard=2", [FullyShard()], BUILD)
+    for make, size in zip(MAKES, expected, strict=True):
+        states = trained(par.module, make, 1).state.values()
+        assert size == sum(
+            local_tensor(each).nbytes for state in states for each in state.values() if isinstance(each, torch.Tensor)
+        )
+
+
+def test_a_rank_holds_the_bytes_of_the_forecast():
+    with torch.device("meta"):
+        module = BUILD()
+    plan, batch = Plan("dp_shard=2", [FullyShard()]), Batch(sequence=16)
+    check([forecast(plan, module, batch, hardware="h100", optimizer=each).trace.exact["optimizer"] for each in MAKES])

@@ -1,0 +1,127 @@
+"""SmallAdamW: given the same gradients, weights and states have the same bits on every mesh."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshpar import FullyShard, HybridShard, MeshparError, TensorParallel
+from meshpar.checkpoints import CheckpointManager
+from meshpar.optim import SmallAdamW
+from meshpar.testing import on_ranks
+from tests.optim.given import advance, alone, bits, give, on, reset, same, trained
+from tests.passes.test_world import WORLD
+
+KINDS = [
+    functools.partial(SmallAdamW, states=states, stochastic=stochastic, lr=0.01)
+    for states in ("8bit", "bfloat16")
+    for stochastic in (False, True)
+]
+MESHES = {
+    2: [("dp_shard=2", [FullyShard()]), ("tp=2", [TensorParallel()])],
+    3: [("dp_shard=3", [FullyShard()])],
+    4: [
+        ("dp_shard=4", [FullyShard()]),
+        ("dp_replicate=2,dp_shard=2", [HybridShard()]),
+        ("dp_replicate=2,dp_shard=2", [WORLD]),
+        ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]),
+    ],
+}
+
+
+def equal_bits(ranks):
+    expected = [alone(make, 20) for make in KINDS]
+    pars = [on(mesh, passes) for mesh, passes in MESHES[ranks]]
+    for par in pars:
+        for make, bits_alone in zip(KINDS, expected, strict=True):
+            same(bits_alone, bits(par.module, trained(reset(par), make, 20)))
+    return pars
+
+
+@on_ranks(2, keep=True, timeout_s=400)
+def test_two_ranks_have_the_bits_of_one_process():
+    equal_bits(2)
+
+
+@on_ranks(3, keep=True, timeout_s=400)
+def test_three_ranks_have_the_bits_of_one_process():
+    equal_bits(3)
+
+
+@on_ranks(4, keep=True, timeout_s=400)
+def test_four_ranks_have_the_bits_of_one_process_and_resume_on_another_mesh():
+    pars = equal_bits(4)
+    root = [tempfile.mkdtemp(prefix="meshpar-optim-")]
+    dist.broadcast_object_list(root)
+    for make in KINDS[::3]:
+        expected = alone(make, 8)
+        for number, par in enumerate(pars):
+            optimizer = trained(reset(par), make, 4)
+            with CheckpointManager(f"{root[0]}/{make.keywords['states']}-{number}") as manager:
+                manager.save(4, par, optimizer)
+            for other in pars[:number] + pars[number + 1 :]:
+                optimizer = make(reset(other))
+                with CheckpointManager(f"{root[0]}/{make.keywords['states']}-{number}") as manager:
+                    manager.restore(other, optimizer)
+                advance(other.module, optimizer, range(4, 8))
+                same(expected, bits(other.module, optimizer))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(root[0])
+
+
+def test_states_take_a_quarter_and_half_of_float32():
+    layer = nn.Linear(1024, 1024)
+    for states, most in (("8bit", 0.27), ("bfloat16", 0.51)):
+        optimizer = SmallAdamW(layer, states=states)
+        give(layer, 0)
+        optimizer.step()
+        held = sum(
+            each.nbytes
+            for state in optimizer.state.values()
+            for each in state.values()
+            if isinstance(each, torch.Tensor)
+        )
+        assert held <= most * 8 * sum(each.numel() for each in layer.parameters())
+
+
+@pytest.mark.parametrize("states", ["8bit", "bfloat16"])
+def test_training_is_close_to_adamw(states):
+    torch.manual_seed(0)
+    layers = [nn.Linear(96, 64, bias=False) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    options = {"lr": 0.02, "weight_decay": 0.0, "betas": (0.9, 0.95)}
+    optimizers = [torch.optim.AdamW(layers[0].parameters(), **options), SmallAdamW(layers[1], states=states, **options)]
+    x, target = torch.randn(256, 96), torch.randn(256, 64)
+    losses = []
+    for layer, optimizer in zip(layers, optimizers, strict=True):
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = (layer(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def test_stochastic_rounding_is_right_on_average():
+    layer = nn.Linear(64, 64, bias=False)
+    optimizer = SmallAdamW(layer, states="bfloat16", stochastic=True, betas=(0.9, 0.999))
+    for _ in range(1000):
+        layer.weight.grad = torch.ones_like(layer.weight)
+        optimizer.step()
+    second = optimizer.state[layer.weight]["exp_avg_sq"].float()
+    assert second.mean().item() == pytest.approx(1 - 0.999**1000, rel=0.01) and second.std() > 0
+
+
+def test_options_that_it_does_not_know_are_refused():
+    with pytest.raises(MeshparError, match="states must be '8bit' or 'bfloat16', got 'int4'"):
+        SmallAdamW(nn.Linear(2, 2), states="int4")
+    with pytest.raises(MeshparError, match="betas from 0 to 1"):
+        SmallAdamW(nn.Linear(2, 2), betas=(0.9, 1.0))
