@@ -115,7 +115,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-BEFORE_2_13 = tuple(int(each) for each in torch.__version__.split(".")[:2]) < (2, 13)
+BEFORE_2_13 = tuple(int(digits) for digits in torch.__version__.split(".")[:2]) < (2, 13)
 
 
 class _Part(torch.autograd.Function):
@@ -147,7 +147,7 @@ def flattens(tensor: torch.Tensor) -> bool:
     return not (
         BEFORE_2_13
         and isinstance(tensor, DTensor)
-        and any(isinstance(each, Shard) and each.dim > 0 for each in tensor.placements)
+        and any(isinstance(placement, Shard) and placement.dim > 0 for placement in tensor.placements)
     )
 
 
@@ -265,45 +265,52 @@ class Units:
 
     def _after_backward(self, group: Any, inner: Callable[..., None], run: Callable[[], None], *args: Any) -> None:
         run()
-        for each in group.fsdp_params:
-            grad = each.sharded_param.grad  # of operators on the parameter itself
-            if isinstance(grad, DTensor) and grad.placements != each.sharded_param.placements:
-                each.sharded_param.grad = grad.redistribute(placements=each.sharded_param.placements)
-            if group.is_unsharded and self._versions.get(id(each)) not in (None, _version(each._unsharded_param)):
-                self._lost = each._param_fqn or each._module_info.param_name
+        for parameter in group.fsdp_params:
+            grad = parameter.sharded_param.grad  # of operators on the parameter itself
+            if isinstance(grad, DTensor) and grad.placements != parameter.sharded_param.placements:
+                parameter.sharded_param.grad = grad.redistribute(placements=parameter.sharded_param.placements)
+            if group.is_unsharded and self._versions.get(id(parameter)) not in (
+                None,
+                _version(parameter._unsharded_param),
+            ):
+                self._lost = parameter._param_fqn or parameter._module_info.param_name
         if group.reduce_grads:
             self._fill(group)
         inner(*args)
 
     def _fill(self, group: Any) -> None:
         trained = [
-            each for each in group.fsdp_params if each.sharded_param.requires_grad and hasattr(each, "_unsharded_param")
+            parameter
+            for parameter in group.fsdp_params
+            if parameter.sharded_param.requires_grad and hasattr(parameter, "_unsharded_param")
         ]
-        early = any(each.unsharded_accumulated_grad is not None for each in trained)
+        early = any(parameter.unsharded_accumulated_grad is not None for parameter in trained)
         unused = [
-            each for each in trained if each.unsharded_accumulated_grad is None and each._unsharded_param.grad is None
+            parameter
+            for parameter in trained
+            if parameter.unsharded_accumulated_grad is None and parameter._unsharded_param.grad is None
         ]
         if len(unused) < len(trained) or (
             id(group) in self._ran and trained and _accumulates(trained[0]._unsharded_param)
         ):
             known = set(map(id, unused))
-            self._used.update(id(each.sharded_param) for each in trained if id(each) not in known)
-            for each in unused:
-                each._unsharded_param.grad = torch.zeros_like(
-                    each._unsharded_param, dtype=each._unsharded_param.grad_dtype
+            self._used.update(id(parameter.sharded_param) for parameter in trained if id(parameter) not in known)
+            for parameter in unused:
+                parameter._unsharded_param.grad = torch.zeros_like(
+                    parameter._unsharded_param, dtype=parameter._unsharded_param.grad_dtype
                 )
-                if each.sharded_param.grad is None:
-                    self._filled.append(each.sharded_param)
+                if parameter.sharded_param.grad is None:
+                    self._filled.append(parameter.sharded_param)
         if (
             early and ACCUMULATES_APART
         ):  # one dtype a unit: an earlier micro-batch has left gradients in the dtype of the reduction
-            for each in trained:
-                if each.unsharded_accumulated_grad is None:
-                    each.to_accumulated_grad_if_needed()
+            for parameter in trained:
+                if parameter.unsharded_accumulated_grad is None:
+                    parameter.to_accumulated_grad_if_needed()
 
     def take_filled(self) -> list[nn.Parameter]:
         """Return the parameters whose gradient is other ranks' alone, if it is anybody's; the backward has ended."""
-        filled = [each for each in self._filled if id(each) not in self._used]
+        filled = [parameter for parameter in self._filled if id(parameter) not in self._used]
         self._filled.clear()
         self._used.clear()
         self._ran.clear()
@@ -352,7 +359,9 @@ class Units:
         for group in self._groups:
             if (before := self._ran.get(id(group))) is not None and before != (now := _trained(group)):
                 return next(
-                    each._param_fqn for each, was, is_now in zip(group.fsdp_params, before, now) if was != is_now
+                    parameter._param_fqn
+                    for parameter, was, is_now in zip(group.fsdp_params, before, now)
+                    if was != is_now
                 )
         return None
 
@@ -360,7 +369,7 @@ class Units:
         """Gather a unit for the backward that runs, as FSDP2 does where a gradient reaches one of its outputs."""
         state: Any = unit._get_fsdp_state()  # type: ignore[operator]
         groups = _groups(unit)
-        if not groups or any(each._training_state != TrainingState.PRE_BACKWARD for each in groups):
+        if not groups or any(group._training_state != TrainingState.PRE_BACKWARD for group in groups):
             state._pre_backward(None)
 
     def reshard(self) -> None:
@@ -369,35 +378,40 @@ class Units:
             group.wait_for_unshard()
             if not group.is_sharded:
                 group.reshard()
-            for each in group.fsdp_params:
-                held = each._sharded_param_data
-                if type(held) is Tensor and _memory(held) != _memory(each.sharded_param):  # ``.data`` was assigned
-                    each.reset_sharded_param()
+            for parameter in group.fsdp_params:
+                held = parameter._sharded_param_data
+                if type(held) is Tensor and _memory(held) != _memory(parameter.sharded_param):  # ``.data`` was assigned
+                    parameter.reset_sharded_param()
 
     def release(self, output: Iterable[Tensor]) -> None:
         """Let go of gathered weights after a call without gradients, which no backward needs; a call may have
         returned them.
         """
-        gathered = [each._unsharded_param for group in self._groups if group.is_unsharded for each in group.fsdp_params]
-        if {_memory(each) for each in output if each.layout == torch.strided}.isdisjoint(map(_memory, gathered)):
+        gathered = [
+            parameter._unsharded_param
+            for group in self._groups
+            if group.is_unsharded
+            for parameter in group.fsdp_params
+        ]
+        if {_memory(tensor) for tensor in output if tensor.layout == torch.strided}.isdisjoint(map(_memory, gathered)):
             self.reshard()
 
     def keep(self) -> None:
         """Remember the shards that are gathered now, for :meth:`unwritten`."""
-        gathered = [each for group in self._groups if group.is_unsharded for each in group.fsdp_params]
-        self._kept = [(each, each.sharded_param, _version(each.sharded_param)) for each in gathered]
+        gathered = [parameter for group in self._groups if group.is_unsharded for parameter in group.fsdp_params]
+        self._kept = [(parameter, parameter.sharded_param, _version(parameter.sharded_param)) for parameter in gathered]
 
     def unwritten(self) -> Tensor | None:
         """Return whether the shards of :meth:`keep` are bit by bit what is gathered; None where one was written,
         replaced or let go of.
         """
-        gathered = {id(each) for group in self._groups if group.is_unsharded for each in group.fsdp_params}
+        gathered = {id(parameter) for group in self._groups if group.is_unsharded for parameter in group.fsdp_params}
         if any(
-            id(each) not in gathered or each.sharded_param is not was or _version(was) != then
-            for each, was, then in self._kept
+            id(parameter) not in gathered or parameter.sharded_param is not was or _version(was) != then
+            for parameter, was, then in self._kept
         ):
             return None
-        return torch.stack([_agrees(each) for each, _, _ in self._kept]).all() if self._kept else None
+        return torch.stack([_agrees(parameter) for parameter, _, _ in self._kept]).all() if self._kept else None
 
     def hide(self, unit: nn.Module | None = None) -> None:
         """Register the shards on the modules of one unit, or of all, again, and keep what is gathered, which
@@ -405,24 +419,24 @@ class Units:
         """
         for group in self._groups if unit is None else _groups(unit):
             if not group.is_sharded:
-                for each in group.fsdp_params:
-                    held = _registered(each)  # what somebody put there stays, to be found
-                    gathered = (each._unsharded_param, getattr(each, "_sharded_post_forward_param", None))
+                for parameter in group.fsdp_params:
+                    held = _registered(parameter)  # what somebody put there stays, to be found
+                    gathered = (parameter._unsharded_param, getattr(parameter, "_sharded_post_forward_param", None))
                     if held is not None and any(held is known for known in gathered):
-                        each._setattr_on_modules(each.sharded_param)
+                        parameter._setattr_on_modules(parameter.sharded_param)
 
     def show(self, unit: nn.Module | None = None) -> None:
         """Register what is gathered, for code that runs in a unit, or that backward runs once more in any."""
         for group in self._groups if unit is None else _groups(unit):
             if group.is_unsharded:
-                for each in group.fsdp_params:
-                    each._setattr_on_modules(each._unsharded_param)
+                for parameter in group.fsdp_params:
+                    parameter._setattr_on_modules(parameter._unsharded_param)
 
     def mark(self) -> list[Any]:
         """Mark the sharded parameters, by which :func:`is_shard` knows them, and return those that had no mark."""
-        new = [each for each in self.shards() if not is_shard(each)]
-        for each in new:
-            each._meshpar_shard = True
+        new = [parameter for parameter in self.shards() if not is_shard(parameter)]
+        for parameter in new:
+            parameter._meshpar_shard = True
         return new
 
     def use(self, parameter: nn.Parameter) -> None:
@@ -432,8 +446,8 @@ class Units:
     def remember(self, unit: nn.Module) -> None:
         """Remember the state of a unit's weights, which are gathered now, for :meth:`written`."""
         for group in _groups(unit):
-            for each in group.fsdp_params:
-                self._versions[id(each)] = _version(each._unsharded_param)
+            for parameter in group.fsdp_params:
+                self._versions[id(parameter)] = _version(parameter._unsharded_param)
 
     def written(self, unit: nn.Module, *, look: bool) -> str | None:
         """Return the name of a gathered weight that somebody wrote or replaced since :meth:`remember`.
@@ -444,14 +458,16 @@ class Units:
                 NumPy.
         """
         for group in _groups(unit):
-            for each in group.fsdp_params:
-                gathered = each._unsharded_param
-                held = _registered(each)
+            for parameter in group.fsdp_params:
+                gathered = parameter._unsharded_param
+                held = _registered(parameter)
                 # A tensor that is no parameter stands there for a while: what adapters compute from it.
-                replaced = isinstance(held, nn.Parameter) and held is not gathered and held is not each.sharded_param
-                wrote = self._versions.get(id(each)) not in (None, _version(gathered))
-                if replaced or wrote or (look and group.is_unsharded and not _agrees(each)):
-                    return each._param_fqn or each._module_info.param_name
+                replaced = (
+                    isinstance(held, nn.Parameter) and held is not gathered and held is not parameter.sharded_param
+                )
+                wrote = self._versions.get(id(parameter)) not in (None, _version(gathered))
+                if replaced or wrote or (look and group.is_unsharded and not _agrees(parameter)):
+                    return parameter._param_fqn or parameter._module_info.param_name
         return None
 
     def trained(self, unit: nn.Module) -> str:
@@ -465,10 +481,10 @@ class Units:
     def moved(self) -> list[str]:
         """Return the names of parameters that stand in another unit than the one that shards them."""
         homes = {
-            id(each.sharded_param): unit
+            id(parameter.sharded_param): unit
             for unit in self.modules
             for group in _groups(unit)
-            for each in group.fsdp_params
+            for parameter in group.fsdp_params
         }
         names = {child: name for name, child in self._module.named_modules()}
         now = [child for child in self._module.modules() if isinstance(child, FSDPModule)]
@@ -480,19 +496,19 @@ class Units:
         """Return the sharded parameters on which somebody registered a hook for their gradient before it is
         accumulated.
         """
-        return [each for each in self.shards() if each._backward_hooks]
+        return [parameter for parameter in self.shards() if parameter._backward_hooks]
 
     def hooked_after(self) -> list[Any]:
         """Return those with a hook for after it is accumulated, which FSDP2 calls after a backward that reduces."""
-        return [each for each in self.shards() if each._post_accumulate_grad_hooks]
+        return [parameter for parameter in self.shards() if parameter._post_accumulate_grad_hooks]
 
     def shards(self) -> Iterator[Any]:
         """Return the sharded parameters of all units, whether the units are gathered or not."""
-        return (each.sharded_param for group in self._groups for each in group.fsdp_params)
+        return (parameter.sharded_param for group in self._groups for parameter in group.fsdp_params)
 
 
 def _trained(group: Any) -> str:
-    return "".join("01"[each.sharded_param.requires_grad] for each in group.fsdp_params)
+    return "".join("01"[parameter.sharded_param.requires_grad] for parameter in group.fsdp_params)
 
 
 def _registered(parameter: Any) -> Tensor | None:
@@ -591,7 +607,7 @@ def _returned(module: nn.Module, args: object, kwargs: object, output: Any) -> A
     if not torch.is_grad_enabled():
         return output
     given = {
-        id(base) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) for base in (each, each._base)
+        id(base) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) for base in (leaf, leaf._base)
     }
 
     def apart(value: Any) -> Any:
@@ -618,7 +634,7 @@ def _groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     # torch 2.13 allows a state several groups, where 2.11 has one.
     return [
-        each for each in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if each is not None
+        group for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if group is not None
     ]
 
 
@@ -646,10 +662,10 @@ def make_unit(unit: nn.Module, make: Callable[..., FSDPModule], ignored: Collect
     if not isinstance(unit, FSDPModule):
         return make(unit, ignored_params=set(ignored))
     groups, known = _groups(unit), {*map(id, ignored)}
-    held = [each.sharded_param for group in groups for each in group.fsdp_params]
+    held = [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
     known.update(map(id, held))
     inside = list(_own_modules(unit))
-    came = [each for each in inside if any(id(value) not in known for value in each.parameters(recurse=False))]
+    came = [child for child in inside if any(id(value) not in known for value in child.parameters(recurse=False))]
     if came:
         (made,) = _groups(make(_Came(came), ignored_params={*ignored, *held}))
         if groups:
@@ -657,14 +673,14 @@ def make_unit(unit: nn.Module, make: Callable[..., FSDPModule], ignored: Collect
         else:
             made.modules, groups = (unit,), [made]
     places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for each in inside:
-        for name, value in each._parameters.items():
-            places.setdefault(id(value), []).append((each, name))
+    for child in inside:
+        for name, value in child._parameters.items():
+            places.setdefault(id(value), []).append((child, name))
     for group in groups:
-        group.fsdp_params = [each for each in group.fsdp_params if id(each.sharded_param) in places]
-        for each in group.fsdp_params:
-            (owner, name), *others = places[id(each.sharded_param)]
-            each._module_info = type(each._module_info)(
+        group.fsdp_params = [parameter for parameter in group.fsdp_params if id(parameter.sharded_param) in places]
+        for parameter in group.fsdp_params:
+            (owner, name), *others = places[id(parameter.sharded_param)]
+            parameter._module_info = type(parameter._module_info)(
                 owner, name, [one for one, _ in others], [name for _, name in others]
             )
     state: Any = unit._get_fsdp_state()
@@ -700,8 +716,8 @@ def begin_anew(module: nn.Module) -> None:
                 group._module_to_pre_save_state_dict_hook_handle,
                 group._module_to_pre_load_state_dict_hook_handle,
             ):
-                for each in handles.values():
-                    each.remove()
+                for handle in handles.values():
+                    handle.remove()
                 handles.clear()
 
 
@@ -713,7 +729,7 @@ def units_with_parameters(module: nn.Module) -> list[FSDPModule]:
 @torch.no_grad()
 def gathered_inputs(unit: FSDPModule) -> list[torch.Tensor]:
     """Return what this rank sends when a sharded unit is gathered, as FSDP2 sends it."""
-    parts = [part for group in _groups(unit) for each in group.fsdp_params for part in each.all_gather_inputs]
+    parts = [part for group in _groups(unit) for parameter in group.fsdp_params for part in parameter.all_gather_inputs]
     return [part.view(torch.uint8) for part in parts] if len({part.dtype for part in parts}) > 1 else parts
 
 
@@ -725,11 +741,11 @@ def is_gathered(unit: FSDPModule) -> bool:
 def gathered_bytes(unit: FSDPModule) -> int:
     """Return the bytes of :func:`gathered_inputs`, also on the meta device."""
     held = (
-        (each, each.mp_policy.param_dtype or each.sharded_param.dtype)
+        (parameter, parameter.mp_policy.param_dtype or parameter.sharded_param.dtype)
         for group in _groups(unit)
-        for each in group.fsdp_params
+        for parameter in group.fsdp_params
     )
-    return sum(each.padded_sharded_param_size.numel() * dtype.itemsize for each, dtype in held)
+    return sum(parameter.padded_sharded_param_size.numel() * dtype.itemsize for parameter, dtype in held)
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
@@ -744,10 +760,10 @@ def gather_before_backward(unit: nn.Module, output: object, tensors: Iterable[An
     if isinstance(output, torch.Tensor):
         return
     state: Any = unit._get_fsdp_state() if isinstance(unit, FSDPModule) else None
-    known = {id(each) for each in tree_leaves(output)}
-    for each in tensors:
-        if id(each) not in known:
-            each.register_hook(state._pre_backward)
+    known = {id(leaf) for leaf in tree_leaves(output)}
+    for tensor in tensors:
+        if id(tensor) not in known:
+            tensor.register_hook(state._pre_backward)
 
 
 def enter_by(module: Any, call: Callable[..., Any]) -> None:
@@ -770,7 +786,7 @@ def refuse_parts_as_numbers(refuse: Callable[[], NoReturn]) -> Undo:
 
     def read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         (value,) = args
-        if not all(each.is_replicate() for each in value.placements):
+        if not all(placement.is_replicate() for placement in value.placements):
             refuse()
         return op(value.to_local())
 
@@ -853,9 +869,12 @@ def change_operators(
     )
     packets = [getattr(torch.ops.aten, name) for name in _RANDOM]
     random = {
-        getattr(each, overload): draw for each in packets for overload in each.overloads() if "out" not in overload
+        getattr(packet, overload): draw
+        for packet in packets
+        for overload in packet.overloads()
+        if "out" not in overload
     }
-    handlers.update({op: each for op, each in random.items() if op not in handlers})
+    handlers.update({op: handler for op, handler in random.items() if op not in handlers})
     guards: dict[Any, Any] = {}
 
     def inferred(op: Any, *args: Any) -> Any:
@@ -875,8 +894,8 @@ def change_operators(
             and base.is_leaf
             and not in_backward()
         ):
-            for each in results if isinstance(results, list | tuple) else [results]:
-                each.untyped_storage().meshpar_copy = True
+            for result in results if isinstance(results, list | tuple) else [results]:
+                result.untyped_storage().meshpar_copy = True
             if not guards:
                 guards.update({written: guard for written in _writes() if written not in handlers})
                 handlers.update(guards)
@@ -1015,7 +1034,7 @@ def _check_tensors(
     def checked(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(places, args)) | kwargs
         for argument, check in checks.items():
-            check([each for each in tree_leaves(given.get(argument)) if isinstance(each, torch.Tensor | Node)])
+            check([leaf for leaf in tree_leaves(given.get(argument)) if isinstance(leaf, torch.Tensor | Node)])
         try:
             return inner(*args, **kwargs)
         except BaseException:
@@ -1082,10 +1101,10 @@ def gloo_threads() -> dict[int, str]:
                     (int((task / "stat").read_text().rsplit(")", 1)[1].split()[19]), int(task.name))
                 )  # when it was started
     groups = [group for group, (backend, _) in dist.distributed_c10d._world.pg_map.items() if "gloo" in str(backend)]
-    each, rest = divmod(len(threads), len(groups)) if groups else (0, 1)
-    if rest or not each:
+    per_group, rest = divmod(len(threads), len(groups)) if groups else (0, 1)
+    if rest or not per_group:
         return {}
-    return {number: group_title(groups[place // each]) for place, (_, number) in enumerate(sorted(threads))}
+    return {number: group_title(groups[place // per_group]) for place, (_, number) in enumerate(sorted(threads))}
 
 
 class AdafactorOn:

@@ -171,7 +171,7 @@ def _in_place_of_logits(
             raise MeshparError(
                 f"the head got hidden states of {tuple(hidden.shape[:-1])} for labels of {tuple(labels_BL.shape)}"
             )
-        hidden, weight, bias = (_computed_with(each) for each in (hidden, head.weight, head.bias))
+        hidden, weight, bias = (_computed_with(tensor) for tensor in (hidden, head.weight, head.bias))
         made.append(compute(finish, hidden.flatten(0, -2), weight, bias))
         return made[0]
 
@@ -251,7 +251,7 @@ class _Chunked(torch.autograd.Function):
             None,
             None,
             None,
-            *(None if each is None else each.mul_(upstream).to(dtype) for each, dtype in saved),
+            *(None if gradient is None else gradient.mul_(upstream).to(dtype) for gradient, dtype in saved),
         )
 
 

@@ -127,7 +127,7 @@ def _panel(spec: MeshSpec, axis: str, per_node: int, nodes: int, width: int) -> 
             )
             yield f'<polyline points="{points}" fill="none" {look}/>'
     for place, group in enumerate(groups):
-        for rank in (each for each in group if each < shown):
+        for rank in (member for member in group if member < shown):
             x, y = _place(rank, per_node)
             yield f'<rect x="{x}" y="{y}" width="{_CELL - 8}" height="24" rx="4" fill="{_colour(place, len(groups))}">'
             yield f"<title>{escape(f'rank {rank}: {spec.coordinates(rank)}')}</title></rect>"

@@ -93,7 +93,7 @@ def on_the_way(target: P, kind: Literal["tmp", "old"], *, process: int | None = 
 def untouched_s(path: Path) -> float:
     """Return the seconds since a file, or anything in a folder, last changed; 0 if it is changing now."""
     try:
-        return time.time() - max(each.stat().st_mtime for each in (path, *(path.iterdir() if path.is_dir() else ())))
+        return time.time() - max(inner.stat().st_mtime for inner in (path, *(path.iterdir() if path.is_dir() else ())))
     except FileNotFoundError:
         return 0.0
 

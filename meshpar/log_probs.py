@@ -66,7 +66,7 @@ def token_log_probs(
     compute = functools.partial(_of, part, ignore_index, 1.0 / temperature, labels_BL.flatten())
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     both_2N = run_with(model, inputs, labels_BL, head, compute)
-    return TokenLogProbs(*(each.view(labels_BL.shape) for each in both_2N.unbind()))
+    return TokenLogProbs(*(row.view(labels_BL.shape) for row in both_2N.unbind()))
 
 
 def _of(

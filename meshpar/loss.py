@@ -127,7 +127,9 @@ class _TokenLoss(torch.autograd.Function):
         if logits_NV.dtype == torch.float32:
             return _gradient(logits_NV, index_N1, scale_N1), None, None
         grad_NV = torch.empty_like(logits_NV)
-        for grad_nV, *rows in zip(*(each.split(_rows(logits_NV)) for each in (grad_NV, logits_NV, index_N1, scale_N1))):
+        for grad_nV, *rows in zip(
+            *(tensor.split(_rows(logits_NV)) for tensor in (grad_NV, logits_NV, index_N1, scale_N1))
+        ):
             grad_nV.copy_(_gradient(*rows))
         return grad_NV, None, None
 

@@ -56,10 +56,10 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
 
 def _reap(parent: Path) -> None:
     """Delete what dead processes left on the way."""
-    for each in parent.iterdir():
-        left = leftover(each)
+    for path in parent.iterdir():
+        left = leftover(path)
         if left is not None and left.abandoned():
-            shutil.rmtree(each, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def _room(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:
         number = error.errno if isinstance(error, OSError) else None
-        if number in _NO_ROOM or any(str(error).endswith(f"(os error {each})") for each in _NO_ROOM):
+        if number in _NO_ROOM or any(str(error).endswith(f"(os error {code})") for code in _NO_ROOM):
             raise _unwritable(folder, error) from error
         raise
 

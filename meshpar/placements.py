@@ -86,7 +86,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 def undivided(placements: Sequence[Placement], dims: Collection[int]) -> tuple[Placement, ...]:
     """Return ``placements`` without those that split ``dims``."""
-    return tuple(Replicate() if shard_dim(each) in dims else each for each in placements)
+    return tuple(Replicate() if shard_dim(placement) in dims else placement for placement in placements)
 
 
 def placed_like(value: Tensor, like: DTensor, reduced: Collection[int]) -> DTensor:
@@ -153,7 +153,9 @@ def clip_grad_norm_(
     # A rank may have no gradient where another has: every rank joins the same reductions all the same.
     kinds = {_split_over(parameter, groups) for parameter in parameters if parameter.requires_grad}
     wide = (
-        torch.float64 if any(each.dtype in (torch.float64, torch.complex128) for each in parameters) else torch.float32
+        torch.float64
+        if any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
+        else torch.float32
     )
     powers = {axes: _power(parts.get(axes, []), norm_type, device).to(wide) for axes in kinds | set(parts)}
     total = _joined(powers, groups, norm_type, device)
@@ -201,9 +203,9 @@ def _split_over(tensor: Tensor, groups: Collection[str]) -> frozenset[str]:
 def _whole_gradient(parameter: Tensor) -> Tensor | None:
     """Return the gradient with partial sums reduced."""
     grad: Any = parameter.grad
-    if isinstance(grad, DTensor) and any(isinstance(each, Partial) for each in grad.placements):
+    if isinstance(grad, DTensor) and any(isinstance(placement, Partial) for placement in grad.placements):
         parameter.grad = grad.redistribute(
-            placements=[Replicate() if isinstance(each, Partial) else each for each in grad.placements]
+            placements=[Replicate() if isinstance(placement, Partial) else placement for placement in grad.placements]
         )
     return parameter.grad
 
@@ -234,7 +236,7 @@ def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
     norms = [
         torch.stack(torch._foreach_norm(together, norm_type, dtype=wide)) for together in by_device(grads).values()
     ]
-    stacked = torch.cat([each.to(device, non_blocking=True) for each in norms])
+    stacked = torch.cat([norm.to(device, non_blocking=True) for norm in norms])
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
 
 

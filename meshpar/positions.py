@@ -130,12 +130,12 @@ def causal_mask(
 
 def _sees(documents: Tensor, queries: Tensor, keys: int, window: int | None, *, causal: bool = True) -> Tensor:
     """Return which of the first ``keys`` positions these queries see: (B, 1, queries, keys) bool."""
-    each = torch.arange(keys, device=documents.device)
+    places = torch.arange(keys, device=documents.device)
     sees = documents[:, queries, None] == documents[:, None, :keys]
     if causal:
-        sees &= queries[:, None] >= each[None]
+        sees &= queries[:, None] >= places[None]
     if window is not None:
-        sees &= queries[:, None] - each[None] < window
+        sees &= queries[:, None] - places[None] < window
     return sees[:, None]
 
 

@@ -46,8 +46,8 @@ def digest(tensor: Tensor) -> Tensor:
 def digest_of_several(tensors: Iterable[Tensor]) -> Tensor:
     """Return one 64-bit digest of several tensors in their order, 0-dim int64 in host memory."""
     total = torch.zeros((), dtype=torch.int64, device="cpu")
-    for each in tensors:
-        total = total * FACTOR + digest(each).cpu()
+    for tensor in tensors:
+        total = total * FACTOR + digest(tensor).cpu()
     return total
 
 
@@ -104,8 +104,10 @@ def check_equal(
     if not tensors:
         return
     digests = [digest(tensor) for tensor in tensors.values()]
-    device = max((each.device for each in digests), key=lambda each: not runtime.on_host(each))  # some may be offloaded
-    table = _gathered(torch.stack([each.to(device) for each in digests]).cpu())
+    device = max(
+        (value.device for value in digests), key=lambda candidate: not runtime.on_host(candidate)
+    )  # some may be offloaded
+    table = _gathered(torch.stack([value.to(device) for value in digests]).cpu())
     differing = []
     for column, name in enumerate(tensors):
         references = _first_with_the_same(groups[name])

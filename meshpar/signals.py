@@ -20,7 +20,7 @@ def heard() -> tuple[signal.Signals, ...]:
     """Return the signals that stop this process; those that its parent ignores, such as SIGHUP under ``nohup``, stay
     ignored.
     """
-    return tuple(each for each in STOPPING if signal.getsignal(each) != signal.SIG_IGN)
+    return tuple(number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN)
 
 
 def put_back(handlers: Mapping[signal.Signals, Any]) -> None:

@@ -159,24 +159,28 @@ class Watchdog:
             while missing and time.monotonic() < deadline:
                 missing = {rank for rank in missing if not store.check([f"told/{rank}"])}
                 time.sleep(0.05)
-            told = {rank: json.loads(store.get(f"told/{rank}")) for rank in range(self._world) if rank not in missing}
+            answers = {
+                rank: json.loads(store.get(f"told/{rank}")) for rank in range(self._world) if rank not in missing
+            }
             beats = {rank: json.loads(store.get(f"beat/{rank}")) for rank in missing if store.check([f"beat/{rank}"])}
         except dist.DistError as error:
             return f"the store does not answer ({error}); {_STORE}", False
-        text = verdict_of(told, sorted(missing), {rank: beat["host"] for rank, beat in beats.items()})
-        first = min(told)
+        text = verdict_of(answers, sorted(missing), {rank: beat["host"] for rank, beat in beats.items()})
+        first = min(answers)
         store.set(f"done/{self._rank}", "")
-        while time.monotonic() < deadline + self._answer_s and not all(store.check([f"done/{rank}"]) for rank in told):
+        while time.monotonic() < deadline + self._answer_s and not all(
+            store.check([f"done/{rank}"]) for rank in answers
+        ):
             time.sleep(0.02)  # who leaves early breaks the connections of those that still write
-        self._silent = lambda: self._end_silent(beats, told)
+        self._silent = lambda: self._end_silent(beats, answers)
         return text if self._rank == first else f"{text} (rank {first} reports the same)", True
 
-    def _end_silent(self, beats: Mapping[int, Mapping[str, Any]], told: Mapping[int, Mapping[str, Any]]) -> None:
+    def _end_silent(self, beats: Mapping[int, Mapping[str, Any]], answers: Mapping[int, Mapping[str, Any]]) -> None:
         """Kill ranks of this host that do not answer; done by the host's first rank that does, to its launcher's
         children alone.
         """
         host = socket.gethostname()
-        if self._rank != min((rank for rank, each in told.items() if each["host"] == host), default=-1):
+        if self._rank != min((rank for rank, answer in answers.items() if answer["host"] == host), default=-1):
             return
         for beat in beats.values():
             with suppress(OSError, ValueError, IndexError):  # it may be gone by now
@@ -185,11 +189,11 @@ class Watchdog:
                     os.kill(beat["pid"], signal.SIGKILL)
 
 
-def verdict_of(told: Mapping[int, Mapping[str, Any]], missing: Sequence[int], hosts: Mapping[int, str]) -> str:
+def verdict_of(answers: Mapping[int, Mapping[str, Any]], missing: Sequence[int], hosts: Mapping[int, str]) -> str:
     """Return which ranks did not arrive where.
 
     Args:
-        told: rank -> its step and, for each group, the number and the name of its last collective.
+        answers: rank -> its step and, for each group, the number and the name of its last collective.
         missing: ranks that did not answer.
         hosts: of those, where that is known.
     """
@@ -197,8 +201,8 @@ def verdict_of(told: Mapping[int, Mapping[str, Any]], missing: Sequence[int], ho
     if missing:
         named = ", ".join(f"{rank} ({hosts[rank]})" if rank in hosts else str(rank) for rank in missing)
         parts.append(f"ranks that do not answer, stopped or dead or their host is lost: {named}")
-    for group in sorted({name for each in told.values() for name in each["groups"]}):
-        members = {rank: each["groups"][group] for rank, each in told.items() if group in each["groups"]}
+    for group in sorted({name for answer in answers.values() for name in answer["groups"]}):
+        members = {rank: answer["groups"][group] for rank, answer in answers.items() if group in answer["groups"]}
         most = max(number for number, _ in members.values())
         behind = sorted(rank for rank, (number, _) in members.items() if number < most)
         what = next(name for number, name in members.values() if number == most)
@@ -207,7 +211,7 @@ def verdict_of(told: Mapping[int, Mapping[str, Any]], missing: Sequence[int], ho
                 f"ranks that did not arrive at {what}, number {most} of {group}: {', '.join(map(str, behind))}"
             )
     if not parts:
-        steps = ", ".join(f"rank {rank} at step {each['step']}" for rank, each in sorted(told.items()))
+        steps = ", ".join(f"rank {rank} at step {answer['step']}" for rank, answer in sorted(answers.items()))
         parts.append(
             f"every rank answers and none is behind in a collective ({steps}); their stack traces show where they wait"
         )

@@ -285,7 +285,9 @@ def _as_constructed(module: nn.Module, names: list[str]) -> None:
     """Fill the module's own tensors that no ``_init_weights`` fills as its constructor does, where that is known."""
     fresh: Any = None
     if names and not any(
-        each.default is each.empty for each in inspect.signature(type(module)).parameters.values() if each.kind < 2
+        parameter.default is parameter.empty
+        for parameter in inspect.signature(type(module)).parameters.values()
+        if parameter.kind < 2
     ):
         fresh = type(module)()
     for name in names:
@@ -354,11 +356,11 @@ def _sets_logits(node: ast.AST) -> bool:
     """Tell an assignment to ``logits``, also under its name with dims (``logits_BLV``), or to a part of it."""
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     return any(
-        _LOGITS.match(each.id)
+        _LOGITS.match(inner.id)
         for target in targets
         if target
-        for each in ast.walk(target)
-        if isinstance(each, ast.Name)
+        for inner in ast.walk(target)
+        if isinstance(inner, ast.Name)
     )
 
 

@@ -45,12 +45,13 @@ def exchange_positions(model: Any, exchange: Exchange) -> None:
     # Copies, for another model may have been made from the same config.
     known: dict[int, Any] = {}
     owners: list[Any] = [
-        each for each in model.modules() if hasattr(getattr(each, "config", None), "_attn_implementation")
+        child for child in model.modules() if hasattr(getattr(child, "config", None), "_attn_implementation")
     ]
-    for each in owners:
-        each.config = copy.deepcopy(each.config, known)
+    for owner in owners:
+        owner.config = copy.deepcopy(owner.config, known)
     before = [
-        (config, config._attn_implementation) for config in {id(each.config): each.config for each in owners}.values()
+        (config, config._attn_implementation)
+        for config in {id(owner.config): owner.config for owner in owners}.values()
     ]
 
     @contextmanager
@@ -66,8 +67,8 @@ def exchange_positions(model: Any, exchange: Exchange) -> None:
     with as_written():
         exchange.as_written.append(as_written)
     record(model).exchange = exchange
-    for each in _places_in(model):
-        each.register_forward_pre_hook(sequence.places, with_kwargs=True)
+    for embedding in _places_in(model):
+        embedding.register_forward_pre_hook(sequence.places, with_kwargs=True)
     model.generate = _refuse_generate
     model.register_forward_pre_hook(sequence.begin, with_kwargs=True)
 
@@ -97,7 +98,7 @@ def refusal(model: Any) -> str | None:
             "mesh without cp"
         )
     ropes = [getattr(text, "rope_parameters", None), getattr(text, "rope_scaling", None)]
-    ropes += [each for rope in ropes if isinstance(rope, dict) for each in rope.values()]
+    ropes += [inner for rope in ropes if isinstance(rope, dict) for inner in rope.values()]
     for rope in ropes:
         if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
             return (
@@ -130,24 +131,24 @@ def mixers(model: Any) -> tuple[str, ...]:
     own = (model.config, model.config.get_text_config())
     towers = [
         name
-        for name, each in model.named_modules()
-        if hasattr(each, "base_model") and not any(each.config is one for one in own)
+        for name, child in model.named_modules()
+        if hasattr(child, "base_model") and not any(child.config is one for one in own)
     ]
     text = [
-        (name, each)
-        for name, each in model.named_modules()
+        (name, child)
+        for name, child in model.named_modules()
         if not any(name.startswith(f"{tower}.") for tower in towers)
     ]
     attending = {name: module for name, module in text if _attends(module)}
     kinds = [
-        each
-        for name, each in vars(sys.modules[type(model).__module__]).items()
-        if "Attention" in name and isinstance(each, type)
+        value
+        for name, value in vars(sys.modules[type(model).__module__]).items()
+        if "Attention" in name and isinstance(value, type)
     ]
     found = [
         name
         for name, module in attending.items()
-        if not _by_interface(type(module)) or any(hasattr(module, each) for each in _OWN)
+        if not _by_interface(type(module)) or any(hasattr(module, attribute) for attribute in _OWN)
     ]
     blocks = [
         f"{name}.{number}"
@@ -157,13 +158,13 @@ def mixers(model: Any) -> tuple[str, ...]:
     ]
     for block in blocks if any(map(_by_interface, kinds)) else ():
         for name, child in model.get_submodule(block).named_children():
-            if any(isinstance(each, nn.Conv1d) for each in child.modules()):
+            if any(isinstance(inner, nn.Conv1d) for inner in child.modules()):
                 found.append(f"{block}.{name}")
     return tuple(dict.fromkeys(name for name in found if not any(name.startswith(f"{other}.") for other in found)))
 
 
 def _attends(module: nn.Module) -> bool:
-    projects = any(isinstance(each, nn.Linear) or type(each).__name__ == "Conv1D" for each in module.children())
+    projects = any(isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D" for child in module.children())
     return projects and "Attention" in type(module).__name__
 
 
@@ -172,8 +173,8 @@ def _counts_in_mask(model: Any) -> bool:
 
 
 def _by_interface(kind: type) -> bool:
-    methods = [each for base in kind.__mro__ for each in vars(base).values() if hasattr(each, "__code__")]
-    return any("ALL_ATTENTION_FUNCTIONS" in each.__code__.co_names for each in methods)
+    methods = [value for base in kind.__mro__ for value in vars(base).values() if hasattr(value, "__code__")]
+    return any("ALL_ATTENTION_FUNCTIONS" in method.__code__.co_names for method in methods)
 
 
 def counts_positions(model: Any) -> bool:
@@ -189,15 +190,15 @@ def _takes_positions(model: nn.Module) -> bool:
 
 def _counted_in(model: nn.Module) -> Any:
     """Return the embedding of a model that counts its tokens from its padding: RoBERTa and its like."""
-    return next((each for each in model.modules() if hasattr(each, "create_position_ids_from_input_ids")), None)
+    return next((child for child in model.modules() if hasattr(child, "create_position_ids_from_input_ids")), None)
 
 
 def _places_in(model: nn.Module) -> list[nn.Module]:
     """Return the embeddings of places of a model that takes no ``position_ids``: BART and its like."""
     if _takes_positions(model):
         return []
-    embeddings = [each for each in model.modules() if isinstance(each, nn.Embedding)]
-    return [each for each in embeddings if each.padding_idx is None and _takes_positions(each)]
+    embeddings = [child for child in model.modules() if isinstance(child, nn.Embedding)]
+    return [embedding for embedding in embeddings if embedding.padding_idx is None and _takes_positions(embedding)]
 
 
 @final
@@ -274,7 +275,7 @@ class _Sequence:
         queries = slice(None) if self._exchange.transport == "heads" else self._exchange.rows(length, device)
         rows = torch.arange(len(ids), device=device)[:, None, None, None]
         made_of = _made_of(mask_function)
-        if any(isinstance(each, Tensor) and each.ndim > 1 for each in made_of):
+        if any(isinstance(value, Tensor) and value.ndim > 1 for value in made_of):
             raise MeshparError(
                 "the model's mask looks at more than positions (kinds of tokens, blocks), of which a rank has a part; "
                 "use a mesh without cp"
@@ -296,7 +297,7 @@ class _Sequence:
         the device.
         """
         kind = (length, repr(made_of))
-        varies = any(isinstance(each, Tensor) for each in made_of)
+        varies = any(isinstance(value, Tensor) for value in made_of)
         if varies or kind not in self._ahead:
             places, zero = (
                 torch.arange(length, device=device),
@@ -337,10 +338,10 @@ class _Sequence:
 def _made_of(function: Any) -> tuple[Any, ...]:
     """Return the code and the values that a mask's function was made of."""
     if isinstance(function, tuple | list):
-        return tuple(part for each in function for part in _made_of(each))
+        return tuple(part for element in function for part in _made_of(element))
     if not hasattr(function, "__code__"):
         return (function,)
-    return (function.__code__, *(part for each in function.__closure__ or () for part in _made_of(each.cell_contents)))
+    return (function.__code__, *(part for cell in function.__closure__ or () for part in _made_of(cell.cell_contents)))
 
 
 @contextmanager
@@ -364,6 +365,6 @@ def _shape(value: object) -> str:
 def _eager(module: nn.Module) -> Any:
     """Return the model's own attention without a kernel, which stands beside its class."""
     own = next(
-        each for each in type(module).__mro__ if "eager_attention_forward" in vars(sys.modules.get(each.__module__))
+        base for base in type(module).__mro__ if "eager_attention_forward" in vars(sys.modules.get(base.__module__))
     )
     return sys.modules[own.__module__].eager_attention_forward

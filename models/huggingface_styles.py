@@ -250,14 +250,19 @@ def structural_table(model: Any) -> dict[str, Any]:
 
 def _attention(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     children = dict(module.named_children())
-    chosen = [next((each for each in names if each in children), None) for names in (_QUERIES, _KEYS, _VALUES)]
-    if None in chosen or any(features_of(children[each]) is None for each in chosen if each):
+    chosen = [
+        next((candidate for candidate in names if candidate in children), None) for names in (_QUERIES, _KEYS, _VALUES)
+    ]
+    if None in chosen or any(features_of(children[child_name]) is None for child_name in chosen if child_name):
         return
     width = (features_of(children[str(chosen[0])]) or (0, 0))[1]
-    output = next((each for each in _OUTPUTS if (features_of(children.get(each, module)) or (0, 0))[0] == width), None)
+    output = next(
+        (candidate for candidate in _OUTPUTS if (features_of(children.get(candidate, module)) or (0, 0))[0] == width),
+        None,
+    )
     tables = [
-        each
-        for each, child in children.items()
+        child_name
+        for child_name, child in children.items()
         if isinstance(child, nn.Embedding) and child.embedding_dim == _heads(module)
     ]
     known = {*chosen, *tables, output}
@@ -272,17 +277,17 @@ def _attention(model: nn.Module, name: str, module: nn.Module) -> Iterator[tuple
     else:
         return
     yield name, Heads(("position_bias",))
-    yield from ((f"{name}.{each}", "colwise") for each in chosen)
-    yield from ((f"{name}.{each}", FeatureTable(gather=False)) for each in tables)
+    yield from ((f"{name}.{child_name}", "colwise") for child_name in chosen)
+    yield from ((f"{name}.{table}", FeatureTable(gather=False)) for table in tables)
 
 
 def _feed_forward(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     prefix = f"{name}." if name else ""
     for inward, outward in _FEED_FORWARDS:
-        ends = [features_of(_module(module, each)) for each in (*inward, outward)]
+        ends = [features_of(_module(module, child_name)) for child_name in (*inward, outward)]
         *first, last = ends
-        if last is not None and all(each == (last[1], last[0]) for each in first) and last[0] != last[1]:
-            yield from ((f"{prefix}{each}", "colwise") for each in inward)
+        if last is not None and all(shape == (last[1], last[0]) for shape in first) and last[0] != last[1]:
+            yield from ((f"{prefix}{child_name}", "colwise") for child_name in inward)
             yield f"{prefix}{outward}", "rowwise"
             only = {inner.rpartition(".")[0] for inner, _ in module.named_parameters()} == {*inward, outward}
             # A second input may be a residual (BLOOM's), which is added to what is whole again.
@@ -293,7 +298,11 @@ def _feed_forward(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _heads(attention: nn.Module) -> int | None:
     known: Mapping[str, Any] = vars(attention)
     return next(
-        (known[each] for each in ("n_heads", "num_heads", "num_attention_heads") if isinstance(known.get(each), int)),
+        (
+            known[attribute]
+            for attribute in ("n_heads", "num_heads", "num_attention_heads")
+            if isinstance(known.get(attribute), int)
+        ),
         None,
     )
 

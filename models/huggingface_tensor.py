@@ -60,14 +60,14 @@ def vocabulary_styles(model: Any, table: Mapping[str, Any]) -> tuple[dict[str, A
         elif isinstance(module, nn.Linear) and module is outputs:
             ends[name] = Head(model)
     weights = {id(model.get_submodule(name).weight) for name in ends}
-    sharing = {name: each for name, each in model.named_modules() if id(getattr(each, "weight", None)) in weights}
-    whole = {id(each.weight) for name, each in sharing.items() if not _splittable(model, name, each)}
-    for name, each in sharing.items():
-        ends.setdefault(name, "vocab" if isinstance(each, nn.Embedding) else "colwise_gather")
-    kept = {generic(name) for name, each in sharing.items() if id(each.weight) in whole}
+    sharing = {name: child for name, child in model.named_modules() if id(getattr(child, "weight", None)) in weights}
+    whole = {id(child.weight) for name, child in sharing.items() if not _splittable(model, name, child)}
+    for name, child in sharing.items():
+        ends.setdefault(name, "vocab" if isinstance(child, nn.Embedding) else "colwise_gather")
+    kept = {generic(name) for name, child in sharing.items() if id(child.weight) in whole}
     split = {name: style for name, style in ends.items() if generic(name) not in kept}
     biases = [_tied_biases(model, name) for name, style in split.items() if isinstance(style, Head)]
-    return {generic(name): style for each in (split, *biases) for name, style in each.items()}, kept
+    return {generic(name): style for pattern in (split, *biases) for name, style in pattern.items()}, kept
 
 
 def _tied_biases(model: nn.Module, head: str) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def _tied_biases(model: nn.Module, head: str) -> dict[str, Any]:
     bias = getattr(model.get_submodule(head), "bias", None)
     owners = (
         name.rpartition(".")
-        for name, each in model.named_parameters(remove_duplicate=False)
-        if bias is not None and each is bias
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if bias is not None and parameter is bias
     )
     return {owner: Parts(dims={leaf: (0, 1)}) for owner, _, leaf in owners if owner != head}
 
@@ -101,12 +101,12 @@ def _read_outside(model: nn.Module, name: str) -> bool:
         kind for module in around for kind in type(module).__mro__ if kind.__module__.startswith("transformers.models")
     }
     functions = [
-        each
+        value
         for kind in kinds
-        for key, each in vars(kind).items()
-        if isinstance(each, FunctionType) and not _ABOUT_WEIGHTS.match(key)
+        for key, value in vars(kind).items()
+        if isinstance(value, FunctionType) and not _ABOUT_WEIGHTS.match(key)
     ]
-    return any(reads.search(inspect.getsource(each)) for each in functions)
+    return any(reads.search(inspect.getsource(function)) for function in functions)
 
 
 _ABOUT_WEIGHTS = re.compile("__init__|tie_|_tie|_?init_|get_|set_|resize|_resize|post_init|save|load")
@@ -162,7 +162,7 @@ def expert_modules(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def expert_refusal(model: nn.Module) -> str | None:
     """Return why a model's experts cannot be divided; None where some can."""
-    stacked = [name for name, each in model.named_modules() if _has_stacked_experts(each)]
+    stacked = [name for name, child in model.named_modules() if _has_stacked_experts(child)]
     if adapted := next((name for name in stacked if name.endswith(".base_layer")), None):
         return (
             f"{adapted} is below peft's own adapters, which add to whole weights; add adapters that ranks can divide "
@@ -172,11 +172,17 @@ def expert_refusal(model: nn.Module) -> str | None:
         return None
     name, kind = type(model).__name__, "Expert"
     held = next(
-        (each for each in model.modules() if kind in type(each).__name__ and any(True for _ in each.parameters(False))),
+        (
+            child
+            for child in model.modules()
+            if kind in type(child).__name__ and any(True for _ in child.parameters(False))
+        ),
         None,
     )
     if held is not None:
-        shapes = ", ".join(f"{leaf} {tuple(each.shape)}" for leaf, each in held.named_parameters(recurse=False))
+        shapes = ", ".join(
+            f"{leaf} {tuple(parameter.shape)}" for leaf, parameter in held.named_parameters(recurse=False)
+        )
         return (
             f"{name} holds its experts as {shapes} in {type(held).__name__}, and ExpertParallel divides parameters "
             "whose first dim counts experts, of the module that is called with (hidden states, chosen experts, "
@@ -185,8 +191,8 @@ def expert_refusal(model: nn.Module) -> str | None:
     if listed := next(
         (
             at
-            for at, each in model.named_modules()
-            if at.endswith("experts") and isinstance(each, nn.ModuleList | nn.ModuleDict)
+            for at, child in model.named_modules()
+            if at.endswith("experts") and isinstance(child, nn.ModuleList | nn.ModuleDict)
         ),
         None,
     ):
@@ -203,9 +209,9 @@ def routers(model: Any) -> tuple[str, ...]:
     recorded = (
         getattr(model, "_can_record_outputs", None) or getattr(model.base_model, "_can_record_outputs", None) or {}
     )
-    told: Any = recorded.get("router_logits")
-    kind = getattr(told, "target_class", None)
-    if kind is None or told.index != 0:
+    recorder: Any = recorded.get("router_logits")
+    kind = getattr(recorder, "target_class", None)
+    if kind is None or recorder.index != 0:
         return ()
     return tuple(dict.fromkeys(generic(name) for name, module in model.named_modules() if isinstance(module, kind)))
 
@@ -217,7 +223,7 @@ def router_biases(model: nn.Module) -> tuple[str, ...]:
 
 
 def _has_stacked_experts(module: nn.Module) -> bool:
-    counts = {len(each) if each.ndim > 1 else 0 for each in module.parameters(recurse=False)}
+    counts = {len(parameter) if parameter.ndim > 1 else 0 for parameter in module.parameters(recurse=False)}
     known = type(module).__name__ in _IN_ORDER or len(inspect.signature(module.forward).parameters) == 3
     return known and counts == {vars(module).get("num_experts")}
 
@@ -232,9 +238,9 @@ def head_counts(model: Any, table: Mapping[str, Any]) -> dict[str, int]:
                 heads := _heads_of(model.config, module, child)
             ):
                 counts.setdefault(pattern, {})[f"{name}.{child}"] = heads
-    alike = {pattern: each for pattern, each in counts.items() if len(set(each.values())) == 1}
-    return {pattern: next(iter(each.values())) for pattern, each in alike.items()} | {
-        name: heads for pattern, each in counts.items() if pattern not in alike for name, heads in each.items()
+    alike = {pattern: count for pattern, count in counts.items() if len(set(count.values())) == 1}
+    return {pattern: next(iter(values.values())) for pattern, values in alike.items()} | {
+        name: heads for pattern, count in counts.items() if pattern not in alike for name, heads in count.items()
     }
 
 
@@ -333,7 +339,7 @@ def _matching_plan(model: Any) -> dict[str, str]:
 
 
 def _own_count(module: nn.Module) -> int:
-    return sum(each is not None for each in module._parameters.values())
+    return sum(parameter is not None for parameter in module._parameters.values())
 
 
 def _unknown(style: str) -> Refused:
@@ -366,8 +372,8 @@ def _with_own(module: nn.Module, owner: str, plan: Mapping[str, str]) -> Any:
         elif how not in (None, "replicate"):
             return _unknown(str(how))
     sums = style in ("moe_tp_experts", "all_reduce")
-    inner = [each for child, each in module.named_children() if f"{owner}.{child}" in plan]
-    if sums and any(True for each in inner for _ in each.parameters()):
+    inner = [grandchild for child, grandchild in module.named_children() if f"{owner}.{child}" in plan]
+    if sums and any(True for grandchild in inner for _ in grandchild.parameters()):
         return Refused("it sums over parts of its children and of its own parameters; " + _LEAVE_WHOLE)
     parts = Parts(dims=dims, added=tuple(added), sums=sums)
     return Experts(otherwise=parts) if style == "moe_tp_experts" and _takes_whole_experts(module) else parts
@@ -377,7 +383,7 @@ def _takes_whole_experts(module: nn.Module) -> bool:
     """Return whether an experts module knows chosen numbers beyond its experts, as transformers' own expert
     parallelism needs.
     """
-    alike = len({len(each) for each in module.parameters(recurse=False)}) == 1
+    alike = len({len(parameter) for parameter in module.parameters(recurse=False)}) == 1
     return alike and {"num_experts", "_is_expert_parallel"} <= vars(module).keys()
 
 
@@ -402,13 +408,13 @@ def _on_slices(modules: Mapping[str, nn.Module], table: Mapping[str, Any]) -> It
     """Yield whole modules that a plan forgets and that see this rank's slice: activations with parameters, norms of
     heads.
     """
-    split = {each.rpartition(".")[0] for each, style in table.items() if style == "colwise"}
+    split = {pattern.rpartition(".")[0] for pattern, style in table.items() if style == "colwise"}
     for pattern, module in modules.items():
         parent, _, leaf = pattern.rpartition(".")
         if pattern in table or parent not in split or not any(True for _ in module.parameters()):
             continue
         width = vars(modules[parent]).get("head_dim")
-        of_heads = _HEAD_NORM.fullmatch(leaf) and all(each.shape == (width,) for each in module.parameters())
+        of_heads = _HEAD_NORM.fullmatch(leaf) and all(parameter.shape == (width,) for parameter in module.parameters())
         if _ACTIVATION.fullmatch(leaf) or of_heads:
             yield pattern
 
@@ -433,7 +439,7 @@ def _regions(model: nn.Module, table: Mapping[str, Any]) -> list[str]:
             fitting.setdefault(pattern, []).append(name)
     # Where some layers have something else under the same name (experts), the others are named one by one.
     return [
-        each for pattern, names in fitting.items() for each in ([pattern] if len(names) == every[pattern] else names)
+        name for pattern, names in fitting.items() for name in ([pattern] if len(names) == every[pattern] else names)
     ]
 
 

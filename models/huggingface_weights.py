@@ -106,9 +106,9 @@ class _Found:
             if (ours := base.get(_storage(tensor))) is not None:
                 parts.setdefault(ours, []).append(_part(name, tensor, self.own[ours]))
         whole = {
-            ours: [each for each in found if each is not None] for ours, found in parts.items() if None not in found
+            ours: [part for part in found if part is not None] for ours, found in parts.items() if None not in found
         }
-        sizes = {ours: sum(self.stored[each.name].numel() for each in found) for ours, found in whole.items()}
+        sizes = {ours: sum(self.stored[part.name].numel() for part in found) for ours, found in whole.items()}
         return {ours: found for ours, found in whole.items() if sizes[ours] == self.own[ours].numel()}
 
     def fused(self) -> dict[str, tuple[list[str], list[int], int]]:
@@ -117,9 +117,9 @@ class _Found:
         fused = {}
         for name, tensor in self.stored.items():
             _, inputs, dim = self.joined.get(_storage(tensor), (tensor, [], 0))
-            names = [base[id(each)] for each in inputs if id(each) in base]
+            names = [base[id(part)] for part in inputs if id(part) in base]
             if len(names) > 1 and len(names) == len(inputs) and tensor.is_contiguous():
-                fused[name] = (names, [each.shape[dim] for each in inputs], dim)
+                fused[name] = (names, [part.shape[dim] for part in inputs], dim)
         return fused
 
 
@@ -135,12 +135,14 @@ def _part(name: str, tensor: Tensor, whole: Tensor) -> _Part | None:
     order = []
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         fits = [
-            dim for dim, each in enumerate(strides) if each == stride and not sizes[dim] and size <= whole.shape[dim]
+            dim
+            for dim, length in enumerate(strides)
+            if length == stride and not sizes[dim] and size <= whole.shape[dim]
         ]
         if not fits or not size:
             return None
         # Of dims with one stride (one of them has length one) the first of the right length is meant.
-        dim = next((each for each in fits if whole.shape[each] == size), fits[0])
+        dim = next((place for place in fits if whole.shape[place] == size), fits[0])
         sizes[dim] = size
         order.append(dim)
     transposed = len(order) > 1 and order == [*sorted(order)[:-2], *sorted(order)[:-3:-1]]
@@ -162,7 +164,7 @@ def _by_pattern(found: Mapping[str, Any], make: Callable[[str, Any, int], list[A
 
 def _split(ours: str, parts: Sequence[_Part], stars: int) -> list[Any] | None:
     """Return the rules that split one of our tensors; None if no rule fits its parts."""
-    names = [_starred(ours, each.name, stars) for each in parts]
+    names = [_starred(ours, part.name, stars) for part in parts]
     pattern = generic(ours)
     if None in names:
         return None
@@ -170,7 +172,7 @@ def _split(ours: str, parts: Sequence[_Part], stars: int) -> list[Any] | None:
         if parts[0].transposed:
             return [Transpose(pattern, str(names[0]))]
         return [] if names[0] == pattern else [Rename(pattern, str(names[0]))]
-    if all(each.sizes[0] for each in parts):
+    if all(part.sizes[0] for part in parts):
         cut = _cut_dim(parts)
         return (
             None
@@ -199,7 +201,7 @@ def _unstacked(pattern: str, parts: Sequence[_Part], names: Sequence[str]) -> li
         cut = _cut_dim(firsts)
         if cut is None:
             return None
-        rules.append(Split(pattern, tuple(halves), cut, tuple(each.sizes[cut] for each in firsts)))
+        rules.append(Split(pattern, tuple(halves), cut, tuple(first.sizes[cut] for first in firsts)))
     for half, (_, group) in zip(halves, sorted(groups.items()), strict=True):
         if group[0][0].transposed:
             rules.append(Transpose(half, f"{half}:t"))
@@ -210,16 +212,16 @@ def _unstacked(pattern: str, parts: Sequence[_Part], names: Sequence[str]) -> li
 
 def _cut_dim(parts: Sequence[_Part]) -> int | None:
     """Return the only dim along which the parts differ, if they are contiguous along it; None otherwise."""
-    dims = [dim for dim in range(len(parts[0].sizes)) if len({each.starts[dim] for each in parts}) > 1]
+    dims = [dim for dim in range(len(parts[0].sizes)) if len({part.starts[dim] for part in parts}) > 1]
     if len(dims) != 1:
         return None
-    ends = [0, *(each.starts[dims[0]] + each.sizes[dims[0]] for each in parts)]
-    return dims[0] if all(each.starts[dims[0]] == end for each, end in zip(parts, ends)) else None
+    ends = [0, *(part.starts[dims[0]] + part.sizes[dims[0]] for part in parts)]
+    return dims[0] if all(part.starts[dims[0]] == end for part, end in zip(parts, ends)) else None
 
 
 def _fuse(theirs: str, found: tuple[list[str], list[int], int], stars: int) -> list[Any] | None:
     ours, lengths, dim = found
-    names = [_starred(theirs, each, stars) for each in ours]
+    names = [_starred(theirs, name, stars) for name in ours]
     return None if None in names else [Fuse(tuple(map(str, names)), generic(theirs), dim, tuple(lengths))]
 
 

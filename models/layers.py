@@ -173,7 +173,7 @@ def products(x_RD: Tensor, weight_EFD: Tensor, rows_E: Tensor) -> Tensor:
     sizes = (x_RD.shape[1] * x_RD.element_size(), weight_EFD.shape[1] * x_RD.element_size())
     # torch.compile knows the shape of a grouped product in bfloat16 alone.
     known = x_RD.dtype == torch.bfloat16 if torch.compiler.is_compiling() else x_RD.dtype != torch.float64
-    if known and not any(each % 16 for each in sizes):
+    if known and not any(size % 16 for size in sizes):
         return F.grouped_mm(x_RD, weight_EFD.transpose(1, 2), offs=rows_E.cumsum(0).to(torch.int32))
     parts = x_RD.split(rows_E.tolist())
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weight_EFD, strict=True)])

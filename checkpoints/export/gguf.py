@@ -60,13 +60,13 @@ def _no_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
 
 def _llama_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
     """Rotary pairs lie beside each other in llama.cpp, and a half of a head apart in transformers."""
-    names = [f"model.layers.*.self_attn.{each}_proj.{kind}" for each in "qk" for kind in ("weight", "bias")]
+    names = [f"model.layers.*.self_attn.{letter}_proj.{kind}" for letter in "qk" for kind in ("weight", "bias")]
     return [Permute(name, name, outer=_head_dim(config) // 2, inner=2) for name in names]
 
 
 def _gpt2_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
     layers = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    names = [f"{prefix}h.*.{each}.weight" for prefix in ("", "transformer.") for each in layers]
+    names = [f"{prefix}h.*.{layer}.weight" for prefix in ("", "transformer.") for layer in layers]
     return [Transpose(name, name) for name in names]
 
 
@@ -74,10 +74,10 @@ def _expert_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
     places = range(_size(config, *_EXPERTS))
     return [
         Unstack(
-            f"model.layers.*.mlp.experts.{each}.weight",
-            tuple(f"model.layers.*.mlp.experts.{place}.{each}.weight" for place in places),
+            f"model.layers.*.mlp.experts.{projection}.weight",
+            tuple(f"model.layers.*.mlp.experts.{place}.{projection}.weight" for place in places),
         )
-        for each in ("gate_proj", "up_proj", "down_proj")
+        for projection in ("gate_proj", "up_proj", "down_proj")
     ]
 
 
@@ -282,8 +282,8 @@ def _kinds(
     block, _ = library.GGML_QUANT_SIZES[types[kind.upper()]]
     if odd := [
         f"{name} {shapes[name]}"
-        for name, each in found.items()
-        if each == types[kind.upper()] and shapes[name][-1] % block
+        for name, stored_type in found.items()
+        if stored_type == types[kind.upper()] and shapes[name][-1] % block
     ]:
         raise CheckpointError(
             f"{kind}: blocks of {block} do not divide the rows of {len(odd)} weights: {', '.join(odd[:3])}; choose f16"
@@ -371,7 +371,7 @@ def _write_tokenizer(library: ModuleType, writer: Any, folder: str | Path | None
     path = Path(folder) / "tokenizer.json"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        added = {each["id"]: each for each in data["added_tokens"]}
+        added = {token["id"]: token for token in data["added_tokens"]}
         ids = {number: text for text, number in data["model"]["vocab"].items()}
         merges = data["model"].get("merges")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -62,7 +62,7 @@ class StoredModel:
         self._source.read(self._names[name], index, out)
 
     def pieces(self, name: str) -> list[Piece]:
-        chunks = sorted(self._stored(name).chunks, key=lambda each: each.offsets)
+        chunks = sorted(self._stored(name).chunks, key=lambda chunk: chunk.offsets)
         return [Piece(chunk.offsets, self._source.box(self._names[name], chunk)) for chunk in chunks]
 
 

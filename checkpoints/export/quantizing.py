@@ -180,8 +180,8 @@ class Quantized:
             if _is_linear(name, shape, dtypes[name])
         }
         chosen = fitting(high, modules)
-        self.kept = [each for each in modules if is_high(each) or each in chosen]
-        self.layers = {each: shape for each, shape in modules.items() if each not in self.kept}
+        self.kept = [child for child in modules if is_high(child) or child in chosen]
+        self.layers = {name: shape for name, shape in modules.items() if name not in self.kept}
         _check_shapes(self.layers, scheme)
         self._parts: dict[str, tuple[str, str]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -204,8 +204,8 @@ class Quantized:
         ]
         stored += [(f"{module}.weight_scale", "scale", scheme.grid((rows, columns)), scale_dtype)]
         stored += [(f"{module}.weight_shape", "shape", (2,), torch.int64)] if scheme.packed > 1 else []
-        for each, part, shape, dtype in stored:
-            self._parts[each], self._shapes[each], self._dtypes[each] = (module, part), shape, dtype
+        for key, part, shape, dtype in stored:
+            self._parts[key], self._shapes[key], self._dtypes[key] = (module, part), shape, dtype
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return every stored tensor's name and shape."""
@@ -282,7 +282,7 @@ class Quantized:
     def entry(self) -> dict[str, Any]:
         """Return the entry of ``config.json`` that describes the quantised weights."""
         heads = (
-            [] if any(each.endswith("lm_head") for each in self.kept) else ["lm_head"]
+            [] if any(name.endswith("lm_head") for name in self.kept) else ["lm_head"]
         )  # a tied head has no tensor of its own
         return {"quantization_config": self._scheme.config([*self.kept, *heads])}
 
@@ -303,7 +303,7 @@ def _check_shapes(layers: Mapping[str, tuple[int, ...]], scheme: Scheme) -> None
             "no weight is left to quantise; expected tensors *.weight of two dims beside embeddings, heads and norms"
         )
     rows, columns = scheme.block[0], scheme.block[1] or 1
-    if odd := [f"{each} {shape}" for each, shape in layers.items() if shape[0] % rows or shape[1] % columns]:
+    if odd := [f"{name} {shape}" for name, shape in layers.items() if shape[0] % rows or shape[1] % columns]:
         raise CheckpointError(
             f"{len(odd)} weights do not divide into blocks of {rows} x {columns}: {', '.join(odd[:3])}; keep them "
             "high (--keep-high, in Python high=[...]), or choose a format with one scale a row (fp8, int8)"

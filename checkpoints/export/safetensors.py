@@ -198,7 +198,7 @@ def _write_file(
         for name, shape in shapes.items():
             pieces = stored.pieces(name) if stored is not None else ()
             if are_copied(pieces, shape):
-                for piece in sorted(pieces, key=lambda each: each.offsets):  # in the order of the file
+                for piece in sorted(pieces, key=lambda piece: piece.offsets):  # in the order of the file
                     copier.copy(
                         piece, dtypes[name], positions[name] + position_of(piece, shape) * dtypes[name].itemsize
                     )
@@ -256,5 +256,5 @@ def files_beside_weights(folder: PlaceLike) -> list[Place]:
     folder = place(folder)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}; expected a folder with tokenizer files")
-    files = [each for each in entries(folder) if each.is_file() and not each.name.endswith(_NOT_TOKENIZER)]
-    return [each for each in files if each.name != "config.json"]
+    files = [entry for entry in entries(folder) if entry.is_file() and not entry.name.endswith(_NOT_TOKENIZER)]
+    return [file for file in files if file.name != "config.json"]

@@ -124,14 +124,14 @@ class _OnDisk:
     def free(self, *, overwrite: bool) -> None:
         target = self._target
         with failing_as(f"exporting to {target}"):
-            for each in target.parent.glob(".*") if target.parent.is_dir() else ():
-                found = left_behind(each)
+            for path in target.parent.glob(".*") if target.parent.is_dir() else ():
+                found = left_behind(path)
                 if found is None or found.of != self._hidden.name or not found.abandoned():
                     continue
                 if found.kind == "old" and not target.exists():
-                    each.rename(target)
+                    path.rename(target)
                 else:
-                    remove(each)
+                    remove(path)
             if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
                 raise CheckpointError(f"{target} {_OCCUPIED}")
 
@@ -158,9 +158,9 @@ class _OnDisk:
             finally:
                 if replaced.exists() and not target.exists():
                     replaced.rename(target)
-                for each in (folder, replaced):
-                    if each.exists():
-                        remove(each)
+                for path in (folder, replaced):
+                    if path.exists():
+                        remove(path)
 
     def beside(self) -> Place:
         root = on_the_way(self._hidden, "tmp")
@@ -169,12 +169,12 @@ class _OnDisk:
 
     def _check_alone(self, folder: Path) -> None:
         """Check that no other process is writing another folder on its way to the target."""
-        for each in self._target.parent.glob(f"{glob.escape(self._hidden.name)}.tmp-*"):
-            found = left_behind(each)
-            if found is not None and each != folder and found.held:
+        for path in self._target.parent.glob(f"{glob.escape(self._hidden.name)}.tmp-*"):
+            found = left_behind(path)
+            if found is not None and path != folder and found.held:
                 raise CheckpointError(
                     f"another export to {self._target} is running: process {found.process} on {found.host}; wait for "
-                    f"it, or end it (it counts as dead {LEASE_S:.0f} s after its last write to {each})"
+                    f"it, or end it (it counts as dead {LEASE_S:.0f} s after its last write to {path})"
                 )
 
 
@@ -186,7 +186,7 @@ class _InStore:
         self._target = target
 
     def free(self, *, overwrite: bool) -> None:
-        if not overwrite and any(each.name != LEASE_NAME for each in self._target.iterdir()):
+        if not overwrite and any(path.name != LEASE_NAME for path in self._target.iterdir()):
             raise CheckpointError(f"{self._target} {_OCCUPIED}")
 
     @contextmanager
@@ -208,14 +208,14 @@ class _InStore:
         hidden = (
             self._target.with_name(f".{self._target.name}") / "module"
         )  # in a folder of its own: listing one asks for all that is below
-        for each in hidden.parent.iterdir():
-            if (left := left_behind(each)) and left.abandoned():
-                remove(each)
+        for path in hidden.parent.iterdir():
+            if (left := left_behind(path)) and left.abandoned():
+                remove(path)
         return on_the_way(hidden, "tmp")
 
     def _clear(self) -> None:
-        for each in sorted(
-            self._target.iterdir(), key=lambda each: each.name != "config.json"
+        for path in sorted(
+            self._target.iterdir(), key=lambda path: path.name != "config.json"
         ):  # readers ask for it first
-            if each.name != LEASE_NAME:
-                each.delete()
+            if path.name != LEASE_NAME:
+                path.delete()

@@ -109,13 +109,13 @@ def _descriptor(size: int, checksum: int) -> bytes:
 def _directory_of(members: list[_Member], start: int) -> bytes:
     """[4.3.12 to 4.3.16] The central directory, which begins at ``start`` of the archive, and its end records."""
     entries = bytearray()
-    for each in members:
-        large = [value for value in (each.size, each.size, each.position) if value >= _LARGE]
+    for member in members:
+        large = [value for value in (member.size, member.size, member.position) if value >= _LARGE]
         extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
-        size, position = min(each.size, _LARGE), min(each.position, _LARGE)
-        entries += struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", 0, 0, _STREAMED, 0, 0, 0, each.crc32, size, size,
-                               len(each.name), len(extra), 0, 0, 0, 0, position)  # fmt: skip
-        entries += each.name + extra
+        size, position = min(member.size, _LARGE), min(member.position, _LARGE)
+        entries += struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", 0, 0, _STREAMED, 0, 0, 0, member.crc32, size, size,
+                               len(member.name), len(extra), 0, 0, 0, 0, position)  # fmt: skip
+        entries += member.name + extra
     end = b""
     if start >= _LARGE:
         end = struct.pack(

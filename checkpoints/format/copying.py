@@ -74,12 +74,12 @@ class ByteCount:
 
 @final
 class Copier:
-    """Copy pieces into one file: ``write`` receives blocks in the order of the file, ``told`` the number of bytes of
+    """Copy pieces into one file: ``write`` receives blocks in the order of the file, ``advance`` the number of bytes of
     each.
     """
 
-    def __init__(self, write: Callable[[memoryview], object], told: Callable[[int], None]) -> None:
-        self._write, self._told = write, told
+    def __init__(self, write: Callable[[memoryview], object], advance: Callable[[int], None]) -> None:
+        self._write, self._advance = write, advance
         self._paces = {cast: Pace() for cast in (False, True)}  # a byte that is cast costs more
         # Two blocks in, for a cast to half the width: one read, one cast and one write each time.
         self._out, self._in = (torch.empty(count * BLOCK_BYTES, dtype=torch.uint8) for count in (1, 2))
@@ -101,7 +101,7 @@ class Copier:
     def _copy(self, box: Box, dtype: torch.dtype, position: int, span: tuple[int, int], way: Way, checksum: int) -> int:
         """Write ``span``, which counts in ``dtype``, in one way; return the CRC-32, ``checksum`` continued."""
         wide, narrow = box.dtype.itemsize, dtype.itemsize
-        first, last = (box.position + each // narrow * wide for each in span)
+        first, last = (box.position + place // narrow * wide for place in span)
         view = self._run.mapped(first, last - first) if way.mapped and first % wide == 0 else None
         for start, stop in aligned(
             span[1] - span[0], position + span[0], min(way.block_bytes, len(self._in_memory) * narrow // wide)
@@ -114,7 +114,7 @@ class Copier:
                 self._run.fill(read, first + at)
             self._write(read if dtype == box.dtype else self._cast(read, box.dtype, dtype))
             checksum = checksum if box.crc32 is None else crc32(read, checksum)
-            self._told(stop - start)
+            self._advance(stop - start)
         return checksum
 
     def _cast(self, memory: memoryview, own: torch.dtype, dtype: torch.dtype) -> memoryview:

@@ -92,7 +92,7 @@ class DistributedCheckpoint:
             raise CheckpointError(what + remedy(self.folder))
         found = tensors_in(data, path)
         self.tensors: Mapping[str, Stored] = {
-            name.removeprefix(prefix): each for name, each in found.items() if name.startswith(prefix)
+            name.removeprefix(prefix): entry for name, entry in found.items() if name.startswith(prefix)
         }
         if prefix and found and not self.tensors:
             raise CheckpointError(
@@ -103,11 +103,11 @@ class DistributedCheckpoint:
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return every tensor's name and shape."""
-        return {name: each.shape for name, each in self.tensors.items()}
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Return every tensor's name and dtype."""
-        return {name: each.dtype for name, each in self.tensors.items()}
+        return {name: tensor.dtype for name, tensor in self.tensors.items()}
 
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         """Copy ``tensor[index]`` into ``out`` (the slice's shape; cast to its dtype)."""
@@ -123,7 +123,7 @@ class DistributedCheckpoint:
 
     def place(self, name: str) -> tuple[str, int]:
         """Return the file and the byte at which a tensor begins; read many tensors in this order."""
-        first = min(self.tensors[name].chunks, key=lambda each: each.offsets, default=None)
+        first = min(self.tensors[name].chunks, key=lambda chunk: chunk.offsets, default=None)
         return ("", 0) if first is None else (first.file, first.position)
 
     def locate(self, wanted: Mapping[str, tuple[slice, ...]]) -> None:
@@ -238,8 +238,8 @@ def _stored(
 ) -> Stored:
     shape = tuple(entry.size)  # type: ignore[attr-defined]
     chunks = []
-    for each in entry.chunks:  # type: ignore[attr-defined]
-        offsets, sizes = tuple(each.offsets), tuple(each.sizes)
+    for chunk in entry.chunks:  # type: ignore[attr-defined]
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
         if math.prod(sizes) == 0:
             continue
         place = places.get((name, offsets))
@@ -273,7 +273,7 @@ def check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
 def _is_grid(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
     """Return whether the parts are the cells of a grid, each once, as after any even or uneven sharding by dims."""
     starts = [sorted({chunk.offsets[dim] for chunk in chunks}) for dim in range(len(shape))]
-    ends = [dict(zip(each, [*each[1:], size])) for each, size in zip(starts, shape)]
+    ends = [dict(zip(start, [*start[1:], size])) for start, size in zip(starts, shape)]
     cells = all(o + n == end[o] for chunk in chunks for o, n, end in zip(chunk.offsets, chunk.shape, ends))
     return cells and len({chunk.offsets for chunk in chunks}) == len(chunks)
 
@@ -281,10 +281,12 @@ def _is_grid(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
 def _any_overlap(chunks: list[Chunk]) -> bool:
     """Return whether any two parts overlap, by a sweep along the first dim."""
     open_: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda each: each.offsets):
-        open_ = [each for each in open_ if each.offsets[:1] == () or each.offsets[0] + each.shape[0] > chunk.offsets[0]]
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
+        open_ = [
+            other for other in open_ if other.offsets[:1] == () or other.offsets[0] + other.shape[0] > chunk.offsets[0]
+        ]
         spans = tuple((o, o + n) for o, n in zip(chunk.offsets, chunk.shape))
-        if any(overlap(spans, each) for each in open_):
+        if any(overlap(spans, other) for other in open_):
             return True
         open_.append(chunk)
     return False

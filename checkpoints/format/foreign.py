@@ -39,7 +39,7 @@ _FORMATS = {  # the files by which a format is known -> the remedy
     "DistributedCheckpoint(folder)",
     ("*.safetensors",): "it has safetensors: read them by Safetensors(path), or convert them by meshpar import",
     tuple(
-        f"*{each}" for each in PICKLED
+        f"*{suffix}" for suffix in PICKLED
     ): "it has files of torch.save: read them by TorchWeights(path), or convert them by meshpar import",
 }
 
@@ -52,8 +52,8 @@ def remedy(path: PlaceLike) -> str:
 def _remedy(path: Path) -> str:
     folder = path if path.is_dir() else path.parent
     for patterns, text in _FORMATS.items():
-        found = (each for pattern in patterns for each in folder.glob(pattern))
-        if any(path.is_dir() or each == path for each in found):
+        found = (file for pattern in patterns for file in folder.glob(pattern))
+        if any(path.is_dir() or file == path for file in found):
             return f"; {text}"
     return ""
 
@@ -122,7 +122,7 @@ class TorchWeights:
 
 def _files(folder: Place) -> list[Place]:
     """Return the files with weights: those of transformers, beside which lie others, or all."""
-    return entries(folder, "pytorch_model*.bin") or [each for each in entries(folder) if each.suffix in PICKLED]
+    return entries(folder, "pytorch_model*.bin") or [entry for entry in entries(folder) if entry.suffix in PICKLED]
 
 
 def _loaded(file: Path) -> object:
@@ -148,6 +148,6 @@ def _flat(value: object, name: str = "") -> dict[str, torch.Tensor]:
     entries = value.items() if isinstance(value, Mapping) else ()
     return {
         key: tensor
-        for each, inner in entries
-        for key, tensor in _flat(inner, f"{name}.{each}" if name else str(each)).items()
+        for outer_key, inner in entries
+        for key, tensor in _flat(inner, f"{name}.{outer_key}" if name else str(outer_key)).items()
     }

@@ -85,9 +85,9 @@ class Manifest:
     def to_json(self) -> str:
         """Return the file's text, one entry per line; the last entry is the CRC-32 of all lines before it."""
         entries = {"format": FORMAT, "version": VERSION} | {
-            each.name: getattr(self, each.name)
-            for each in dataclasses.fields(self)
-            if each.name != "parts" or self.parts
+            entry.name: getattr(self, entry.name)
+            for entry in dataclasses.fields(self)
+            if entry.name != "parts" or self.parts
         }
         text = "{\n" + "".join(f"{json.dumps(key)}: {_text(value)},\n" for key, value in entries.items())
         return f'{text}"crc32": "{crc32(text.encode()):08x}"\n}}\n'
@@ -165,17 +165,17 @@ _KINDS: Mapping[str, Any] = {
 
 def _is(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, or types in a list, dict or tuple
     if isinstance(kind, tuple):
-        return any(_is(value, each) for each in kind)
+        return any(_is(value, option) for option in kind)
     if isinstance(kind, list):
-        return isinstance(value, list) and all(_is(each, kind[0]) for each in value)
+        return isinstance(value, list) and all(_is(element, kind[0]) for element in value)
     if isinstance(kind, dict) and str in kind:
         return isinstance(value, dict) and all(
-            isinstance(key, str) and _is(each, kind[str]) for key, each in value.items()
+            isinstance(key, str) and _is(element, kind[str]) for key, element in value.items()
         )
     if isinstance(kind, dict):
         entries = dict(enumerate(value)) if isinstance(value, list) and 0 in kind else value
         return isinstance(entries, dict) and all(
-            key in entries and _is(entries[key], each) for key, each in kind.items()
+            key in entries and _is(entries[key], wanted) for key, wanted in kind.items()
         )
     return (
         value is None if kind is None else isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
@@ -210,10 +210,10 @@ def _text(value: object) -> str:
 def _encoded(value: object) -> Any:  # noqa: ANN401 - plain data
     """Return plain data as JSON has it."""
     if isinstance(value, (list, tuple)):
-        return [_encoded(each) for each in value]
+        return [_encoded(element) for element in value]
     if not isinstance(value, Mapping):
         return value
-    entries = {str(key): _encoded(each) for key, each in value.items()}
+    entries = {str(key): _encoded(element) for key, element in value.items()}
     if all(isinstance(key, str) for key in value):
         return entries
     return {_COUNTER if isinstance(value, Counter) else _INTEGER_KEYS: entries}

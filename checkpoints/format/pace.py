@@ -50,9 +50,9 @@ class Pace:
     @contextmanager
     def turn(self, count: int) -> Iterator[Way]:
         """Yield the way in which to copy the next ``count`` bytes."""
-        way = min(self._costs, key=lambda each: self._costs[each])
+        way = min(self._costs, key=lambda name: self._costs[name])
         began = self._clock()
         yield way
         if count >= _LEAST_BYTES:
-            self._costs = {each: cost * _KEPT for each, cost in self._costs.items()}
+            self._costs = {name: cost * _KEPT for name, cost in self._costs.items()}
             self._costs[way] = (self._clock() - began) / count

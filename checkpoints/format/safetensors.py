@@ -124,7 +124,7 @@ def _whole_shape(name: str, pieces: Sequence[Piece]) -> tuple[int, ...]:
     dtype.
     """
     shape = tuple(
-        max(o + n for o, n in each) for each in zip(*(zip(piece.offsets, piece.box.shape) for piece in pieces))
+        max(o + n for o, n in extents) for extents in zip(*(zip(piece.offsets, piece.box.shape) for piece in pieces))
     )
     if len({piece.box.dtype for piece in pieces}) > 1:
         raise CheckpointError(f"the shards of {name!r} have different dtypes")
@@ -161,8 +161,10 @@ def _indexed(path: Place) -> dict[Place, list[str]]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a safetensors index: {brief(error)}") from error
     if gone := [file for file in files if not file.exists()]:
-        told = ", ".join(file.name for file in gone[:5])
-        raise CheckpointError(f"{path} lists {len(files)} files, and {len(gone)} of them are missing: {told}; {_AGAIN}")
+        examples = ", ".join(file.name for file in gone[:5])
+        raise CheckpointError(
+            f"{path} lists {len(files)} files, and {len(gone)} of them are missing: {examples}; {_AGAIN}"
+        )
     return files
 
 
@@ -180,7 +182,7 @@ def read_header(file: Readable) -> tuple[dict[str, Box], dict[str, tuple[int, ..
         header = json.loads(file.bytes(8, length))
         boxes = {name: _box(file, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
         end = 8 + length
-        for name, box in sorted(boxes.items(), key=lambda each: (each[1].position, each[1].nbytes)):
+        for name, box in sorted(boxes.items(), key=lambda named: (named[1].position, named[1].nbytes)):
             if box.position != end:
                 raise CheckpointError(
                     f"{name!r} begins at byte {box.position}; expected {end}, where the tensor before it ends"
@@ -192,8 +194,8 @@ def read_header(file: Readable) -> tuple[dict[str, Box], dict[str, tuple[int, ..
         offsets = {name: tuple(entry["saved_offsets"]) for name, entry in shards.items() if name in boxes}
         if odd := [
             name
-            for name, each in offsets.items()
-            if len(each) != len(boxes[name].shape) or not all(type(o) is int for o in each)
+            for name, offset in offsets.items()
+            if len(offset) != len(boxes[name].shape) or not all(type(o) is int for o in offset)
         ]:
             raise CheckpointError(
                 f"the shard of {odd[0]!r} is at {offsets[odd[0]]} of a tensor of {len(boxes[odd[0]].shape)} dims"
@@ -235,4 +237,4 @@ def write_header(
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     header = struct.pack("<Q", len(text)) + text
-    return header, {name: len(header) + each for name, each in offsets.items()}
+    return header, {name: len(header) + start for name, start in offsets.items()}

@@ -82,8 +82,8 @@ def _chunks(manifest: Manifest) -> Iterator[tuple[str, Chunk, int]]:
 
 def _parts_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Chunk, int]]]:
     parts: dict[str, list[tuple[str, Chunk, int]]] = {}
-    for each in _chunks(manifest):
-        parts.setdefault(each[1].file, []).append(each)
+    for entry in _chunks(manifest):
+        parts.setdefault(entry[1].file, []).append(entry)
     return parts
 
 
@@ -98,7 +98,7 @@ def _problems(
                 f"; lost: (parts of) {', '.join(within[:10])}" if within else ""
             )
         elif full:
-            yield from _differing(path.reader(links=False), expected, sorted(parts, key=lambda each: each[1].position))
+            yield from _differing(path.reader(links=False), expected, sorted(parts, key=lambda part: part[1].position))
     except OSError as error:
         yield str(error.strerror)
     except StoreError:
@@ -110,19 +110,19 @@ def _problems(
 def _differing(file: Readable, expected: Mapping[str, Any], parts: list[tuple[str, Chunk, int]]) -> Iterator[str]:
     """Yield the differences in one file, which is read once."""
     reader = _Summing(file, with_sha256="sha256" in expected)
-    told = False
+    differs = False
     for name, chunk, checksum in parts:
         reader.sum_to(chunk.position)
         if (found := reader.sum_to(chunk.position + chunk.length)) != checksum:
-            told = True
+            differs = True
             yield (
                 f"{name} at {chunk.offsets}, bytes {chunk.position} to {chunk.position + chunk.length}: "
                 f"{_sums(checksum, found)}"
             )
     reader.sum_to(file.size)
-    if not told and reader.crc32 != expected["crc32"]:
+    if not differs and reader.crc32 != expected["crc32"]:
         yield _sums(expected["crc32"], reader.crc32)
-    elif not told and reader.sha256 != expected.get("sha256"):
+    elif not differs and reader.sha256 != expected.get("sha256"):
         yield f"expected the SHA-256 {expected['sha256']}, found {reader.sha256}"
 
 

@@ -114,7 +114,7 @@ def write_parts(
     """
     shares: list[list[Part]] = [[] for _ in range(threads)]
     sizes = [0] * threads
-    for part in sorted(parts, key=lambda each: -each.tensor.nbytes):
+    for part in sorted(parts, key=lambda part: -part.tensor.nbytes):
         least = sizes.index(min(sizes))
         shares[least].append(part)
         sizes[least] += part.tensor.nbytes
@@ -150,8 +150,8 @@ def _pickled(metadata: Metadata) -> bytes:
     earlier ones cannot read.
     """
 
-    def properties(each: TensorProperties) -> tuple[Any, ...]:
-        return TensorProperties, (), each.__getstate__()[:5]
+    def properties(value: TensorProperties) -> tuple[Any, ...]:
+        return TensorProperties, (), value.__getstate__()[:5]
 
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream)

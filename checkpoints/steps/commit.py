@@ -111,14 +111,14 @@ class Renaming:
         folders = self._folders()
         aside = {
             step: left.path
-            for each in folders
-            if (left := leftover(each)) and left.kind == "old" and (step := step_of(left.of)) is not None
+            for folder in folders
+            if (left := leftover(folder)) and left.kind == "old" and (step := step_of(left.of)) is not None
         }
-        placed = {step: each for each in folders if (step := step_of(each.name)) is not None}
-        return {step: each for step, each in {**aside, **placed}.items() if (each / having).is_file()}
+        placed = {step: folder for folder in folders if (step := step_of(folder.name)) is not None}
+        return {step: folder for step, folder in {**aside, **placed}.items() if (folder / having).is_file()}
 
     def unfinished(self) -> list[Leftover]:
-        return [left for each in self._folders() if (left := left_behind(each))]
+        return [left for folder in self._folders() if (left := left_behind(folder))]
 
     def link(self, name: str) -> None:
         link, fresh = self._root / LATEST_LINK, self._root / f".{LATEST_LINK}.new"
@@ -131,7 +131,7 @@ class Renaming:
 
     def _folders(self) -> list[DiskPath]:
         found = sorted(self._root.iterdir()) if self._root.is_dir() else []
-        return [each for each in found if each.is_dir() and not each.is_symlink()]
+        return [path for path in found if path.is_dir() and not path.is_symlink()]
 
 
 @final
@@ -175,9 +175,9 @@ class Conditional:
         _, parts = _version_and_parts(step)
         (step / MANIFEST_NAME).unlink()  # now the step is gone, or this raises
         with told_only(f"step {step_of(step.name)} is deleted, but files of it stay in {step}"):
-            for each in entries(step):
-                if each.name == parts or leftover(each) is None:
-                    each.delete()
+            for entry in entries(step):
+                if entry.name == parts or leftover(entry) is None:
+                    entry.delete()
 
     def clean(self, left: Leftover, step: ObjectPath) -> None:
         del step
@@ -197,7 +197,7 @@ class Conditional:
         for folder, _, rest in (key.partition("/") for key in self._root.names()):
             inside.setdefault(folder, set()).add(rest.partition("/")[0])
         steps = [(self._root / name, names) for name, names in sorted(inside.items()) if step_of(name) is not None]
-        return [left for step, names in steps for each in _uncommitted(step, names) if (left := left_behind(each))]
+        return [left for step, names in steps for path in _uncommitted(step, names) if (left := left_behind(path))]
 
     def link(self, name: str) -> None:
         """Do nothing: ``LATEST`` names the newest step."""
@@ -216,7 +216,7 @@ def _uncommitted(folder: Place, names: Collection[str]) -> list[Place]:
     """Return the folders of saves in a step's folder of a store, in which there are ``names``, but for the one that
     its manifest names.
     """
-    saves = [folder / each for each in sorted(names) if leftover(folder / each)]
+    saves = [folder / name for name in sorted(names) if leftover(folder / name)]
     committed = MANIFEST_NAME in names
     if committed and len(saves) < 2:
         return []
@@ -226,4 +226,4 @@ def _uncommitted(folder: Place, names: Collection[str]) -> list[Place]:
         raise
     except CheckpointError:
         return []  # damaged: it may be any of them
-    return [each for each in saves if each.name != named]
+    return [save for save in saves if save.name != named]

@@ -58,7 +58,8 @@ def import_safetensors(
     stored = weights_in(src)
     source = rules.view(stored)
     dtypes = {
-        name: dtype if dtype is not None and each.is_floating_point else each for name, each in source.dtypes().items()
+        name: dtype if dtype is not None and stored_dtype.is_floating_point else stored_dtype
+        for name, stored_dtype in source.dtypes().items()
     }
     total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in source.shapes().items())
     published = config_beside(src) if config is None else dict(config)
@@ -77,16 +78,17 @@ def import_safetensors(
                 expected_bytes=total,
             )
             groups = whole((MODEL + name, shape, dtypes[name]) for name, shape in source.shapes().items())
-            told = {"step": step, "mesh": {}, "world_size": 1, "device": "cpu", "plan": f"imported from {src}"}
+            about = {"step": step, "mesh": {}, "world_size": 1, "device": "cpu", "plan": f"imported from {src}"}
             return steps.commit(
-                folder, make_manifest(folder, groups, [file], {**told, "weights": rules.to_json(), "config": published})
+                folder,
+                make_manifest(folder, groups, [file], {**about, "weights": rules.to_json(), "config": published}),
             )
         finally:
             steps.abandon(folder)
 
 
 def _items(
-    source: Mapped, stored: TypedSource, dtypes: Mapping[str, torch.dtype], told: Callable[[int], None]
+    source: Mapped, stored: TypedSource, dtypes: Mapping[str, torch.dtype], advance: Callable[[int], None]
 ) -> Iterator[Item]:
     """Yield the tensors in the order of their files."""
     space = torch.empty(TILE_BYTES, dtype=torch.uint8)
@@ -95,20 +97,20 @@ def _items(
         same = origin is not None and source.dtypes()[name] == dtypes[name]
         pieces = stored.pieces(origin) if same and origin and isinstance(stored, StoredSource) else ()
         blocks = (
-            _copied(pieces[0], space, told)
+            _copied(pieces[0], space, advance)
             if len(pieces) == 1
-            else _built(source, name, shape, dtypes[name], space, told)
+            else _built(source, name, shape, dtypes[name], space, advance)
         )
         yield Item(MODEL + name, (0,) * len(shape), shape, dtypes[name], blocks)
 
 
-def _copied(piece: Piece, space: torch.Tensor, told: Callable[[int], None]) -> Iterator[memoryview]:
+def _copied(piece: Piece, space: torch.Tensor, advance: Callable[[int], None]) -> Iterator[memoryview]:
     run = piece.box.file.run(piece.box.position, piece.box.position + piece.box.nbytes)
     for start in range(0, piece.box.nbytes, BLOCK_BYTES):
         block = memory_of(space)[: min(BLOCK_BYTES, piece.box.nbytes - start)]
         run.fill(block, piece.box.position + start)
         yield block
-        told(len(block))
+        advance(len(block))
 
 
 def _built(
@@ -117,14 +119,14 @@ def _built(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     space: torch.Tensor,
-    told: Callable[[int], None],
+    advance: Callable[[int], None],
 ) -> Iterator[memoryview]:
     for spans in tiles(shape, dtype.itemsize, TILE_BYTES):
         sizes = [b - a for a, b in spans]
         tile = space[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
         source.read(name, tuple(slice(*span) for span in spans), tile)
         yield memory_of(tile)
-        told(tile.nbytes)
+        advance(tile.nbytes)
 
 
 def config_beside(src: PlaceLike) -> dict[str, Any]:

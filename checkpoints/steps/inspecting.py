@@ -95,9 +95,9 @@ def diff_steps(one: PlaceLike, other: PlaceLike) -> str:
         for name in ("step", "mesh", "world_size", "plan", "extra", "metrics", "versions")
         if getattr(left, name) != getattr(right, name)
     ]
-    sources = [DistributedCheckpoint(each.files_in(folder)) for each, folder in zip((left, right), folders)]
+    sources = [DistributedCheckpoint(manifest.files_in(folder)) for manifest, folder in zip((left, right), folders)]
     same = 0
-    for name in (each for each in left.tensors if each in right.tensors):
+    for name in (name for name in left.tensors if name in right.tensors):
         difference = _difference(name, left.tensors[name], right.tensors[name], sources)
         same += difference is None
         lines += [] if difference is None else [f"{name}: {difference}"]
@@ -162,8 +162,8 @@ def _difference(
     for key in ("dtype", "shape"):
         if left[key] != right[key]:
             return f"{key} {left[key]} and {right[key]}"
-    if left["chunks"] and [each[:2] + each[4:] for each in left["chunks"]] == [
-        each[:2] + each[4:] for each in right["chunks"]
+    if left["chunks"] and [chunk[:2] + chunk[4:] for chunk in left["chunks"]] == [
+        chunk[:2] + chunk[4:] for chunk in right["chunks"]
     ]:
         return None  # the same parts with the same checksums
     dtype, differ, most = sources[0].dtypes()[name], 0, 0.0
@@ -178,7 +178,7 @@ def _difference(
 
 
 def _bytes(manifest: Manifest) -> int:
-    return sum(each["size"] for each in manifest.files.values())
+    return sum(file["size"] for file in manifest.files.values())
 
 
 def _mesh(manifest: Manifest) -> str:

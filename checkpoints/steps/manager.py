@@ -360,4 +360,4 @@ class CheckpointManager:
             raise CheckpointError("\n  ".join([f"{self.root} holds no committed step{remedy(self.root)}", *reasons]))
         if step is not None and step not in steps:
             raise CheckpointError(f"{self.root} holds no committed step {step}; it holds {', '.join(map(str, steps))}")
-        return [folders[each] for each in reversed(steps) if step is None or each <= step]
+        return [folders[number] for number in reversed(steps) if step is None or number <= step]

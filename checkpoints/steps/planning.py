@@ -134,7 +134,7 @@ class Planning:
             return self._greet(mine[0], ranks)
 
         greetings = ranks.collect(step, greet)
-        extras = [each.rank_extra for each in greetings]
+        extras = [greeting.rank_extra for greeting in greetings]
 
         def ask() -> _Question | None:
             question = self._ask(greetings)
@@ -152,7 +152,7 @@ class Planning:
                 shares: Sequence[Share] = ()
                 if question.anew:
                     groups, shares = divide([alike for alike, _, _ in answers])
-                    tied = sorted({tuple(group) for _, each, _ in answers for group in each})
+                    tied = sorted({tuple(group) for _, ties, _ in answers for group in ties})
                     self.ledger = None
                     self._agreed = Agreed(token=secrets.token_hex(8), groups=groups, tied=tied)
                 assert self._agreed is not None
@@ -177,8 +177,12 @@ class Planning:
         return _Greeting(self._token if kept else None, _table_digest(mine.optimizer), mine.rank_extra)
 
     def _ask(self, greetings: Sequence[_Greeting]) -> _Question:
-        kept = self._agreed is not None and all(each.token == self._agreed.token for each in greetings)
-        first = {each.table: rank for rank, each in reversed(list(enumerate(greetings))) if each.table is not None}
+        kept = self._agreed is not None and all(greeting.token == self._agreed.token for greeting in greetings)
+        first = {
+            greeting.table: rank
+            for rank, greeting in reversed(list(enumerate(greetings)))
+            if greeting.table is not None
+        }
         return _Question(not kept, sorted(first.values()))
 
 
@@ -198,7 +202,7 @@ def _tables(tables: Mapping[int, Mapping[str, Any] | None]) -> list[Mapping[str,
 
 def _digest(mine: Described, ranks: Ranks) -> str:
     """Return a hash of all that the division depends on."""
-    return _hash([ranks.rank, ranks.size, [tuple(each) for each in mine.alike], mine.tied])
+    return _hash([ranks.rank, ranks.size, [tuple(entry) for entry in mine.alike], mine.tied])
 
 
 def _table_digest(table: Mapping[str, Any] | None) -> str | None:
@@ -227,13 +231,13 @@ def alike(tensors: Mapping[str, Tensor]) -> list[Alike]:
     found = []
     for (shape, dtype, local_shape, _), names in groups.items():
         held = held_by_this_rank(tensors[names[0]])
-        sizes = tuple(each.stop - each.start for each in held)
+        sizes = tuple(span.stop - span.start for span in held)
         if sizes != tuple(local_shape):
             raise CheckpointError(
                 f"{names[0]}: this rank has a shard of {tuple(local_shape)}; expected {sizes} of {tuple(shape)}"
             )
         if math.prod(sizes) or not math.prod(shape):
-            found.append(Alike(pack(names), tuple(shape), dtype, tuple(each.start for each in held), sizes))
+            found.append(Alike(pack(names), tuple(shape), dtype, tuple(span.start for span in held), sizes))
     return found
 
 
@@ -241,9 +245,9 @@ def parts_of(mine: Iterable[tuple[Alike, Sequence[int]]], tensors: Mapping[str, 
     """Return the parts of ``tensors`` that the plan assigns to this rank."""
     named = ((alike.names, alike.offsets, positions) for alike, positions in mine)
     return [
-        Part(names[each], offsets, local_tensor(tensors[names[each]]))
+        Part(names[position], offsets, local_tensor(tensors[names[position]]))
         for names, offsets, positions in named
-        for each in positions
+        for position in positions
     ]
 
 
@@ -261,11 +265,11 @@ def divide(said: Sequence[Sequence[Alike]]) -> tuple[list[Group], list[Share]]:
         CheckpointError: the ranks lack a part of a tensor, or have it in different shapes or dtypes.
     """
     loads = [0] * len(said)
-    shares: list[list[list[int]]] = [[[] for _ in each] for each in said]
+    shares: list[list[list[int]]] = [[[] for _ in boxes_of_rank] for boxes_of_rank in said]
     groups, work = [], []
     for names, holders in _claims(said):
-        if len({(each.shape, each.dtype) for each in holders}) > 1:
-            kinds = {(each.shape, each.dtype): claims[0][0] for each, claims in holders.items()}
+        if len({(holder.shape, holder.dtype) for holder in holders}) > 1:
+            kinds = {(key.shape, key.dtype): claims[0][0] for key, claims in holders.items()}
             seen = " and ".join(
                 f"{shape}, {str(dtype).removeprefix('torch.')} on rank {rank}" for (shape, dtype), rank in kinds.items()
             )
@@ -274,15 +278,15 @@ def divide(said: Sequence[Sequence[Alike]]) -> tuple[list[Group], list[Share]]:
             )
         boxes = sorted(holders.items(), key=lambda pair: pair[0].offsets)
         first = boxes[0][0]
-        check_cover(names[0], first.shape, [Chunk(each.offsets, each.sizes, "", 0, 0) for each, _ in boxes])
-        groups.append(Group(names, first.shape, first.dtype, tuple((each.offsets, each.sizes) for each, _ in boxes)))
+        check_cover(names[0], first.shape, [Chunk(box.offsets, box.sizes, "", 0, 0) for box, _ in boxes])
+        groups.append(Group(names, first.shape, first.dtype, tuple((box.offsets, box.sizes) for box, _ in boxes)))
         work += [(math.prod(box.sizes) * box.dtype.itemsize, len(names), claims) for box, claims in boxes]
-    for size, count, claims in sorted(work, key=lambda each: -each[0]):  # the largest first: the others fill the gaps
+    for size, count, claims in sorted(work, key=lambda entry: -entry[0]):  # the largest first: the others fill the gaps
         for number in range(count):
             rank, at, start = claims[0] if len(claims) == 1 else min(claims, key=lambda claim: loads[claim[0]])
             shares[rank][at].append(start + number)
             loads[rank] += size
-    return groups, [[_short(each) for each in share] for share in shares]
+    return groups, [[_short(claim) for claim in share] for share in shares]
 
 
 def _claims(said: Sequence[Sequence[Alike]]) -> list[tuple[list[str], dict[Alike, list[tuple[int, int, int]]]]]:
@@ -291,12 +295,12 @@ def _claims(said: Sequence[Sequence[Alike]]) -> list[tuple[list[str], dict[Alike
     """
     together: dict[bytes, dict[Alike, list[tuple[int, int, int]]]] = {}
     names: dict[bytes, list[str]] = {}
-    for rank, each in enumerate(said):
-        for at, one in enumerate(each):
+    for rank, report in enumerate(said):
+        for at, one in enumerate(report):
             if one.packed not in names:
                 names[one.packed] = one.names
             together.setdefault(one.packed, {}).setdefault(one._replace(packed=b""), []).append((rank, at, 0))
-    counts = Counter(name for each in names.values() for name in each)
+    counts = Counter(name for group in names.values() for name in group)
     found, alone = [], dict[str, dict[Alike, list[tuple[int, int, int]]]]()
     for packed, boxes in together.items():
         if all(counts[name] == 1 for name in names[packed]):

@@ -111,7 +111,9 @@ class Ranks:
             return [outcome]
         outcomes: list[_Outcome] | None = [(None, None) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather_object(outcome, outcomes, dst=0, group=self._group)
-        failures: list[_Outcome] = self._broadcast([each for each in outcomes or () if each[0] is not None])
+        failures: list[_Outcome] = self._broadcast(
+            [one_outcome for one_outcome in outcomes or () if one_outcome[0] is not None]
+        )
         return failures or outcomes or []
 
     def _broadcast(self, value: T) -> T:

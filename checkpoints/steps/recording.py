@@ -107,9 +107,9 @@ class Ledger:
     """
 
     def __init__(self, groups: Sequence[Group], layouts: Sequence[Layout], tied: Sequence[Sequence[str]]) -> None:
-        self._layouts = [each.digest for each in layouts]
-        self._files = [name for each in layouts for name, _ in each.files]
-        parts = [part for each in layouts for part in each.parts()]
+        self._layouts = [layout.digest for layout in layouts]
+        self._files = [name for layout in layouts for name, _ in layout.files]
+        parts = [part for layout in layouts for part in layout.parts()]
         check_written(groups, parts)
         saved = {name for group in groups for name in group.names}
         names = {MODEL + other: MODEL + group[0] for group in tied for other in group[1:] if MODEL + other not in saved}
@@ -124,17 +124,17 @@ class Ledger:
             order[part.name].append(at)
         entries = (
             f'{_quoted(name)}: {{"dtype": {_quoted(str(read[name].dtype).removeprefix("torch."))}, '
-            f'"shape": {json.dumps(read[name].shape)}, "chunks": [{", ".join(each)}]}}'
-            for name, each in chunks.items()
+            f'"shape": {json.dumps(read[name].shape)}, "chunks": [{", ".join(chunk)}]}}'
+            for name, chunk in chunks.items()
         )
         self._order = array("I", itertools.chain.from_iterable(order.values()))
         self._metadata, self._tensors = (
-            zlib.compress(each, 1) for each in (metadata, f"{{{', '.join(entries)}}}".encode())
+            zlib.compress(data, 1) for data in (metadata, f"{{{', '.join(entries)}}}".encode())
         )
 
     def fits(self, reports: Sequence[Report]) -> bool:
         """Return whether the ranks' layouts are those of this ledger."""
-        return self._layouts == [each.layout for each in reports]
+        return self._layouts == [report.layout for report in reports]
 
     def write(self, folder: Place, reports: Sequence[Report], entries: Mapping[str, Any]) -> Manifest:
         """Write torch's metadata into the folder and return the manifest of a save; ``entries`` are its plain data."""

@@ -123,17 +123,19 @@ class Restoring:
     def _compare(self, cast: bool, partial: bool) -> list[str]:
         """Raise one error that lists the differences on all ranks, or return those that ``partial`` accepts."""
         found = self._ranks.everyone("comparing", lambda: self._differences(cast))
-        wrong = list(dict.fromkeys(line for each in found for line in each.wrong))
-        lenient = list(dict.fromkeys(line for each in found for line in each.missing))
+        wrong = list(dict.fromkeys(line for difference in found for line in difference.wrong))
+        lenient = list(dict.fromkeys(line for difference in found for line in difference.missing))
         table = self._manifest.optimizer
         if self._optimizer is not None and table is None:
             lenient.append("missing: the optimizer's state; this step was saved without an optimizer")
         elif self._optimizer is not None and table is not None:
             groups: dict[Group, set[str]] = {}
-            for group, names in (each for rank in found for each in rank.groups.items()):
+            for group, names in (entry for rank in found for entry in rank.groups.items()):
                 groups.setdefault(group, set()).update(names)
             lenient += group_differences(groups, table)
-        lenient += [f"unexpected: {name}" for name in sorted(set.intersection(*(each.unexpected for each in found)))]
+        lenient += [
+            f"unexpected: {name}" for name in sorted(set.intersection(*(difference.unexpected for difference in found)))
+        ]
         if wrong or (lenient and not partial):
             remedy = [] if wrong else ["CheckpointManager.restore(..., partial=True) restores what fits"]
             lines = [f"{self._folder} does not fit this job; nothing was changed:", *wrong, *lenient, *remedy]
@@ -151,7 +153,9 @@ class Restoring:
         stored = self._source.tensors
         missing, wrong = differences(wanted, stored, cast=cast)
         same = {
-            name: each for name, each in wanted.items() if name in stored and stored[name].shape == tuple(each.shape)
+            name: tensor
+            for name, tensor in wanted.items()
+            if name in stored and stored[name].shape == tuple(tensor.shape)
         }
         self._source.locate({name: held_by_this_rank(tensor) for name, tensor in same.items()})
         return _Differences(
@@ -167,7 +171,7 @@ class Restoring:
         renamed = {}
         for name, aliases in self._model.names.items():
             candidates = [*aliases, *(saved_as[alias] for alias in aliases if alias in saved_as)]
-            found = next((each for each in candidates if MODEL + each in self._manifest.tensors), name)
+            found = next((candidate for candidate in candidates if MODEL + candidate in self._manifest.tensors), name)
             if found != name:
                 renamed[name] = found
         return renamed
@@ -187,7 +191,7 @@ class Restoring:
             with torch.no_grad():  # of this thread
                 self._source.read(pair[0], held_by_this_rank(pair[1]), local_tensor(pair[1]))
 
-        self._source.each(read, sorted(found, key=lambda each: self._source.place(each[0])))
+        self._source.each(read, sorted(found, key=lambda named: self._source.place(named[0])))
 
     def _restore_random(self, same: bool) -> str:
         prefix = f"random.rank-{self._ranks.rank}."

@@ -95,9 +95,9 @@ class Saving:
         mine = self._planning.agree(self._ranks, f"planning step {step}", describe, settle)
         self._parts = parts_of(mine, self._tensors)
         self._versions = [
-            (part.name, each, _version(each))
+            (part.name, tensor, _version(tensor))
             for part in self._parts
-            for each in (part.tensor, self._tensors[part.name])
+            for tensor in (part.tensor, self._tensors[part.name])
         ]
         self._samples = Samples(self._parts) if later else None
         self._ready, self._device = ready_event(par.device), par.device
@@ -139,9 +139,9 @@ class Saving:
     def _stage_on_disk(self, folder: DiskPath) -> None:
         """Write the files to this machine's disk, without what a dead process left there."""
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for each in folder.parent.iterdir():
-            if (left := leftover(each)) and left.kind == "tmp" and step_of(left.of) is not None and left.abandoned():
-                remove(each)
+        for path in folder.parent.iterdir():
+            if (left := leftover(path)) and left.kind == "tmp" and step_of(left.of) is not None and left.abandoned():
+                remove(path)
         folder.mkdir()
         with failing_as(f"staging in {folder.parent}"):
             self._staged = self._write_to(folder)
@@ -200,7 +200,7 @@ class Saving:
     ) -> None:
         """Check the space on the disk, and note the plain data of the step; on rank 0."""
         self._agreed = agreed
-        needed, free = sum(each.nbytes for each in agreed.groups) + _SPARE_BYTES, self._folder.free_bytes()
+        needed, free = sum(group.nbytes for group in agreed.groups) + _SPARE_BYTES, self._folder.free_bytes()
         if free < needed:
             raise CheckpointError(
                 f"{self._folder.parent} has {free / 1e9:.2f} GB free; this step needs {needed / 1e9:.2f} GB: free "
@@ -219,7 +219,7 @@ class Saving:
             "config": plain(par.layout.config, "layout.config"),
             "optimizer": merged_tables(tables) if tables else None,
             "seed": torch.initial_seed(),
-            "rank_extra": rank_extra if any(each is not None for each in rank_extra) else (),
+            "rank_extra": rank_extra if any(extra is not None for extra in rank_extra) else (),
         }
 
     def _write(self) -> list[WrittenFile]:

@@ -65,13 +65,15 @@ class Stager:
         """Return memory for copies of tensors."""
         room: dict[int, Tensor] = {}
         for pin in list(self._slabs):
-            mine = [(at, each) for at, each in enumerate(tensors) if each.is_cpu != pin]
-            ends = list(itertools.accumulate((-(-each.nbytes // ALIGNMENT) * ALIGNMENT for _, each in mine), initial=0))
+            mine = [(at, tensor) for at, tensor in enumerate(tensors) if tensor.is_cpu != pin]
+            ends = list(
+                itertools.accumulate((-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for _, tensor in mine), initial=0)
+            )
             if self._slabs[pin].memory.nbytes != ends[-1]:
                 self._slabs[pin] = Slab(0, pin=pin)  # the one that is too large or too small goes first
                 self._slabs[pin] = Slab(ends[-1], pin=pin)
-            for (at, each), start in zip(mine, ends):
-                room[at] = self._slabs[pin].memory[start : start + each.nbytes].view(each.dtype).view(each.shape)
+            for (at, tensor), start in zip(mine, ends):
+                room[at] = self._slabs[pin].memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return [room[at] for at in range(len(tensors))]
 
 
@@ -110,7 +112,9 @@ class Samples:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         devices = [part.tensor.device for part in parts]
-        self._groups = [[at for at, each in enumerate(devices) if each == device] for device in dict.fromkeys(devices)]
+        self._groups = [
+            [at for at, other in enumerate(devices) if other == device] for device in dict.fromkeys(devices)
+        ]
         self._names = [part.name for part in parts]
         self.parts = self.of(parts)
 
@@ -133,8 +137,8 @@ def _sample(tensor: Tensor) -> Tensor:
     """Return the bytes of some elements. A write that no version counts, such as one through ``.data``, rarely
     leaves all of them equal.
     """
-    each = max(1, round(_SAMPLES ** (1 / max(1, tensor.ndim))))
-    few = tensor.detach()[tuple(slice(None, None, max(1, size // each)) for size in tensor.shape)]
+    per_axis = max(1, round(_SAMPLES ** (1 / max(1, tensor.ndim))))
+    few = tensor.detach()[tuple(slice(None, None, max(1, size // per_axis)) for size in tensor.shape)]
     few = few.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return few.flatten().view(torch.uint8)
 

@@ -86,7 +86,7 @@ def optimizers_of(given: Optimizers) -> dict[str, torch.optim.Optimizer]:
         return {"": given}
     named = dict(given) if isinstance(given, Mapping) else {}
     if not named or not all(
-        isinstance(name, str) and isinstance(each, torch.optim.Optimizer) for name, each in named.items()
+        isinstance(name, str) and isinstance(value, torch.optim.Optimizer) for name, value in named.items()
     ):
         raise CheckpointError(
             f"optimizer is a {type(given).__name__}; expected a torch.optim.Optimizer, or several by name: "
@@ -148,18 +148,20 @@ def parameters_of(
         CheckpointError: a parameter is not in the module (``names``: id -> name), or has two optimizers.
     """
     parameters = [
-        (each, parameter)
-        for each in optimizers.values()
-        for group in each.param_groups
+        (optimizer, parameter)
+        for optimizer in optimizers.values()
+        for group in optimizer.param_groups
         for parameter in group["params"]
     ]
-    strange = [tuple(each.shape) for _, each in parameters if id(each) not in names]
+    strange = [tuple(parameter.shape) for _, parameter in parameters if id(parameter) not in names]
     if strange:
         raise CheckpointError(
             f"the optimizer trains {len(strange)} of {len(parameters)} parameters that the module does not have "
             f"(shapes {strange[:5]}); build it after plan.apply, from par.module.parameters()"
         )
-    if twice := [names[key] for key, count in Counter(id(each) for _, each in parameters).items() if count > 1]:
+    if twice := [
+        names[key] for key, count in Counter(id(parameter) for _, parameter in parameters).items() if count > 1
+    ]:
         raise CheckpointError(f"two optimizers train {', '.join(twice[:5])}; expected one optimizer for each parameter")
     return parameters
 
@@ -207,11 +209,11 @@ def plain(value: object, what: str) -> Any:  # noqa: ANN401 - plain data
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [plain(each, what) for each in value]
+        return [plain(element, what) for element in value]
     kinds = {str if isinstance(key, str) else type(key) for key in value} if isinstance(value, Mapping) else set()
     if isinstance(value, Mapping) and (kinds <= {str} or kinds == {int}):
         return (Counter if kinds == {int} and isinstance(value, Counter) else dict)(
-            {key: plain(each, f"{what}.{key}") for key, each in value.items()}
+            {key: plain(element, f"{what}.{key}") for key, element in value.items()}
         )
     got = f"a dict with keys of {', '.join(sorted(kind.__name__ for kind in kinds))}" if kinds else type(value).__name__
     raise CheckpointError(
@@ -244,13 +246,17 @@ def restore_optimizer(
         Names in the checkpoint, and the tensor to read each into.
     """
     read = {
-        id(each) for optimizer in optimizers_of(given).values() for each in restored_parameters(optimizer, whole=whole)
+        id(parameter)
+        for optimizer in optimizers_of(given).values()
+        for parameter in restored_parameters(optimizer, whole=whole)
     }
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     wanted: list[tuple[str, Tensor]] = []
     options, classes = options_by_parameter(table), class_by_parameter(table)
-    for optimizer, group in ((each, group) for each in optimizers_of(given).values() for group in each.param_groups):
-        saved_names = {id(each): renamed.get(names[id(each)], names[id(each)]) for each in group["params"]}
+    for optimizer, group in ((owner, group) for owner in optimizers_of(given).values() for group in owner.param_groups):
+        saved_names = {
+            id(parameter): renamed.get(names[id(parameter)], names[id(parameter)]) for parameter in group["params"]
+        }
         known = [name for name in saved_names.values() if classes.get(name) == type(optimizer).__name__]
         _set_options(group, options[known[0]] if known else {})
         for parameter in group["params"]:
@@ -396,9 +402,9 @@ def group_differences(ours: Mapping[Group, Collection[str]], table: Mapping[str,
             lines.append(f"optimizer: trained only {text}: {', '.join(sorted(names_only)[:10])}")
     for (called, _, position), group in ours.items():
         known = [options[name] for name in group if name in options]
-        differing = sorted({key for each in known for key in known[0] if each.get(key) != known[0][key]})
+        differing = sorted({key for settings in known for key in known[0] if settings.get(key) != known[0][key]})
         if differing:
-            values = ", ".join(f"{key} {sorted({str(each.get(key)) for each in known})}" for key in differing)
+            values = ", ".join(f"{key} {sorted({str(settings.get(key)) for settings in known})}" for key in differing)
             which = f"{position} of {called!r}" if called else str(position)
             lines.append(
                 f"optimizer: parameter group {which} joins parameters that the checkpoint has with other options: "
@@ -445,7 +451,7 @@ def merged_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "class": kinds[0]
         if isinstance(kinds[0], str)
-        else {called: kind for each in kinds for called, kind in each.items()},
+        else {called: kind for kinds_of_rank in kinds for called, kind in kinds_of_rank.items()},
         "groups": list(groups.values()),
         "state": {k: v for table in reversed(tables) for k, v in table["state"].items()},
     }

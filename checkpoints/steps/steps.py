@@ -42,14 +42,14 @@ class Steps:
         """Return the folders that look like steps but are not committed, and why."""
         found = set(self.folders().values())
         reasons = {
-            each.path: "of a save or a removal that is running or did not finish"
-            for _, each in self._leftovers()
-            if each.path not in found
+            leftover.path: "of a save or a removal that is running or did not finish"
+            for _, leftover in self._leftovers()
+            if leftover.path not in found
         }
-        for each in entries(self.root):
-            looks = step_of(each.name) is not None and each not in found and each.is_dir() and not each.is_symlink()
-            if looks and not (each / MANIFEST_NAME).is_file():
-                reasons[each] = f"it has no {MANIFEST_NAME}, so it was never committed"
+        for entry in entries(self.root):
+            looks = step_of(entry.name) is not None and entry not in found and entry.is_dir() and not entry.is_symlink()
+            if looks and not (entry / MANIFEST_NAME).is_file():
+                reasons[entry] = f"it has no {MANIFEST_NAME}, so it was never committed"
         return reasons
 
     def begin(self, step: int, *, replace: bool) -> Place:
@@ -134,11 +134,11 @@ class Steps:
             sole_writer: whether this process is the run's only writer, rank 0, so that leftovers of other hosts are
                 dead. Otherwise they stay until they have not changed for six hours.
         """
-        for step, each in self._leftovers():
+        for step, leftover in self._leftovers():
             # A writer in a store that only seemed dead could commit what was deleted: on another host its files stay
             # for longer.
-            if each.abandoned(sole_writer=sole_writer and self.root.mounted):
-                self._way.clean(each, self.path(step))
+            if leftover.abandoned(sole_writer=sole_writer and self.root.mounted):
+                self._way.clean(leftover, self.path(step))
 
     def best(self, best: str) -> int | None:
         """Return the committed step with the lowest ``metric``, or the highest of ``+metric``; None if no step has it.
@@ -166,7 +166,7 @@ class Steps:
 
     def _leftovers(self) -> list[tuple[int, Leftover]]:
         """Return temporary and replaced folders, with the number of their step."""
-        return [(step, each) for each in self._way.unfinished() if (step := step_of(each.of)) is not None]
+        return [(step, leftover) for leftover in self._way.unfinished() if (step := step_of(leftover.of)) is not None]
 
     def _mark_latest(self, step: int) -> None:
         name = self.path(step).name

@@ -283,7 +283,7 @@ class Box:
             return
 
         def read(prefix: tuple[int, ...]) -> None:
-            self._read_rows(into, prefix, spans, out[tuple(each - span[0] for each, span in zip(prefix, spans))])
+            self._read_rows(into, prefix, spans, out[tuple(index - span[0] for index, span in zip(prefix, spans))])
 
         self.file.each(read, itertools.product(*(range(*span) for span in spans[:first])))
 
@@ -428,4 +428,4 @@ def tiles(shape: tuple[int, ...], itemsize: int, limit_bytes: int) -> Iterator[S
     rest = tuple((0, size) for size in shape[dim:])
     for prefix in itertools.product(*(range(size) for size in shape[: dim - 1])):
         for row in range(0, shape[dim - 1], step):
-            yield (*((each, each + 1) for each in prefix), (row, min(shape[dim - 1], row + step)), *rest)
+            yield (*((index, index + 1) for index in prefix), (row, min(shape[dim - 1], row + step)), *rest)

@@ -126,19 +126,19 @@ class ObjectPath:
 
     def iterdir(self) -> Iterator[ObjectPath]:
         """Yield the keys and folders directly below. Asks for all keys: some servers list folders that have none."""
-        found = {each.partition("/")[:2] for each in self.names()}
+        found = {path.partition("/")[:2] for path in self.names()}
         return (self._below(name, bool(slash)) for name, slash in sorted(found))
 
     def names(self) -> list[str]:
         """Return every key below this one, by the rest of its name."""
-        return [each["path"][len(self._prefix or "") :] for each in self._list()]
+        return [entry["path"][len(self._prefix or "") :] for entry in self._list()]
 
     def _below(self, name: str, listed: bool) -> ObjectPath:
         return dataclasses.replace(self / name, listed=listed)
 
     def glob(self, pattern: str) -> Iterator[ObjectPath]:
         """Yield what is directly below and matches; a pattern of several levels matches nothing."""
-        return (each for each in self.iterdir() if fnmatchcase(each.name, pattern))
+        return (path for path in self.iterdir() if fnmatchcase(path.name, pattern))
 
     def size(self) -> int:
         """Return the number of bytes; raises FileNotFoundError if there is no such key."""
@@ -159,7 +159,7 @@ class ObjectPath:
         """Return the seconds since the youngest key here was written, by the store's clock, which a new key tells; 0
         without keys.
         """
-        youngest, clock = max((each["last_modified"] for each in self._list()), default=None), self.with_name(".now")
+        youngest, clock = max((entry["last_modified"] for entry in self._list()), default=None), self.with_name(".now")
         clock.write_durably(b"")
         now = clock._head()
         clock.unlink()
@@ -172,7 +172,8 @@ class ObjectPath:
         start, head = len(self._prefix or ""), self._head()
         found = self._list() + ([] if head is None else [head])
         return {
-            each["path"][start:]: (each["e_tag"], each["size"], each["last_modified"].timestamp()) for each in found
+            entry["path"][start:]: (entry["e_tag"], entry["size"], entry["last_modified"].timestamp())
+            for entry in found
         }
 
     def read_version(self) -> tuple[bytes, Version] | None:
@@ -244,7 +245,7 @@ class ObjectPath:
     def remove_all(self) -> None:
         """Delete every key below this one."""
         assert self.key, "a whole bucket"
-        self._asked("deleting", partial(_deleted, keys=[each["path"] for each in self._list()]))
+        self._asked("deleting", partial(_deleted, keys=[entry["path"] for entry in self._list()]))
 
     @contextmanager
     def writing(self, expected_bytes: int = 0) -> Iterator[Callable[[Any], object]]:
@@ -282,7 +283,9 @@ class ObjectPath:
         """Return what the store tells of every key below this one."""
 
         def listed(store: Any) -> list[dict[str, Any]]:  # noqa: ANN401
-            return [each for page in _obstore().list(store, self._prefix) for each in page if each["path"] != self.key]
+            return [
+                entry for page in _obstore().list(store, self._prefix) for entry in page if entry["path"] != self.key
+            ]
 
         return self._asked("listing", listed)
 
@@ -366,11 +369,11 @@ class ReadObject(Readable):
                 wanted.append((start, stop))
         rooms = [memoryview(bytearray(stop - start)) for start, stop in wanted]
         self._fetched([(room, start) for room, (start, _) in zip(rooms, wanted)])
-        self._kept = sorted([*self._kept, *zip((start for start, _ in wanted), rooms)], key=lambda each: each[0])
+        self._kept = sorted([*self._kept, *zip((start for start, _ in wanted), rooms)], key=lambda pair: pair[0])
 
     def kept(self, start: int, stop: int) -> memoryview | None:
         """Return bytes that were fetched before; None if they were not."""
-        at = bisect.bisect_right(self._kept, start, key=lambda each: each[0]) - 1
+        at = bisect.bisect_right(self._kept, start, key=lambda pair: pair[0]) - 1
         begin, kept = self._kept[at] if at >= 0 else (0, memoryview(b""))
         return kept[start - begin : stop - begin] if at >= 0 and stop <= begin + len(kept) else None
 

@@ -124,7 +124,7 @@ def place(path: PlaceLike) -> Place:
     if scheme == "file":
         return DiskPath("/", unquote(f"{bucket}/{key}"))
     if scheme not in SCHEMES or not bucket:
-        known = ", ".join(f"{each}://bucket/key" for each in SCHEMES)
+        known = ", ".join(f"{known_scheme}://bucket/key" for known_scheme in SCHEMES)
         raise CheckpointError(
             f"{scheme}://{bucket}/{key} is a URL that is not supported; expected a folder, file:///folder, or {known}"
         )
@@ -168,4 +168,4 @@ def contains(folder: Place, other: Place) -> bool:
 
 def entries(folder: Place, pattern: str = "*") -> list[Place]:
     """Return what is directly in a folder and matches, by name."""
-    return sorted(folder.glob(pattern), key=lambda each: each.name)
+    return sorted(folder.glob(pattern), key=lambda path: path.name)

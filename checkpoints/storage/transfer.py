@@ -40,16 +40,16 @@ def copy_file(source: PlaceLike, target: PlaceLike) -> None:
 
 def carried(sources: Iterable[Path], folder: Place) -> None:
     """Copy files and folders that exist into a folder of a store, unless that is where they are."""
-    for each in () if folder.mounted else sources:
+    for source in () if folder.mounted else sources:
         inside = (
-            sorted(file for file in each.rglob("*") if file.is_file())
-            if each.is_dir()
-            else [each]
-            if each.is_file()
+            sorted(file for file in source.rglob("*") if file.is_file())
+            if source.is_dir()
+            else [source]
+            if source.is_file()
             else []
         )
         for file in inside:
-            upload(file, functools.reduce(operator.truediv, file.relative_to(each.parent).parts, folder))
+            upload(file, functools.reduce(operator.truediv, file.relative_to(source.parent).parts, folder))
 
 
 def upload(source: Path, target: Place, on_write: Callable[[], object] = lambda: None) -> None:
@@ -83,22 +83,22 @@ def _fetched(source: ObjectPath, cache: Path | None, beside: Sequence[str]) -> D
             f"there is no {source}{'; write a folder: a URL is no pattern' if set('*?[') & set(source.key) else ''}"
         )
     others = [source.with_name(source.name.removesuffix(source.suffix) + suffix) for suffix in beside]
-    found |= {each: facts for each in others if (facts := each.below().get(""))}
+    found |= {other: facts for other in others if (facts := other.below().get(""))}
     if cache is None:
         cache = Path(tempfile.mkdtemp(prefix="meshpar-"))
         atexit.register(shutil.rmtree, cache, ignore_errors=True)
     folder = (
         cache
         / hashlib.sha256(
-            f"{source} {sorted((str(each), facts) for each, facts in found.items())}".encode()
+            f"{source} {sorted((str(path), facts) for path, facts in found.items())}".encode()
         ).hexdigest()[:16]
     )
 
     def copy(fresh: Path) -> None:
-        for each, (_, _, written) in found.items():
-            target = fresh / str(each)[len(str(source.parent)) :].strip("/")
+        for path, (_, _, written) in found.items():
+            target = fresh / str(path)[len(str(source.parent)) :].strip("/")
             target.parent.mkdir(parents=True, exist_ok=True)
-            copy_file(each, target)
+            copy_file(path, target)
             os.utime(target, (written, written))
 
     return DiskPath(build_once(folder, copy) / source.name)

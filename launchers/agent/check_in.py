@@ -163,7 +163,7 @@ def children(mark: Path | None = None, *, of: int | None = None) -> list[int]:
     for path in Path(f"/proc/{of or os.getpid()}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended by now
             found += map(int, path.read_text(encoding="ascii").split())
-    return [each for each in found if mark is None or os.fsencode(mark) in _words(each)]
+    return [pid for pid in found if mark is None or os.fsencode(mark) in _words(pid)]
 
 
 def _words(process: int) -> list[bytes]:

@@ -40,7 +40,7 @@ RETRY = 75
 EX_TEMPFAIL).
 """
 
-STOPPED = {128 + each for each in STOPPING}
+STOPPED = {128 + number for number in STOPPING}
 """Exit codes of ranks that a signal stopped."""
 
 SCRATCH = "MESHPAR_SCRATCH"
@@ -233,27 +233,27 @@ def error_file(logs: Path, rank: int) -> Path:
 
 def recorded(logs: Path) -> list[Failure]:
     """Return the recorded failures, the earliest first."""
-    return [each for each in _recorded(logs) if not _is_left(each)]
+    return [failure for failure in _recorded(logs) if not _is_left(failure)]
 
 
 def forget_left(logs: Path) -> None:
     """Delete what ranks wrote that left without an error, after a job that is complete."""
-    for each in filter(_is_left, _recorded(logs)):
-        error_file(logs, each.rank).unlink(missing_ok=True)
+    for failure in filter(_is_left, _recorded(logs)):
+        error_file(logs, failure.rank).unlink(missing_ok=True)
 
 
-def _is_left(each: Failure) -> bool:
-    return each.kind in _EXITS and each.message == "0"
+def _is_left(failure: Failure) -> bool:
+    return failure.kind in _EXITS and failure.message == "0"
 
 
 def _recorded(logs: Path) -> list[Failure]:
     found = [
         json.loads(path.read_text(encoding="utf-8"))
-        for each in _folders(logs)
-        for path in each.glob("rank-*.error.json")
+        for folder in _folders(logs)
+        for path in folder.glob("rank-*.error.json")
     ]
     return sorted(
-        (Failure(**{**each, "problems": tuple(each["problems"])}) for each in found),
+        (Failure(**{**entry, "problems": tuple(entry["problems"])}) for entry in found),
         key=lambda failure: (failure.seconds, failure.rank),
     )
 
@@ -273,7 +273,11 @@ def first_error(logs: Path, exit_codes: Mapping[int, int]) -> MeshparError:
             f"ranks ended without an error message, exit codes {dict(exit_codes)}; see their logs in {logs}"
         )
     first, *_ = recorded(logs) or found
-    left = [each for each in found if _is_left(each) and (each.seconds < first.seconds or each.host != first.host)]
+    left = [
+        failure
+        for failure in found
+        if _is_left(failure) and (failure.seconds < first.seconds or failure.host != first.host)
+    ]
     if left and first.trace:  # its peers wait for a rank that left
         return LaunchError(f"{_as_raised(left[0])}\nThen {_as_raised(first)}")
     if first.host != socket.gethostname() and exit_codes:

@@ -250,7 +250,7 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
         run_id=placement.run_id,
         max_restarts=placement.restarts,
         logs_specs=DefaultLogsSpecs(log_dir=folder),
-        signals_to_handle=",".join(each.name for each in heard()),
+        signals_to_handle=",".join(signal_.name for signal_ in heard()),
         **meeting,
     )
 
@@ -276,7 +276,7 @@ def _numa(ranks: int) -> dict[str, Any]:
         ):
             return {}
         return {"numa_options": NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)}
-    modes = [each.value for each in AffinityMode]
+    modes = [affinity.value for affinity in AffinityMode]
     if mode not in (*modes, "off"):
         raise LaunchError(f"MESHPAR_NUMA_BINDING is {mode!r}; expected one of {', '.join(modes)}, off")
     return {} if mode == "off" else {"numa_options": NumaOptions(affinity_mode=AffinityMode(mode))}

@@ -94,11 +94,11 @@ def divided(mesh: MeshSpec, nodes: int, node_rank: int) -> Division:
             f"nodes for each replica: use a multiple or a divisor of {nodes} for dp_replicate, or other --nodes"
         )
     inner = MeshSpec({**mesh.axes, "dp_replicate": 1})
-    span, each = max(1, nodes // count), max(1, count // nodes)
-    first = node_rank // span * each
+    span, per_node = max(1, nodes // count), max(1, count // nodes)
+    first = node_rank // span * per_node
     return Division(
         count=count,
-        here=range(first, first + each),
+        here=range(first, first + per_node),
         ranks=mesh.size // count,
         mesh=inner,
         nodes=span,
@@ -164,10 +164,10 @@ def launch_replicas(
         return max(stopped)
     if set(codes) == {NO_USE}:
         return NO_USE
-    told = ", ".join(f"replica {number} ended with exit code {code}" for number, code in zip(division.here, codes))
+    ends = ", ".join(f"replica {number} ended with exit code {code}" for number, code in zip(division.here, codes))
     if RETRY in codes:
-        raise ReplicaError(f"{told}; start the job again, which resumes from its newest checkpoint")
-    raise LaunchError(f"{told}; see {f'what they printed in {logs}' if quiet else 'the messages above'}")
+        raise ReplicaError(f"{ends}; start the job again, which resumes from its newest checkpoint")
+    raise LaunchError(f"{ends}; see {f'what they printed in {logs}' if quiet else 'the messages above'}")
 
 
 def _served(stack: ExitStack, head: str, patience_s: float) -> str:
@@ -228,11 +228,11 @@ class _Replica:
                     if code not in again or self._stopped:
                         break
                 elif start is None or meeting.lost is None:
-                    told = next(iter(meeting.codes.values()), None)
+                    received = next(iter(meeting.codes.values()), None)
                     own = 0 if self._is_complete() else 128 + self._stopped if self._stopped else RETRY
-                    code = own if told is None else told
+                    code = own if received is None else received
                     meeting.tell(code)
-                    if told not in again or self._stopped:
+                    if received not in again or self._stopped:
                         break
         return 0 if self._is_complete() else code
 
@@ -314,7 +314,7 @@ class _Replica:
         """Return the lighthouse's address when it answers; empty if the job is complete, was stopped, or nothing
         answers for long.
         """
-        began = told = time.monotonic()
+        began = reported = time.monotonic()
         while not (self._stopped or self._is_complete() or self._meeting.codes or self._meeting.lost is not None):
             self._meeting.keep()
             address = self._place.removeprefix("http://").rstrip("/")
@@ -328,9 +328,9 @@ class _Replica:
             if now - began > _WAIT_S:
                 self._note(f"no lighthouse at {self._place} within {_WAIT_S:.0f} s; does node 0 run?")
                 break
-            if now - told >= _TELL_S:
+            if now - reported >= _TELL_S:
                 self._note(f"waits for the lighthouse of node 0 at {self._place}")
-                told = now
+                reported = now
             time.sleep(_POLL_S)
         return ""
 
@@ -342,9 +342,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     """End an agent and its ranks at once."""
     if process.poll() is None:
         process.send_signal(signal.SIGSTOP)  # it starts no more ranks
-        for each in (*children(of=process.pid), process.pid):
+        for pid in (*children(of=process.pid), process.pid):
             with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         process.wait()
 
 
@@ -354,5 +354,5 @@ def _threads(division: Division) -> int:
 
 
 def _pass_on(kept: Sequence[_Replica], number: int) -> None:
-    for each in kept:
-        each.stop(number)
+    for process in kept:
+        process.stop(number)

@@ -123,7 +123,7 @@ def launch_nodes_here(recipe: Recipe, nodes: int, nproc: int) -> int:
         ]
         with handling(heard(), lambda number: _pass_on(running, number)):
             codes = _await(running)
-    failed = [node for node, code in enumerate(codes) if code not in (0, *(128 + each for each in STOPPING))]
+    failed = [node for node, code in enumerate(codes) if code not in (0, *(128 + number for number in STOPPING))]
     if failed:
         raise LaunchError(f"node {failed[0]} of {nodes} ended with exit code {codes[failed[0]]}; see its message above")
     return max(codes)

@@ -178,7 +178,7 @@ class _Drill:
 
     def _kill(self, replica: int) -> Sequence[int]:
         """Kill the ranks of a replica and return their processes; its launcher stays, and starts them again."""
-        found = [rank for each in children(self._job / "logs" / f"replica-{replica}") for rank in children(of=each)]
+        found = [rank for pid in children(self._job / "logs" / f"replica-{replica}") for rank in children(of=pid)]
         for rank in found:
             with suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL)
@@ -187,12 +187,12 @@ class _Drill:
 
 def _told(lost: Mapping[str, Any], back: Mapping[str, Any]) -> Sequence[str]:
     """Return the report on the records of the loss and of the return."""
-    told = [f"lost: after step {lost['step']}; the others waited {lost['replicas/seconds']:.1f} s, then continued"]
+    lines = [f"lost: after step {lost['step']}; the others waited {lost['replicas/seconds']:.1f} s, then continued"]
     if back is lost:
-        return [*told, "back: with the same step"]
+        return [*lines, "back: with the same step"]
     later, waited = back["time"] - lost["time"], back["replicas/seconds"]
     return [
-        *told,
+        *lines,
         f"back: after step {back['step']}, {later:.1f} s later; the others waited {waited:.1f} s while it copied "
         "their state",
     ]

@@ -87,8 +87,8 @@ def export(
         )
         return
     if push_to is not None or held_out_text is not None:
-        for each in (src, dst):
-            local(each)
+        for address in (src, dst):
+            local(address)
     one(chosen_step(src, best), place(dst))
 
 
@@ -114,7 +114,7 @@ def watch(
         chosen = [step for step in steps.committed() if step % every == 0] if best is None else []
         if best is not None and (step := steps.best(best)) is not None and step != held:
             chosen, held = [step], step
-        for step in (each for each in chosen if each not in done):
+        for step in (candidate for candidate in chosen if candidate not in done):
             done.add(step)
             with _held(steps, step) as folder:
                 if folder is not None:

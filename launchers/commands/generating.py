@@ -64,7 +64,7 @@ class Completer:
         import transformers
 
         file = next((name for name in ("config.json", _ADAPTERS) if (folder / name).is_file()), None)
-        packed = next((each.name for each in sorted(folder.glob("*.gguf"))), None) if file is None else None
+        packed = next((path.name for path in sorted(folder.glob("*.gguf"))), None) if file is None else None
         if file is None and packed is None:
             raise MeshparError(
                 f"{folder} has no config.json, {_ADAPTERS} or GGUF file; expected a folder written by `meshpar export`"

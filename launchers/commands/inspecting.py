@@ -90,8 +90,8 @@ def check_recipe(
         raise PlanError(problems)
     local = build.with_local_data(recipe)
     notes = "".join(f"\nnote: {note}" for note in (*recipe.notes, *untried(recipe), *data_notes(local)))
-    each = f"{replicas} replicas of " if replicas > 1 else ""
-    return f"{source} fits {each}{ranks} rank{'s' if ranks > 1 else ''}: {build.plan_of(recipe)}{notes}"
+    prefix = f"{replicas} replicas of " if replicas > 1 else ""
+    return f"{source} fits {prefix}{ranks} rank{'s' if ranks > 1 else ''}: {build.plan_of(recipe)}{notes}"
 
 
 def convert_recipe(source: str, overrides: Sequence[str] = ()) -> str:
@@ -109,9 +109,9 @@ def list_plugins() -> str:
     lines = []
     for group in registry.GROUPS:
         lines.append(group)
-        found = sorted(entry_points(group=group), key=lambda each: each.name)
+        found = sorted(entry_points(group=group), key=lambda entry: entry.name)
         lines += [
-            f"  {each.name:24} {each.value}  ({each.dist.name if each.dist else 'unknown'})" for each in found
+            f"  {entry.name:24} {entry.value}  ({entry.dist.name if entry.dist else 'unknown'})" for entry in found
         ] or ["  (none)"]
     return "\n".join(lines)
 

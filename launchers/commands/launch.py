@@ -42,9 +42,9 @@ class _OfTarget(TyperCommand):
 
         for name in registry.names("meshpar.launchers"):
             if name in ctx.meta.get("words", ()):
-                told = inspect.getdoc(registry.plugin("meshpar.launchers", name)) or ""
+                doc = inspect.getdoc(registry.plugin("meshpar.launchers", name)) or ""
                 formatter.write(
-                    f"\nOptions of {name}, as -o KEY=VALUE:\n{told.partition('Attributes:')[2].strip(chr(10))}\n"
+                    f"\nOptions of {name}, as -o KEY=VALUE:\n{doc.partition('Attributes:')[2].strip(chr(10))}\n"
                 )
 
 
@@ -159,11 +159,11 @@ def launch(
     with quick_imports():
         from meshpar.launchers.targets.launching import launch_job
 
-    told = launch_job(
+    report = launch_job(
         target, what, arguments or [], nodes=nodes, gpus_per_node=gpus_per_node, nproc=nproc, mesh=mesh,
         elastic=elastic, preflight=preflight, options=option or [], submit=submit, module=module, check=check,
     )  # fmt: skip
-    print(told)
+    print(report)
 
 
 Root = Annotated[Path, typer.Argument(help="Folder with the folders of runs.")]

@@ -55,8 +55,8 @@ def plan(
         from meshpar.forecasting.ranking import ranking_text
 
         print(ranking_text(ranking))
-    for each in forecasts[:1]:
-        print(each)
+    for forecast in forecasts[:1]:
+        print(forecast)
     if without is not None:
         print(_recomputation(forecasts[0], without))
     if html is not None:
@@ -67,7 +67,7 @@ def plan(
     if json_file is not None:
         from meshpar.forecasting.report import as_data
 
-        json_file.write_text(json.dumps([as_data(each) for each in forecasts], indent=1), encoding="utf-8")
+        json_file.write_text(json.dumps([as_data(forecast) for forecast in forecasts], indent=1), encoding="utf-8")
         print(f"data: {json_file}")
 
 
@@ -102,9 +102,11 @@ def _forecasts(
         recipe, ranks, replicas = one_replica(recipe, ranks, elastic, max(1, ranks // profile.node))
         plan = build.plan_of(recipe)
         depth: Literal["all", "probes"] = "all" if full else "probes"
-        plain = Plan(plan.mesh, [each for each in plan.passes if each.stage != Stage.RECOMPUTE])
+        plain = Plan(plan.mesh, [pass_ for pass_ in plan.passes if pass_.stage != Stage.RECOMPUTE])
         plans = [plan, plain] if len(plain.passes) < len(plan.passes) else [plan]
-        made = [forecast_job(recipe, profile, ranks, plan=each, depth=depth, replicas=replicas) for each in plans]
+        made = [
+            forecast_job(recipe, profile, ranks, plan=candidate, depth=depth, replicas=replicas) for candidate in plans
+        ]
         return made[:1], None, made[1] if len(made) > 1 else None
     if elastic is not None:
         check_elastic(elastic)
@@ -115,12 +117,19 @@ def _forecasts(
             "without --search"
         )
     model, copies = build.build_shape(recipe), None if elastic is None else recipe.optimizer_copies
-    with progress.of_parts("steps simulated") as told:
+    with progress.of_parts("steps simulated") as advance:
         ranking = search_plans(
-            model, layout_for(model), batch_of(recipe), profile, ranks, plan=plan, told=told, optimizer_copies=copies
+            model,
+            layout_for(model),
+            batch_of(recipe),
+            profile,
+            ranks,
+            plan=plan,
+            progress=advance,
+            optimizer_copies=copies,
         )
     if not ranking.best:
-        nearest = min(ranking.out, key=lambda each: each.peak or float("inf"))
+        nearest = min(ranking.out, key=lambda candidate: candidate.peak or float("inf"))
         raise MeshparError(
             f"no setting fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; use more nodes"
         )

@@ -71,7 +71,7 @@ def train_recipe(
         return run_as_rank(recipe) or 0
     ranks = build.world_size_of(recipe) if nproc is None else nproc
     if find_batch:
-        recipe = find_batch_size(recipe, lambda each: launch_local(each, ranks), memory)
+        recipe = find_batch_size(recipe, lambda candidate: launch_local(candidate, ranks), memory)
     if nodes > 1:
         check(recipe, ranks * nodes, [])
         return launch_nodes_here(recipe, nodes, ranks)

@@ -178,7 +178,7 @@ def _precision(value: object) -> tuple[dict[str, Any], str]:
         ]
         if unknown:
             raise ValueError(f"unknown key {unknown[0]!r}; there are: {', '.join(sorted(_PRECISION))}")
-        return {key: each for key, each in value.items() if key in _PRECISION}, ""
+        return {key: setting for key, setting in value.items() if key in _PRECISION}, ""
     dtypes = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
     if str(value).lower() in ("no", "false", "none", "fp32", "float32"):
         return {}, "is the default"
@@ -200,8 +200,8 @@ def _wrap_policy(value: object) -> tuple[dict[str, Any], str]:
 
 
 def _classes(value: object) -> tuple[dict[str, Any], str]:
-    names = [each.strip() for each in value.split(",")] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(each, str) and each for each in names):
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"expected class names, got {value!r}")
     return {"blocks": names}, ""
 
@@ -322,8 +322,8 @@ def _put_passes(result: Translated, words: object, config: object, at: Place) ->
 def _put_precision(result: Translated, own: list[Any], at: Place) -> None:
     """Leave the recipe's own passes as they are; those that its mesh calls for get what the keys add."""
     mesh = str(result.data.get("mesh") or "")
-    passes = [*own] if own else [dict(each) for each in default_passes(mesh)]
-    names = [next(iter(each)) if isinstance(each, Mapping) else each for each in passes]
+    passes = [*own] if own else [dict(pass_) for pass_ in default_passes(mesh)]
+    names = [next(iter(pass_)) if isinstance(pass_, Mapping) else pass_ for pass_ in passes]
     place = next((number for number, name in enumerate(names) if name in SHARDING), None)
     if result.fsdp and place is None:
         result.refuse(
@@ -337,4 +337,8 @@ def _put_precision(result: Translated, own: list[Any], at: Place) -> None:
     elif result.fsdp:
         options = passes[place][names[place]] if isinstance(passes[place], Mapping) else {}
         passes[place] = {names[place]: {**(options or {}), **result.fsdp}}
-    result.data["passes"] = [*passes[:place], *(each for each in result.before if each not in names), *passes[place:]]
+    result.data["passes"] = [
+        *passes[:place],
+        *(pass_ for pass_ in result.before if pass_ not in names),
+        *passes[place:],
+    ]

@@ -120,7 +120,7 @@ class Keys:
         elif key in self.refused:
             harmless, reason = self.refused[key]
             if value is None or any(
-                value == each and isinstance(value, bool) == isinstance(each, bool) for each in harmless
+                value == default and isinstance(value, bool) == isinstance(default, bool) for default in harmless
             ):
                 result.note(key, "has no effect: this value is the default")
             else:
@@ -129,14 +129,14 @@ class Keys:
             result.note(key, "has no effect: null is the default")
         else:
             try:
-                told = self.handlers[key](value, result)
+                note = self.handlers[key](value, result)
             except ValueError as error:
                 result.refuse(key, str(error), place)
             except TypeError:
                 result.refuse(key, f"cannot read {value!r}", place)
             else:
-                if told is not None:
-                    result.note(key, told)
+                if note is not None:
+                    result.note(key, note)
 
 
 def to(path: str, check: Callable[[Any], Any] = lambda value: value) -> Handler:
@@ -229,11 +229,11 @@ def scheduler_options(value: object, result: Translated) -> str:
         return "has no effect: it is empty"
     if not isinstance(value, Mapping):
         raise ValueError(f"expected min_lr or min_lr_rate, got {value!r}")
-    for key, each in value.items():
+    for key, setting in value.items():
         if key == "min_lr_rate":
-            result.put("schedule.min_ratio", float(each))
+            result.put("schedule.min_ratio", float(setting))
         elif key == "min_lr":
-            result.put("schedule.min_ratio", float(each) / float(result.known.get("learning_rate") or 5e-5))
+            result.put("schedule.min_ratio", float(setting) / float(result.known.get("learning_rate") or 5e-5))
         else:
             raise ValueError(
                 f"{key} is refused: of the options of a schedule there are min_lr and min_lr_rate; see the section "

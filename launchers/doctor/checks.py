@@ -153,14 +153,14 @@ def all_findings(found: Found) -> list[Finding]:
 
 def hosts_of(found: Found) -> list[str]:
     """Return the host names, in the order of their first ranks."""
-    return list(dict.fromkeys(each["host"] for each in found))
+    return list(dict.fromkeys(fact["host"] for fact in found))
 
 
 def ranks_text(found: Found) -> str:
     """Return ``ranks 0, 1 (n1), 2 (n2)``, shortened if there are many."""
     by_host: dict[str, list[int]] = {}
-    for each in found:
-        by_host.setdefault(each["host"], []).append(each["rank"])
+    for fact in found:
+        by_host.setdefault(fact["host"], []).append(fact["rank"])
     parts = [f"{_numbers(ranks)} ({host})" for host, ranks in by_host.items()]
     more = f" and {len(parts) - 8} hosts more" if len(parts) > 8 else ""
     return f"rank{'s' if len(found) > 1 else ''} {', '.join(parts[:8])}{more}"
@@ -172,8 +172,8 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 def _groups(found: Found, of: Callable[[Facts], Any]) -> dict[Any, list[Facts]]:
     groups: dict[Any, list[Facts]] = {}
-    for each in found:
-        groups.setdefault(of(each), []).append(each)
+    for fact in found:
+        groups.setdefault(of(fact), []).append(fact)
     return groups
 
 
@@ -187,27 +187,27 @@ def _differ(found: Found, of: Callable[[Facts], Any]) -> str:
 
 def _of(kind: str, name: str, missing: str) -> Callable[[Facts], Any]:
     """Return a function that reads one named fact of a rank."""
-    return lambda each: each[kind].get(name, missing)
+    return lambda fact: fact[kind].get(name, missing)
 
 
 def _host_and_setting(name: str) -> Callable[[Facts], Any]:
-    return lambda each: (each["host"], each["settings"].get(name))
+    return lambda fact: (fact["host"], fact["settings"].get(name))
 
 
 def _versions(found: Found) -> Iterator[Finding]:
-    for name in sorted({name for each in found for name in each["versions"]}):
+    for name in sorted({name for fact in found for name in fact["versions"]}):
         where = _differ(found, _of("versions", name, "none"))
         if where:
             yield Finding(what=f"versions of {name} differ", where=where, do=f"install the same {name} on every node")
 
 
 def _devices(found: Found) -> Iterator[Finding]:
-    where = _differ(found, lambda each: each["device"]["kind"])
+    where = _differ(found, lambda fact: fact["device"]["kind"])
     if where:
         yield Finding(
             what="devices differ", where=where, do="use nodes of one kind: every step waits for the slowest device"
         )
-    for (host, device), members in _groups(found, lambda each: (each["host"], each["device"]["id"])).items():
+    for (host, device), members in _groups(found, lambda fact: (fact["host"], fact["device"]["id"])).items():
         if device is not None and len(members) > 1:
             yield Finding(
                 what=f"{len(members)} ranks share one device of {host}",
@@ -217,7 +217,7 @@ def _devices(found: Found) -> Iterator[Finding]:
 
 
 def _settings(found: Found) -> Iterator[Finding]:
-    for name in sorted({name for each in found for name in each["settings"]}):
+    for name in sorted({name for fact in found for name in fact["settings"]}):
         where = _differ(found, _of("settings", name, "unset"))
         if where:
             yield Finding(
@@ -228,10 +228,10 @@ def _settings(found: Found) -> Iterator[Finding]:
 
 
 def _visible(found: Found) -> Iterator[Finding]:
-    hosts = _groups(found, lambda each: each["host"])
+    hosts = _groups(found, lambda fact: fact["host"])
     for name in VISIBLE:
         values = {
-            host: "; ".join(each["visible"].get(name, "unset") for each in members) for host, members in hosts.items()
+            host: "; ".join(fact["visible"].get(name, "unset") for fact in members) for host, members in hosts.items()
         }
         if len(set(values.values())) > 1:
             yield Finding(
@@ -248,9 +248,11 @@ def _interfaces(found: Found) -> Iterator[Finding]:
             if value is None:
                 continue
             there = members[0]["interfaces"]
-            chosen = {each: fact for each, fact in there.items() if _chosen(value, each)}
+            chosen = {interface: fact for interface, fact in there.items() if _chosen(value, interface)}
             known = ", ".join(sorted(there))
-            outward = ", ".join(sorted(each for each, fact in there.items() if not fact["loopback"])) or "none here"
+            outward = (
+                ", ".join(sorted(interface for interface, fact in there.items() if not fact["loopback"])) or "none here"
+            )
             if not chosen:
                 what, where, do = "names no interface", f"{host}, which has {known}", "set it to one of these"
             elif several and all(fact["loopback"] for fact in chosen.values()):
@@ -279,7 +281,7 @@ def _chosen(value: str, interface: str) -> bool:
 def _names(found: Found) -> Iterator[Finding]:
     if len(hosts_of(found)) < 2:
         return
-    for host, members in _groups(found, lambda each: each["host"]).items():
+    for host, members in _groups(found, lambda fact: fact["host"]).items():
         first = members[0]
         if first["address"] is None and "GLOO_SOCKET_IFNAME" not in first["settings"]:
             yield Finding(
@@ -297,9 +299,9 @@ def _names(found: Found) -> Iterator[Finding]:
 
 
 def _infiniband(found: Found) -> Iterator[Finding]:
-    first = [members[0] for members in _groups(found, lambda each: each["host"]).values()]
+    first = [members[0] for members in _groups(found, lambda fact: fact["host"]).values()]
     where = _differ(
-        first, lambda each: ", ".join(f"{port['port']} {port['rate']}" for port in each["infiniband"]) or "no port"
+        first, lambda fact: ", ".join(f"{port['port']} {port['rate']}" for port in fact["infiniband"]) or "no port"
     )
     if where:
         yield Finding(
@@ -307,56 +309,56 @@ def _infiniband(found: Found) -> Iterator[Finding]:
             where=where,
             do="use nodes with the same links: collectives wait for the slowest",
         )
-    for each in first:
-        down = [port["port"] for port in each["infiniband"] if "ACTIVE" not in port["state"]]
+    for fact in first:
+        down = [port["port"] for port in fact["infiniband"] if "ACTIVE" not in port["state"]]
         if down:
             yield Finding(
                 what=f"InfiniBand ports that are not active: {', '.join(down)}",
-                where=each["host"],
+                where=fact["host"],
                 do="check cables and subnet manager (ibstat), or exclude the ports with NCCL_IB_HCA",
             )
 
 
 def _clocks(found: Found) -> Iterator[Finding]:
-    times = sorted(each["clock"] for each in found if "clock" in each)
+    times = sorted(fact["clock"] for fact in found if "clock" in fact)
     if times and times[-1] - times[0] > CLOCK_S:
         middle = times[len(times) // 2]
-        off = [each for each in found if abs(each["clock"] - middle) > CLOCK_S / 2]
+        off = [fact for fact in found if abs(fact["clock"] - middle) > CLOCK_S / 2]
         yield Finding(
             what=f"clocks are {times[-1] - times[0]:.1f} s apart",
-            where="; ".join(f"{each['host']} {each['clock'] - middle:+.1f} s" for each in _one_a_host(off)),
+            where="; ".join(f"{fact['host']} {fact['clock'] - middle:+.1f} s" for fact in _one_a_host(off)),
             do="run chrony or ntpd: otherwise logs of different hosts cannot be ordered, and locks on shared file "
             "systems fail",
         )
 
 
 def _one_a_host(found: Found) -> list[Facts]:
-    return list({each["host"]: each for each in found}.values())
+    return list({fact["host"]: fact for fact in found}.values())
 
 
 def _limits(found: Found) -> Iterator[Finding]:
-    low = [each for each in _one_a_host(found) if each["infiniband"] and each["locked_memory"] not in (-1, 2**64 - 1)]
+    low = [fact for fact in _one_a_host(found) if fact["infiniband"] and fact["locked_memory"] not in (-1, 2**64 - 1)]
     if low:
         yield Finding(
             what="locked memory is limited, and InfiniBand registers more",
-            where="; ".join(f"{each['host']}: {each['locked_memory'] / GIB:.2f} GiB" for each in low),
+            where="; ".join(f"{fact['host']}: {fact['locked_memory'] / GIB:.2f} GiB" for fact in low),
             do="set it unlimited: ulimit -l unlimited (limits.conf, or LimitMEMLOCK of slurmd's unit)",
         )
     needed = FEW_FILES if len(found) <= 16 else max(FILES, FEW_FILES + FILES_A_RANK * len(found))
-    few = [each for each in _one_a_host(found) if 0 < each["open_files"] < needed]
+    few = [fact for fact in _one_a_host(found) if 0 < fact["open_files"] < needed]
     if few:
         yield Finding(
             what=f"the limit of open files is low: {len(found)} ranks need {needed} in a process",
-            where="; ".join(f"{each['host']}: {each['open_files']}" for each in few),
+            where="; ".join(f"{fact['host']}: {fact['open_files']}" for fact in few),
             do=f"raise it: ulimit -n {max(65536, 2 * needed)}",
         )
 
 
 def _shm(found: Found) -> Iterator[Finding]:
-    low = [each for each in _one_a_host(found) if each["shm"] is None or each["shm"]["free"] < SHM]
+    low = [fact for fact in _one_a_host(found) if fact["shm"] is None or fact["shm"]["free"] < SHM]
     if low:
         sizes = [
-            f"{each['host']}: {0 if each['shm'] is None else each['shm']['free'] / GIB:.2f} GiB free" for each in low
+            f"{fact['host']}: {0 if fact['shm'] is None else fact['shm']['free'] / GIB:.2f} GiB free" for fact in low
         ]
         yield Finding(
             what="little free space in /dev/shm, which NCCL and data workers use",

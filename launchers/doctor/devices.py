@@ -59,7 +59,7 @@ def health(identity: str | None) -> dict[str, Any] | None:
         "rows_pending": bool(rows[2]),
         "rows_failed": bool(rows[3]),
         "held_back": asked(nvml.nvmlDeviceGetCurrentClocksThrottleReasons) or 0,
-        "links_up": sum(each == 1 for each in links),
+        "links_up": sum(link == 1 for link in links),
         "width": asked(nvml.nvmlDeviceGetCurrPcieLinkWidth),
         "most_width": asked(nvml.nvmlDeviceGetMaxPcieLinkWidth),
     }
@@ -67,10 +67,10 @@ def health(identity: str | None) -> dict[str, Any] | None:
 
 def health_findings(found: Found) -> Iterator[Finding]:
     """Yield what NVML found on the ranks' devices."""
-    known = [(each, each["device"]["health"]) for each in found if each["device"].get("health")]
+    known = [(fact, fact["device"]["health"]) for fact in found if fact["device"].get("health")]
 
     def those(bad: Callable[[dict[str, Any]], object]) -> list[Facts]:
-        return [each for each, health in known if bad(health)]
+        return [fact for fact, health in known if bad(health)]
 
     swap = "drain the node, reset or replace the device, and look at its Xid errors (dmesg | grep Xid)"
     if bad := those(lambda health: health["uncorrected"]):
@@ -86,7 +86,7 @@ def health_findings(found: Found) -> Iterator[Finding]:
             do="reset the devices",
         )
     for bit, reason in _HELD_BACK.items():
-        if bad := [each for each, health in known if health["held_back"] & bit]:
+        if bad := [fact for fact, health in known if health["held_back"] & bit]:
             yield Finding(
                 what=f"clocks of devices are held back: {reason}",
                 where=ranks_text(bad),
@@ -130,20 +130,20 @@ def _wait(device: torch.device) -> None:
 
 def product_findings(found: Found, products: list[tuple[float, str]]) -> Iterator[Finding]:
     """Yield devices that compute another result than most of their kind, or are slower."""
-    for kind in dict.fromkeys(each["device"]["kind"] for each in found):
-        alike = [(each, *made) for each, made in zip(found, products, strict=True) if each["device"]["kind"] == kind]
+    for kind in dict.fromkeys(fact["device"]["kind"] for fact in found):
+        alike = [(fact, *made) for fact, made in zip(found, products, strict=True) if fact["device"]["kind"] == kind]
         usual = statistics.mode(digest for _, _, digest in alike)
-        if bad := [each for each, _, digest in alike if digest != usual]:
+        if bad := [fact for fact, _, digest in alike if digest != usual]:
             yield Finding(
                 what=f"devices of the kind {kind} compute another product than the others",
                 where=ranks_text(bad),
                 do="drain the node: these devices would train wrong weights without an error",
             )
         middle = statistics.median(rate for _, rate, _ in alike)
-        if slow := [(each, rate) for each, rate, _ in alike if rate < SLOW * middle]:
+        if slow := [(fact, rate) for fact, rate, _ in alike if rate < SLOW * middle]:
             yield Finding(
                 what=f"devices compute slower than the others of their kind, which reach {middle / 1e12:.0f} TFLOP/s",
-                where="; ".join(f"{ranks_text([each])}: {rate / 1e12:.0f}" for each, rate in slow[:8]),
+                where="; ".join(f"{ranks_text([fact])}: {rate / 1e12:.0f}" for fact, rate in slow[:8]),
                 do="check clocks, temperature and other processes there (nvidia-smi); every step waits for the "
                 "slowest device",
             )

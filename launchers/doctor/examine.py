@@ -73,11 +73,11 @@ class Meeting:
                 f"{name}/all",
                 json.dumps({"found": [found.get(rank) for rank in range(self.world)], "missing": missing}),
             )
-        told = self._told(name)
-        if told["missing"]:
-            self._let_read(name, set(range(self.world)) - set(told["missing"]))
-            raise LaunchError(missing_text(told["missing"], told["found"], self._wait_s))
-        return list(told["found"])
+        gathered = self._told(name)
+        if gathered["missing"]:
+            self._let_read(name, set(range(self.world)) - set(gathered["missing"]))
+            raise LaunchError(missing_text(gathered["missing"], gathered["found"], self._wait_s))
+        return list(gathered["found"])
 
     def part(self) -> None:
         """Wait, within a time limit, until all ranks have read: the store may be rank 0's own."""
@@ -110,15 +110,15 @@ class Meeting:
         while not self._store.check([f"{name}/all"]):
             if not waiting.more("rank 0's list of all ranks"):
                 raise LaunchError(f"rank 0 connected and then did not answer for {self._wait_s:.0f} s; see its log")
-        told: dict[str, Any] = json.loads(self._store.get(f"{name}/all"))
-        return told
+        gathered: dict[str, Any] = json.loads(self._store.get(f"{name}/all"))
+        return gathered
 
 
 def missing_text(missing: Sequence[int], found: Sequence[Mapping[str, Any] | None], wait_s: float) -> str:
     """Return a message with the ranks that did not connect, their nodes, and what to check."""
-    came = [each for each in found if isinstance(each, Mapping)]
-    per_node = next((each["ranks_per_node"] for each in came if each.get("ranks_per_node")), None)
-    hosts = {each["rank"] // per_node: each["host"] for each in came} if per_node and came and "host" in came[0] else {}
+    came = [fact for fact in found if isinstance(fact, Mapping)]
+    per_node = next((fact["ranks_per_node"] for fact in came if fact.get("ranks_per_node")), None)
+    hosts = {fact["rank"] // per_node: fact["host"] for fact in came} if per_node and came and "host" in came[0] else {}
     places = []
     for rank in missing:
         node = rank // per_node if per_node else None
@@ -178,14 +178,14 @@ def examine(meeting: Meeting, device: torch.device, folder: Folder | None) -> Re
     mine["device"]["health"] = health(mine["device"]["id"])
     facts = meeting.gather("facts", mine)
     now = time.time()  # all ranks have just read the same answer; a slow file system below would look like a clock
-    firsts = {each["host"]: each["rank"] for each in reversed(facts)}
+    firsts = {fact["host"]: fact["rank"] for fact in reversed(facts)}
     speaks = meeting.rank in firsts.values()
     token = None if folder is None or meeting.rank else _leave_token(folder.path)
     with ExitStack() as stack:
         place = _listen(stack) if speaks else None
         met = meeting.gather("met", {"time": now, "listens": place, "token": token})
-        for each, other in zip(facts, met):
-            each["clock"] = other["time"]
+        for fact, other in zip(facts, met):
+            fact["clock"] = other["time"]
         own = {
             "unreached": _unreached(meeting.rank, firsts, met) if speaks else [],
             "folder": _looked(folder.path, met[0]["token"]) if folder is not None and speaks else None,
@@ -197,7 +197,7 @@ def examine(meeting: Meeting, device: torch.device, folder: Folder | None) -> Re
     findings = all_findings(facts)
     findings += _connection_findings(facts, seen)
     if folder is not None:
-        findings += _folder_findings(facts, folder, met[0]["token"], [each["folder"] for each in seen])
+        findings += _folder_findings(facts, folder, met[0]["token"], [look["folder"] for look in seen])
     return Report(facts=tuple(facts), findings=tuple(findings))
 
 
@@ -228,7 +228,7 @@ def _unreached(rank: int, firsts: dict[str, int], met: Sequence[dict[str, Any]])
 
 
 def _connection_findings(facts: Sequence[Facts], seen: Sequence[dict[str, Any]]) -> Iterator[Finding]:
-    failed = [(each["host"], *other) for each, told in zip(facts, seen) for other in told["unreached"]]
+    failed = [(fact["host"], *other) for fact, look in zip(facts, seen) for other in look["unreached"]]
     if failed:
         yield Finding(
             what="hosts that cannot connect to each other",
@@ -266,7 +266,7 @@ def _looked(path: Path, token: dict[str, str]) -> dict[str, Any]:
 def _folder_findings(
     facts: Sequence[Facts], folder: Folder, token: dict[str, str], seen: Sequence[dict[str, Any] | None]
 ) -> Iterator[Finding]:
-    looked = [(each["host"], look) for each, look in zip(facts, seen) if look is not None]
+    looked = [(fact["host"], look) for fact, look in zip(facts, seen) if look is not None]
     failed = [(host, look["error"]) for host, look in looked if look["error"]]
     if failed:
         yield Finding(

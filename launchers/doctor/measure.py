@@ -171,7 +171,7 @@ def _pairs(axis: str, group: dist.ProcessGroup, size: int, device: torch.device)
 def _rounds(size: int) -> list[list[tuple[int, int]]]:
     even = [(first, first + 1) for first in range(0, size - 1, 2)]
     odd = [(first, first + 1) for first in range(1, size - 1, 2)]
-    return [each for each in (even, odd, [(size - 1, 0)] if size > 2 else []) if each]
+    return [round_ for round_ in (even, odd, [(size - 1, 0)] if size > 2 else []) if round_]
 
 
 def measured_profile(facts: Sequence[Facts], device: torch.device) -> str:
@@ -201,7 +201,7 @@ def measured_profile(facts: Sequence[Facts], device: torch.device) -> str:
 def _rounded(value: object) -> object:
     """Return numbers rounded to four digits."""
     if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
+        return {name: _rounded(inner) for name, inner in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
@@ -286,7 +286,7 @@ def _memory(device: torch.device, per_host: int) -> dict[str, float]:
 def _links(hosts: int, per_host: int, device: torch.device, inside_a_rank: float) -> dict[str, Any]:
     """Measure the bandwidth and latency inside a host and between hosts."""
     with MeshSpec.auto(hosts * per_host, per_host).opened(device.type) as mesh:
-        speeds = {(each.axis, each.operation): each for each in measure(mesh, device)[0]}
+        speeds = {(speed.axis, speed.operation): speed for speed in measure(mesh, device)[0]}
         wait = {
             axis: _latency(mesh.get_group(axis), device)
             for axis in ("dp_shard", "dp_replicate")
@@ -303,7 +303,7 @@ def _links(hosts: int, per_host: int, device: torch.device, inside_a_rank: float
         said.append("one rank per host: links inside a host were not measured; their values are the network's")
     elif across is None:
         said.append("one host: the network was not measured; its values are those of links inside the host")
-    rates = [each.bus for each in (inside, across) if each is not None] or [inside_a_rank]
+    rates = [speed.bus for speed in (inside, across) if speed is not None] or [inside_a_rank]
     latency = list(wait.values()) or [0.0]
     return {
         "node_bandwidth": inside.bus if inside is not None else rates[0],

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments: ``mesh=TEXT``, ``wait=SECONDS``, ``folder=PATH`` (checkpoints), ``profile=PATH`` (hardware profile to
             write).
     """
-    given = dict(each.split("=", 1) for each in arguments)
+    given = dict(argument.split("=", 1) for argument in arguments)
     spec = mesh_of(given.get("mesh", "auto"))
     folder = Folder(path=Path(given["folder"])) if "folder" in given else None
     report, profile = look(
@@ -91,7 +91,7 @@ def look(
     device = runtime.device(kind)
     meeting = Meeting(wait_s)
     report = examined(meeting, spec, device, folder)
-    if any(each.severs for each in report.findings):
+    if any(finding.severs for finding in report.findings):
         return replace(
             report, notes=(*report.notes, "speeds were not measured, because the ranks cannot connect to each other")
         ), ""
@@ -109,7 +109,7 @@ def examined(meeting: Meeting, spec: MeshSpec, device: torch.device, folder: Fol
         LaunchError: ranks did not connect.
     """
     report = examine(meeting, device, folder)
-    hosts = [each["host"] for each in report.facts]
+    hosts = [fact["host"] for fact in report.facts]
     price = price_of_sharding(spec, hosts)
     findings = (*report.findings, *health_findings(report.facts), *placement_findings(spec, hosts))
     return replace(report, findings=findings, notes=() if price is None else (price,))
@@ -142,14 +142,14 @@ def measured(report: Report, spec: MeshSpec, device: torch.device) -> Report:
 
 def _link_findings(report: Report) -> Iterator[Finding]:
     """Yield a finding for the links between hosts that are far slower than others, or than any network."""
-    hosts = [each["host"] for each in report.facts]
+    hosts = [fact["host"] for fact in report.facts]
     best: dict[tuple[str, str], float] = {}
     for pair in report.pairs:
         link = hosts[pair.first], hosts[pair.second]
         best[link] = max(pair.rate, best.get(link, 0.0))
     links = sorted((rate, *link) for link, rate in best.items() if link[0] != link[1])
     fastest = max((rate for rate, *_ in links), default=0.0)
-    slow = [each for each in links if each[0] < max(LEAST_RATE, fastest / SLOW_LINK)]
+    slow = [other for other in links if other[0] < max(LEAST_RATE, fastest / SLOW_LINK)]
     if slow:
         yield Finding(
             what=f"links between hosts are slow: the slowest reaches {rate_text(slow[0][0])}, the fastest of all "
@@ -162,8 +162,8 @@ def _link_findings(report: Report) -> Iterator[Finding]:
 
 def _speed_findings(report: Report, spec: MeshSpec) -> Iterator[Finding]:
     """Yield a finding for each axis inside hosts that is slower than an axis between hosts."""
-    hosts = [each["host"] for each in report.facts]
-    gathers = {each.axis: each for each in report.speeds if each.operation == "all_gather"}
+    hosts = [fact["host"] for fact in report.facts]
+    gathers = {speed.axis: speed for speed in report.speeds if speed.operation == "all_gather"}
     across = {span.axis: span for span in spans(spec, hosts) if span.most > 1}
     fastest_across = max((gathers[axis].bus for axis in across), default=0.0)
     for axis, speed in gathers.items():

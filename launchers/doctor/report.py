@@ -32,7 +32,7 @@ class AxisSpan:
     @property
     def most(self) -> int:
         """The number of hosts that the widest group spans."""
-        return max(len(each) for each in self.hosts)
+        return max(len(host) for host in self.hosts)
 
 
 def spans(spec: MeshSpec, hosts: Sequence[str]) -> list[AxisSpan]:
@@ -63,7 +63,7 @@ def placement_findings(spec: MeshSpec, hosts: Sequence[str]) -> Iterator[Finding
         inner = math.prod(
             size for axis, size in spec.axes.items() if list(spec.axes).index(axis) >= list(spec.axes).index(span.axis)
         )
-        worst = next(place for place, each in enumerate(span.hosts) if len(each) == span.most)
+        worst = next(place for place, host in enumerate(span.hosts) if len(host) == span.most)
         group = ", ".join(f"{rank} ({hosts[rank]})" for rank in span.groups[worst][:8])
         if inner > smallest:
             do = f"make {span.axis} and the axes inside it at most {smallest} together: a host has no more ranks"
@@ -74,7 +74,7 @@ def placement_findings(spec: MeshSpec, hosts: Sequence[str]) -> Iterator[Finding
             )
         yield Finding(
             what=f"axis {span.axis} (size {span.size}) should be inside a host and spans {span.most}",
-            where=f"{sum(len(each) > 1 for each in span.hosts)} of {len(span.groups)} groups, such as ranks {group}",
+            where=f"{sum(len(host) > 1 for host in span.hosts)} of {len(span.groups)} groups, such as ranks {group}",
             do=do,
         )
 
@@ -87,7 +87,7 @@ def price_of_sharding(spec: MeshSpec, hosts: Sequence[str]) -> str | None:
     shard = spec.axes.get("dp_shard", 1)
     if len(names) < 2 or shard == 1 or spec.axes.get("dp_replicate", 1) > 1 or shard % len(names):
         return None
-    if all(len(each) == 1 for span in spans(spec, hosts) if span.axis == "dp_shard" for each in span.hosts):
+    if all(len(host) == 1 for span in spans(spec, hosts) if span.axis == "dp_shard" for host in span.hosts):
         return None
     better = MeshSpec({**spec.axes, "dp_replicate": len(names), "dp_shard": shard // len(names)})
     return (
@@ -128,9 +128,9 @@ def _ranks(facts: Sequence[Facts], spec: MeshSpec) -> Iterator[str]:
     axes = list(spec.axes)
     head = ["rank", "host", "device", *axes]
     rows = [
-        [str(each["rank"]), each["host"], f"{each['device']['name']} {each['device']['kind']}".strip()]
-        + [str(spec.coordinates(each["rank"])[axis]) for axis in axes]
-        for each in facts[:_ROWS]
+        [str(fact["rank"]), fact["host"], f"{fact['device']['name']} {fact['device']['kind']}".strip()]
+        + [str(spec.coordinates(fact["rank"])[axis]) for axis in axes]
+        for fact in facts[:_ROWS]
     ]
     yield from table(head, rows)
     if len(facts) > _ROWS:
@@ -138,27 +138,27 @@ def _ranks(facts: Sequence[Facts], spec: MeshSpec) -> Iterator[str]:
 
 
 def _axes(report: Report, spec: MeshSpec) -> Iterator[str]:
-    found = spans(spec, [each["host"] for each in report.facts])
+    found = spans(spec, [fact["host"] for fact in report.facts])
     if not found:
         return
     yield ""
     rows: list[list[str]] = []
     for span in found:
         hosts = "one host" if span.most == 1 else f"{span.most} hosts"
-        speeds = [each for each in report.speeds if each.axis == span.axis]
-        pair = next((each for each in report.pairs if each.axis == span.axis), None)
+        speeds = [speed for speed in report.speeds if speed.axis == span.axis]
+        pair = next((measured for measured in report.pairs if measured.axis == span.axis), None)
         slow = "" if pair is None else f"{pair.first}-{pair.second} {rate_text(pair.rate)}"
         rows += [
             [
                 f"{span.axis}={span.size}",
                 hosts,
-                each.operation,
-                size_text(each.bytes),
-                f"{each.seconds * 1e3:.2f} ms",
-                rate_text(each.bus),
+                speed.operation,
+                size_text(speed.bytes),
+                f"{speed.seconds * 1e3:.2f} ms",
+                rate_text(speed.bus),
                 slow,
             ]
-            for each in speeds
+            for speed in speeds
         ]
         if not speeds:
             rows.append([f"{span.axis}={span.size}", hosts, "", "", "", "", ""])

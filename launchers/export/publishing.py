@@ -64,9 +64,9 @@ def push(exported: Path, name: str, *, dry_run: bool) -> str:
     Raises:
         MeshparError: the upload failed.
     """
-    files = [each for each in sorted(exported.iterdir()) if each.is_file()]
+    files = [path for path in sorted(exported.iterdir()) if path.is_file()]
     if dry_run:
-        rows = [f"  {each.name}  {each.stat().st_size:,} bytes" for each in files]
+        rows = [f"  {file.name}  {file.stat().st_size:,} bytes" for file in files]
         return "\n".join([f"would push to {name}:", *rows])
     hub, errors = need("huggingface_hub", extra="transformers"), need("huggingface_hub.errors", extra="transformers")
     try:
@@ -108,7 +108,7 @@ def _card(step: Path, exported: Path, name: str) -> Iterator[str]:
     if recipe.is_file():
         yield from ("", "## Recipe", "", "```yaml", recipe.read_text(encoding="utf-8").strip(), "```")
     yield from ("", "## Checksums", "", "| file | bytes | SHA-256 |", "| --- | --- | --- |")
-    for file in sorted(each for each in exported.iterdir() if each.is_file() and each.name != CARD):
+    for file in sorted(path for path in exported.iterdir() if path.is_file() and path.name != CARD):
         yield f"| {file.name} | {file.stat().st_size} | `{_sha256(file)}` |"
 
 
@@ -173,7 +173,7 @@ def measure(step: Path, exported: Path, ids: torch.Tensor, names: Mapping[str, A
             for row in ids[:, None]:
                 logits = [model(input_ids=row).logits[0].float() for model in (before, after)]
                 losses += torch.stack(
-                    [torch.nn.functional.cross_entropy(each[:-1], row[0, 1:], reduction="sum") for each in logits]
+                    [torch.nn.functional.cross_entropy(scores[:-1], row[0, 1:], reduction="sum") for scores in logits]
                 )
                 worst = max(worst, float((logits[0] - logits[1]).abs().max()))
                 largest = max(largest, float(logits[0].abs().max()))

@@ -85,33 +85,33 @@ def beside(step: Place, given: Path | None = None) -> Beside:
         config, files = config_in(given), files_beside_weights(given)
     else:
         sources = [] if recipe is None else _started_from(recipe)
-        files = [file for each in sources[:1] for file in entries(each, _PROCESSORS)]
-        files += [each / _GENERATION for each in sources if (each / _GENERATION).is_file()][:1]
+        files = [file for source in sources[:1] for file in entries(source, _PROCESSORS)]
+        files += [source / _GENERATION for source in sources if (source / _GENERATION).is_file()][:1]
         if tokenizer is None and recipe is not None and recipe.model.weights is not None:
             tokenizer = next(iter(sources), None)
         config = dict(read_manifest(step).config)
         if recipe is not None and recipe.lora is not None:
             config = _config_of(recipe, sources)
-    generation = next((_json(each) for each in files if each.name == _GENERATION), {})
+    generation = next((_json(file) for file in files if file.name == _GENERATION), {})
     return Beside(
         _ended(config, end) if config else config,
         _ended(generation, end, config) if generation else generation,
         tokenizer,
-        tuple(each for each in files if each.name != _GENERATION),
+        tuple(file for file in files if file.name != _GENERATION),
     )
 
 
 def _started_from(recipe: Recipe) -> list[Place]:
     """Return the folders of the weights and of the config from which a run started, where they exist."""
     named = (recipe.model.weights, getattr(recipe.model, "config", None))
-    folders = [expanded(place(each)) for each in named if isinstance(each, (str, Path))]
-    return [each for each in folders if each.is_dir()]
+    folders = [expanded(place(address)) for address in named if isinstance(address, (str, Path))]
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def _config_of(recipe: Recipe, sources: Sequence[Place]) -> dict[str, Any]:
     """Return the config of a run's first weights, otherwise that of its recipe."""
     written = getattr(recipe.model, "config", None)
-    found = next((each for each in sources if (each / "config.json").is_file()), None)
+    found = next((source for source in sources if (source / "config.json").is_file()), None)
     if found is None and isinstance(written, Mapping):
         return dict(written)
     return config_in(expanded(place(str(recipe.model.weights))) if found is None else found)
@@ -126,8 +126,8 @@ def _ended(config: Mapping[str, Any], end: int | None, otherwise: Mapping[str, A
         otherwise: a config with the ends of text of one that has none.
     """
     inner = config.get("text_config")
-    found = [each.get(_EOS) for each in (config, inner, otherwise) if isinstance(each, Mapping)]
-    known: Any = next((each for each in found if each is not None), [])
+    found = [source.get(_EOS) for source in (config, inner, otherwise) if isinstance(source, Mapping)]
+    known: Any = next((value for value in found if value is not None), [])
     ids = [known] if isinstance(known, int) else list(known)
     if end is None or (end in ids and config.get(_EOS) is not None):
         return dict(config)
@@ -202,7 +202,7 @@ def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
         model = from_config(on_disk(base, why="its config.json is read by transformers"))
         names = layout_for(model).weights
         add_adapters(model, settings)
-        packed = {name: each for name, each in adapted_layers(model).items() if isinstance(each, PackedAdapter)}
+        packed = {name: layer for name, layer in adapted_layers(model).items() if isinstance(layer, PackedAdapter)}
     ours, factors = names.view(weights_in(base)), {}
     for layer in sorted({name.rpartition(".lora_")[0] for name in adapters}):
         a, b, on = adapters[f"{layer}.lora_A.weight"], adapters[f"{layer}.lora_B.weight"], packed.get(layer)
@@ -239,8 +239,8 @@ def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, over
     adapters = stored_adapters(src)
     source = weights_in(base)
     layers = sorted({name.rpartition(".lora_")[0] for name in adapters})
-    linear = [each for each in layers if f"{each}.weight" in source.shapes()]
-    turned = any(tuple(source.shapes()[f"{each}.weight"]) != _shape(adapters, each) for each in linear[:1])
+    linear = [layer for layer in layers if f"{layer}.weight" in source.shapes()]
+    turned = any(tuple(source.shapes()[f"{layer}.weight"]) != _shape(adapters, layer) for layer in linear[:1])
     below = expanded(base).absolute()
     config = config_of(settings, linear, base_model_name_or_path=str(below), fan_in_fan_out=turned, inference_mode=True)
     found = beside(open_step(src))
@@ -349,18 +349,23 @@ def export_run(
         "high": high,
         "overwrite": overwrite,
     }
-    with progress.of_bytes() as told:
+    with progress.of_bytes() as advance:
         if quantize in KINDS:
             if dtype is not None:
                 raise CheckpointError(
                     f"--dtype {dtype} does not fit --quantize {quantize}, which sets each tensor's dtype; drop --dtype"
                 )
             return export_gguf(
-                weights, dst, quantize, None if found.tokenizer is None else fetched(found.tokenizer), told, **options
+                weights,
+                dst,
+                quantize,
+                None if found.tokenizer is None else fetched(found.tokenizer),
+                advance,
+                **options,
             )
         options |= {"beside": found.files, "generation": found.generation, "quantize": quantize}
         return export_safetensors(
-            weights, dst, _dtype(dtype), bytes_of(max_shard_size), found.tokenizer, told, **options
+            weights, dst, _dtype(dtype), bytes_of(max_shard_size), found.tokenizer, advance, **options
         )
 
 

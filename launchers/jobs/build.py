@@ -97,10 +97,10 @@ def build_model(recipe: Recipe, vocab_size: int, facts: DataFacts | None = None)
     model = _model(recipe, recipe.model, vocab_size, facts or DataFacts())
     if recipe.dtype != "float32":
         kept = {
-            id(each)
+            id(parameter)
             for pattern in layout_for(model).fp32
             for _, child in find_modules(model, pattern)
-            for each in child.parameters()
+            for parameter in child.parameters()
         }
         for parameter in model.parameters():  # not module.to(), which also rounds buffers, such as RoPE's frequencies
             if id(parameter) not in kept:
@@ -242,15 +242,15 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
         problems += [f"{recipe.where('mesh')}: {text}" for text in (plan_problems(spec, model) if replica else ())]
         asked = recipe.training.balance_rate, recipe.training.balance_loss
         problems += [
-            f"{recipe.where('training')}: {each}"
-            for each in balance_problems(model, layout or layout_for(model), *asked)
+            f"{recipe.where('training')}: {problem}"
+            for problem in balance_problems(model, layout or layout_for(model), *asked)
         ]
         if separates(recipe) and not takes_positions(model):
             problems.append(f"{recipe.where('data.documents')}: {untaken(model)}")
         problems += _uneven(recipe, plan, world_size)
         if isinstance(recipe.optimizer, OwnOptimizer):
             problems += _optimizer_problems(
-                recipe, model, divides=replica and any(each.divides_optimizer for each in plan.passes)
+                recipe, model, divides=replica and any(pass_.divides_optimizer for pass_ in plan.passes)
             )
         missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
         problems += [f"{recipe.where('teacher.model')}.{text}; train and export the teacher first" for text in missing]

@@ -76,7 +76,7 @@ class MixedSplit:
     @property
     def train(self) -> TokenFile:
         """The file with the largest vocabulary."""
-        return max((each.train for each in self.parts.values()), key=lambda file: file.vocab_size)
+        return max((part.train for part in self.parts.values()), key=lambda file: file.vocab_size)
 
 
 @final
@@ -130,7 +130,7 @@ def separates(recipe: Recipe) -> bool:
 
 def several_documents(recipe: Recipe) -> bool:
     """Return whether a forecast takes each sample for several documents: records are short, files are not."""
-    short = any(each.source in ("chat", "jsonl", "csv", "parquet") for each in parts_of(recipe.data).values())
+    short = any(part.source in ("chat", "jsonl", "csv", "parquet") for part in parts_of(recipe.data).values())
     return separates(recipe) and (short or recipe.data.packing == "best_fit")
 
 
@@ -145,8 +145,8 @@ def vocab_size_of(recipe: Recipe) -> int:
                 "model.vocab_size"
             )
         return known or load_tokenizer(str(data.tokenizer), eos=data.eos).vocab_size
-    if all(each.source == "tokens" for each in parts_of(data).values()):
-        return max(TokenFile.open(expanded(Path(each.paths[0]))).vocab_size for each in parts_of(data).values())
+    if all(part.source == "tokens" for part in parts_of(data).values()):
+        return max(TokenFile.open(expanded(Path(part.paths[0]))).vocab_size for part in parts_of(data).values())
     if data.tokenizer in (None, "bytes"):
         return 257
     return data.vocab_size if data.tokenizer == "bpe" else load_tokenizer(str(data.tokenizer), eos=data.eos).vocab_size
@@ -158,10 +158,10 @@ def parts_of(data: DataSection) -> dict[str, DataSection]:
     """
     if not data.mix:
         return {"": data}
-    fields = [{**each.given(), "source": each.source, "mix": ()} for each in data.mix]
+    fields = [{**part.given(), "source": part.source, "mix": ()} for part in data.mix]
     return {
-        name: data.model_copy(update={key: value for key, value in each.items() if key in DataSection.model_fields})
-        for name, each in zip(mixed_names(data), fields, strict=True)
+        name: data.model_copy(update={key: value for key, value in field.items() if key in DataSection.model_fields})
+        for name, field in zip(mixed_names(data), fields, strict=True)
     }
 
 
@@ -184,7 +184,7 @@ def with_local_data(recipe: Recipe) -> Recipe:
     def moved(section: Any) -> dict[str, Any]:  # noqa: ANN401 - of the data, or of a part of a mixture
         return {name: local(section.source, getattr(section, name)) for name in ("paths", "validation_paths")}
 
-    mix = tuple(each.model_copy(update=moved(each)) for each in data.mix)
+    mix = tuple(part.model_copy(update=moved(part)) for part in data.mix)
     return recipe.model_copy(update={"data": data.model_copy(update={**moved(data), "mix": mix})})
 
 
@@ -198,7 +198,7 @@ def prepare_data(recipe: Recipe) -> Data:
         named = None if data.tokenizer is None else load_tokenizer(data.tokenizer, eos=data.eos)
         return Data(split=MappedSplit(train=train, validation=held), tokenizer=named)
     parts = parts_of(data)
-    texts = [each for each in parts.values() if each.source != "tokens"]
+    texts = [part for part in parts.values() if part.source != "tokens"]
     tokenizer = _tokenizer(recipe, texts, cache)
     if examples_of(recipe) != "tokens":
         assert tokenizer is not None
@@ -213,7 +213,7 @@ def prepare_data(recipe: Recipe) -> Data:
             seed=recipe.seed,
         )
         return Data(split=examples, tokenizer=tokenizer)
-    splits = {name: _split(recipe, each, tokenizer, cache) for name, each in parts.items()}
+    splits = {name: _split(recipe, part, tokenizer, cache) for name, part in parts.items()}
     return Data(split=MixedSplit(parts=splits) if data.mix else splits[""], tokenizer=tokenizer)
 
 
@@ -224,7 +224,7 @@ def _tokenizer(recipe: Recipe, texts: Sequence[DataSection], cache: Path) -> Tex
         return None if name is None else load_tokenizer(name, eos=data.eos)
     named = _named_template(texts)
     if name in (None, "bytes", "bpe"):
-        sources = [_source(recipe, each, _inputs(each)) for each in texts] if name == "bpe" else []
+        sources = [_source(recipe, source, _inputs(source)) for source in texts] if name == "bpe" else []
         special, end = ((), None) if named is None else (named.special, named.end)
         template = None if named is None else named.text
         return prepare_tokenizer(
@@ -242,7 +242,11 @@ def _tokenizer(recipe: Recipe, texts: Sequence[DataSection], cache: Path) -> Tex
 def _named_template(texts: Sequence[DataSection]) -> ChatTemplate | None:
     """Return the template that the recipe names for its conversations; None where it names none."""
     return next(
-        (chat_template(each.template, None) for each in texts if each.source == "chat" and each.template is not None),
+        (
+            chat_template(source.template, None)
+            for source in texts
+            if source.source == "chat" and source.template is not None
+        ),
         None,
     )
 
@@ -262,11 +266,11 @@ def _short_vocabulary(recipe: Recipe, *, whole: bool) -> str:
     """Return why a BPE of a short text, which is read ``whole``, or of the beginning of another has too few ids;
     else nothing.
     """
-    texts = [each for each in parts_of(recipe.data).values() if each.source != "tokens"]
+    texts = [part for part in parts_of(recipe.data).values() if part.source != "tokens"]
     if recipe.data.tokenizer != "bpe" or not texts:
         return ""
     named, left, read = _named_template(texts), _TRIED, list[str]()
-    pieces = chain.from_iterable(training_texts(_source(recipe, each, _inputs(each))) for each in texts)
+    pieces = chain.from_iterable(training_texts(_source(recipe, source, _inputs(source))) for source in texts)
     while left > 0 and (text := next(pieces, None)) is not None:
         read.append(text[:left])
         left -= len(text)
@@ -328,16 +332,16 @@ def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
         "bad_rows",
     )
     settings = {f"data.{name}": getattr(data, name) for name in names} | {"seed": recipe.seed}
-    settings["data.mix"] = [each.model_dump(mode="json") for each in data.mix]
+    settings["data.mix"] = [part.model_dump(mode="json") for part in data.mix]
     files: list[Path] = []
     for part in parts_of(data).values():
         if part.source == "tokens":
             binary = [expanded(Path(path)) for path in part.paths]
             files += [
-                each
+                file
                 for path in binary
-                for each in (path, path.with_suffix(".json"), path.with_suffix(".marks"))
-                if each.is_file()
+                for file in (path, path.with_suffix(".json"), path.with_suffix(".marks"))
+                if file.is_file()
             ]
         elif part.source not in ("stdlib", "dataset") and part.paths != (STDLIB,):
             files += TextSource(inputs=part.paths, suffixes=SUFFIXES.get(part.source, ())).files()
@@ -392,7 +396,7 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
     split = data.split
     found: Samples
     if isinstance(split, MixedSplit):
-        found = _mixed(recipe, {name: each.train for name, each in split.parts.items()})
+        found = _mixed(recipe, {name: part.train for name, part in split.parts.items()})
     else:
         found = samples(recipe, split.train, par)
     if too_few := _too_few(recipe, len(found)):
@@ -408,7 +412,7 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
     _check_epochs(recipe, train)
     held: Samples | None
     if isinstance(split, MixedSplit):
-        kept = {name: each.validation for name, each in split.parts.items() if each.validation is not None}
+        kept = {name: part.validation for name, part in split.parts.items() if part.validation is not None}
         held = _mixed(recipe, kept, once=True) if kept else None
     else:
         held = None if split.validation is None else samples(recipe, split.validation, par)
@@ -418,12 +422,12 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
 
 def _mixed(recipe: Recipe, files: Mapping[str, TokenFile], *, once: bool = False) -> MixedSamples:
     """Return the samples of several sources; ``once``: all of each, one time."""
-    mix = {name: each for name, each in zip(parts_of(recipe.data), recipe.data.mix, strict=True) if name in files}
+    mix = {name: part for name, part in zip(parts_of(recipe.data), recipe.data.mix, strict=True) if name in files}
     parts = {name: packed(recipe, file) for name, file in files.items()}
-    for name, each in parts.items():
-        if not len(each):
+    for name, part in parts.items():
+        if not len(part):
             raise RecipeError(f"{recipe.where('data.mix')}: {name} has no sample; give it more text")
-    weights = [float(len(each)) if once else mix[name].weight for name, each in parts.items()]
+    weights = [float(len(part)) if once else mix[name].weight for name, part in parts.items()]
     return MixedSamples(parts, weights, [1 if once else mix[name].epochs for name in parts])
 
 
@@ -567,10 +571,10 @@ def _looked_at(recipe: Recipe, section: DataSection, path: str) -> _Look:
     deque(islice(read, _PIECES_READ), maxlen=0)
     files = text.files()
     plain = section.source != "chat" and all(
-        kind_of(each) not in UNPLAIN and each.suffix not in PACKED for each in files
+        kind_of(one_file) not in UNPLAIN and one_file.suffix not in PACKED for one_file in files
     )
     most = (
-        sum(each.stat().st_size + 1 for each in files) if plain else sys.maxsize
+        sum(one_file.stat().st_size + 1 for one_file in files) if plain else sys.maxsize
     )  # a byte is at least one token, with an end a document
     return _Look(most, tuple(text.reading.notes()))
 

@@ -37,7 +37,8 @@ def fitted(recipe: Recipe, world_size: int) -> Recipe:
     before, now = _meshes(recipe.mesh, whole, world_size)
     data = _divided(recipe.data, _data_ranks(before), _data_ranks(now))
     batch, kept = (
-        each.micro_batch * each.accumulate * _data_ranks(mesh) for each, mesh in ((recipe.data, before), (data, now))
+        settings.micro_batch * settings.accumulate * _data_ranks(mesh)
+        for settings, mesh in ((recipe.data, before), (data, now))
     )
     steps = (
         f"a step of {data.accumulate} x {data.micro_batch} a data rank instead of {recipe.data.accumulate} x "
@@ -65,9 +66,9 @@ def _divided(data: DataSection, before: int, now: int) -> DataSection:
     """Return the micro-batches of ``now`` data ranks whose batch equals that of ``before``, or is nearest; none is
     larger than before.
     """
-    each = max(1, round(data.micro_batch * data.accumulate * before / now))
-    micro_batch = max(size for size in range(1, data.micro_batch + 1) if each % size == 0)
-    return data.model_copy(update={"micro_batch": micro_batch, "accumulate": each // micro_batch})
+    samples = max(1, round(data.micro_batch * data.accumulate * before / now))
+    micro_batch = max(size for size in range(1, data.micro_batch + 1) if samples % size == 0)
+    return data.model_copy(update={"micro_batch": micro_batch, "accumulate": samples // micro_batch})
 
 
 def _data_ranks(spec: MeshSpec) -> int:
@@ -111,18 +112,18 @@ class Elected:
 
     def report(self, record: Metrics) -> None:
         """Pass a record on if this replica leads."""
-        for each in self._leading():
-            each.report(record)
+        for reporter in self._leading():
+            reporter.report(record)
 
     def note(self, text: str) -> None:
         """Pass a line of text on if this replica leads."""
-        for each in self._leading():
-            each.note(text)
+        for reporter in self._leading():
+            reporter.note(text)
 
     def close(self) -> None:
         """Close what is open."""
-        for each in self._reporters:
-            each.close()
+        for reporter in self._reporters:
+            reporter.close()
         self._reporters = ()
 
     def _leading(self) -> Sequence[Reporter]:

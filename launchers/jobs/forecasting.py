@@ -130,10 +130,10 @@ class ForecastFeedback:
         peak = (
             int(record["memory_gib"] * 2**30) if self._counted == "cuda" else None
         )  # on a CPU it is the whole process
-        told = feedback(made, peak=peak, seconds=seconds)
-        for line in told.lines:
+        findings = feedback(made, peak=peak, seconds=seconds)
+        for line in findings.lines:
             self._console.note(f"forecast: {line}")
-        for line in told.warnings:
+        for line in findings.warnings:
             self._console.note(f"warning: {line}")
 
     def note(self, text: str) -> None:

@@ -259,7 +259,7 @@ def _resume(recipe: Recipe, manager: CheckpointManager, par: Saved, trainer: Tra
             raise
         allowed = (
             ""
-            if not any(each.startswith("data.documents ") for each in differ)
+            if not any(difference.startswith("data.documents ") for difference in differ)
             else ", set checkpoint.allow: [data.documents]"
         )
         raise RecipeError(
@@ -267,8 +267,8 @@ def _resume(recipe: Recipe, manager: CheckpointManager, par: Saved, trainer: Tra
             f"{'; '.join(differ)}; restore the files and settings that changed{allowed}, or start a new run in "
             "another output folder"
         ) from error
-    told = f"{restored.folder}{'' if restored.same_mesh else ', saved on another mesh'}"
-    return told if before is None else f"{told}{_other_batch(recipe, before['batch'], trainer)}"
+    text = f"{restored.folder}{'' if restored.same_mesh else ', saved on another mesh'}"
+    return text if before is None else f"{text}{_other_batch(recipe, before['batch'], trainer)}"
 
 
 def _other_batch(recipe: Recipe, before: int, trainer: Trainer) -> str:
@@ -277,9 +277,9 @@ def _other_batch(recipe: Recipe, before: int, trainer: Trainer) -> str:
     if before == now:
         return ""
     ranks = now // (recipe.data.micro_batch * recipe.data.accumulate)
-    each, rest = divmod(before, ranks)
-    sizes = [size for size in range(1, min(each, recipe.data.micro_batch) + 1) if each % size == 0]
-    keep = "" if rest else f"; to keep it, set data.micro_batch={sizes[-1]} data.accumulate={each // sizes[-1]}"
+    per_rank, rest = divmod(before, ranks)
+    sizes = [size for size in range(1, min(per_rank, recipe.data.micro_batch) + 1) if per_rank % size == 0]
+    keep = "" if rest else f"; to keep it, set data.micro_batch={sizes[-1]} data.accumulate={per_rank // sizes[-1]}"
     if trainer.follows_samples and trainer.settings.epochs is not None:
         instead = trainer.data.steps_until(trainer.settings.epochs, before)
         then = f"{left:,} steps are left instead of {instead:,}, and the learning rate follows the samples"
@@ -412,7 +412,7 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
     part = f", {trained:,} of them trained," if trained < parameters else ""
     batch = data.global_batch
     ranks = par.data_size * (runtime.replica()[1] or 1)
-    passes = "".join(f", {each.name}" for each in par.plan.passes)
+    passes = "".join(f", {pass_.name}" for pass_ in par.plan.passes)
     lines = [
         f"{parameters:,} parameters{part} on {str(par.spec) or 'one process'} ({par.device.type}){passes}",
         f"{data.samples}, {data.steps_per_epoch:,} steps an epoch; a step: {batch:,} {_sequences(recipe, batch)} "

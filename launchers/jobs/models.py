@@ -159,8 +159,8 @@ def weights_problems(module: nn.Module, layout: ModelLayout, section: Model, *, 
     except (MeshparError, OSError) as error:
         return [str(error) if isinstance(error, MeshparError) else brief(error)]
     more = [f"and {len(fit.problems) - _TOLD} more like these"] if len(fit.problems) > _TOLD else []
-    told = [*fit.problems[:_TOLD], *more]
-    return [*told[:-1], *("; ".join([each, *fit.remedies]) for each in told[-1:])]
+    problems = [*fit.problems[:_TOLD], *more]
+    return [*problems[:-1], *("; ".join([problem, *fit.remedies]) for problem in problems[-1:])]
 
 
 def _first_weights(module: nn.Module, section: Model, seed: int, *, adapters: bool) -> tuple[TypedSource, set[str]]:

@@ -56,7 +56,7 @@ def opened(recipe: Recipe, data: datasets.Data, kind: str) -> Iterator[torch.dev
         report = measured(replace(report, findings=()), spec, device)
         _tell(recipe, report)
         if runtime.is_main():
-            speeds = (f"{each.axis}={each.ranks} {each.operation} {rate_text(each.bus)}" for each in report.speeds)
+            speeds = (f"{speed.axis}={speed.ranks} {speed.operation} {rate_text(speed.bus)}" for speed in report.speeds)
             print(f"preflight: {', '.join(speeds)}", file=sys.stderr)
         yield device
 
@@ -116,7 +116,7 @@ def find_batch_size(recipe: Recipe, run: Callable[[Recipe], int], memory: int | 
             "fill"
         )
     whole = recipe.data.micro_batch * recipe.data.accumulate
-    sizes, best = [each for each in range(1, whole + 1) if whole % each == 0], 0
+    sizes, best = [size for size in range(1, whole + 1) if whole % size == 0], 0
     low, high = 0, len(sizes) - 1
     while low <= high:
         middle = (low + high + 1) // 2

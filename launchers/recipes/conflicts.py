@@ -57,7 +57,7 @@ def _length_problems(recipe: Recipe) -> Conflicts:
         yield ("schedule", "warmup_steps"), f"{schedule.warmup_steps} steps of warm-up do not fit in {length} steps"
     if schedule.warmup_steps and schedule.warmup_ratio:
         yield ("schedule", "warmup_ratio"), "set either warmup_steps or warmup_ratio, not both"
-    endless = any(each.epochs is None for each in data.mix)
+    endless = any(part.epochs is None for part in data.mix)
     if data.mix and training.epochs is not None and (endless or training.epochs > 1):
         yield (
             ("training", "epochs"),
@@ -90,13 +90,13 @@ def _source_problems(recipe: Recipe) -> Conflicts:
     if data.source == "tokens" and (len(data.paths) > 1 or len(data.validation_paths) > 1):
         yield ("data", "paths"), f"tokens are one .bin file, got {len(data.paths)}"
     sources: list[DataSection | MixSection] = [data, *data.mix]
-    for each in sources:
-        suffixes = SUFFIXES.get(each.source, ())
-        for path in (*each.paths, *each.validation_paths) if suffixes else ():
+    for source in sources:
+        suffixes = SUFFIXES.get(source.source, ())
+        for path in (*source.paths, *source.validation_paths) if suffixes else ():
             if kind_of(Path(path)) not in ("", *suffixes) and not expanded(Path(path)).is_dir():
                 yield (
                     ("data", "mix" if data.mix else "paths"),
-                    f"source: {each.source} reads files ending in {' or '.join(suffixes)}, got "
+                    f"source: {source.source} reads files ending in {' or '.join(suffixes)}, got "
                     f"{path!r}{as_lines(expanded(Path(path)))}",
                 )
     if data.validation_paths and data.validation_fraction:
@@ -118,16 +118,16 @@ def _mix_problems(recipe: Recipe) -> Conflicts:
             ("data", "mix"),
             f"two sources share a name in {mixed_names(data)}; give each its own name, under which its loss is logged",
         )
-    for each in data.mix:
-        if bool(each.paths) == (each.source == "stdlib") or (each.source == "tokens" and len(each.paths) > 1):
+    for part in data.mix:
+        if bool(part.paths) == (part.source == "stdlib") or (part.source == "tokens" and len(part.paths) > 1):
             yield (
                 ("data", "mix"),
-                f"source: {each.source} with paths {list(each.paths)}; expected none for stdlib, one for tokens, else "
+                f"source: {part.source} with paths {list(part.paths)}; expected none for stdlib, one for tokens, else "
                 "one or more",
             )
-        if each.name and not each.name.replace("-", "").replace("_", "").isalnum():
-            yield ("data", "mix"), f"name {each.name!r} is part of a metric's; use letters, digits, - and _"
-    if data.mix and (problem := weights_problem([each.weight for each in data.mix])):
+        if part.name and not part.name.replace("-", "").replace("_", "").isalnum():
+            yield ("data", "mix"), f"name {part.name!r} is part of a metric's; use letters, digits, - and _"
+    if data.mix and (problem := weights_problem([part.weight for part in data.mix])):
         yield ("data", "mix"), problem
 
 
@@ -136,14 +136,14 @@ def _chat_problems(recipe: Recipe) -> Conflicts:
     data = recipe.data
     if data.template is not None and data.source != "chat":
         yield ("data", "template"), "a chat template requires source: chat"
-    templates = {each.template for each in data.mix if each.source == "chat"}
+    templates = {part.template for part in data.mix if part.source == "chat"}
     if len(templates) > 1:
-        named = " and ".join(sorted(each or "that of the tokenizer" for each in templates))
+        named = " and ".join(sorted(template or "that of the tokenizer" for template in templates))
         yield (
             ("data", "mix"),
             f"the conversations have several templates, {named}, and a model learns one; set one template for all",
         )
-    unnamed = [each for each in (data.mix or (data,)) if each.source == "chat" and each.template is None]
+    unnamed = [part for part in (data.mix or (data,)) if part.source == "chat" and part.template is None]
     if unnamed and data.tokenizer in (None, "bytes", "bpe") and recipe.model.weights is None:
         yield (
             ("data", "template"),

@@ -69,10 +69,10 @@ def _lines() -> Iterator[str]:
         yield "| key | type | default | meaning |"
         yield "| --- | --- | --- | --- |"
         own = {
-            each.name: each.default
+            field.name: field.default
             for source in sources
             if dataclasses.is_dataclass(source)
-            for each in dataclasses.fields(source)
+            for field in dataclasses.fields(source)
         }
         meanings = {name: text for source in sources for name, text in attributes(source).items()}
         for name, field in section.model_fields.items():

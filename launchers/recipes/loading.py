@@ -44,9 +44,9 @@ def shipped() -> dict[str, Path]:
     """Return the recipes that come with meshpar."""
     folder = resources.files("meshpar.launchers.recipes")
     return {
-        Path(each.name).stem: Path(str(each))
-        for each in sorted(folder.iterdir(), key=lambda one: one.name)
-        if each.name.endswith(".yaml")
+        Path(path.name).stem: Path(str(path))
+        for path in sorted(folder.iterdir(), key=lambda one: one.name)
+        if path.name.endswith(".yaml")
     }
 
 
@@ -106,14 +106,14 @@ def _find_own_code(data: dict[str, Any], document: Document) -> None:
 
     sections = (("model",), ("teacher", "model"), ("optimizer",), ("data", "dataset"), ("data", "validation_dataset"))
     passes = [
-        each
+        entry
         for place in (("passes",), ("teacher", "passes"))
-        for each in (inside(*place) or ())
+        for entry in (inside(*place) or ())
         if isinstance(inside(*place), list)
     ]
-    names = [name for each in passes for name in (each if isinstance(each, Mapping) else (each,))]
+    names = [name for pass_ in passes for name in (pass_ if isinstance(pass_, Mapping) else (pass_,))]
     if any(inside(*place, "class") for place in sections) or any(
-        "." in str(each) for each in (inside("training", "objective"), *names)
+        "." in str(name) for name in (inside("training", "objective"), *names)
     ):
         data["code"] = inside("code") or str(Path(document.name).absolute().parent)
         make_importable(expanded(Path(str(data["code"]))))

@@ -80,14 +80,14 @@ class Converter(Protocol):
 
 def convert_keys(data: dict[str, Any], document: Document, problems: list[str], at: Place) -> list[str]:
     """Let every converter take its keys out of ``data``; see :meth:`Converter.keys`."""
-    return [note for each in _installed() for note in each.keys(data, document, problems, at)]
+    return [note for converter in _installed() for note in converter.keys(data, document, problems, at)]
 
 
 def convert_pass(name: str, options: Mapping[str, Any]) -> Translation:
     """Return a pass as every converter has translated it, one after another; see :meth:`Converter.options`."""
     result = Translation(name, dict(options))
-    for each in _installed():
-        new = each.options(result.name, result.options)
+    for converter in _installed():
+        new = converter.options(result.name, result.options)
         new.before[:0], new.notes[:0] = result.before, result.notes
         new.problems = result.problems | new.problems
         result = new
@@ -176,7 +176,7 @@ def make_objective(name: str, options: Mapping[str, Any], teacher: nn.Module | N
     """
     factory = objective_factory(name)
     made = make_own(factory, options, **({_TEACHER: teacher} if wants_teacher(factory) else {}))
-    missing = [each for each in ("tokens", "loss") if not callable(getattr(made, each, None))]
+    missing = [method for method in ("tokens", "loss") if not callable(getattr(made, method, None))]
     if missing:
         raise RecipeError(
             f"{name} has no {' and no '.join(missing)}; an objective has tokens(batch) and loss(model, batch)"
@@ -219,8 +219,8 @@ def read_passes(
         translated = convert_pass(name, options or {})
         problems += [f"{document.where((*place, key))}: {text}" for key, text in translated.problems.items()]
         notes += [f"{name}.{note}" for note in translated.notes]
-        for each in (*translated.before, {translated.name: translated.options}):
-            written = {each: {}} if isinstance(each, str) else each
+        for entry in (*translated.before, {translated.name: translated.options}):
+            written = {entry: {}} if isinstance(entry, str) else entry
             passes += _checked(written, document, place, problems)
     return passes, notes
 

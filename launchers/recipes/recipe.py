@@ -95,7 +95,7 @@ class Recipe(Section):
 
     def where(self, field: str) -> str:
         """Return a field with its file and line, or its override, for a message."""
-        place = tuple(int(each) if each.isdigit() else each for each in field.split("."))
+        place = tuple(int(part) if part.isdigit() else part for part in field.split("."))
         return field if self._document is None else self._document.where(place)
 
     @property

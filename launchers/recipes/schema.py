@@ -94,12 +94,18 @@ def section_of_call(factory: Callable[..., Any], without: tuple[str, ...] = ()) 
     """
     fields: dict[str, Any] = {}
     parameters = inspect.signature(factory).parameters.values()
-    for each in parameters:
-        hint = _hints(factory)[each.name]
-        written = each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) and each.name not in without
-        if written and not each.name.startswith("_") and not _takes_functions(hint):
-            fields[each.name] = (_adapted(hint), ... if each.default is each.empty else each.default)
-    takes_more = any(each.kind == each.VAR_KEYWORD for each in parameters)
+    for parameter in parameters:
+        hint = _hints(factory)[parameter.name]
+        written = (
+            parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            and parameter.name not in without
+        )
+        if written and not parameter.name.startswith("_") and not _takes_functions(hint):
+            fields[parameter.name] = (
+                _adapted(hint),
+                ... if parameter.default is parameter.empty else parameter.default,
+            )
+    takes_more = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
     settings = ConfigDict(**{**Section.model_config, "extra": "allow" if takes_more else "forbid"})
     base = types.new_class(
         "_Keywords", (Section,), exec_body=lambda body: body.update(model_config=settings, __module__=__name__)
@@ -114,7 +120,9 @@ def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
     if dataclasses.is_dataclass(factory):
         return typing.get_type_hints(factory, include_extras=True)
     home = sys.modules[factory.__module__].__dict__
-    return {name: _hint(each.annotation, home) for name, each in inspect.signature(factory).parameters.items()}
+    return {
+        name: _hint(parameter.annotation, home) for name, parameter in inspect.signature(factory).parameters.items()
+    }
 
 
 def _hint(annotation: object, home: dict[str, Any]) -> Any:
@@ -137,7 +145,7 @@ def build(cls: Callable[..., Any], section: Section, *arguments: Any, **given: A
     for name in section.model_fields_set & {*hints, *(section.model_extra or ())}:
         value, hint = getattr(section, name), hints.get(name, Any)
         kinds = (hint, *get_args(hint))
-        inner = next((each for each in kinds if dataclasses.is_dataclass(each)), None)
+        inner = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
         if value is not None or type(None) in kinds or hint is Any:
             values[name] = build(cast(Any, inner), value) if inner is not None and isinstance(value, Section) else value
     return cls(*arguments, **(values | given))
@@ -150,8 +158,8 @@ def validate(model: type[_S], data: object, document: Document, place: Place = (
         return model.model_validate_json(json.dumps(data, default=str))
     except ValidationError as error:
         by_place: dict[Place, list[ErrorDetails]] = {}
-        for each in error.errors():
-            by_place.setdefault(_in_data(each, data), []).append(each)
+        for detail in error.errors():
+            by_place.setdefault(_in_data(detail, data), []).append(detail)
         return [
             f"{document.where((*place, *where))}: {_message(where, errors, data, model)}"
             for where, errors in by_place.items()
@@ -160,9 +168,9 @@ def validate(model: type[_S], data: object, document: Document, place: Place = (
 
 def describe_type(hint: object) -> str:
     """Return what a field takes, in words: ``an integer, 'epoch' or null``."""
-    tags = [_tag(each) for each in get_args(hint) if isinstance(each, type) and issubclass(each, BaseModel)]
+    tags = [_tag(kind) for kind in get_args(hint) if isinstance(kind, type) and issubclass(kind, BaseModel)]
     if "own" in tags:
-        return f"fields (kind: {', '.join(str(each) for each in tags if each != 'own')}; or class: package.module.Name)"
+        return f"fields (kind: {', '.join(str(tag) for tag in tags if tag != 'own')}; or class: package.module.Name)"
     parts = list(dict.fromkeys(_words(hint)))
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
 
@@ -172,10 +180,10 @@ def _words(hint: object) -> Iterator[str]:
     if origin is Annotated:
         yield from _words(get_args(hint)[0])
     elif origin in (typing.Union, types.UnionType):
-        for each in sorted(get_args(hint), key=lambda one: one is type(None)):
-            yield from _words(each)
+        for kind in sorted(get_args(hint), key=lambda one: one is type(None)):
+            yield from _words(kind)
     elif origin is Literal:
-        yield from (repr(each) for each in get_args(hint))
+        yield from (repr(kind) for kind in get_args(hint))
     elif origin is tuple and Ellipsis not in get_args(hint):
         yield f"a list of {len(get_args(hint))}"
     elif origin is not None or hint in (dict, list, tuple):
@@ -196,7 +204,7 @@ def _keys(section: type[BaseModel]) -> list[str]:
 
 
 def _takes_functions(hint: object) -> bool:
-    return get_origin(hint) is Callable or hint is nn.Module or any(_takes_functions(each) for each in get_args(hint))
+    return get_origin(hint) is Callable or hint is nn.Module or any(_takes_functions(kind) for kind in get_args(hint))
 
 
 def _adapted(hint: object) -> Any:
@@ -206,7 +214,7 @@ def _adapted(hint: object) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return section_of(hint)
     if get_origin(hint) in (typing.Union, types.UnionType):
-        return typing.Union[tuple(_adapted(each) for each in get_args(hint))]  # noqa: UP007  built at run time
+        return typing.Union[tuple(_adapted(kind) for kind in get_args(hint))]  # noqa: UP007  built at run time
     return hint
 
 
@@ -264,14 +272,14 @@ def _field(model: type[BaseModel], loc: tuple[str | int, ...]) -> tuple[type[Bas
         if part in owner.model_fields:
             field = owner.model_fields[str(part)]
             hint = field.annotation
-            inner = [each for each in (hint, *get_args(hint)) if isinstance(each, type) and issubclass(each, BaseModel)]
+            inner = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and issubclass(kind, BaseModel)]
             if inner and part != loc[-1]:
                 owner = inner[0]
                 branches = inner
         elif isinstance(part, int) and get_origin(hint) is tuple:
             hint = get_args(hint)[0 if Ellipsis in get_args(hint) else part]
         elif isinstance(part, str):
-            owner = next((each for each in branches if _tag(each) == part), owner) if part != loc[-1] else owner
+            owner = next((branch for branch in branches if _tag(branch) == part), owner) if part != loc[-1] else owner
     return owner, hint
 
 

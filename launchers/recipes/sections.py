@@ -249,12 +249,12 @@ class DataSection(Section):
     def validates(self) -> bool:
         """Whether there is anything to validate on."""
         own = self.validation_paths or self.validation_fraction or self.validation_dataset
-        return bool(own) or any(each.validation_paths for each in self.mix)
+        return bool(own) or any(part.validation_paths for part in self.mix)
 
 
 def mixed_names(data: DataSection) -> list[str]:
     """Return the name of each source of a mixture: the one that is written, or ``source`` and the place in the list."""
-    return [each.name or f"{each.source}{place}" for place, each in enumerate(data.mix)]
+    return [part.name or f"{part.source}{place}" for place, part in enumerate(data.mix)]
 
 
 @final

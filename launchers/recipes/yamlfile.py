@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
 
 _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("float", "int", "timestamp")}
 _Loader.yaml_implicit_resolvers = {
-    first: [each for each in resolvers if each[0] not in _REPLACED]
+    first: [resolver for resolver in resolvers if resolver[0] not in _REPLACED]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?[0-9][0-9_]*\Z"), list("-+0123456789"))
@@ -64,7 +64,7 @@ class Document:
         for size in range(len(place), 0, -1):
             if place[:size] in self.overrides:
                 return f"override {self.overrides[place[:size]]!r}: {dotted(place)}"
-        inside = [text for each, text in self.overrides.items() if each[: len(place)] == place]
+        inside = [text for key, text in self.overrides.items() if key[: len(place)] == place]
         if inside and place not in self.lines:
             return f"override {inside[0]!r}: {dotted(place)}"
         line = next((self.lines[place[:size]] for size in range(len(place), 0, -1) if place[:size] in self.lines), None)
@@ -121,7 +121,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
         except (yaml.YAMLError, LookupError, TypeError) as error:
             problems.append(f"override {text!r}: {' '.join(str(error).split())}")
             continue
-        for known in [each for each in document.lines if each[: len(place)] == place]:
+        for known in [line for line in document.lines if line[: len(place)] == place]:
             del document.lines[known]
         document.overrides[place] = text
     if problems:
@@ -148,7 +148,7 @@ def _write_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
 
 
 def _write_list(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.SequenceNode:
-    plain = all(not isinstance(each, (dict, list)) for each in value)
+    plain = all(not isinstance(element, (dict, list)) for element in value)
     return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=plain)
 
 

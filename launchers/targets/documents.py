@@ -42,11 +42,11 @@ def fill_yaml(
     """
     text = template_text(template)
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
-    filled: list[Any] = [_filled(each, values) for each in yaml.safe_load_all(text)]
+    filled: list[Any] = [_filled(document, values) for document in yaml.safe_load_all(text)]
     documents: list[Any] = kept(filled)
     for name in patches:
         for patch in _patches(name):
-            kinds = {each.get("kind", ""): each for each in documents}
+            kinds = {document.get("kind", ""): document for document in documents}
             kind = patch.get("kind", documents[-1].get("kind", ""))
             if kind not in kinds:
                 raise LaunchError(
@@ -61,10 +61,10 @@ def fill_yaml(
 
 def _filled(node: object, values: Mapping[str, object]) -> object:
     if isinstance(node, dict):
-        found = {key: (each, _filled(each, values)) for key, each in node.items()}
+        found = {key: (value, _filled(value, values)) for key, value in node.items()}
         return {key: new for key, (old, new) in found.items() if old == new or new not in ("", None, {}, [])}
     if isinstance(node, list):
-        return [_filled(each, values) for each in node]
+        return [_filled(value, values) for value in node]
     if not isinstance(node, str):
         return node
     alone = re.fullmatch(r"@\{(\w+)\}", node)
@@ -76,7 +76,7 @@ def _patches(name: str) -> list[dict[str, Any]]:
         found = list(yaml.safe_load_all(expanded(Path(name)).read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise LaunchError(f"cannot read patch {name}: {error}") from error
-    if not all(isinstance(each, dict) for each in found):
+    if not all(isinstance(patch, dict) for patch in found):
         raise LaunchError(f"patch {name} is not a mapping; expected fields of the job file, such as spec: ...")
     return found
 
@@ -93,9 +93,11 @@ def _add(into: dict[str, Any], patch: dict[str, Any], place: str, name: str) -> 
         elif isinstance(old, dict) and isinstance(value, dict):
             _add(old, value, here, name)
         elif (
-            isinstance(old, list) and isinstance(value, list) and all(isinstance(each, dict) for each in (*old, *value))
+            isinstance(old, list)
+            and isinstance(value, list)
+            and all(isinstance(entry, dict) for entry in (*old, *value))
         ):
-            named = {each["name"]: each for each in old if "name" in each and "mountPath" not in each}
+            named = {entry["name"]: entry for entry in old if "name" in entry and "mountPath" not in entry}
             for item in value:
                 if item.get("name") in named:
                     _add(named[item["name"]], item, f"{here}.{item['name']}", name)

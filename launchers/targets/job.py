@@ -103,7 +103,7 @@ class Job:
             }
             for rank in range(mesh.size)
         ]
-        rows = ",\n  ".join(json.dumps(each) for each in ranks)
+        rows = ",\n  ".join(json.dumps(rank) for rank in ranks)
         head = {"mesh": str(mesh), "axes": dict(mesh.axes), "nodes": self.nodes, "ranks_per_node": self.ranks_per_node}
         return f'{json.dumps(head)[:-1]}, "ranks": [\n  {rows}\n]}}\n'
 
@@ -188,16 +188,16 @@ def ask(command: Sequence[str], limit_s: float = ANSWER_S) -> str:
     Raises:
         LaunchError: the command is not installed, failed, or did not answer within ``limit_s`` seconds.
     """
-    told = shlex.join(command)
+    shown = shlex.join(command)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=limit_s, stdin=subprocess.DEVNULL
         )
     except FileNotFoundError as error:
-        raise LaunchError(f"{command[0]} is not installed here; on a machine that has it, run: {told}") from error
+        raise LaunchError(f"{command[0]} is not installed here; on a machine that has it, run: {shown}") from error
     except subprocess.TimeoutExpired as error:
         raise LaunchError(
-            f"{command[0]} did not answer within {limit_s:.0f} s; check that its server runs, then repeat: {told}"
+            f"{command[0]} did not answer within {limit_s:.0f} s; check that its server runs, then repeat: {shown}"
         ) from error
     if done.returncode:
         lines = [
@@ -206,7 +206,7 @@ def ask(command: Sequence[str], limit_s: float = ANSWER_S) -> str:
             if not re.match(r"[EWI]\d{4} ", line)
         ]  # kubectl's log
         why = "\n".join(list(dict.fromkeys(lines))[-5:])
-        raise LaunchError(f"{told} ended with {done.returncode}: {why}")
+        raise LaunchError(f"{shown} ended with {done.returncode}: {why}")
     return done.stdout.strip()
 
 

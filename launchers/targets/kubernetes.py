@@ -52,7 +52,9 @@ class OnKubernetes(Target):
         files = [word for job in jobs for word in ("-f", str(job.file))]
         answer = ask(["kubectl", "get", *_BOUNDED, "--ignore-not-found", "--output=json", *files])
         read: dict[str, Any] = json.loads(answer) if answer else {"items": []}
-        found = {each["metadata"]["name"]: _state(each) for each in read.get("items", [read]) if each["kind"] in _PODS}
+        found = {
+            entry["metadata"]["name"]: _state(entry) for entry in read.get("items", [read]) if entry["kind"] in _PODS
+        }
         return [(job.label, found.get(job.label, "")) for job in jobs]
 
     def status(self, job: Launched) -> str:
@@ -74,7 +76,7 @@ def _selected(job: Launched) -> list[str]:
     """Return the options that select the job's pods."""
     try:
         documents = list(yaml.safe_load_all(job.file.read_text(encoding="utf-8")))
-        ours = next(each for each in documents if each["kind"] in _PODS)
+        ours = next(document for document in documents if document["kind"] in _PODS)
     except (OSError, yaml.YAMLError, StopIteration) as error:
         raise LaunchError(f"cannot read the job file {job.file}: {error}; restore it from `meshpar launch`") from error
     namespace = ours["metadata"].get("namespace")
@@ -89,10 +91,10 @@ def _state(job: Mapping[str, Any]) -> str:
     ready.
     """
     status: Mapping[str, Any] = job.get("status", {})
-    true = [each["type"] for each in status.get("conditions", []) if each["status"] == "True"]
-    ended = [each for each in ("Failed", "Complete", "Completed", "Suspended") if each in true]
+    true = [condition["type"] for condition in status.get("conditions", []) if condition["status"] == "True"]
+    ended = [state for state in ("Failed", "Complete", "Completed", "Suspended") if state in true]
     pods = [status, *status.get("replicatedJobsStatus", []), *status.get("jobsStatus", [])]
-    return ended[0] if ended else "Running" if any(each.get("ready") for each in pods) else "Pending"
+    return ended[0] if ended else "Running" if any(pod.get("ready") for pod in pods) else "Pending"
 
 
 @final
@@ -179,7 +181,7 @@ class Kubernetes(OnKubernetes):
 
     def _kept(self, documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the documents of the template that this job has, the job last."""
-        kinds = {each["kind"]: each for each in documents}
+        kinds = {document["kind"]: document for document in documents}
         if not self.volcano:
             del kinds["PodGroup"]
         if not self.jobset:

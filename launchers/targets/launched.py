@@ -32,7 +32,7 @@ def list_jobs(root: Path) -> str:
     known: dict[Path, tuple[str, str]] = {}
     notes = []
     for name in dict.fromkeys(name for name, _, _ in found):
-        mine = [(target, job) for each, target, job in found if each == name]
+        mine = [(target, job) for job_name, target, job in found if job_name == name]
         try:
             states = mine[0][0].states([job for _, job in mine])
         except LaunchError as error:

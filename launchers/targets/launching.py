@@ -115,19 +115,19 @@ def launch_job(
     job, files = _written(plugin, run, {**work, **place, "command": ("meshpar", *sys.argv[1:])})
     path = job.folder / next(iter(files))
     mesh_text = f", {job.mesh}" if job.mesh else ""
-    told = [
+    lines = [
         f"{job.name}: {nodes * ranks} ranks{mesh_text} on {nodes} x {ranks}",
         *(f"  {job.folder / name}" for name in files),
     ]
-    told += [f"note: {note}" for note in (*notes, *plugin.notes(job))]
+    lines += [f"note: {note}" for note in (*notes, *plugin.notes(job))]
     command = plugin.submit(path)
     note: Mapping[str, object] = {"target": target, "options": list(options), "file": path.name, "label": job.label}
     (job.folder / LAUNCH).write_text(json.dumps(note) + "\n", encoding="utf-8")
     if submit:
         answer = ask(command, SUBMIT_S)
         (job.folder / LAUNCH).write_text(json.dumps({**note, "submitted": answer}) + "\n", encoding="utf-8")
-    told.append(answer if submit else f"submit it: {shlex.join(command)}")
-    return "\n".join(told)
+    lines.append(answer if submit else f"submit it: {shlex.join(command)}")
+    return "\n".join(lines)
 
 
 class _Place(TypedDict):
@@ -166,15 +166,15 @@ def _script(
 
 def _run_check(script: Sequence[str], arguments: Sequence[str]) -> None:
     """Run a script here, with its output on this terminal; raise LaunchError unless it ends with 0."""
-    told = shlex.join([*script, *arguments])
+    shown = shlex.join([*script, *arguments])
     try:
         code = subprocess.run([sys.executable, *script, *arguments], timeout=CHECK_S, check=False).returncode
     except subprocess.TimeoutExpired as error:
         raise LaunchError(
-            f"the check {told} did not end within {CHECK_S} s; give it less to do, or leave out --check"
+            f"the check {shown} did not end within {CHECK_S} s; give it less to do, or leave out --check"
         ) from error
     if code:
-        raise LaunchError(f"the check {told} ended with exit code {code}; correct the script or its arguments")
+        raise LaunchError(f"the check {shown} ended with exit code {code}; correct the script or its arguments")
 
 
 def _written(plugin: Target, run: Path, fields: Mapping[str, Any]) -> tuple[Job, Mapping[str, str]]:
@@ -198,8 +198,8 @@ def _written(plugin: Target, run: Path, fields: Mapping[str, Any]) -> tuple[Job,
 def _hybrid(recipe: Recipe) -> Recipe:
     """Return the recipe with HybridShard instead of FullyShard, because ``mesh: auto`` puts replicas across nodes."""
     passes = tuple(
-        {"HybridShard" if name == "FullyShard" else name: given for name, given in each.items()}
-        for each in recipe.passes
+        {"HybridShard" if name == "FullyShard" else name: given for name, given in pass_.items()}
+        for pass_ in recipe.passes
     )
     note = "mesh auto: FullyShard became HybridShard, with the same options" if passes != recipe.passes else None
     return recipe.model_copy(update={"passes": passes}).noting([*recipe.notes, *([note] if note else [])])
@@ -241,8 +241,10 @@ def _seen_from_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
 
     data = recipe.data
     tokenizer = None if data.tokenizer in (None, "bytes", "bpe") else data.tokenizer
-    mixed = [path for each in data.mix for path in (*each.paths, *each.validation_paths)]
-    templates = [each for each in (data.template, *(part.template for part in data.mix)) if each not in TEMPLATES]
+    mixed = [path for part in data.mix for path in (*part.paths, *part.validation_paths)]
+    templates = [
+        template for template in (data.template, *(part.template for part in data.mix)) if template not in TEMPLATES
+    ]
     fields = (
         ("data.paths", data.paths),
         ("data.validation_paths", data.validation_paths),
@@ -266,13 +268,13 @@ def _seen_from_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
     if resume not in ("auto", "never") and absent("checkpoint.resume", resume):
         recipe = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"resume": "auto"})})
     models = [("model", recipe.model), *([] if recipe.teacher is None else [("teacher.model", recipe.teacher.model)])]
-    configs: list[tuple[str, Any]] = [(name, each) for name, each in models]
+    configs: list[tuple[str, Any]] = [(name, section) for name, section in models]
     unknown = [
-        absent(f"{name}.config", each.config)
-        for name, each in configs
-        if isinstance(getattr(each, "config", None), str)
+        absent(f"{name}.config", section.config)
+        for name, section in configs
+        if isinstance(getattr(section, "config", None), str)
     ]
-    gone = [absent(f"{name}.weights", each.weights) for name, each in configs]
+    gone = [absent(f"{name}.weights", section.weights) for name, section in configs]
     if any(unknown) or any(gone[1:]):
         return None, [
             *notes,

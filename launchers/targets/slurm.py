@@ -191,7 +191,7 @@ class Slurm(Target):
         if self.container == "apptainer":
             gpus = ["--nv"] if job.gpus_per_node else []
             return shlex.join(["apptainer", "exec", *gpus, "--bind", mounts, "--pwd", cwd, self.image]) + " "
-        pairs = ",".join(each if ":" in each else f"{each}:{each}" for each in mounts.split(","))
+        pairs = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts.split(","))
         return (
             shlex.join([f"--container-image={self.image}", f"--container-mounts={pairs}", f"--container-workdir={cwd}"])
             + " "
@@ -309,10 +309,10 @@ def _seconds(limit: str) -> float | None:
         return math.inf
     days = re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if days:
-        day, hours, minutes, seconds = (int(each or 0) for each in days.groups())
+        day, hours, minutes, seconds = (int(number or 0) for number in days.groups())
         return ((day * 24 + hours) * 60 + minutes) * 60 + seconds
     if not re.fullmatch(r"\d+(:\d+){0,2}", limit):
         return None
-    parts = [int(each) for each in limit.split(":")]
+    parts = [int(number) for number in limit.split(":")]
     hours, minutes, seconds = parts if len(parts) == 3 else (0, *parts, *([0] if len(parts) == 1 else []))
     return (hours * 60 + minutes) * 60 + seconds

@@ -36,7 +36,7 @@ def run_passes(
     Collective: every rank calls it.
     """
     built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-    if resolved.averaged or any(each.stage == Stage.RECOMPUTE for each in resolved.passes):
+    if resolved.averaged or any(pass_.stage == Stage.RECOMPUTE for pass_ in resolved.passes):
         synchronize_batch_norm(module, meshes[resolved.held], resolved.averaged)
     keep_unpacked(module)
     before = [weakref.ref(parameter) for parameter in module.parameters()]

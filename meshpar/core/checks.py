@@ -34,7 +34,7 @@ def problems_of(
         mesh: with all sizes; None where its sizes do not fit.
     """
     yield from _shape_problems(passes)
-    known = [each for each in passes if isinstance(each, Pass)]
+    known = [pass_ for pass_ in passes if isinstance(pass_, Pass)]
     if len(known) == len(passes):
         yield from _order_problems(known)
         if mesh is not None:
@@ -74,45 +74,45 @@ def _shown(value: object) -> str:
 
 def _shape_problems(passes: Sequence[object]) -> Iterator[str]:
     """Yield objects that are no passes."""
-    for each in passes:
-        if isinstance(each, type):
-            yield f"{each.__name__} is a class, not a pass; expected an object: write {each.__name__}()"
-        elif not isinstance(each, Pass):
-            kind = type(each).__name__
+    for pass_ in passes:
+        if isinstance(pass_, type):
+            yield f"{pass_.__name__} is a class, not a pass; expected an object: write {pass_.__name__}()"
+        elif not isinstance(pass_, Pass):
+            kind = type(pass_).__name__
             yield (
-                f"{_shown(each)} is not a pass: {kind} does not inherit meshpar.Pass; write an object of a pass, such "
+                f"{_shown(pass_)} is not a pass: {kind} does not inherit meshpar.Pass; write an object of a pass, such "
                 "as FullyShard()"
             )
 
 
 def _order_problems(passes: Sequence[Pass]) -> Iterator[str]:
-    ordered = sorted(passes, key=lambda each: each.stage)
-    if [each.stage for each in passes] != [each.stage for each in ordered]:
+    ordered = sorted(passes, key=lambda pass_: pass_.stage)
+    if [pass_.stage for pass_ in passes] != [pass_.stage for pass_ in ordered]:
         yield f"passes are out of order ({arrows(passes)}); write {arrows(ordered)}"
 
 
 def arrows(passes: Sequence[object]) -> str:
-    return " -> ".join(each.name if isinstance(each, Pass) else _shown(each) for each in passes)
+    return " -> ".join(pass_.name if isinstance(pass_, Pass) else _shown(pass_) for pass_ in passes)
 
 
 def _axis_problems(passes: Sequence[Pass], mesh: MeshSpec) -> Iterator[str]:
     """Yield axes that are absent, claimed twice, or claimed by nobody."""
     claimed: dict[str, str] = {}
-    for each in passes:
-        for axis in each.axes:
+    for pass_ in passes:
+        for axis in pass_.axes:
             if axis not in mesh.axes:
                 has = ", ".join(f"{name}={size}" for name, size in mesh.axes.items()) or "no axes"
                 yield (
-                    f"{each.name} needs axis {axis!r}, which the mesh ({has}) lacks; add {axis}=... to the mesh or "
-                    f"drop {each.name}"
+                    f"{pass_.name} needs axis {axis!r}, which the mesh ({has}) lacks; add {axis}=... to the mesh or "
+                    f"drop {pass_.name}"
                 )
             elif axis in claimed:
-                yield f"axis {axis!r} is claimed by {claimed[axis]} and by {each.name}; keep one of them"
+                yield f"axis {axis!r} is claimed by {claimed[axis]} and by {pass_.name}; keep one of them"
             else:
-                claimed[axis] = each.name
-            if each.roles[axis] == Role.LAYERS and mesh.axes.get(axis, 1) > 1:
+                claimed[axis] = pass_.name
+            if pass_.roles[axis] == Role.LAYERS and mesh.axes.get(axis, 1) > 1:
                 yield (
-                    f"{each.name} gives axis {axis!r} the role LAYERS, for which there are no stages yet; use an axis "
+                    f"{pass_.name} gives axis {axis!r} the role LAYERS, for which there are no stages yet; use an axis "
                     "of another role"
                 )
     try:
@@ -153,16 +153,20 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
         )
         return
     yield from _module_problems(module)
-    ready = [each for each in passes if all(axis in mesh.axes for axis in each.axes)]
+    ready = [pass_ for pass_ in passes if all(axis in mesh.axes for axis in pass_.axes)]
     with suppress(MeshError):  # which _axis_problems tells
         held = held_mesh(passes, mesh)
-        for each in ready:
-            yield from each.problems(module, layout, seen_mesh(each, passes, mesh))
+        for pass_ in ready:
+            yield from pass_.problems(module, layout, seen_mesh(pass_, passes, mesh))
         if any(held.axes[axis] > 1 for axis in axes_of(ready, held, Role.SAMPLES)):
             yield from batch_norm_problems(module)
             yield from [layout.refusals["balance"]] if "balance" in layout.refusals else []
-    hooked = [name for name, each in parameters.items() if each._backward_hooks or each._post_accumulate_grad_hooks]
-    if hooked and any(each.shards(module, layout) for each in ready):
+    hooked = [
+        name
+        for name, parameter in parameters.items()
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    ]
+    if hooked and any(pass_.shards(module, layout) for pass_ in ready):
         yield (
             f"{hooked[0]} has a hook on its gradient, which the shards that replace it would not have; register hooks "
             "after plan.apply, on the parameters of par.module"
@@ -186,7 +190,7 @@ def _module_problems(module: nn.Module) -> Iterator[str]:
     reduces.
     """
     for name, child in module.named_modules():
-        if any(isinstance(each, UninitializedParameter) for each in child._parameters.values()):
+        if any(isinstance(parameter, UninitializedParameter) for parameter in child._parameters.values()):
             yield (
                 f"{name} is a {class_name(child)} without a shape yet; run one forward on a CPU before plan.apply, or "
                 "write the module with its sizes"
@@ -213,14 +217,14 @@ def _divided_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
     """Yield parameters that a pass divides over samples and that the data pass does not shard: nothing would reduce
     their gradients.
     """
-    data = [each for each in passes if each.stage == Stage.DATA]
-    sharded = {name for each in data for name in each.shards(module, layout)}
-    for each in passes:
-        axes = [] if each in data else [axis for axis in axes_of([each], mesh, Role.SAMPLES) if mesh.axes[axis] > 1]
-        missing = sorted(each.shards(module, layout) - sharded) if axes and data else []
+    data = [pass_ for pass_ in passes if pass_.stage == Stage.DATA]
+    sharded = {name for pass_ in data for name in pass_.shards(module, layout)}
+    for pass_ in passes:
+        axes = [] if pass_ in data else [axis for axis in axes_of([pass_], mesh, Role.SAMPLES) if mesh.axes[axis] > 1]
+        missing = sorted(pass_.shards(module, layout) - sharded) if axes and data else []
         if missing:
             yield (
-                f"{each.name} divides {missing[0]} over {', '.join(axes)}, and {data[0].name} keeps it whole, so that "
+                f"{pass_.name} divides {missing[0]} over {', '.join(axes)}, and {data[0].name} keeps it whole, so that "
                 "nothing averages its gradient; use FullyShard() or HybridShard() with dp_shard, and leave it out of "
                 "whole=(...)"
             )
@@ -233,8 +237,8 @@ def _unsharded_problems(
     mesh: MeshSpec,
     parameters: Mapping[str, torch.Tensor],
 ) -> Iterator[str]:
-    sharders = [each for each in passes if any(seen_mesh(each, passes, mesh).axes[axis] > 1 for axis in each.axes)]
-    split = {name for each in sharders for name in each.shards(module, layout)}
+    sharders = [pass_ for pass_ in passes if any(seen_mesh(pass_, passes, mesh).axes[axis] > 1 for axis in pass_.axes)]
+    split = {name for sharder in sharders for name in sharder.shards(module, layout)}
     if not split:
         return
     for name, parameter in parameters.items():

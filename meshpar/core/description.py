@@ -149,7 +149,7 @@ def describe(module: nn.Module, layout: ModelLayout, title: str, replicas: int =
             rank_bytes=size,
         )
         rows.setdefault(block, []).append(row)
-    trained = [each for each in module.parameters() if each.requires_grad]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     held = (held_of(share, trained) for share in first_shares(trained, replicas, copies))
     shards = applied(module).replica_shards
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
@@ -159,7 +159,8 @@ def describe(module: nn.Module, layout: ModelLayout, title: str, replicas: int =
         parameters=parameters,
         parameter_bytes=stored,
         gradient_bytes=gradients,
-        optimizer_bytes=ADAM_STATE_TENSORS * max(sum(local_tensor(each).nbytes for each in some) for some in held),
+        optimizer_bytes=ADAM_STATE_TENSORS
+        * max(sum(local_tensor(parameter).nbytes for parameter in some) for some in held),
         buffer_bytes=buffers,
         shard_bytes=0 if shards is None else shards.nbytes,
         replicas=replicas,

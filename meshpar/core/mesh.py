@@ -186,7 +186,7 @@ class MeshSpec:
             first, second = (
                 ("dp_replicate", "dp_shard") if self.axes["dp_shard"] == -1 else ("dp_shard", "dp_replicate")
             )
-            keeps = max(each for each in range(1, rest + 1) if rest % each == 0 and each <= self.axes[first])
+            keeps = max(number for number in range(1, rest + 1) if rest % number == 0 and number <= self.axes[first])
             sizes = {first: keeps, second: rest // keeps}
         return MeshSpec(
             {name: sizes.get(name, size) for name, size in self.axes.items()}, ranks_per_node=self.ranks_per_node
@@ -270,12 +270,12 @@ def _built(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
 
 def divisors(number: int) -> list[int]:
     """Return the first eight divisors of ``number`` above 1, smallest first."""
-    return [each for each in range(2, number + 1) if number % each == 0][:8]
+    return [divisor for divisor in range(2, number + 1) if number % divisor == 0][:8]
 
 
 def sizes_text(axis: str, number: int) -> str:
     """Return which sizes of an axis divide ``number``, as a remedy: ``use tp=2 or 4``."""
-    *first, last = [str(each) for each in divisors(number)] or [""]
+    *first, last = [str(divisor) for divisor in divisors(number)] or [""]
     return f"use {axis}={', '.join(first)}{' or ' if first else ''}{last}" if last else f"drop {axis} from the mesh"
 
 

@@ -91,7 +91,7 @@ class Parallelized:
         self._meshes, self._held_on = meshes, meshes[resolved.held]
         self._averages: weakref.WeakSet[Averaged] = weakref.WeakSet()
         self._place = resolved.spec.coordinates(dist.get_rank())
-        self._splits = [each for each in plan.passes if any(self._divided_by(each))]
+        self._splits = [pass_ for pass_ in plan.passes if any(self._divided_by(pass_))]
 
     def _divided_by(self, divider: Pass) -> Iterator[str]:
         """Yield the axes, of more than one rank, over which a pass divides positions."""
@@ -161,22 +161,22 @@ class Parallelized:
             return batch
         if self.cycle is not None and self.cycle.agreement is not None:
             self.cycle.agreement.whole(batch)
-        tensors = [each for each in leaves(batch) if isinstance(each, Tensor) and each.ndim > dim]
-        lengths = sorted({each.shape[dim] for each in tensors})
+        tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > dim]
+        lengths = sorted({tensor.shape[dim] for tensor in tensors})
         if len(lengths) != 1:
             raise MeshparError(
                 f"split requires tensors of one length along dim {dim}, got {lengths or 'none'}; split each length "
                 "alone"
             )
         mine = torch.arange(lengths[0])
-        for each in self._splits:
-            for axis in self._divided_by(each):
+        for pass_ in self._splits:
+            for axis in self._divided_by(pass_):
                 size = self.spec.axes[axis]
                 if len(mine) % size:
                     raise MeshparError(
                         f"{axis}={size} does not divide {len(mine)} positions; pad the batch to a multiple of {size}"
                     )
-                mine = mine[each.positions(len(mine), size, self._place[axis])]
+                mine = mine[pass_.positions(len(mine), size, self._place[axis])]
         if self.cycle is not None and dim == 1:
             self.cycle.parts.add(len(mine))
         part = _selected(batch, mine, dim)
@@ -188,7 +188,7 @@ class Parallelized:
     @property
     def home(self) -> torch.device:
         """The device whose memory holds the parameters between steps: the host's where a pass keeps them there."""
-        return torch.device("cpu") if any(each.keeps_on_host for each in self.plan.passes) else self.device
+        return torch.device("cpu") if any(pass_.keeps_on_host for pass_ in self.plan.passes) else self.device
 
     def materialize(
         self,
@@ -271,15 +271,15 @@ class Parallelized:
         Collective: every rank calls it.
         """
         if self.cycle is None:
-            return [each for name in names for each in self.module.get_submodule(name).parameters()]
+            return [parameter for name in names for parameter in self.module.get_submodule(name).parameters()]
         came = self._agreed_on(names)
         placed, known = self.cycle.placed.modules, dict(self.module.named_modules())
-        late = [name for name, each in known.items() if each not in placed]
+        late = [name for name, parameter in known.items() if parameter not in placed]
         resolved = self.plan.checked(before_plan(self.module, placed), self.layout, self.spec.size)
         if problems := [
             problem
-            for each, spec in zip(resolved.passes, resolved.seen, strict=True)
-            for problem in each.late_problems(self.module, self.layout, spec, late)
+            for pass_, spec in zip(resolved.passes, resolved.seen, strict=True)
+            for problem in pass_.late_problems(self.module, self.layout, spec, late)
         ]:
             raise PlanError(problems)
         fresh = {name: self.module.get_parameter(name) for name in came}
@@ -293,8 +293,8 @@ class Parallelized:
         self.cycle.adopted([*replaced, *gone])
         renew(self.cycle, resolved, self.device, verify=self.plan.verify)
         parameters = list(dict.fromkeys(self.module.get_parameter(name) for name in came))
-        for each in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
-            _forget(each, gone)
+        for one_optimizer in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
+            _forget(one_optimizer, gone)
         for average in self._averages:
             average.follow(came, renamed)
         return parameters
@@ -332,8 +332,8 @@ class Parallelized:
         Inside split layers each rank derives a state of its own from the shared state, so that dropout differs between
         shards. Under sequence parallelism the ranks compute different positions everywhere and get different states.
         """
-        differing = [axis for each in self.plan.passes if each.splits_sequence for axis in each.axes]
-        differing += [axis for each in self._splits for axis in self._divided_by(each)]
+        differing = [axis for pass_ in self.plan.passes if pass_.splits_sequence for axis in pass_.axes]
+        differing += [axis for splitter in self._splits for axis in self._divided_by(splitter)]
         random.seed(self.device, random.mix(seed, self.data_rank, *(self._place[axis] for axis in differing)))
 
     def accumulate(self, micro_batches: Iterable[Micro], *, reduce_each: bool = False) -> Iterator[Micro]:
@@ -482,7 +482,7 @@ class Parallelized:
         waiting = None
         if self.cycle is not None:
             waiting, self.cycle.split_test = self.cycle.split_test, None
-        training = [each for each in self.module.modules() if each.training]
+        training = [child for child in self.module.modules() if child.training]
         try:
             self.module.eval()
             with ExitStack() as stack:
@@ -491,8 +491,8 @@ class Parallelized:
                 with test.eagerly(), test.watch(), torch.enable_grad():
                     test.returned(call(self.module, batch))
         finally:
-            for each in training:
-                each.training = True
+            for child in training:
+                child.training = True
             if self.cycle is not None:
                 self.cycle.split_test = waiting
         self.reshard()
@@ -630,14 +630,14 @@ class Parallelized:
 
 def _forget(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Take parameters, and their state, out of an optimizer."""
-    gone = {id(each) for each in parameters}
+    gone = {id(parameter) for parameter in parameters}
     for group in optimizer.param_groups:
-        kept = [place for place, each in enumerate(group["params"]) if id(each) not in gone]
+        kept = [place for place, parameter in enumerate(group["params"]) if id(parameter) not in gone]
         for key in ("params", "param_names"):
             if key in group:
                 group[key] = [group[key][place] for place in kept]
-    for each in [each for each in optimizer.state if id(each) in gone]:
-        del optimizer.state[each]
+    for parameter in [parameter for parameter in optimizer.state if id(parameter) in gone]:
+        del optimizer.state[parameter]
 
 
 def _selected(values: object, index: Tensor, dim: int) -> object:

@@ -91,7 +91,7 @@ class Pass:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if missing := [each for each in ("name", "stage") if each not in dir(cls)] + (
+        if missing := [attribute for attribute in ("name", "stage") if attribute not in dir(cls)] + (
             ["apply"] if cls.apply is Pass.apply else []
         ):
             raise TypeError(
@@ -178,7 +178,7 @@ class Pass:
 
 def axes_of(passes: Iterable[Pass], mesh: MeshSpec, *roles: Role) -> tuple[str, ...]:
     """Return the axes of a resolved mesh, outermost first, to which a pass gives one of these roles."""
-    claimed = {axis for each in passes for axis, role in each.roles.items() if role in roles}
+    claimed = {axis for pass_ in passes for axis, role in pass_.roles.items() if role in roles}
     return tuple(axis for axis in mesh.axes if axis in claimed)
 
 
@@ -196,7 +196,7 @@ def held_mesh(passes: Iterable[Pass], mesh: MeshSpec, *, apart: Iterable[str] = 
         MeshError: no pass holds parameters over data axes, or the axes are apart.
     """
     passes = list(passes)
-    data = axes_of([each for each in passes if each.stage == Stage.DATA], mesh, Role.SAMPLES)
+    data = axes_of([pass_ for pass_ in passes if pass_.stage == Stage.DATA], mesh, Role.SAMPLES)
     within = [
         axis for axis in axes_of(passes, mesh, Role.POSITIONS, Role.SAMPLES) if mesh.axes[axis] > 1 and axis not in data
     ]
@@ -210,16 +210,16 @@ def held_mesh(passes: Iterable[Pass], mesh: MeshSpec, *, apart: Iterable[str] = 
     return mesh.folded(data[-1], [axis for axis in within if axis not in apart])
 
 
-def seen_mesh(each: Pass, passes: Iterable[Pass], mesh: MeshSpec) -> MeshSpec:
+def seen_mesh(pass_: Pass, passes: Iterable[Pass], mesh: MeshSpec) -> MeshSpec:
     """Return the mesh that a pass sees: the plan's for one that splits positions, else the mesh of the parameters that
     it holds.
 
     Raises:
         MeshError: see :func:`held_mesh`.
     """
-    if Role.POSITIONS in each.roles.values():
+    if Role.POSITIONS in pass_.roles.values():
         return mesh
-    return held_mesh(passes, mesh, apart=() if each.stage == Stage.DATA else each.roles)
+    return held_mesh(passes, mesh, apart=() if pass_.stage == Stage.DATA else pass_.roles)
 
 
 def find_blocks(

@@ -71,8 +71,8 @@ def shortest_patterns(names: Iterable[str], known: Iterable[str]) -> Iterator[st
             continue
         for pattern in _generalized(name):
             if pattern not in fits:
-                found = [each for each in known if matches(pattern, each)]
-                fits[pattern] = all(each in wanted for each in found)
+                found = [other for other in known if matches(pattern, other)]
+                fits[pattern] = all(match in wanted for match in found)
                 covered.update(found if fits[pattern] else ())
             if fits[pattern]:
                 yield pattern
@@ -111,13 +111,13 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     letters included (``seq_len`` is near ``sequence_length``).
     """
     collapsed = dict.fromkeys(
-        ".".join("*" if part.isdigit() else part for part in each.split(".")) for each in known if each
+        ".".join("*" if part.isdigit() else part for part in other.split(".")) for other in known if other
     )
     wanted = ".".join("*" if part.isdigit() else part for part in name.split("."))
-    misspelt = {each: _edits(wanted.lower(), each.lower()) for each in collapsed if _is_misspelt(wanted, each, 3)}
-    found = [each for each in misspelt if misspelt[each] == min(misspelt.values())]
-    found = found or [each for each in collapsed if _shares_words(wanted, each)]
-    return sorted(found, key=lambda each: -difflib.SequenceMatcher(None, wanted.lower(), each.lower()).ratio())[:3]
+    misspelt = {other: _edits(wanted.lower(), other.lower()) for other in collapsed if _is_misspelt(wanted, other, 3)}
+    found = [other for other in misspelt if misspelt[other] == min(misspelt.values())]
+    found = found or [other for other in collapsed if _shares_words(wanted, other)]
+    return sorted(found, key=lambda other: -difflib.SequenceMatcher(None, wanted.lower(), other.lower()).ratio())[:3]
 
 
 def _is_misspelt(one: str, other: str, letters: int) -> bool:
@@ -140,8 +140,10 @@ def _edits(one: str, other: str) -> int:
 
 def _shares_words(one: str, other: str) -> bool:
     """Return whether each word of the name that has fewer is in the other."""
-    few, many = sorted(([each for each in _WORDS.split(name) if each] for name in (one, other)), key=len)
-    return bool(few) and all(any(_is_misspelt(word, each, 4) or _is_short(word, each) for each in many) for word in few)
+    few, many = sorted(([word for word in _WORDS.split(name) if word] for name in (one, other)), key=len)
+    return bool(few) and all(
+        any(_is_misspelt(word, other_word, 4) or _is_short(word, other_word) for other_word in many) for word in few
+    )
 
 
 def _is_short(one: str, other: str) -> bool:

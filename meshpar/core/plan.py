@@ -117,7 +117,7 @@ class Plan:
         """Return what this machine lacks to run a rank of the plan on a device of this type. :meth:`check` ignores
         the machine.
         """
-        return [problem for each in self.passes for problem in each.machine_problems(device_type)]
+        return [problem for pass_ in self.passes for problem in pass_.machine_problems(device_type)]
 
     def apply(
         self, module: nn.Module, layout: ModelLayout | None = None, *, device_type: str | None = None
@@ -154,8 +154,8 @@ class Plan:
         """Return this rank's device, made current; raise an error for what the machine lacks or weights that
         differ.
         """
-        for each, seen in zip(resolved.passes, resolved.seen, strict=True) if dist.get_rank() == 0 else ():
-            for warning in each.warnings(module, resolved.layout, seen):
+        for pass_, seen in zip(resolved.passes, resolved.seen, strict=True) if dist.get_rank() == 0 else ():
+            for warning in pass_.warnings(module, resolved.layout, seen):
                 log.warning("%s", warning)
         simulated = runtime.is_simulated()
         kind = device_type or ("cpu" if simulated or dist.get_backend() == "gloo" else default_device_type())
@@ -186,13 +186,15 @@ class Plan:
             ParallelError: names the modules that differ, the size of the difference and the style to check.
         """
         resolved = self.checked(module, layout, self._size(world_size))
-        told = Verification(modules={}, differences=(), skipped={}, seconds=0.0)
-        for each in self.passes:
+        verification = Verification(modules={}, differences=(), skipped={}, seconds=0.0)
+        for pass_ in self.passes:
             for axis in resolved.divided(Role.FEATURES):
-                if each.roles.get(axis) == Role.FEATURES:
-                    install, size = partial(_split_copy, each, resolved.layout), resolved.spec.axes[axis]
-                    told = verified(prove(module, install, axis, size, resolved.blocks, batch, plan_text=str(self)))
-        return told
+                if pass_.roles.get(axis) == Role.FEATURES:
+                    install, size = partial(_split_copy, pass_, resolved.layout), resolved.spec.axes[axis]
+                    verification = verified(
+                        prove(module, install, axis, size, resolved.blocks, batch, plan_text=str(self))
+                    )
+        return verification
 
     def _size(self, world_size: int | None) -> int:
         """Return a number of ranks: as given, else of the mesh, else of this job."""
@@ -229,11 +231,11 @@ class Plan:
         spec = self.check(module, layout, size)
         if replicas > 1 and (problems := list(plan_problems(spec, module, optimizer_copies))):
             raise PlanError(problems)
-        divides = any(each.divides_optimizer for each in self.passes)
+        divides = any(pass_.divides_optimizer for pass_ in self.passes)
         with runtime.simulated(size):
             par = self.apply(module, layout, device_type="cpu")
             return describe(module, par.layout, str(self), replicas if divides else 1, optimizer_copies)
 
 
-def _split_copy(each: Pass, layout: ModelLayout, module: nn.Module, mesh: Any, group: Any, rank: int) -> Any:
-    return each.split(module, layout, mesh, group, rank)
+def _split_copy(pass_: Pass, layout: ModelLayout, module: nn.Module, mesh: Any, group: Any, rank: int) -> Any:
+    return pass_.split(module, layout, mesh, group, rank)

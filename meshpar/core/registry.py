@@ -83,7 +83,7 @@ def imported(path: str) -> Any:  # noqa: ANN401 - whatever stands there
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise MeshparError(f"{home} cannot be imported: {brief(error)} ({last.filename}:{last.lineno})") from error
     if not hasattr(module, name):
-        public = [each for each in vars(module) if not each.startswith("_")]
+        public = [attribute for attribute in vars(module) if not attribute.startswith("_")]
         raise MeshparError(f"{home} has no {name}; {suggestion(name, public)}; it is {module.__file__}")
     return getattr(module, name)
 
@@ -125,13 +125,15 @@ def _repeated(module: nn.Module) -> Iterator[str]:
         if any(name.startswith(outer) for outer in inside) or not isinstance(child, nn.ModuleList | nn.Sequential):
             continue
         entries = [
-            each for each in child._modules.values() if each is not None
+            grandchild for grandchild in child._modules.values() if grandchild is not None
         ]  # None holds the place of a layer that is left out
-        if len(entries) > 1 and len({type(each) for each in entries}) == 1:
+        if len(entries) > 1 and len({type(entry) for entry in entries}) == 1:
             prefix = f"{name}." if name else ""
             inside.append(prefix)
             yield from (
-                f"{prefix}{path}" for path, block in _called(child) if any(each.ndim > 1 for each in block.parameters())
+                f"{prefix}{path}"
+                for path, block in _called(child)
+                if any(parameter.ndim > 1 for parameter in block.parameters())
             )
 
 

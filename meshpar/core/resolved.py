@@ -63,12 +63,14 @@ class Resolved:
     @property
     def splits_sequence(self) -> bool:
         """Some ranks compute different positions between the layers that split features."""
-        return any(each.splits_sequence and any(self.spec.axes[axis] > 1 for axis in each.axes) for each in self.passes)
+        return any(
+            pass_.splits_sequence and any(self.spec.axes[axis] > 1 for axis in pass_.axes) for pass_ in self.passes
+        )
 
     @property
     def data_pass(self) -> Pass | None:
         """The pass that holds parameters over data axes; None where no pass does."""
-        return next((each for each in self.passes if each.stage == Stage.DATA), None)
+        return next((pass_ for pass_ in self.passes if pass_.stage == Stage.DATA), None)
 
 
 def resolve(passes: Sequence[Pass], spec: MeshSpec, module: nn.Module, layout: ModelLayout) -> Resolved:
@@ -82,7 +84,7 @@ def resolve(passes: Sequence[Pass], spec: MeshSpec, module: nn.Module, layout: M
         passes=tuple(passes),
         spec=spec,
         held=held,
-        seen=tuple(seen_mesh(each, passes, spec) for each in passes),
+        seen=tuple(seen_mesh(pass_, passes, spec) for pass_ in passes),
         layout=layout,
         blocks=tuple(name for name, _ in find_blocks(module, layout)),
         tied=tuple(tied_names(module)),

@@ -176,7 +176,9 @@ def hosts() -> dist.ProcessGroup:
         return world
     from meshpar._torch import open_groups  # loads FSDP2, which a job needs in any case
 
-    known = next((each for each in open_groups() if each.group_desc == _HOSTS and each.size() == world.size()), None)
+    known = next(
+        (group for group in open_groups() if group.group_desc == _HOSTS and group.size() == world.size()), None
+    )
     return known or new_host_group(_HOSTS)
 
 

@@ -253,8 +253,8 @@ class Agreement:
             later, self._later = self._later, None
             later.check()
         if not self._data_axes:
-            for each in unused:
-                each.grad = None
+            for parameter in unused:
+                parameter.grad = None
             return
         self._same_parameters(unused, look=first or not runtime.queues(self._device))
         if first:
@@ -283,14 +283,14 @@ class Agreement:
         Parameters that a rank did not use count as zero in the reduction. On a rank whose backward did not reach the
         unit at all, FSDP2 would join gradients of different parameters without an error.
         """
-        zeros = {id(each) for each in unused}
+        zeros = {id(parameter) for parameter in unused}
         trained = list(self._module.named_parameters())
-        marks = [0 if each.grad is None else 1 if id(each) in zeros else 2 for _, each in trained]
+        marks = [0 if parameter.grad is None else 1 if id(parameter) in zeros else 2 for _, parameter in trained]
         later = Later(self._meeting, trained, marks)
         if look or unused:
-            for (_, each), mark in zip(trained, later.check()):
+            for (_, parameter), mark in zip(trained, later.check()):
                 if mark == 1:
-                    each.grad = None
+                    parameter.grad = None
         else:
             self._later = later
 
@@ -298,10 +298,10 @@ class Agreement:
         """Check that data ranks hold the same persistent buffers, which a forward may have computed from this rank's
         part of the batch.
         """
-        buffers = {name: each for name, each in state(self._module) if not isinstance(each, nn.Parameter)}
+        buffers = {name: tensor for name, tensor in state(self._module) if not isinstance(tensor, nn.Parameter)}
         if not buffers:
             return
-        agree = same(torch.stack([digest(each).to(self._device) for each in buffers.values()]), self.data_groups())
+        agree = same(torch.stack([digest(buffer).to(self._device) for buffer in buffers.values()]), self.data_groups())
         if odd := [name for name, equal in zip(buffers, agree) if not equal]:
             raise MeshparError(
                 f"data ranks hold different values of the buffers {', '.join(odd[:6])}, each computed from its own "
@@ -396,7 +396,9 @@ class Later:
         (most_counted, *most), (least_counted, *least) = self._both.view(2, -1).tolist()
         if any(high and not -low for high, low in zip(most, least)):
             without = [
-                name for (name, each), mark in zip(self._trained, self._marks) if each.requires_grad and not mark
+                name
+                for (name, parameter), mark in zip(self._trained, self._marks)
+                if parameter.requires_grad and not mark
             ]
             raise MeshparError(
                 "data ranks have gradients for different parameters; here these have none: "
@@ -416,7 +418,7 @@ def _plain(value: object) -> object:
     is each rank's own.
     """
     if isinstance(value, tuple):
-        return tuple(_plain(each) for each in value)
+        return tuple(_plain(part) for part in value)
     if isinstance(value, Tensor):
         return "..." if runtime.queues(value.device) else value.tolist()
     return value
@@ -479,14 +481,14 @@ def digest_of(values: object, device: torch.device) -> Tensor:
     out.
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for each in leaves(values):
-        if isinstance(each, DTensor):
+    for leaf in leaves(values):
+        if isinstance(leaf, DTensor):
             continue
-        if isinstance(each, Tensor):
-            total = total * FACTOR + zlib.crc32(f"{tuple(each.shape)} {each.dtype}".encode())
-            total = total * FACTOR + digest(each).to(device)
-        elif isinstance(each, int | float | str):
-            total = total * FACTOR + zlib.crc32(repr(each).encode())
+        if isinstance(leaf, Tensor):
+            total = total * FACTOR + zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+            total = total * FACTOR + digest(leaf).to(device)
+        elif isinstance(leaf, int | float | str):
+            total = total * FACTOR + zlib.crc32(repr(leaf).encode())
     return total
 
 
@@ -513,5 +515,5 @@ def leaves(values: object, *, objects: bool = False, around: tuple[int, ...] = (
     else:
         yield values
         return
-    for each in inside:
-        yield from leaves(each, objects=objects, around=(*around, id(values)))
+    for part in inside:
+        yield from leaves(part, objects=objects, around=(*around, id(values)))

@@ -143,7 +143,7 @@ class Cycle:
         self._explanation = explanation
         self._units = _torch.Units(module)
         self._entrances = Entrances(self._enter_backward)
-        self._replaced = {id(each): weakref.ref(each) for each in replaced}
+        self._replaced = {id(parameter): weakref.ref(parameter) for parameter in replaced}
         self._gone: dict[int, weakref.ref[Tensor]] = {}
         self._depth = 0
         self._method: Callable[..., Any] | None = None
@@ -247,7 +247,7 @@ class Cycle:
         """See the module after :meth:`came`, when the passes have placed what came; ``gone`` are parameters that it
         lost.
         """
-        self._gone.update({id(each): weakref.ref(each) for each in gone})
+        self._gone.update({id(parameter): weakref.ref(parameter) for parameter in gone})
         _torch.begin_anew(self.module)
         self._units.look()
         self._look()
@@ -367,7 +367,7 @@ class Cycle:
                         self._units.keep()
                         self._kept = True
                     else:
-                        self._units.release(each for each in leaves(output, objects=True) if isinstance(each, Tensor))
+                        self._units.release(leaf for leaf in leaves(output, objects=True) if isinstance(leaf, Tensor))
                 return output
         finally:
             self._units.hide()  # outside of the door parameters are shards
@@ -431,7 +431,7 @@ class Cycle:
         """The module is trained. Backwards of other models, such as a student, would free what a frozen teacher
         keeps.
         """
-        return any(each.requires_grad for each in self.module.parameters())
+        return any(parameter.requires_grad for parameter in self.module.parameters())
 
     def _serves(self) -> bool:
         """Tell whether what the last forward left gathered serves this one: both only evaluate, and no rank wrote a
@@ -474,18 +474,18 @@ class Cycle:
     def _refuse_whole_sequences(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse what a model computes over a whole sequence, of which each rank has a part."""
         named = dict(zip(inspect.signature(type(self.module).forward).parameters, (None, *args))) | dict(kwargs)
-        if any(named.get(each) is not None for each in ("labels", "shift_labels")):
+        if any(named.get(argument) is not None for argument in ("labels", "shift_labels")):
             raise MeshparError(
                 "the module got labels, but each rank has only a part of the positions: a model that shifts labels "
                 "loses one label at the end of each part, and its mean covers the part alone; compute the sum of the "
                 "loss from the logits and aligned labels, and multiply it by par.token_scale"
             )
         ids = (
-            each
-            for each in leaves((args, kwargs))
-            if isinstance(each, Tensor) and each.ndim == 2 and not each.is_floating_point()
+            leaf
+            for leaf in leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and leaf.ndim == 2 and not leaf.is_floating_point()
         )
-        length = next((each.shape[1] for each in ids), None)
+        length = next((tensor.shape[1] for tensor in ids), None)
         if self.parts and length is not None and length not in self.parts:
             raise MeshparError(
                 f"the module got {length} positions, and par.split gave parts of {sorted(self.parts)}: pass every "
@@ -521,8 +521,8 @@ class Cycle:
 
     def _mark(self) -> None:
         """Know the shards, and average the gradients that reach them from outside of the module's calls."""
-        for each in self._units.mark():
-            average_outside(each, self._same_axes, functools.partial(self._reached_outside, each))
+        for parameter in self._units.mark():
+            average_outside(parameter, self._same_axes, functools.partial(self._reached_outside, parameter))
 
     def _reached_outside(self, parameter: nn.Parameter) -> None:
         self.expect_end()
@@ -555,8 +555,8 @@ class Cycle:
         if not tensors:
             return
         begin = functools.partial(self._begin_backward, _Forward(self._steps, self._errors, self._versions))
-        for each in tensors:
-            each.register_hook(begin)
+        for tensor in tensors:
+            tensor.register_hook(begin)
 
     # Backward
 
@@ -595,15 +595,17 @@ class Cycle:
         nothing of a DTensor's.
         """
         held = self._units.shards() if self._units.modules else self.module.parameters()
-        return {each: each._version for each in held}
+        return {tensor: tensor._version for tensor in held}
 
     def _written_since(self, versions: Mapping[Tensor, int]) -> Tensor | None:
-        return next((each for each, version in versions.items() if each._version != version), None)
+        return next((tensor for tensor, version in versions.items() if tensor._version != version), None)
 
     def _refuse_written_since(self, versions: Mapping[Tensor, int]) -> None:
         written = self._written_since(versions)
         if written is not None:
-            name = next((name for name, each in self.module.named_parameters() if each is written), "a parameter")
+            name = next(
+                (name for name, parameter in self.module.named_parameters() if parameter is written), "a parameter"
+            )
             raise MeshparError(
                 f"{name} was written between a forward and the end of its backward, which may use the new values; "
                 "write after the backward. par.averaged(decay) may evaluate other weights in between"
@@ -650,7 +652,7 @@ class Cycle:
         """Run :meth:`_end_backward` when the backward that runs now ends."""
         if self._backward == -1:
             self._backward = _torch.backward()
-            self._had_gradient = {id(each) for each in self._units.hooked() if each.grad is not None}
+            self._had_gradient = {id(parameter) for parameter in self._units.hooked() if parameter.grad is not None}
             _torch.at_end_of_backward(self._end_backward)
 
     def _unwind(self) -> None:
@@ -677,21 +679,21 @@ class Cycle:
                 f"{name} was written in a backward, by a hook; write after it, outside of the module's calls"
             )
         versions, self._versions = self._versions, {}
-        if not any(each._post_accumulate_grad_hooks for each in versions):
+        if not any(parameter._post_accumulate_grad_hooks for parameter in versions):
             self._refuse_written_since(versions)
         if self._units.modules and not (self.reducing and self._units.reduces()):
             if self._units.hooked() or self._units.hooked_after():
                 self._refuse_hooks()
             return
         unused = self._units.take_filled() + ([] if self.whole is None else self.whole.reduce())
-        if self.agreement is not None and any(each.grad is not None for each in self.module.parameters()):
+        if self.agreement is not None and any(parameter.grad is not None for parameter in self.module.parameters()):
             self.agreement.gradients(unused)
-        if any(each.grad is None and each._post_accumulate_grad_hooks for each in unused):
+        if any(parameter.grad is None and parameter._post_accumulate_grad_hooks for parameter in unused):
             raise MeshparError(
                 "a post-accumulate-grad hook ran for a parameter that no rank used in this backward; use every "
                 "parameter in each step, or change gradients between backward and step instead"
             )
-        self._run_hooks([each for each in self._units.hooked() if each.grad is not None])
+        self._run_hooks([parameter for parameter in self._units.hooked() if parameter.grad is not None])
 
     def _refuse_hooks(self) -> None:
         raise MeshparError(
@@ -701,15 +703,15 @@ class Cycle:
 
     def _run_hooks(self, hooked: list[Tensor]) -> None:
         """Call the hooks of sharded parameters, to which autograd hands no gradient, with the reduced one."""
-        if any(id(each) in self._had_gradient for each in hooked):
+        if any(id(parameter) in self._had_gradient for parameter in hooked):
             self._refuse_hooks()
-        for each in hooked:
-            hooks: Mapping[int, Callable[[Tensor], Tensor | None]] = each._backward_hooks or {}
+        for parameter in hooked:
+            hooks: Mapping[int, Callable[[Tensor], Tensor | None]] = parameter._backward_hooks or {}
             for hook in list(hooks.values()):
-                assert each.grad is not None, "only parameters with a gradient are handed in"
-                changed = hook(each.grad)
+                assert parameter.grad is not None, "only parameters with a gradient are handed in"
+                changed = hook(parameter.grad)
                 if changed is not None:
-                    each.grad = changed
+                    parameter.grad = changed
 
     # Step
 
@@ -717,7 +719,7 @@ class Cycle:
         """Check a step of ``optimizer`` and return what steps: itself, or for Adafactor what knows the norms of
         sharded parameters.
         """
-        held = [each for group in optimizer.param_groups for each in group["params"]]
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if old := _count(held, self._replaced):
             raise MeshparError(
                 f"{type(optimizer).__name__} holds {old} parameters from before plan.apply, which the module no "
@@ -730,13 +732,13 @@ class Cycle:
                 "has; call par.adopt(..., optimizer=optimizer) and then optimizer.add_param_group, or build another "
                 "optimizer from par.module.parameters()"
             )
-        own = {id(each) for each in (*self.module.parameters(), *self._units.shards())}
-        if not any(id(each) in own for each in held):
+        own = {id(parameter) for parameter in (*self.module.parameters(), *self._units.shards())}
+        if not any(id(parameter) in own for parameter in held):
             return optimizer  # another model's, which another thread may train while this one is in its backward
         self._unwind()
         if not _torch.in_backward():  # whose recomputations read what is registered now
             self.check_parameters()
-        if isinstance(optimizer, torch.optim.LBFGS) and any(unevenly_split(each) for each in held):
+        if isinstance(optimizer, torch.optim.LBFGS) and any(unevenly_split(parameter) for parameter in held):
             raise MeshparError(
                 "LBFGS flattens all parameters into one vector, which torch cannot do with parameters that are split "
                 "unevenly over ranks; use Replicate(), or an optimizer that updates each element, or each parameter, "
@@ -750,7 +752,7 @@ class Cycle:
             )
         if (
             isinstance(optimizer, torch.optim.LBFGS)
-            and len({each.device_mesh for each in held if isinstance(each, DTensor)}) > 1
+            and len({parameter.device_mesh for parameter in held if isinstance(parameter, DTensor)}) > 1
         ):
             raise MeshparError(
                 "LBFGS flattens all parameters into one vector, which torch cannot do with parameters on several "
@@ -765,7 +767,7 @@ class Cycle:
         if optimizer not in self._guarded:
             self._guarded.add(optimizer)
             guard_optimizer(optimizer)
-        if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(each) for each in held):
+        if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(parameter) for parameter in held):
             return _torch.adafactor_on(optimizer, adafactor_by_parts)
         return optimizer
 
@@ -775,11 +777,11 @@ class Cycle:
             self._leave()
 
     def _leave(self) -> None:
-        for each in self.module.parameters():
-            if each.requires_grad:
-                grad = torch.zeros_like(each) if each.grad is None else each.grad
-                each.grad = grad
-                self._left.append((each, grad, grad._version))
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = grad
+                self._left.append((parameter, grad, grad._version))
 
     def _refuse_left(self) -> None:
         """Refuse to go on with the gradients of a step or a backward that was left; forget those that somebody
@@ -799,11 +801,15 @@ class Cycle:
 
     def _forget_cleared(self) -> None:
         """Forget the gradients that a step or a backward left, where somebody has cleared them."""
-        if self._left and not any(each.grad is grad and grad._version == version for each, grad, version in self._left):
+        if self._left and not any(
+            parameter.grad is grad and grad._version == version for parameter, grad, version in self._left
+        ):
             self._units.drop_unreduced_gradients()
             self._left.clear()
         if self._cut_short:
-            grads = (local_tensor(each.grad) for each in self.module.parameters() if each.grad is not None)
+            grads = (
+                local_tensor(parameter.grad) for parameter in self.module.parameters() if parameter.grad is not None
+            )
             self._cut_short = bool(self._left) or any(bool(grad.count_nonzero()) for grad in grads)
 
     def reshard(self) -> None:
@@ -816,12 +822,12 @@ class Cycle:
 
 
 def _inside() -> bool:
-    return any(each._depth for each in list(_LIVING.values()))
+    return any(cycle._depth for cycle in list(_LIVING.values()))
 
 
 def _count(parameters: Iterable[Tensor], known: Mapping[int, weakref.ref[Tensor]]) -> int:
     """Return how many of ``parameters`` are ``known``; a number of an object that is gone may be another's."""
-    return sum(1 for each in parameters if (one := known.get(id(each))) is not None and one() is each)
+    return sum(1 for parameter in parameters if (one := known.get(id(parameter))) is not None and one() is parameter)
 
 
 def _before_every_backward(roots: list[Any]) -> None:
@@ -893,12 +899,12 @@ def _is_of_a_library(kind: type, name: str) -> bool:
     """Tell whether a method comes from torch or transformers, whose methods beside forward compute nothing with
     weights.
     """
-    owner = next(each for each in kind.__mro__ if name in vars(each))
+    owner = next(base for base in kind.__mro__ if name in vars(base))
     return owner.__module__.startswith(("torch.", "transformers."))
 
 
 def _trained(output: object) -> list[Tensor]:
-    return [each for each in leaves(output, objects=True) if isinstance(each, Tensor) and each.requires_grad]
+    return [leaf for leaf in leaves(output, objects=True) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class Entrances:
             return  # an error came before its own forward
         self._open.pop()
         self._mark(self._open[-1] if self._open else None)
-        self._exits.update(each._sequence_nr() for each in _nodes(leaves(output, objects=True)))
+        self._exits.update(node._sequence_nr() for node in _nodes(leaves(output, objects=True)))
 
     def _mark(self, owner: nn.Module | None) -> None:
         if self._thread != threading.get_ident():  # each thread numbers its own nodes
@@ -91,8 +91,8 @@ class Entrances:
     def _forget(self, number: int) -> None:
         first = bisect_right(self._numbers, number - 1)
         del self._numbers[:first], self._owners[:first]
-        self._exits = {each for each in self._exits if each >= number}
-        self._hooked = {each for each in self._hooked if each >= number}
+        self._exits = {exit_number for exit_number in self._exits if exit_number >= number}
+        self._hooked = {exit_number for exit_number in self._hooked if exit_number >= number}
 
     def look(self, roots: Iterable[object]) -> None:
         """Look through the graph of a backward that is about to run from ``roots``, tensors or nodes.
@@ -114,7 +114,7 @@ class Entrances:
                     self._hook(node, number, owner)
                 if node not in seen:
                     seen.add(node)
-                    stack.append((owner, [each for each, _ in node.next_functions if each is not None]))
+                    stack.append((owner, [function for function, _ in node.next_functions if function is not None]))
 
     def reached(self, roots: Iterable[object]) -> bool:
         """Tell whether a backward from ``roots``, tensors or nodes, reaches a forward of the module."""
@@ -127,7 +127,7 @@ class Entrances:
                 return True
             if node not in seen:
                 seen.add(node)
-                stack += [each for each, _ in node.next_functions if each is not None]
+                stack += [function for function, _ in node.next_functions if function is not None]
         return False
 
     def _known(self) -> bool:
@@ -150,7 +150,7 @@ class Entrances:
 
 def _nodes(values: Iterable[object]) -> Iterator[Any]:
     """Yield the nodes of a graph from which gradients of ``values`` come, tensors or nodes."""
-    for each in values:
-        node = each.grad_fn if isinstance(each, Tensor) else each
+    for leaf in values:
+        node = leaf.grad_fn if isinstance(leaf, Tensor) else leaf
         if isinstance(node, _torch.Node):
             yield node

@@ -165,7 +165,7 @@ class Explanation:
             if isinstance(unit, FSDPModule):
                 if id(unit) in running:
                     return None
-                called = next(each for each, child in unit.named_modules(prefix=around) if id(child) in running)
+                called = next(path for path, child in unit.named_modules(prefix=around) if id(child) in running)
                 return (
                     f"{called} is called from outside of {around}, and its weights are gathered with that block alone",
                     f"make it a block of its own too, {self._unit_pass}(blocks=(..., '{called}')), beside the "

@@ -51,14 +51,14 @@ class Losses:
         """
         self._looked += 1
         plain = [
-            each.detach()
-            for each in roots
-            if isinstance(each, Tensor) and not isinstance(each, DTensor) and each.numel() == 1
+            root.detach()
+            for root in roots
+            if isinstance(root, Tensor) and not isinstance(root, DTensor) and root.numel() == 1
         ]
-        kind = max((each.dtype for each in plain), key=lambda each: torch.finfo(each).eps, default=torch.float64)
+        kind = max((loss.dtype for loss in plain), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
         mine = torch.zeros((), device=self._device, dtype=torch.float64)
-        for each in plain:
-            mine += each.reshape(()).to(self._device, torch.float64).nan_to_num(-1e300)
+        for loss in plain:
+            mine += loss.reshape(()).to(self._device, torch.float64).nan_to_num(-1e300)
         allowed = torch.finfo(kind).eps * (_QUEUED_ROUNDINGS if runtime.queues(self._device) else _ROUNDINGS)
         for axis, group in self.groups.items():
             both = torch.stack([mine, -mine])

@@ -74,7 +74,7 @@ class MixingTest:
         Collective: every rank calls it.
         """
         length = next(
-            (each.shape[1] for each in leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim > 1), None
+            (leaf.shape[1] for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim > 1), None
         )
         if length is None:
             return
@@ -105,8 +105,10 @@ class MixingTest:
             except _ERRORS as error:
                 _unless_out_of_memory(error)
                 self._agree(True)
-                told = f"{type(error).__name__}: {first_line(error)}"
-                raise ParallelError(f"the model does not run on a part of the positions ({told}); {_REMEDY}") from error
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                raise ParallelError(
+                    f"the model does not run on a part of the positions ({reason}); {_REMEDY}"
+                ) from error
             if want is None or have is None:
                 log.warning("%s: the model returned no tensor with positions", _UNTRIED)
                 return
@@ -135,7 +137,7 @@ class MixingTest:
         try:
             with self._exchange.unsplit():
                 counted = _hidden(
-                    forward(*args, **{name: each for name, each in kwargs.items() if name != "position_ids"})
+                    forward(*args, **{name: argument for name, argument in kwargs.items() if name != "position_ids"})
                 )
         except (*_ERRORS, MeshparError) as error:
             _unless_out_of_memory(error)
@@ -164,7 +166,9 @@ class MixingTest:
                 return value.detach().clone()
             every = exchange.values(value, 1)
             first, *others = (exchange.rows(whole, every.device, rank) for rank in range(exchange.size))
-            alike.append(all(torch.equal(every.index_select(1, first), every.index_select(1, each)) for each in others))
+            alike.append(
+                all(torch.equal(every.index_select(1, first), every.index_select(1, other)) for other in others)
+            )
             return every[:, :end].clone()
 
         short = tree_map(joined, (args, dict(kwargs)))
@@ -186,18 +190,20 @@ class MixingTest:
 
     def _agree(self, wrong: bool) -> bool:
         """Return whether any rank of the axis found something wrong, so that all of them stop."""
-        device = next((each.device for each in self._module.parameters()), torch.device("cpu"))
+        device = next((parameter.device for parameter in self._module.parameters()), torch.device("cpu"))
         return bool(self._exchange.stacked(torch.tensor([[wrong]], device=device)).any())
 
     def _dtype(self, output: Tensor) -> torch.dtype:
         """Return the narrowest dtype in which the model computes, down to 16 bits."""
-        if any((known := installed(each)) is not None and known.product is not None for each in self._module.modules()):
+        if any(
+            (known := installed(child)) is not None and known.product is not None for child in self._module.modules()
+        ):
             return torch.bfloat16  # float8's products, whose scale is that of all positions of a tensor
-        held = {each.dtype for each in self._module.parameters() if each.is_floating_point()} | {
+        held = {parameter.dtype for parameter in self._module.parameters() if parameter.is_floating_point()} | {
             output.dtype,
             *self._seen,
         }
-        return min(held, key=lambda each: torch.finfo(each).bits)
+        return min(held, key=lambda dtype: torch.finfo(dtype).bits)
 
     def _culprit(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> str:
         """Return what mixes positions, in words."""
@@ -214,7 +220,7 @@ class MixingTest:
     def _tries(self, name: str, found: list[str]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             length = next(
-                (each.shape[1] for each in leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim > 2), None
+                (leaf.shape[1] for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim > 2), None
             )
             if length is None or found:
                 return
@@ -231,7 +237,7 @@ class MixingTest:
 
         def look(inner: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: object, output: object) -> None:
-                if any(_spread(each, length) for each in leaves(output)):
+                if any(_spread(leaf, length) for leaf in leaves(output)):
                     found.append(inner)
 
             return hook
@@ -254,14 +260,14 @@ class MixingTest:
             stack.callback(self._exchange.cut.clear)
             stack.enter_context(quiet(unit, autocast=True))
             output = unit.forward(*tree_map(spoil, args), **tree_map(spoil, kwargs))
-        return (found or [name]) if any(_spread(each, length, inside=False) for each in leaves(output)) else []
+        return (found or [name]) if any(_spread(leaf, length, inside=False) for leaf in leaves(output)) else []
 
 
 def _hidden(output: object) -> Tensor | None:
     """Return the first floating-point output that has positions: logits (B, L, V)."""
     parts = output if isinstance(output, Tensor | tuple | list | Mapping) else vars(output)
     found = next(
-        (each for each in leaves(parts) if isinstance(each, Tensor) and each.is_floating_point() and each.ndim > 1),
+        (leaf for leaf in leaves(parts) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1),
         None,
     )
     return found.to_local() if isinstance(found, DTensor) else found
@@ -293,7 +299,7 @@ def _one_of_each_kind(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]
     kinds: dict[Any, str] = {}
     for name in blocks:
         block = module.get_submodule(name)
-        shapes = tuple((inner, tuple(each.shape)) for inner, each in block.named_parameters())
+        shapes = tuple((inner, tuple(parameter.shape)) for inner, parameter in block.named_parameters())
         kinds.setdefault((shapes, tuple((inner, class_name(child)) for inner, child in block.named_modules())), name)
     yield from kinds.values()
     around = {name.rsplit(".", depth)[0] for name in blocks for depth in range(1, name.count(".") + 1)}

@@ -81,12 +81,12 @@ def _named(value: object) -> str:
 
 def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw random numbers for a whole tensor on every rank, and take this rank's part."""
-    first = next(each for each in (*args, *kwargs.values()) if isinstance(each, DTensor))
+    first = next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, DTensor))
     mesh = first.device_mesh
     if local_tensor(first).is_meta or runtime.is_simulated():
-        parts = tree_map(lambda each: each._local_tensor if isinstance(each, DTensor) else each, (args, kwargs))
+        parts = tree_map(lambda leaf: leaf._local_tensor if isinstance(leaf, DTensor) else leaf, (args, kwargs))
         results = op(*parts[0], **parts[1])
-        return first if op._schema.is_mutable else tree_map(lambda each: _placed(each, first), results)
+        return first if op._schema.is_mutable else tree_map(lambda leaf: _placed(leaf, first), results)
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     if groups and not all(same(random.digest(first.device, kwargs.get("generator"))[None], groups)):
         raise MeshparError(
@@ -94,12 +94,12 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "torch.manual_seed(seed) with one seed on every rank before it, and par.manual_seed(seed) after it"
         )
     with torch.no_grad():
-        wholes = tree_map(lambda each: whole_tensor(each) if isinstance(each, DTensor) else each, (args, kwargs))
+        wholes = tree_map(lambda leaf: whole_tensor(leaf) if isinstance(leaf, DTensor) else leaf, (args, kwargs))
         results = op(*wholes[0], **wholes[1])
         if op._schema.is_mutable:
             local_tensor(first).copy_(results[held_by_this_rank(first)])
             return first
-        return tree_map(lambda each: _part(each, first), results)
+        return tree_map(lambda leaf: _part(leaf, first), results)
 
 
 def _part(whole: object, like: DTensor) -> object:

@@ -69,7 +69,7 @@ class Part:
         """Return the 2-norm of the whole tensor, or of its vectors along ``dim``. Collective over the axes that
         divide them.
         """
-        if p not in (2, "fro") or keepdim != (dim is not None) or any(each is not None for each in others.values()):
+        if p not in (2, "fro") or keepdim != (dim is not None) or any(other is not None for other in others.values()):
             raise NotImplementedError(
                 f"norm(p={p}, dim={dim}, keepdim={keepdim}, {others}) of a part is none that Adafactor computes"
             )
@@ -107,13 +107,13 @@ class Part:
         return total.to(sums.device)
 
     def _along(self, local: Tensor, dim: int) -> Part:
-        shape = [1 if each == dim % self.dim() else size for each, size in enumerate(self._shape)]
+        shape = [1 if axis == dim % self.dim() else size for axis, size in enumerate(self._shape)]
         return Part(local, shape, self._mesh, undivided(self._placements, {dim % self.dim()}))
 
 
 def _elementwise(name: str) -> Callable[..., Part]:
     def compute(self: Part, *args: Any, **kwargs: Any) -> Part:
-        parts = (each.local if isinstance(each, Part) else each for each in args)
+        parts = (argument.local if isinstance(argument, Part) else argument for argument in args)
         return Part(getattr(self.local, name)(*parts, **kwargs), self._shape, self._mesh, self._placements)
 
     return compute

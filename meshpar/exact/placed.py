@@ -112,7 +112,7 @@ class Placed:
                     f"modules: replace {owner or 'a module in it'} by a new one that has the parameter, or register "
                     "the parameter in a new module in it"
                 )
-        if others := [name for name in came if not any(_within(name, each) for each in names)]:
+        if others := [name for name in came if not any(_within(name, known_name) for known_name in names)]:
             call = _call([*names, *self._new_modules(others)])
             raise ParallelError(
                 f"{', '.join(others[:6])} came into the module, too; adopt all new modules at once: {call}"
@@ -128,11 +128,11 @@ class Placed:
                     f"{name} is a parameter; par.adopt takes the name of a new module: "
                     f'par.adopt("{name.rpartition(".")[0]}")'
                 ) from None
-            near = suggestion(name, (each for each, _ in self._module.named_modules() if each))
+            near = suggestion(name, (other_name for other_name, _ in self._module.named_modules() if other_name))
             raise ParallelError(
                 f"the model has no module {name!r}; par.adopt takes the name of a new module, {near}"
             ) from None
-        if all(each in self.modules for each in found.modules()):
+        if all(child in self.modules for child in found.modules()):
             raise ParallelError(
                 f"{name or 'the model'} is placed already, with all modules in it; par.adopt takes modules that came "
                 "since"
@@ -144,7 +144,7 @@ class Placed:
         for name in names:
             parts = name.split(".")
             around = [".".join(parts[:end]) for end in range(1, len(parts))]
-            new = [each for each in around if self._is_new(each)]
+            new = [module for module in around if self._is_new(module)]
             found.update(dict.fromkeys(new[:1]))
         return list(found)
 
@@ -162,13 +162,17 @@ class Placed:
 
     def left(self, shards: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters that were placed, among them ``shards``, and that the module no longer has."""
-        kept = {id(each) for each in self._module.parameters()}
+        kept = {id(parameter) for parameter in self._module.parameters()}
         held = (value for _, parameters, _ in self._held for value in parameters.values() if value is not None)
-        return [each for each in {id(each): each for each in (*held, *shards)}.values() if id(each) not in kept]
+        return [
+            parameter
+            for parameter in {id(parameter): parameter for parameter in (*held, *shards)}.values()
+            if id(parameter) not in kept
+        ]
 
 
 def _call(names: Iterable[str]) -> str:
-    return "par.adopt(" + ", ".join(f'"{each}"' for each in names) + ")"
+    return "par.adopt(" + ", ".join(f'"{name}"' for name in names) + ")"
 
 
 def _within(name: str, module: str) -> bool:

@@ -53,7 +53,7 @@ def prove(
         if not contexts:
             why = f"the pass that splits axis {axis!r} cannot be tried without processes (Pass.split)"
             return Verification(modules={}, differences=(), skipped={"": why}, seconds=0.0)
-        told: list[Verification | BaseException | None] = [None] * size
+        outcomes: list[Verification | BaseException | None] = [None] * size
 
         def run(rank: int) -> None:
             try:
@@ -62,9 +62,9 @@ def prove(
                 with test.watch(), torch.enable_grad():
                     explanation = Explanation(copies[rank], plan_text, splits_features=True, unit_pass=None)
                     explanation.told(call, (copies[rank], batch), {})
-                told[rank] = test.run()
+                outcomes[rank] = test.run()
             except BaseException as error:  # noqa: BLE001  handed to the caller below
-                told[rank] = error
+                outcomes[rank] = error
                 meeting.abort()
 
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
@@ -75,9 +75,9 @@ def prove(
                 thread.start()
             for thread in threads:
                 thread.join()
-    errors = [each for each in told if isinstance(each, BaseException)]
-    for error in sorted(errors, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    for error in sorted(errors, key=lambda raised: isinstance(raised, threading.BrokenBarrierError)):
         raise error
-    first, *others = (each for each in told if isinstance(each, Verification))
-    more = [difference for each in others for difference in each.differences if difference not in first.differences]
+    first, *others = (outcome for outcome in outcomes if isinstance(outcome, Verification))
+    more = [difference for other in others for difference in other.differences if difference not in first.differences]
     return replace(first, differences=(*first.differences, *more))

@@ -28,7 +28,8 @@ class Run:
 
     def __init__(self, parameters: Mapping[str, Tensor], inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         self.parameters = {
-            name: each.detach().requires_grad_(each.is_floating_point()) for name, each in parameters.items()
+            name: parameter.detach().requires_grad_(parameter.is_floating_point())
+            for name, parameter in parameters.items()
         }
         self.inputs: list[Tensor] = []
         self._args, self._kwargs = tree_map(self._leaf, inputs)
@@ -45,24 +46,26 @@ class Run:
         with torch.enable_grad():
             output = unit.forward(*self._args, **self._kwargs)
         return [
-            each
-            for each in leaves(output)
-            if isinstance(each, Tensor) and each.is_floating_point() and each.requires_grad
+            leaf
+            for leaf in leaves(output)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad
         ]
 
     def gradients(self, outputs: list[Tensor], cotangents: list[Tensor]) -> dict[str, Tensor]:
-        named = {**self.parameters, **{f"input {place}": each for place, each in enumerate(self.inputs)}}
+        named = {**self.parameters, **{f"input {place}": tensor for place, tensor in enumerate(self.inputs)}}
         if (
             outputs
         ):  # all leaves are fresh, and torch.autograd.grad does not run through a model's own reentrant checkpoint
             torch.autograd.backward(outputs, cotangents)
-        return {name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in named.items()}
+        return {
+            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for name, tensor in named.items()
+        }
 
 
 @contextmanager
 def holding(unit: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Let a module compute with other parameters, under every name that one has."""
-    by_id = {id(each): parameters[name] for name, each in unit.named_parameters()}
+    by_id = {id(parameter): parameters[name] for name, parameter in unit.named_parameters()}
     places = [
         (child._parameters, key, value)
         for child in unit.modules()
@@ -84,34 +87,39 @@ def quiet(unit: nn.Module, *, autocast: bool = False) -> Iterator[None]:
     changed of itself.
     """
     modules = list(unit.modules())
-    training = [each.training for each in modules]
+    training = [child.training for child in modules]
     buffers = [
-        (each._buffers, key, value) for each in modules for key, value in each._buffers.items() if value is not None
+        (child._buffers, key, value) for child in modules for key, value in child._buffers.items() if value is not None
     ]
-    hooks = [(each, each._forward_pre_hooks, each._forward_hooks) for each in modules if isinstance(each, FSDPModule)]
+    hooks = [
+        (child, child._forward_pre_hooks, child._forward_hooks) for child in modules if isinstance(child, FSDPModule)
+    ]
     try:
-        for each in modules:
-            each.training = False
+        for child in modules:
+            child.training = False
         for owner, key, value in buffers:
             owner[key] = wide(value).clone()
-        for each in modules:
-            set_recomputed(each, False)
-        for each, _, _ in hooks:
-            each._forward_pre_hooks, each._forward_hooks = type(each._forward_pre_hooks)(), type(each._forward_hooks)()
+        for child in modules:
+            set_recomputed(child, False)
+        for child, _, _ in hooks:
+            child._forward_pre_hooks, child._forward_hooks = (
+                type(child._forward_pre_hooks)(),
+                type(child._forward_hooks)(),
+            )
         with (
             in_its_own_place(unit),
             nullcontext() if autocast else torch.amp.autocast(_device_type(unit), enabled=False),
         ):
             yield
     finally:
-        for each, was in zip(modules, training):
-            each.training = was
+        for child, was in zip(modules, training):
+            child.training = was
         for owner, key, value in buffers:
             owner[key] = value
-        for each in modules:
-            set_recomputed(each, True)
-        for each, before, after in hooks:
-            each._forward_pre_hooks, each._forward_hooks = before, after
+        for child in modules:
+            set_recomputed(child, True)
+        for child, before, after in hooks:
+            child._forward_pre_hooks, child._forward_hooks = before, after
 
 
 @contextmanager
@@ -120,22 +128,22 @@ def as_evaluated(module: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[set
     ``blocks`` are called with.
     """
     modules: list[Any] = list(module.modules())
-    before = [(each.training, each._compiled_call_impl) for each in modules]
+    before = [(child.training, child._compiled_call_impl) for child in modules]
     seen: set[torch.dtype] = set()
 
     def look(block: nn.Module, args: object) -> None:
-        seen.update(each.dtype for each in leaves(args) if isinstance(each, Tensor) and each.is_floating_point())
+        seen.update(leaf.dtype for leaf in leaves(args) if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
     handles = [block.register_forward_pre_hook(look) for block in blocks]
-    for each in modules:
-        each.training, each._compiled_call_impl = False, None
-        set_recomputed(each, False)
+    for child in modules:
+        child.training, child._compiled_call_impl = False, None
+        set_recomputed(child, False)
     try:
         yield seen
     finally:
-        for each, (training, compiled) in zip(modules, before, strict=True):
-            each.training, each._compiled_call_impl = training, compiled
-            set_recomputed(each, True)
+        for child, (training, compiled) in zip(modules, before, strict=True):
+            child.training, child._compiled_call_impl = training, compiled
+            set_recomputed(child, True)
         for handle in handles:
             handle.remove()
 
@@ -145,8 +153,8 @@ def plain_products(unit: nn.Module) -> Iterator[None]:
     """Let linear layers multiply as torch does: float8's rounding differs between a part and the whole."""
     held = [
         (known, known.product)
-        for each in unit.modules()
-        if (known := installed(each)) is not None and known.product is not None
+        for child in unit.modules()
+        if (known := installed(child)) is not None and known.product is not None
     ]
     try:
         for known, _ in held:
@@ -158,7 +166,7 @@ def plain_products(unit: nn.Module) -> Iterator[None]:
 
 
 def _device_type(unit: nn.Module) -> str:
-    return next((each.device.type for each in unit.parameters()), "cpu")
+    return next((parameter.device.type for parameter in unit.parameters()), "cpu")
 
 
 def wide(value: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class _Seen:
 
     def objects(self) -> list[Any]:
         """Return what a run shares with the inputs: each run has copies of their tensors."""
-        return [each for each in tree_leaves((self.args, self.kwargs)) if not isinstance(each, Tensor)]
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if not isinstance(leaf, Tensor)]
 
 
 @final
@@ -184,9 +184,9 @@ class SplitTest:
         Collective over the tensor axis.
         """
         self._returned.clear()
-        for place, each in enumerate(leaves(output)):
-            if isinstance(each, Tensor) and not isinstance(each, DTensor) and each.requires_grad and each.numel():
-                x = each.detach().reshape(-1)[:_LOOKED_AT].double()
+        for place, leaf in enumerate(leaves(output)):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.requires_grad and leaf.numel():
+                x = leaf.detach().reshape(-1)[:_LOOKED_AT].double()
                 mine = torch.stack([x.norm(), x @ torch.arange(len(x), device=x.device, dtype=x.dtype).cos()])
                 norms, marks = gather_values(mine[None], self._context.group).T
                 size = float((marks.max() - marks.min()) / norms.max())
@@ -207,19 +207,19 @@ class SplitTest:
 
         Collective over the tensor axis, whose ranks may have parts of different lengths.
         """
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        rows = next((len(each) for each in tensors if each.ndim > 1), 1)
-        each, samples = (
-            sum(each.numel() for each in tensors if (each.ndim > 1 and len(each) == rows) == cut)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        rows = next((len(tensor) for tensor in tensors if tensor.ndim > 1), 1)
+        others, samples = (
+            sum(tensor.numel() for tensor in tensors if (tensor.ndim > 1 and len(tensor) == rows) == cut)
             for cut in (False, True)
         )
-        counts = torch.tensor([[each, samples]], device=self._device())
-        each, samples = (
+        counts = torch.tensor([[others, samples]], device=self._device())
+        others, samples = (
             int(most) * (1 if whole else self._context.size)
             for most in gather_values(counts, self._context.group).amax(0)
         )
-        keep = max(1, min(rows, rows * INPUTS // max(1, each + samples)))
-        if (held := each + samples * keep // max(1, rows)) > 2 * INPUTS:
+        keep = max(1, min(rows, rows * INPUTS // max(1, others + samples)))
+        if (held := others + samples * keep // max(1, rows)) > 2 * INPUTS:
             return _Seen(
                 why=f"its input has {held:,} elements in one sample, expected at most {2 * INPUTS:,}; {_SHORTER}"
             )
@@ -236,10 +236,10 @@ class SplitTest:
             if inner not in seen.masks and isinstance(output, Tensor):
                 x = args[0].detach()
                 zeros = (output.detach() == 0) & (x != 0)
-                told = (
+                masked = (
                     int(zeros.sum()) if bool((x != x.flatten()[0]).any()) else 0
                 )  # equal constants may be of different parts
-                seen.masks[inner] = (digest(x), digest(zeros), told)
+                seen.masks[inner] = (digest(x), digest(zeros), masked)
 
         return hook
 
@@ -287,11 +287,11 @@ class SplitTest:
 
     def _try(self, name: str, seen: _Seen) -> dict[str, float]:
         unit = self._module.get_submodule(name)
-        names = {each: f"{name}.{each}" if name else each for each, _ in unit.named_parameters()}
+        names = {inner: f"{name}.{inner}" if name else inner for inner, _ in unit.named_parameters()}
         if sum(parameter.numel() for parameter in unit.parameters()) > LARGEST:
             raise _NotTried(f"it has more than {LARGEST} parameters")
         self._refuse_split_inputs(seen, self._local_inputs(name))
-        wholes = {each: wide(self._whole(full).detach()).clone() for each, full in names.items()}
+        wholes = {inner: wide(self._whole(full).detach()).clone() for inner, full in names.items()}
         split = bool(name) and self._context.sequence_parallel
 
         with quiet(unit):
@@ -309,7 +309,7 @@ class SplitTest:
                 failed = f"it does not run unsplit: {type(error).__name__}: {error}".splitlines()[0]
             if self._anywhere(bool(failed)):
                 raise _NotTried(failed or "it does not run unsplit on another rank of the axis")
-            parts = {each: self._part(self._parameter(full), wholes[each]) for each, full in names.items()}
+            parts = {inner: self._part(self._parameter(full), wholes[inner]) for inner, full in names.items()}
             both = Run(parts, (seen.args, seen.kwargs))
             with self._kept(unit, *seen.objects()), holding(unit, both.parameters), plain_products(unit):
                 return self._compare(expected, cotangents, wanted, both, both.outputs(unit), split)
@@ -318,11 +318,14 @@ class SplitTest:
         """Raise where other inputs than the hidden states differ between ranks: keys of an earlier layer, of which
         nobody has the whole.
         """
-        hidden = [seen.args[0] if seen.args else None, *(seen.kwargs.get(each) for each in self._context.inputs)]
+        hidden = [
+            seen.args[0] if seen.args else None,
+            *(seen.kwargs.get(argument) for argument in self._context.inputs),
+        ]
         others = list(leaves((seen.args, {key: value for key, value in seen.kwargs.items() if key not in heads})))
-        given = [each for each in others if isinstance(each, Tensor) and not any(each is known for known in hidden)]
+        given = [other for other in others if isinstance(other, Tensor) and not any(other is known for known in hidden)]
         if given:
-            table = gather_values(torch.stack([digest(each) for each in given])[None], self._context.group)
+            table = gather_values(torch.stack([digest(tensor) for tensor in given])[None], self._context.group)
             if not bool((table == table[0]).all()):
                 raise _NotTried("its input is another layer's part of heads or features")
 
@@ -341,11 +344,13 @@ class SplitTest:
         pairs = [(want, *joined(have, want, context)) for want, have in zip(expected, got)]
         for place, (want, have, _) in enumerate(pairs):
             sizes[f"output {place}" if len(pairs) > 1 else "output"] = off(want, have, 0.0)
-        mine = [slice_like(each, have, dim, context) for each, have, (_, _, dim) in zip(cotangents, got, pairs)]
+        mine = [
+            slice_like(cotangent, have, dim, context) for cotangent, have, (_, _, dim) in zip(cotangents, got, pairs)
+        ]
         if self._anywhere(any(local_tensor(part).shape != local_tensor(have).shape for part, have in zip(mine, got))):
             return {f"it returns {tuple(got[0].shape)}, which is no rank's part of {tuple(expected[0].shape)}": 1.0}
         had = both.gradients(got, mine)
-        typical = max((float(each.abs().max()) for each in wanted.values() if each.numel()), default=0.0)
+        typical = max((float(tensor.abs().max()) for tensor in wanted.values() if tensor.numel()), default=0.0)
         for name, want in wanted.items():
             have = had[name]
             if isinstance(have, DTensor):
@@ -361,7 +366,7 @@ class SplitTest:
         return bool(gather_values(torch.tensor([true], device=self._device()), self._context.group).any())
 
     def _device(self) -> torch.device:
-        return next((each.device for each in self._module.parameters()), torch.device("cpu"))
+        return next((parameter.device for parameter in self._module.parameters()), torch.device("cpu"))
 
     def _parameter(self, name: str) -> Any:
         return self._module.get_parameter(name)
@@ -387,7 +392,7 @@ class SplitTest:
     def _local_inputs(self, name: str) -> set[str]:
         prefix = f"{name}." if name else ""
         regions = (region for at, region in self._context.regions.items() if at == name or at.startswith(prefix))
-        return {each for region in regions for each in region.local_inputs}
+        return {argument for region in regions for argument in region.local_inputs}
 
     def _gathered(self, seen: _Seen, heads: set[str], *, hidden: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs as one process would hand them in: whole along the sequence, and with all heads where
@@ -401,7 +406,9 @@ class SplitTest:
             if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
                 args[0] = gathered(args[0], 1, group)
             else:
-                named = next((each for each in self._context.inputs if isinstance(kwargs.get(each), Tensor)), None)
+                named = next(
+                    (argument for argument in self._context.inputs if isinstance(kwargs.get(argument), Tensor)), None
+                )
                 if named is not None and kwargs[named].is_floating_point():
                     kwargs[named] = gathered(kwargs[named], 1, group)
         return tuple(args), kwargs
@@ -421,8 +428,8 @@ def verified(verification: Verification) -> Verification:
         log.warning("the split of %s was not verified: %s", name or "the model", why)
     if verification.differences:
         listed = "\n  ".join(
-            f"{each.module or 'the model'}: {each.what}, off by {each.size:.1e}"
-            for each in verification.differences[:8]
+            f"{difference.module or 'the model'}: {difference.what}, off by {difference.size:.1e}"
+            for difference in verification.differences[:8]
         )
         raise ParallelError(
             f"these modules compute other values split over ranks than whole:\n  {listed}\n"
@@ -443,7 +450,7 @@ def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]
     outside = [
         name
         for name in context.styles
-        if not _contains(blocks, name) and not any(each.startswith(f"{name}.") for each in blocks)
+        if not _contains(blocks, name) and not any(block.startswith(f"{name}.") for block in blocks)
     ]
     alone = [name for name in outside if context.styles[name].stands_alone]
     if len(alone) < len(outside):
@@ -451,14 +458,14 @@ def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]
         return
     kinds: dict[Any, str] = {}
     for place, name in enumerate(blocks):
-        if any(each == name or each.startswith(f"{name}.") for each in context.styles):
+        if any(style == name or style.startswith(f"{name}.") for style in context.styles):
             kinds.setdefault(_kind(module.get_submodule(name), name, place, context), name)
     yield from kinds.values()
     yield from alone
 
 
 def _contains(blocks: Sequence[str], name: str) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in blocks)
+    return any(name == block or name.startswith(f"{block}.") for block in blocks)
 
 
 def _kind(block: nn.Module, name: str, place: int, context: Context) -> Any:

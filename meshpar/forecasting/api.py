@@ -102,10 +102,10 @@ def forecast(
 def evaluated(trace: Trace, profile: Hardware, job: Simulation, replayed: str) -> Forecast:
     """Return the forecast of a trace on a profile."""
     memory, timed, ranks = trace.memory(), cost(trace, profile), job.world_size * job.replicas
-    each = f", each of {job.replicas} replicas" if job.replicas > 1 else ""
+    replicas = f", each of {job.replicas} replicas" if job.replicas > 1 else ""
     return Forecast(
         title=f"{type(job.model).__name__}, {with_unit(trace.parameters)} parameters, on {ranks} x {profile.name}: "
-        f"{job.plan}{each}",
+        f"{job.plan}{replicas}",
         mesh=job.mesh,
         hardware=profile,
         batch=job.batch,
@@ -154,8 +154,8 @@ def probes(job: Simulation, depths: Depths) -> list[Simulation]:
     Replicas divide optimizer state by whole parameters, so that the share of the fullest does not grow by the same
     number with each block.
     """
-    period = math.lcm(*(each.period for each in job.plan.passes))
-    ahead = max((each.blocks_ahead for each in job.plan.passes), default=1)
+    period = math.lcm(*(pass_.period for pass_ in job.plan.passes))
+    ahead = max((pass_.blocks_ahead for pass_ in job.plan.passes), default=1)
     first = _PROBES + max(0, ahead - 1)
     first += (depths.blocks - first) % period
     if depths.blocks <= first + period or job.replicas > 1:

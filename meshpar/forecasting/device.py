@@ -40,7 +40,7 @@ class Stream:
 
     def __init__(self, *device: object, name: str = "", **__: object) -> None:
         # FSDP2 makes its streams in this order (FSDPCommContext.lazy_init), four a model, and names no device.
-        known = sum(each.name in _FSDP for each in Stream.everyone)
+        known = sum(stream.name in _FSDP for stream in Stream.everyone)
         self.name: str = name or ("beside" if device else _FSDP[known % len(_FSDP)])
         self.last = -1
         Stream.everyone.append(self)

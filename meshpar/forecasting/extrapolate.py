@@ -68,7 +68,7 @@ class _Places:
 
 
 def _pairs(one: Trace, other: Trace) -> list[tuple[Phase, Phase]]:
-    if [each.name for each in one.phases] != [each.name for each in other.phases]:
+    if [phase.name for phase in one.phases] != [phase.name for phase in other.phases]:
         raise MeshparError("two probes ran different phases")
     return list(zip(one.phases, other.phases))
 
@@ -98,10 +98,10 @@ def _stretched(few: Sequence[Event], more: Sequence[Event], times: int, places: 
             target = places.of[event.target]
         return replace(event, target=target)
 
-    events = [moved(each, at, 0) for at, each in enumerate(head)]
+    events = [moved(event, at, 0) for at, event in enumerate(head)]
     for repetition in range(times if period else 0):
-        events += [moved(each, cut + at, repetition) for at, each in enumerate(body)]
-    events += [moved(each, cut + period + at, 0) for at, each in enumerate(tail)]
+        events += [moved(event, cut + at, repetition) for at, event in enumerate(body)]
+    events += [moved(event, cut + period + at, 0) for at, event in enumerate(tail)]
     places.old, places.new = base + len(more), start + len(events)
     return tuple(events)
 

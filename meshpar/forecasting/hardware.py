@@ -106,7 +106,7 @@ class Hardware:
         """Return the profile that ``data`` describes; ``where`` is for messages."""
         if not isinstance(data, Mapping):
             raise MeshparError(f"{where} holds a {type(data).__name__}; expected the fields of Hardware")
-        names = {each.name for each in fields(cls)}
+        names = {field.name for field in fields(cls)}
         optional = {"clock", "switched", "sources"}
         problems = [f"unknown field {name}" for name in data if name not in names]
         problems += [f"missing field {name}" for name in sorted(names - optional - set(data))]

@@ -92,21 +92,22 @@ def _figures(forecast: Forecast) -> str:
 def _stacks(forecasts: Sequence[Forecast]) -> str:
     """Draw one bar for each plan, cut by what holds the memory."""
     room = forecasts[0].hardware.room
-    most = max([room, *(each.memory.peak for each in forecasts)])
+    most = max([room, *(forecast.memory.peak for forecast in forecasts)])
     scale, drawn = 900 / most, []
-    for place, each in enumerate(forecasts):
+    for place, forecast in enumerate(forecasts):
         top, left = place * 46, 0.0
-        said = f"{each.mesh}, micro-batch {each.batch.micro_batch}, {each.cost.tokens_per_second:,.0f} tokens/s"
+        speed = f"{forecast.cost.tokens_per_second:,.0f} tokens/s"
+        said = f"{forecast.mesh}, micro-batch {forecast.batch.micro_batch}, {speed}"
         drawn.append(f"<text x=0 y={top + 12}>{escape(said)}</text>")
         for name in HELD:
-            size = each.memory.held.get(name, 0)
+            size = forecast.memory.held.get(name, 0)
             title = f"<title>{name}: {size / GIB:.2f} GiB</title>"
             drawn.append(
                 f"<rect x={left:.1f} y={top + 17} width={size * scale:.1f} height=20 "
                 f"fill={_COLOURS[name]}>{title}</rect>"
             )
             left += size * scale
-        drawn.append(f"<text x={left + 6:.1f} y={top + 32}>{each.memory.peak / GIB:.1f} GiB</text>")
+        drawn.append(f"<text x={left + 6:.1f} y={top + 32}>{forecast.memory.peak / GIB:.1f} GiB</text>")
     height = len(forecasts) * 46
     drawn.append(
         f'<line x1={room * scale:.1f} x2={room * scale:.1f} y1=0 y2={height} stroke="#b5544d" stroke-dasharray="4 3"/>'
@@ -114,7 +115,7 @@ def _stacks(forecasts: Sequence[Forecast]) -> str:
     keys = "".join(
         f'<i style="background:{_COLOURS[name]}"></i>{name}'
         for name in HELD
-        if any(each.memory.held.get(name) for each in forecasts)
+        if any(forecast.memory.held.get(name) for forecast in forecasts)
     )
     return (
         f"<svg viewBox='0 0 {_WIDTH} {height}'>{''.join(drawn)}</svg><div class=k>{keys}; dashed: what tensors can "
@@ -222,11 +223,11 @@ def _collectives(forecast: Forecast) -> str:
 def _lints(forecast: Forecast) -> str:
     if not forecast.lints:
         return "<p>Nothing was found.</p>"
-    prices = [_time(each.seconds) if each.seconds else f"{each.size / GIB:.2f} GiB" for each in forecast.lints]
+    prices = [_time(lint.seconds) if lint.seconds else f"{lint.size / GIB:.2f} GiB" for lint in forecast.lints]
     return (
         "<ul>"
         + "".join(
-            f"<li><b>{each.name}</b>, {price}: {escape(each.text)}</li>" for each, price in zip(forecast.lints, prices)
+            f"<li><b>{lint.name}</b>, {price}: {escape(lint.text)}</li>" for lint, price in zip(forecast.lints, prices)
         )
         + "</ul>"
     )
@@ -239,8 +240,8 @@ def _ranking(ranking: Ranking) -> str:
         for place, group in enumerate(ranking.groups[:3])
     )
     out = "".join(
-        f"<tr><td>{escape(str(each.settings))}<td>{escape(each.problem)}</tr>"
-        for each in sorted(ranking.out, key=lambda e: e.peak)[:_SHOWN]
+        f"<tr><td>{escape(str(candidate.settings))}<td>{escape(candidate.problem)}</tr>"
+        for candidate in sorted(ranking.out, key=lambda e: e.peak)[:_SHOWN]
     )
     rest = (
         f"<h2>Settings that do not ({len(ranking.out)}), the nearest to fitting first</h2><table>{out}</table>"
@@ -250,11 +251,11 @@ def _ranking(ranking: Ranking) -> str:
     return f"<table>{head}{body}</table>{rest}"
 
 
-def _row(each: Candidate) -> str:
-    least, most = (size / GIB for size in reserved_range(each.peak))
+def _row(candidate: Candidate) -> str:
+    least, most = (size / GIB for size in reserved_range(candidate.peak))
     return (
-        f"<tr><td>{escape(str(each.settings))}<td class=n>{each.tokens_per_second:,.0f}<td "
-        f"class=n>{each.peak / GIB:.1f}<td class=n>{least:.0f} to {most:.0f}<td>{each.verdict}</tr>"
+        f"<tr><td>{escape(str(candidate.settings))}<td class=n>{candidate.tokens_per_second:,.0f}<td "
+        f"class=n>{candidate.peak / GIB:.1f}<td class=n>{least:.0f} to {most:.0f}<td>{candidate.verdict}</tr>"
     )
 
 

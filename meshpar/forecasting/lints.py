@@ -45,9 +45,9 @@ def lints(trace: Trace, timed: Cost, hardware: Hardware) -> tuple[Lint, ...]:
         *_spanning(trace, hardware),
     ]
     matter = [
-        each for each in found if each.seconds > _SMALLEST * timed.seconds or each.size > _SMALLEST * hardware.memory
+        lint for lint in found if lint.seconds > _SMALLEST * timed.seconds or lint.size > _SMALLEST * hardware.memory
     ]
-    return tuple(sorted(matter, key=lambda each: (-each.seconds, -each.size)))
+    return tuple(sorted(matter, key=lambda lint: (-lint.seconds, -lint.size)))
 
 
 def _float32(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
@@ -82,13 +82,13 @@ def _tensor_parallel(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
     wanted = 2 * trace.depth * passes
     if len(gathers) > wanted:
         extra = len(gathers) - wanted
-        each = sending_time(gathers[0], hardware)
+        seconds_of_one = sending_time(gathers[0], hardware)
         yield Lint(
             name="redundant tensor-parallel collectives",
             text=f"{len(gathers) // (trace.depth * passes)} all-gathers a block forward where 2 would do (and as many "
             "more reductions in backward): give attention and feed-forward layer the style 'region', so that "
             "their projections share one",
-            seconds=2 * extra * each,
+            seconds=2 * extra * seconds_of_one,
         )
 
 
@@ -108,7 +108,7 @@ def _padding(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
     real = trace.parameters / trace.axes.get("tp", 1) * size
     waste = held / real - 1
     if waste > 0.01:
-        seconds = sum(sending_time(each, hardware) for each in gathers) / passes * waste / (1 + waste)
+        seconds = sum(sending_time(gather, hardware) for gather in gathers) / passes * waste / (1 + waste)
         yield Lint(
             name="padding",
             text=f"{waste:.0%} of what dp_shard={shards} gathers is padding, because parameters' first dims do not "
@@ -131,9 +131,9 @@ def _logits(trace: Trace) -> Iterator[Lint]:
     ranks = trace.axes.get("tp", 1)
     # The embedding's reduction comes first and is as large as the hidden states, which sequence parallelism gathers for
     # the head.
-    whole = [each for each in gathered[1:] if each.kind == "all_gather" and each.size > gathered[0].size]
+    whole = [gather for gather in gathered[1:] if gather.kind == "all_gather" and gather.size > gathered[0].size]
     if ranks > 1 and whole:
-        largest = max(each.size for each in whole)
+        largest = max(gather.size for gather in whole)
         saved = trace.memory().held.get("logits and loss", 0) * (ranks - 1) // ranks
         if saved:
             yield Lint(
@@ -154,8 +154,8 @@ def _attention(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
             event for phase, event in trace.events() if event.name == name and event.scope and not event.recomputed
         ]
         if calls:
-            size = max(sum(change for _, change in each.memory if change > 0) for each in calls)
-            seconds = sum(each.moved for each in calls) * 3 / (hardware.memory_bandwidth * hardware.memory_fraction)
+            size = max(sum(change for _, change in call.memory if change > 0) for call in calls)
+            seconds = sum(call.moved for call in calls) * 3 / (hardware.memory_bandwidth * hardware.memory_fraction)
             yield Lint(
                 name="attention is not flash",
                 text=f"{len(calls)} calls run {what}: compute in bfloat16 (param_dtype) with is_causal and no mask",
@@ -199,11 +199,13 @@ def _exposed(timed: Cost) -> Iterator[Lint]:
 
 def _spanning(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
     sent: list[Collective] = [
-        each for _, each in trace.collectives() if each.axis == "tp" and placement(each, hardware)[1] > 1
+        collective
+        for _, collective in trace.collectives()
+        if collective.axis == "tp" and placement(collective, hardware)[1] > 1
     ]
     if sent:
         yield Lint(
             name="tensor parallelism across nodes",
             text=f"tp={trace.axes['tp']} spans nodes of {hardware.node}: keep it within one",
-            seconds=sum(sending_time(each, hardware) for each in sent),
+            seconds=sum(sending_time(collective, hardware) for collective in sent),
         )

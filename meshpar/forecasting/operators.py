@@ -54,7 +54,9 @@ _WRITES_ALL = {aten.embedding_dense_backward.default}
 def is_view(func: Any) -> bool:
     """Tell operators that make no tensor of their own: views, and questions about tensors."""
     returns = func._schema.returns
-    aliased = bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    aliased = bool(returns) and all(
+        returned.alias_info is not None and not returned.alias_info.is_write for returned in returns
+    )
     return aliased or func._schema.name in (
         "prim::device",
         "aten::is_same_size",
@@ -124,12 +126,12 @@ def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
         return 0
     if func in _LOOKUPS:
         return 2 * sum(map(stored_bytes, outputs))
-    inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if func in _WRITES_ALL:
         return stored_bytes(inputs[0]) + 2 * sum(map(stored_bytes, outputs))
     if func._schema.name == "fsdp::all_gather_copy_in":
-        return 2 * sum(stored_bytes(each) for each in args[0])
-    fresh = {id(each): each for each in (*inputs, *outputs)}
+        return 2 * sum(stored_bytes(tensor) for tensor in args[0])
+    fresh = {id(tensor): tensor for tensor in (*inputs, *outputs)}
     return sum(map(stored_bytes, fresh.values()))
 
 
@@ -151,14 +153,14 @@ def sent(func: object, args: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[
     elif func is c10d._reduce_scatter_base_.default:
         counted = [args[1]]
     elif kind == "all_gather":
-        counted = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+        counted = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     elif func is c10d.reduce_scatter_.default:
-        counted = [each for each in tree_leaves(args[1]) if isinstance(each, Tensor)]
+        counted = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)]
     else:
-        counted = [each for each in tree_leaves(args[0]) if isinstance(each, Tensor)]
-    size = sum(each.nbytes for each in counted)
+        counted = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
+    size = sum(tensor.nbytes for tensor in counted)
     if kind == "all_to_all":
-        size = max(size, sum(each.nbytes for each in tree_leaves(outputs) if isinstance(each, Tensor)))
+        size = max(size, sum(leaf.nbytes for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)))
     return size, counted[0].dtype
 
 
@@ -177,14 +179,14 @@ class Fusion:
 
     def add(self, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> None:
         """Join one more operator."""
-        for each in tree_leaves((args, kwargs)):
-            if isinstance(each, Tensor):
-                key = each.untyped_storage()._cdata
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                key = leaf.untyped_storage()._cdata
                 if key not in self._made:
-                    self._read[key] = max(self._read.get(key, 0), stored_bytes(each))
-        for each in outputs:
-            storage = each.untyped_storage()
-            self._made.setdefault(storage._cdata, (weakref.ref(storage), stored_bytes(each)))
+                    self._read[key] = max(self._read.get(key, 0), stored_bytes(leaf))
+        for output in outputs:
+            storage = output.untyped_storage()
+            self._made.setdefault(storage._cdata, (weakref.ref(storage), stored_bytes(output)))
 
     def close(self) -> int:
         """Return the bytes that the joined operators move together, and start anew."""

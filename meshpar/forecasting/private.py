@@ -101,7 +101,7 @@ class Assumed(Routing):
     def sizes(self, numbers: Tensor, held: int) -> list[int]:
         """Return equal numbers of rows."""
         rows = len(numbers)
-        return [rows * (each + 1) // held - rows * each // held for each in range(held)]
+        return [rows * (place + 1) // held - rows * place // held for place in range(held)]
 
     def exchanged(self, counts: Tensor, rows: int, rank: int) -> tuple[list[int], list[int], list[int]]:
         """Return what the skew says, and no choice that is no expert."""
@@ -175,8 +175,8 @@ class Settled:
         if self._on_cpu and self._real.differs:
             count = 1 + sum(1 for _ in self._par.module.parameters())
             dist.all_reduce(torch.empty(2 * count, dtype=torch.int64, device=self._par.device))
-        for each in unused:
-            each.grad = None
+        for parameter in unused:
+            parameter.grad = None
 
 
 @final
@@ -251,7 +251,7 @@ class _Chunks(Sequence[Tensor]):
     def __getitem__(self, index: slice) -> list[Tensor]: ...
     def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(self.ranks))]
+            return [self[rank] for rank in range(*index.indices(self.ranks))]
         if not 0 <= index < self.ranks:
             raise IndexError(index)
         size = self.tensor.size(self.dim)

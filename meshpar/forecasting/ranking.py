@@ -18,7 +18,7 @@ from meshpar.passes import ActivationCheckpoint, FullyShard, HybridShard, Pass, 
 
 def axes_of(passes: Sequence[Pass]) -> set[str]:
     """Return the axes that passes use."""
-    return {axis for each in passes for axis in each.axes}
+    return {axis for pass_ in passes for axis in pass_.axes}
 
 
 @final
@@ -63,7 +63,7 @@ class Settings:
     def passes(self) -> list[Pass]:
         """Return the passes in their order, computing in bfloat16 on float32 parameters."""
         claimed = axes_of(self.beside)
-        passes: list[Pass] = [each for each in self.beside if self.tp > 1 or "tp" not in each.axes]
+        passes: list[Pass] = [pass_ for pass_ in self.beside if self.tp > 1 or "tp" not in pass_.axes]
         if self.tp > 1 and "tp" not in claimed:
             passes.append(TensorParallel(sequence_parallel=True, loss_parallel=True))
         if self.recompute != "none":
@@ -76,7 +76,7 @@ class Settings:
             }
             optimizer: Literal["replica", "world"] = "world" if self.world else "replica"
             passes.append(HybridShard(optimizer=optimizer, **common) if self.replicas > 1 else FullyShard(**common))
-        return sorted(passes, key=lambda each: each.stage)
+        return sorted(passes, key=lambda pass_: pass_.stage)
 
     def __str__(self) -> str:
         kept = "" if self.reshard else ", parameters kept gathered"
@@ -125,7 +125,7 @@ class Ranking:
     @property
     def fitting(self) -> tuple[Candidate, ...]:
         """Candidates that fit or may fit, in the order of the groups."""
-        return tuple(each for group in self.groups for each in group)
+        return tuple(candidate for group in self.groups for candidate in group)
 
 
 def alike(candidates: Iterable[Candidate]) -> tuple[tuple[Candidate, ...], ...]:
@@ -133,12 +133,12 @@ def alike(candidates: Iterable[Candidate]) -> tuple[tuple[Candidate, ...], ...]:
     forecast's error is in it.
     """
     groups = list[list[Candidate]]()
-    for each in sorted(candidates, key=lambda each: -each.tokens_per_second):
-        if groups and each.tokens_per_second >= groups[-1][0].tokens_per_second * (1 - ERROR_RANGE):
-            groups[-1].append(each)
+    for candidate in sorted(candidates, key=lambda candidate: -candidate.tokens_per_second):
+        if groups and candidate.tokens_per_second >= groups[-1][0].tokens_per_second * (1 - ERROR_RANGE):
+            groups[-1].append(candidate)
         else:
-            groups.append([each])
-    return tuple(tuple(sorted(group, key=lambda each: each.verdict != "fits")) for group in groups)
+            groups.append([candidate])
+    return tuple(tuple(sorted(group, key=lambda candidate: candidate.verdict != "fits")) for group in groups)
 
 
 def gib_reserved(peak: int) -> str:
@@ -153,7 +153,7 @@ _SHOWN = 10
 
 def ranking_text(ranking: Ranking) -> str:
     """Return the ranking for a terminal; the first ones also have their own reports."""
-    count = Counter(each.verdict for each in ranking.fitting)
+    count = Counter(candidate.verdict for candidate in ranking.fitting)
     least, most = RESERVED_RANGE
     counted = f"{count['fits']} settings fit, {count['may fit']} may fit, {len(ranking.out)} do not"
     lines = [
@@ -161,26 +161,29 @@ def ranking_text(ranking: Ranking) -> str:
         *(line for place in range(len(ranking.groups[:3])) for line in _group_lines(ranking.groups, place)),
     ]
     if ranking.out:
-        closest = sorted(ranking.out, key=lambda each: each.peak)[: _SHOWN // 2]
-        lines += ["out, the nearest to fitting first:", *(f"  {each.settings}: {each.problem}" for each in closest)]
+        closest = sorted(ranking.out, key=lambda candidate: candidate.peak)[: _SHOWN // 2]
+        lines += [
+            "out, the nearest to fitting first:",
+            *(f"  {candidate.settings}: {candidate.problem}" for candidate in closest),
+        ]
     return "\n".join(lines)
 
 
 def _group_lines(groups: Sequence[Sequence[Candidate]], place: int) -> Iterator[str]:
     group, shown = groups[place], _SHOWN if place == 0 else _SHOWN // 2
     yield f"{group_title(groups, place)}:"
-    for each in group[:shown]:
-        reserved = f"{gib_reserved(each.peak)} GiB".rjust(14)
-        costs = f"{each.tokens_per_second:12,.0f} tokens/s  {each.peak / GIB:6.1f} GiB, reserved {reserved}"
-        yield f"  {costs}  {each.verdict:<7}  {each.settings}"
+    for candidate in group[:shown]:
+        reserved = f"{gib_reserved(candidate.peak)} GiB".rjust(14)
+        costs = f"{candidate.tokens_per_second:12,.0f} tokens/s  {candidate.peak / GIB:6.1f} GiB, reserved {reserved}"
+        yield f"  {costs}  {candidate.verdict:<7}  {candidate.settings}"
     if len(group) > shown:
         yield f"  and {len(group) - shown} more"
 
 
 def group_title(groups: Sequence[Sequence[Candidate]], place: int) -> str:
     """Return what the settings of a group have in common, against the fastest of all."""
-    fastest = max(each.tokens_per_second for each in groups[0])
-    slower = sorted(1 - each.tokens_per_second / fastest for each in groups[place])
+    fastest = max(candidate.tokens_per_second for candidate in groups[0])
+    slower = sorted(1 - candidate.tokens_per_second / fastest for candidate in groups[place])
     if len(slower) == 1:
         return "the fastest setting" if place == 0 else f"one setting, {slower[0]:.0%} slower"
     which = "the fastest" if place == 0 else f"{slower[0]:.0%} to {slower[-1]:.0%} slower"

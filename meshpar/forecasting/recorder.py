@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
         before = len(self.storages)
         for tensor in tensors:
             self._watch(tensor, held_by=holder)
-        return sum(each.size for each in self.storages[before:])
+        return sum(storage.size for storage in self.storages[before:])
 
     def name_gradients(self, module: nn.Module) -> None:
         """Say that what the parameters now have as gradients is gradients."""
@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
         """Return what was recorded."""
         self._fuse()
         changes: list[list[tuple[str, int]]] = [[] for _ in range(len(self.events) + 1)]
-        held_by = [each.holder or holder(each, self.phases) for each in self.storages]
+        held_by = [storage.holder or holder(storage, self.phases) for storage in self.storages]
         for at, storage, change in self._log:
             line = changes[min(at, len(self.events))]
             if line and line[-1][0] == held_by[storage] and (line[-1][1] > 0) == (change > 0):
@@ -208,7 +208,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(each not in _PLAIN for each in types):
+        if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a DTensor: its own operators come back here
         if self._hidden or func.namespace == "profiler":
             return func(*args, **kwargs)
@@ -219,7 +219,7 @@ class Recorder(TorchDispatchMode):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._record(func, args, kwargs, outputs)
         return result
 
@@ -234,7 +234,7 @@ class Recorder(TorchDispatchMode):
             raise MeshparError(
                 f"the forecast does not know the collective {func}; it would be missing from the plan: report it"
             )
-        fresh = [each for each in outputs if each.device.type != "meta" and self._watch(each)]
+        fresh = [output for output in outputs if output.device.type != "meta" and self._watch(output)]
         if operators.is_view(func) and not fresh:
             return
         shape = operators.matrix_shape(func, args, kwargs)
@@ -266,8 +266,8 @@ class Recorder(TorchDispatchMode):
         group = CollectiveOp.get_process_group(func, args)
         ranks = dist.get_process_group_ranks(group)
         size, dtype = operators.sent(func, args, outputs)
-        for each in outputs:
-            self._watch(each)
+        for output in outputs:
+            self._watch(output)
         collective = Collective(
             kind=operators.COLLECTIVES[func],
             axis=self.axes.get(group.group_name, f"world of {len(ranks)}"),

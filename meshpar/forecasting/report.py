@@ -88,9 +88,9 @@ def text(forecast: Forecast) -> str:
     screen.print(_memory(forecast))
     screen.print(_collectives(forecast))
     screen.print(_time(forecast))
-    for each in forecast.lints:
-        price = f"{each.seconds * 1e3:,.1f} ms" if each.seconds else f"{each.size / GIB:,.2f} GiB"
-        screen.print(f"- {each.name} ({price}): {each.text}", highlight=False, markup=False)
+    for lint in forecast.lints:
+        price = f"{lint.seconds * 1e3:,.1f} ms" if lint.seconds else f"{lint.size / GIB:,.2f} GiB"
+        screen.print(f"- {lint.name} ({price}): {lint.text}", highlight=False, markup=False)
     assert isinstance(screen.file, io.StringIO)
     return screen.file.getvalue()
 
@@ -133,8 +133,8 @@ def as_data(forecast: Forecast) -> dict[str, Any]:
             "idle": timed.idle,
         },
         "lints": [
-            {"name": each.name, "text": each.text, "seconds": each.seconds, "bytes": each.size}
-            for each in forecast.lints
+            {"name": lint.name, "text": lint.text, "seconds": lint.seconds, "bytes": lint.size}
+            for lint in forecast.lints
         ],
     }
 
@@ -199,9 +199,9 @@ def _collectives(forecast: Forecast) -> Table:
     for name in ("phase", "kind", "axis", "count", "MiB each", "dtype", "where", "ms together"):
         table.add_column(name, justify="right" if name in ("count", "MiB each", "ms together") else "left")
     for row in rows(forecast):
-        each = f"{row['bytes'] / 2**20:,.3f}" if row["bytes"] > 1024 else "< 0.001"
+        mebibytes = f"{row['bytes'] / 2**20:,.3f}" if row["bytes"] > 1024 else "< 0.001"
         table.add_row(
-            row["phase"], row["kind"], f"{row['axis']}={row['ranks']}", f"{row['count']:,}", each, row["dtype"],
+            row["phase"], row["kind"], f"{row['axis']}={row['ranks']}", f"{row['count']:,}", mebibytes, row["dtype"],
             row["where"], f"{row['seconds'] * 1e3:,.2f}",
         )  # fmt: skip
     return table
@@ -217,7 +217,7 @@ def _time(forecast: Forecast) -> Table:
     table.add_row(
         "tokens/s", f"{timed.tokens_per_second:,.0f}, {timed.tokens_per_second / forecast.world_size:,.0f} a rank"
     )
-    model, done = (forecast.trace.flops(recomputed=each) / 1e12 for each in (False, True))
+    model, done = (forecast.trace.flops(recomputed=recomputed) / 1e12 for recomputed in (False, True))
     again = f"; {done:,.2f} TFLOP with recomputation" if done > model else ""
     table.add_row("MFU", f"{timed.mfu:.1%} ({model:,.2f} TFLOP a rank{again})")
     for kind, seconds in timed.computing.items():

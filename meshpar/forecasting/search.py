@@ -62,7 +62,7 @@ def search(
     micro_batches: Sequence[int] = MICRO_BATCHES,
     top: int = 3,
     workers: int | None = None,
-    told: Callable[[str, int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
     optimizer_copies: int | None = None,
 ) -> Ranking:
     """Rank every legal mesh and setting.
@@ -84,7 +84,8 @@ def search(
         micro_batches: numbers of samples in one forward to try.
         top: how many of the best are replayed on their own meshes.
         workers: processes that simulate; None: one for each core, 8 at most.
-        told: called every half second with what is simulated, how many steps of it are done, and how many there are.
+        progress: called every half second with what is simulated, how many steps of it are done, and how many
+            there are.
         optimizer_copies: the replicas are jobs of their own, each inside of a node, of which so many hold each
             parameter's optimizer state where they divide it; None: one job.
 
@@ -96,12 +97,12 @@ def search(
 
     def simulates(what: str) -> _Simulate:
         return functools.partial(
-            simulate, workers=workers, told=None if told is None else functools.partial(told, what)
+            simulate, workers=workers, progress=None if progress is None else functools.partial(progress, what)
         )
 
     degrees, candidates = _degrees(given)
     if not degrees:
-        raise MeshparError("no mesh is legal: " + "; ".join(each.problem for each in candidates))
+        raise MeshparError("no mesh is legal: " + "; ".join(candidate.problem for candidate in candidates))
     reshards = (True,) if "dp_shard" in axes_of(given.beside) else (True, False)
     name = given.kept or "meshes of data and tp"
     candidates += _candidates(given, degrees, recompute, reshards, micro_batches, simulates(name))
@@ -114,13 +115,13 @@ def search(
             f"{world_size} ranks are one replica, in nodes of {hardware.node}, and --elastic=replicas needs two; use "
             "more nodes"
         )
-    groups = alike(each for each in candidates if not each.problem)
-    out = tuple(each for each in candidates if each.problem)
-    first = [each.settings for group in groups for each in group][:top]
-    chosen = [_simulation(given, each, ranks_per_node=hardware.node) for each in first]
+    groups = alike(candidate for candidate in candidates if not candidate.problem)
+    out = tuple(candidate for candidate in candidates if candidate.problem)
+    first = [candidate.settings for group in groups for candidate in group][:top]
+    chosen = [_simulation(given, settings, ranks_per_node=hardware.node) for settings in first]
     best = sorted(
         _replayed(chosen, given.depths, hardware, simulates("the best")),
-        key=lambda each: (not each.fits, -each.cost.tokens_per_second),
+        key=lambda candidate: (not candidate.fits, -candidate.cost.tokens_per_second),
     )
     return Ranking(best=tuple(best), groups=groups, out=out)
 
@@ -139,7 +140,7 @@ def _given(
     Raises:
         MeshparError: these axes do not divide the ranks, or the model's blocks are not alike.
     """
-    beside = tuple(each for each in (() if plan is None else plan.passes) if not isinstance(each, VARIED))
+    beside = tuple(pass_ for pass_ in (() if plan is None else plan.passes) if not isinstance(pass_, VARIED))
     kept = axes_of(beside) - {"dp_replicate", "dp_shard", "tp"}
     fixed = {axis: size for axis, size in _sizes(plan).items() if axis in kept}
     rest, left = divmod(world_size, math.prod(fixed.values()))
@@ -169,10 +170,10 @@ def _split_in_nodes(given: _Asked) -> Iterator[_Asked]:
         ways += [(ContextParallel(), "cp", size) for size in sizes if sequence % (2 * size) == 0]
     if given.layout.experts and "ep" not in claimed:
         ways += [(ExpertParallel(), "ep", size) for size in sizes]
-    for each, axis, size in ways:
+    for base, axis, size in ways:
         rest, left = divmod(given.world_size, size)
         if not left:
-            yield replace(given, beside=(*given.beside, each), fixed={**given.fixed, axis: size}, world_size=rest)
+            yield replace(given, beside=(*given.beside, base), fixed={**given.fixed, axis: size}, world_size=rest)
 
 
 def _candidates(
@@ -193,11 +194,11 @@ def _candidates(
     for sizes in _grown_together(micro_batches):
         alive = [family for family in families if asked.hardware.verdict(least[family]) != "does not fit"]
         wanted = list(itertools.product(alive, sizes))
-        known |= _probed(asked, [each for each in wanted if not _widen(known, *each)], simulates)
+        known |= _probed(asked, [family for family in wanted if not _widen(known, *family)], simulates)
         whole = _deepened(asked, wanted, known, simulates)
         for (family, size), trace in whole.items():
             found = list(_estimates(asked, known[family, size], trace.memory(), family, size))
-            least[family] = max(least[family], min((each.peak for each in found), default=0))
+            least[family] = max(least[family], min((candidate.peak for candidate in found), default=0))
             yield from found if size in micro_batches else ()
         for family, size in itertools.product(families, sizes):
             if family not in alive and size in micro_batches:
@@ -217,7 +218,7 @@ def _gathered(asked: _Asked, family: _Family) -> int:
     bfloat16.
     """
     tp, _, reshard = family
-    count = sum(each.numel() for each in asked.model.parameters())
+    count = sum(parameter.numel() for parameter in asked.model.parameters())
     return 0 if reshard else count * torch.bfloat16.itemsize // (tp * math.prod(asked.fixed.values()))
 
 
@@ -248,13 +249,13 @@ def _widen(known: dict[tuple[_Family, int], tuple[Trace, Trace]], family: _Famil
 def _probed(
     asked: _Asked, wanted: Sequence[tuple[_Family, int]], simulates: _Simulate
 ) -> dict[tuple[_Family, int], tuple[Trace, Trace]]:
-    pairs = [probes(_typical(asked, *each), asked.depths) for each in wanted]
+    pairs = [probes(_typical(asked, *family), asked.depths) for family in wanted]
     if any(len(pair) != 2 for pair in pairs):
         raise MeshparError(
             f"a model of {asked.depths.blocks} blocks has none to spare for probes; forecast its plans one by one"
         )
     traces = iter(simulates([job for pair in pairs for job in pair]) if pairs else [])
-    return {each: (next(traces), next(traces)) for each in wanted}
+    return {family: (next(traces), next(traces)) for family in wanted}
 
 
 def _deepened(
@@ -267,13 +268,13 @@ def _deepened(
     ``known`` then.
     """
     whole, uneven = dict[tuple[_Family, int], Trace](), list[tuple[_Family, int]]()
-    for each in wanted:
+    for family in wanted:
         try:
-            whole[each] = deepened(*known[each], asked.depths.blocks)
+            whole[family] = deepened(*known[family], asked.depths.blocks)
         except MeshparError:  # what the blocks add stands in several places of the step
-            uneven.append(each)
-    for each, trace in zip(uneven, simulates([_typical(asked, *each) for each in uneven]) if uneven else []):
-        known[each], whole[each] = (trace, trace), trace
+            uneven.append(family)
+    for family, trace in zip(uneven, simulates([_typical(asked, *family) for family in uneven]) if uneven else []):
+        known[family], whole[family] = (trace, trace), trace
     return whole
 
 
@@ -449,7 +450,7 @@ def _replayed(
 ) -> Iterator[Forecast]:
     """Yield the forecasts of the chosen on their own meshes."""
     jobs = [probes(job, depths) for job in chosen]
-    traces = iter(simulates([each for some in jobs for each in some]) if jobs else [])
+    traces = iter(simulates([job for some in jobs for job in some]) if jobs else [])
     for job, some in zip(chosen, jobs):
         (trace, *more), replayed = [next(traces) for _ in some], "all"
         try:

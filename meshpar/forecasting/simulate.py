@@ -86,11 +86,11 @@ class Simulation:
 
 
 def simulate(
-    jobs: Sequence[Simulation], *, workers: int = 1, told: Callable[[int, int], None] | None = None
+    jobs: Sequence[Simulation], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
 ) -> list[Trace]:
     """Return the traces of ``jobs``, simulated in ``workers`` processes beside this one.
 
-    ``told`` is called with how many are done and how many there are, every half second.
+    ``progress`` is called with how many are done and how many there are, every half second.
 
     The processes are not concurrent.futures.ProcessPoolExecutor's: its workers always import the caller's script, which
     trains once more where it has no guard, and the interpreter waits for them at its end, so that a job would wait for
@@ -111,8 +111,8 @@ def simulate(
         running = [_start(some) for some in ([places] if sys.platform == "linux" else [[where] for where in places])]
         results: list[Any] = [None] * len(jobs)
         try:
-            while told is not None and any(process.poll() is None for process in running):
-                told(sum(map(_done, places)), len(jobs))
+            while progress is not None and any(process.poll() is None for process in running):
+                progress(sum(map(_done, places)), len(jobs))
                 time.sleep(_LOOK_S)
             ended = [process.wait() for process in running]
             for number, where in enumerate(places):
@@ -157,7 +157,7 @@ def _preparation(sent: Sequence[bytes]) -> dict[str, Any]:
     """
     data = {key: value for key, value in spawn.get_preparation_data(PROCESS).items() if key != "authkey"}
     if not any(
-        b"__main__" in each for each in sent
+        b"__main__" in payload for payload in sent
     ):  # then nothing needs the script itself, and it need not be guarded
         data = {key: value for key, value in data.items() if not key.startswith("init_main")}
     return data
@@ -180,8 +180,8 @@ def _collect(where: Path, places: Sequence[Path], ended: Sequence[int]) -> list[
     if not answer.exists():
         lines = [
             line
-            for each in places
-            if (file := each.with_suffix(".err")).exists()
+            for place in places
+            if (file := place.with_suffix(".err")).exists()
             for line in file.read_text(errors="replace").splitlines()
         ]
         raise MeshparError(
@@ -216,7 +216,7 @@ class Depths:
         if depth not in self._made:
             whole: Any = self._model.get_submodule(self._path)
             others = whole[depth:]
-            kept = copy.deepcopy(self._model, {id(each): nn.Identity() for each in others})
+            kept = copy.deepcopy(self._model, {id(other): nn.Identity() for other in others})
             del kept.get_submodule(self._path)[depth:]  # type: ignore[operator]
             self._made[depth] = kept
         return self._made[depth]
@@ -327,7 +327,7 @@ class _Replicas:
         from meshpar.training.divided import Divided
 
         self._job, self._module, self._recorder = job, module, recorder
-        if not any(each.divides_optimizer for each in job.plan.passes):
+        if not any(pass_.divides_optimizer for pass_ in job.plan.passes):
             return
         divided = Divided(optimizer, job.optimizer_copies, module)
         shares = divided.shares([divided.whole] * job.replicas)
@@ -349,9 +349,11 @@ class _Replicas:
         """Add up the gradients, as :class:`meshpar.training.summed.Summed` does."""
         from meshpar.training.summed import buckets, summed_in
 
-        for bucket in buckets(each for each in self._module.parameters() if each.grad is not None):
+        for bucket in buckets(parameter for parameter in self._module.parameters() if parameter.grad is not None):
             dtype = summed_in(bucket[0].dtype)
-            self._send("all_reduce", sum(local_tensor(each).numel() for each in bucket) * dtype.itemsize, dtype)
+            self._send(
+                "all_reduce", sum(local_tensor(parameter).numel() for parameter in bucket) * dtype.itemsize, dtype
+            )
 
     def _send(self, kind: str, size: int, dtype: torch.dtype) -> None:
         job, name = self._job, str(dtype).removeprefix("torch.")
@@ -363,7 +365,7 @@ class _Replicas:
 
 def _uncompiled(plan: Plan) -> tuple[Plan, bool]:
     """Take compilation out: Inductor does not run on tensors without memory, so eager memory stands in for compiled."""
-    kept = [each for each in plan.passes if not each.compiles]
+    kept = [pass_ for pass_ in plan.passes if not pass_.compiles]
     return Plan(plan.mesh, kept), len(kept) < len(plan.passes)
 
 

@@ -173,9 +173,11 @@ def record_step(
         data_size=par.data_size,
         held=held,
         exact=exact,
-        parameters=sum(each.numel() for each in par.module.parameters()) if parameters is None else parameters,
+        parameters=sum(parameter.numel() for parameter in par.module.parameters())
+        if parameters is None
+        else parameters,
         phases=phases,
-        compiled=any(each.compiles for each in par.plan.passes),
+        compiled=any(pass_.compiles for pass_ in par.plan.passes),
     )
 
 
@@ -193,7 +195,7 @@ def _step(
 ) -> None:
     tokens = sum(batch["labels"].numel() for batch in batches)
     scale = par.token_scale(torch.full((), tokens, dtype=torch.float32, device=par.device))
-    for batch in par.accumulate((par.split(each) for each in batches), reduce_each=reduce_each):
+    for batch in par.accumulate((par.split(whole_batch) for whole_batch in batches), reduce_each=reduce_each):
         recorder.phase("forward")
         value = loss(par.module, batch) * scale
         recorder.phase("backward")
@@ -201,7 +203,7 @@ def _step(
         del value
     recorder.name_gradients(par.module)
     exact["gradients"] = sum(
-        local_tensor(each.grad).nbytes for each in par.module.parameters() if each.grad is not None
+        local_tensor(parameter.grad).nbytes for parameter in par.module.parameters() if parameter.grad is not None
     )
     reduce()
     recorder.phase("optimizer")
@@ -224,33 +226,41 @@ def hold_state(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Tell the recorder what is there before the step; returns bytes as allocated, and to the byte."""
     state = [
-        each
+        value
         for states in optimizer.state.values()
-        for each in states.values()
-        if isinstance(each, Tensor) and each.ndim
+        for value in states.values()
+        if isinstance(value, Tensor) and value.ndim
     ]
     counters = [
-        each
+        value
         for states in optimizer.state.values()
-        for each in states.values()
-        if isinstance(each, Tensor) and not each.ndim
+        for value in states.values()
+        if isinstance(value, Tensor) and not value.ndim
     ]
     gathered = [
-        each for module in (par.module, *beside) if (kept := applied(module).replica_shards) for each in kept.tensors()
+        tensor
+        for module in (par.module, *beside)
+        if (kept := applied(module).replica_shards)
+        for tensor in kept.tensors()
     ]
     parts: dict[str, list[Tensor]] = {
-        "parameters": [*(_stored(each) for module in (par.module, *beside) for each in module.parameters()), *gathered],
-        "optimizer": [_stored(each) for each in (*state, *counters)],
-        "buffers": [_stored(each) for each in par.module.buffers()],
-        "inputs": [each for batch in batches for each in batch.values()],
+        "parameters": [
+            *(_stored(parameter) for module in (par.module, *beside) for parameter in module.parameters()),
+            *gathered,
+        ],
+        "optimizer": [_stored(tensor) for tensor in (*state, *counters)],
+        "buffers": [_stored(buffer) for buffer in par.module.buffers()],
+        "inputs": [tensor for batch in batches for tensor in batch.values()],
     }
     held = {name: recorder.hold(iter(tensors), name) for name, tensors in parts.items()}
     exact = {
-        "parameters": sum(local_tensor(each).nbytes for module in (par.module, *beside) for each in module.parameters())
-        + sum(each.nbytes for each in gathered),
+        "parameters": sum(
+            local_tensor(parameter).nbytes for module in (par.module, *beside) for parameter in module.parameters()
+        )
+        + sum(tensor.nbytes for tensor in gathered),
         "gradients": 0,
-        "optimizer": sum(local_tensor(each).nbytes for each in state),
-        "buffers": sum(local_tensor(each).nbytes for each in par.module.buffers()),
+        "optimizer": sum(local_tensor(tensor).nbytes for tensor in state),
+        "buffers": sum(local_tensor(buffer).nbytes for buffer in par.module.buffers()),
     }
     return {name: held.get(name, 0) for name in HELD}, exact
 
@@ -306,7 +316,7 @@ class _Leave:
 
 def _at_gradient(values: object, then: Callable[[], None]) -> None:
     """Call ``then`` when backward reaches the first of the tensors that has a gradient."""
-    tensor = next((each for each in tree_leaves(values) if isinstance(each, Tensor) and each.requires_grad), None)
+    tensor = next((leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad), None)
     if tensor is not None:
         tensor.register_hook(lambda _: then())
 

@@ -171,7 +171,9 @@ class Trace:
     def from_json(cls, text: str) -> Trace:
         """Read a text of :meth:`to_json`."""
         data = json.loads(text)
-        phases = (Phase(name=each["name"], events=tuple(map(_unpacked, each["events"]))) for each in data.pop("phases"))
+        phases = (
+            Phase(name=phase["name"], events=tuple(map(_unpacked, phase["events"]))) for phase in data.pop("phases")
+        )
         return cls(**data, phases=tuple(phases))
 
 

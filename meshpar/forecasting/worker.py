@@ -31,7 +31,7 @@ def main(places: Sequence[Path]) -> int:
             os._exit(0)
         others.append(process)
     answer(places[0])
-    return next((code for each in others if (code := os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]))), 0)
+    return next((code for other in others if (code := os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))), 0)
 
 
 def answer(where: Path) -> None:
@@ -46,18 +46,18 @@ def answer(where: Path) -> None:
             done.write(b".")
         return trace
 
-    told: object
+    outcome: object
     try:
         jobs = read_jobs(where)
         device.install()
-        told = [counted(job) for job in jobs]
+        outcome = [counted(job) for job in jobs]
     except MeshparError as error:
-        told = error
+        outcome = error
     except Exception as error:  # noqa: BLE001  whatever a model raises is handed to who asked
         lines = traceback.format_exc().splitlines()
-        told = MeshparError(f"the simulated step failed: {type(error).__name__}: {error}\n" + "\n".join(lines[-12:]))
+        outcome = MeshparError(f"the simulated step failed: {type(error).__name__}: {error}\n" + "\n".join(lines[-12:]))
     temporary = where.with_suffix(".part")
-    temporary.write_bytes(pickle.dumps(told))
+    temporary.write_bytes(pickle.dumps(outcome))
     temporary.rename(where.with_suffix(".traces"))
 
 
@@ -68,4 +68,4 @@ def _end_with_who_asked() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main([Path(each) for each in sys.argv[1:]]))
+    sys.exit(main([Path(argument) for argument in sys.argv[1:]]))

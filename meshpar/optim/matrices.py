@@ -65,7 +65,7 @@ class Matrices:
 
     def shape_of(self, place: Sequence[slice]) -> tuple[int, int]:
         """Return rows and columns of the matrix at ``place``; later dims are columns too."""
-        rows, *columns = (each.stop - each.start for each in place[self.stacked :])
+        rows, *columns = (span.stop - span.start for span in place[self.stacked :])
         return rows, math.prod(columns)
 
 

@@ -130,9 +130,9 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         matrices: list[tuple[Tensor, dict[str, Any]]] = []
         for group in self.param_groups:
-            trained = [each for each in group["params"] if each.grad is not None]
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["rule"] == "muon":
-                matrices += [(each, group) for each in trained]
+                matrices += [(parameter, group) for parameter in trained]
             else:
                 self._step_adamw(trained, group)
         if matrices:
@@ -141,13 +141,17 @@ class Muon(torch.optim.Optimizer):
 
     def _step_adamw(self, trained: Sequence[Tensor], group: dict[str, Any]) -> None:
         """Step as torch.optim.AdamW does, operation by operation, on this rank's parts."""
-        for each in trained:
-            state = self.state[each]
+        for parameter in trained:
+            state = self.state[parameter]
             if "exp_avg" not in state:
-                state["step"], state["exp_avg"], state["exp_avg_sq"] = 0, torch.zeros_like(each), torch.zeros_like(each)
+                state["step"], state["exp_avg"], state["exp_avg_sq"] = (
+                    0,
+                    torch.zeros_like(parameter),
+                    torch.zeros_like(parameter),
+                )
             state["step"] += 1
             lr, (beta1, beta2), step = float(group["lr"]), group["betas"], state["step"]
-            held, grad = local_tensor(each), local_gradient(each)
+            held, grad = local_tensor(parameter), local_gradient(parameter)
             first, second = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
             held.mul_(1 - lr * group["weight_decay"])
             first.lerp_(grad, 1 - beta1)
@@ -183,8 +187,8 @@ class Muon(torch.optim.Optimizer):
             part.add_(update.to(part.device), alpha=-rate)
 
         for work in self._plan(matrices):
-            for each in work.rounds:
-                work.owners.run(each, part_of, compute, put, work.like)
+            for one_round in work.rounds:
+                work.owners.run(one_round, part_of, compute, put, work.like)
 
     def _share(self, parameter: Tensor) -> tuple[Owners, list[Place]]:
         if id(parameter) not in self._shares:
@@ -261,9 +265,9 @@ def _sorted(
     layout = applied(module).layout or layout_for(module)
     names: dict[int, list[str]] = {}
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name, each in parameters.items():
-        if each.requires_grad:
-            names.setdefault(id(each), []).append(name)
+    for name, trained in parameters.items():
+        if trained.requires_grad:
+            names.setdefault(id(trained), []).append(name)
     used: set[str] = set()
     groups: dict[str, dict[str, Any]] = {}
     for every in names.values():

@@ -48,7 +48,7 @@ class Piece:
     def of_rank(self, rank: int) -> Place | None:
         """Return the part of the matrix that a rank holds, in the whole parameter; None: no part."""
         both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(self.place, self.held[rank])]
-        return tuple(both) if all(each.start < each.stop for each in both) else None
+        return tuple(both) if all(span.start < span.stop for span in both) else None
 
     def local_to(self, part: Place, rank: int | None) -> Place:
         """Return ``part`` as a slice of what a rank holds; None: of the matrix."""
@@ -119,24 +119,24 @@ class Owners:
         parts = [[(piece, part) for piece in owned if (part := piece.of_rank(rank))] for rank in range(self.size)]
         going = [(piece, part) for rank in range(self.size) for owner, piece, part in mine if owner == rank]
         to_owners = [sum(_count(part) for owner, _, part in mine if owner == rank) for rank in range(self.size)]
-        to_me = [sum(_count(part) for _, part in each) for each in parts]
+        to_me = [sum(_count(part) for _, part in of_rank) for of_rank in parts]
         sent = [part_of(piece, piece.local_to(part, self.rank)) for piece, part in going]
         received = self._exchange(sent, to_owners, to_me, like)
-        whole = {id(piece): like.new_empty([each.stop - each.start for each in piece.place]) for piece in owned}
-        came = [(piece, part) for each in parts for piece, part in each]
+        whole = {id(piece): like.new_empty([span.stop - span.start for span in piece.place]) for piece in owned}
+        came = [(piece, part) for of_rank in parts for piece, part in of_rank]
         for (piece, part), values in zip(came, received.split([_count(part) for _, part in came])):
             place = whole[id(piece)][piece.local_to(part, None)]
             place.copy_(values.view(place.shape))
         for piece in owned:
             found = compute(piece, whole.pop(id(piece)).view(piece.shape))
-            whole[id(piece)] = found.reshape([each.stop - each.start for each in piece.place])
+            whole[id(piece)] = found.reshape([span.stop - span.start for span in piece.place])
         back = [whole[id(piece)][piece.local_to(part, None)] for piece, part in came]
         results = self._exchange(back, to_me, to_owners, like)
         for (piece, part), values in zip(going, results.split([_count(part) for _, part in going])):
-            put(piece, piece.local_to(part, self.rank), values.view([each.stop - each.start for each in part]))
+            put(piece, piece.local_to(part, self.rank), values.view([span.stop - span.start for span in part]))
 
     def _exchange(self, parts: Sequence[Tensor], outgoing: list[int], incoming: list[int], like: Tensor) -> Tensor:
-        flat = torch.cat([each.reshape(-1) for each in parts]) if parts else like.new_empty(0)
+        flat = torch.cat([tensor.reshape(-1) for tensor in parts]) if parts else like.new_empty(0)
         if self.group is None:
             return flat
         received = like.new_empty(sum(incoming))
@@ -145,7 +145,7 @@ class Owners:
 
 
 def _count(place: Place) -> int:
-    return math.prod(each.stop - each.start for each in place)
+    return math.prod(span.stop - span.start for span in place)
 
 
 def shares(parameter: Tensor, groups: dict[tuple[int, ...], Any]) -> tuple[Owners, list[Place]]:

@@ -78,18 +78,18 @@ class SmallAdamW(torch.optim.Optimizer):
     ) -> None:
         if states not in ("8bit", "bfloat16"):
             raise MeshparError(f"SmallAdamW: states must be '8bit' or 'bfloat16', got {states!r}")
-        if not (lr >= 0 and eps > 0 and weight_decay >= 0 and all(0 <= each < 1 for each in betas)):
+        if not (lr >= 0 and eps > 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise MeshparError(
                 "SmallAdamW: expected lr >= 0, eps > 0, weight_decay >= 0 and betas from 0 to 1; got "
                 f"{lr}, {eps}, {weight_decay}, {tuple(betas)}"
             )
         module = getattr(module, "module", module) if not isinstance(module, nn.Module) else module
-        trained = [each for each in module.parameters() if each.requires_grad]
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not trained:
             raise MeshparError("no parameter of the model requires a gradient; there is nothing to train")
-        self._names = {id(each): name for name, each in module.named_parameters()}
-        wide = [each for each in trained if each.ndim > 1]
-        narrow = [each for each in trained if each.ndim < 2]
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        wide = [parameter for parameter in trained if parameter.ndim > 1]
+        narrow = [parameter for parameter in trained if parameter.ndim < 2]
         common = {"lr": lr, "betas": tuple(betas), "eps": eps, "states": states, "stochastic": stochastic, "seed": seed}
         groups = [
             {"params": params, "weight_decay": decay, **common}
@@ -111,10 +111,10 @@ class SmallAdamW(torch.optim.Optimizer):
                 loss = closure()
         codes: dict[tuple[bool, torch.device], tuple[Tensor, Tensor]] = {}
         work = [
-            _Parameter(each, group, self.state[each], self._names.get(id(each), ""), codes)
+            _Parameter(parameter, group, self.state[parameter], self._names.get(id(parameter), ""), codes)
             for group in self.param_groups
-            for each in group["params"]
-            if each.grad is not None
+            for parameter in group["params"]
+            if parameter.grad is not None
         ]
         for each in work:
             each.begin()
@@ -149,8 +149,8 @@ class _Parameter:
             last = parameter.ndim - 1
             self.cut = [
                 axis
-                for axis, each in enumerate(parameter.placements)
-                if shard_dim(each) == last and parameter.device_mesh.shape[axis] > 1
+                for axis, placement in enumerate(parameter.placements)
+                if shard_dim(placement) == last and parameter.device_mesh.shape[axis] > 1
             ]
         self.largest: list[Tensor] | None = None
 
@@ -297,10 +297,10 @@ class _Parameter:
 def _share_largest(parameters: Sequence[_Parameter]) -> None:
     """Join the largest numbers of blocks that several ranks hold parts of, one exchange for each axis."""
     by_group: dict[Any, list[Tensor]] = {}
-    for each in parameters:
-        assert isinstance(each.parameter, DTensor) and each.largest is not None
-        for axis in each.cut:
-            by_group.setdefault(each.parameter.device_mesh.get_group(axis), []).extend(each.largest)
+    for parameter in parameters:
+        assert isinstance(parameter.parameter, DTensor) and parameter.largest is not None
+        for axis in parameter.cut:
+            by_group.setdefault(parameter.parameter.device_mesh.get_group(axis), []).extend(parameter.largest)
     for group, largest in by_group.items():
         joined = torch.cat([each.reshape(-1) for each in largest])
         dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
@@ -330,7 +330,7 @@ def _tree(signed: bool) -> tuple[float, ...]:
     found = [0.0, 1.0]
     for decade in range(7):
         count = 2 ** (decade if signed else decade + 1)
-        ends = [0.1 + 0.9 * each / count for each in range(count + 1)]
+        ends = [0.1 + 0.9 * number / count for number in range(count + 1)]
         middles = [(low + high) / 2 * 10.0 ** (decade - 6) for low, high in itertools.pairwise(ends)]
-        found += middles if not signed else [sign * each for each in middles for sign in (-1, 1)]
+        found += middles if not signed else [sign * middle for middle in middles for sign in (-1, 1)]
     return tuple(sorted(found))

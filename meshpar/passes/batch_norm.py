@@ -96,7 +96,7 @@ def _set_forward(norm: Any, groups: Sequence[dist.ProcessGroup]) -> None:
         count = norm.num_batches_tracked + 1 if tracked else 1
         momentum = 1.0 / count if norm.momentum is None else norm.momentum
         if not groups:
-            updated = [each.clone() for each in running]
+            updated = [statistic.clone() for statistic in running]
             output = _native(norm, input, updated, training=True, momentum=float(momentum))
             _keep([*running, norm.num_batches_tracked], [*updated, count])
             return output
@@ -104,8 +104,8 @@ def _set_forward(norm: Any, groups: Sequence[dist.ProcessGroup]) -> None:
         if tracked:  # before anything more is saved for backward, at which a recomputation may stop
             values = (found.mean, found.squares / (found.values - 1))
             updated = [
-                each + (value.detach().to(each.dtype) - each) * momentum
-                for each, value in zip(running, values, strict=True)
+                statistic + (value.detach().to(statistic.dtype) - statistic) * momentum
+                for statistic, value in zip(running, values, strict=True)
             ]
             _keep([*running, norm.num_batches_tracked], [*updated, count])
         return _normalized(norm, input, found)
@@ -127,7 +127,10 @@ def _native(norm: Any, x: Tensor, running: list[Any], *, training: bool, momentu
     """Return torch's own batch norm of this rank's samples."""
     mean, variance = running
     # Mixed precision gathers weights in a dtype that torch's kernels do not take beside running statistics in float32.
-    weight, bias = (each if each is None or mean is None else each.to(mean.dtype) for each in (norm.weight, norm.bias))
+    weight, bias = (
+        parameter if parameter is None or mean is None else parameter.to(mean.dtype)
+        for parameter in (norm.weight, norm.bias)
+    )
     return F.batch_norm(x, mean, variance, weight, bias, training, momentum, norm.eps)
 
 

@@ -82,7 +82,10 @@ class ContextParallel(Pass):
         self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
     ) -> Iterator[str]:
         late = [
-            name for name in came for each in (*layout.attention, *layout.mixers, *self.mixers) if matches(each, name)
+            name
+            for name in came
+            for pattern in (*layout.attention, *layout.mixers, *self.mixers)
+            if matches(pattern, name)
         ]
         if mesh.axes["cp"] > 1 and late:
             yield (
@@ -91,9 +94,7 @@ class ContextParallel(Pass):
             )
 
     def positions(self, length: int, size: int, index: int) -> Tensor:
-        return torch.cat(
-            [torch.arange(each.start, each.stop) for each in runs(length, size, index, balance=self.balance)]
-        )
+        return torch.cat([torch.arange(run.start, run.stop) for run in runs(length, size, index, balance=self.balance)])
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         axis = mesh["cp"]
@@ -107,12 +108,12 @@ class ContextParallel(Pass):
             balance=self.balance,
         )
         attending = [child for pattern in layout.attention for _, child in find_modules(module, pattern)]
-        for each in (module, *attending):
-            record(each).exchange = exchange
-        for each in {
+        for child in (module, *attending):
+            record(child).exchange = exchange
+        for mixer in {
             child: None for pattern in (*layout.mixers, *self.mixers) for _, child in find_modules(module, pattern)
         }:
-            _compute_whole(each, exchange)
+            _compute_whole(mixer, exchange)
         if layout.exchange is not None:
             layout.exchange(module, exchange)
 
@@ -166,7 +167,7 @@ def _compute_whole(module: nn.Module, exchange: Exchange) -> None:
 def _hidden(values: object) -> Tensor | None:
     """Return the first hidden states (B, L, D) of a module's inputs or outputs."""
     found = (
-        each for each in tree_leaves(values) if isinstance(each, Tensor) and each.ndim == 3 and each.is_floating_point()
+        leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.ndim == 3 and leaf.is_floating_point()
     )
     return next(found, None)
 

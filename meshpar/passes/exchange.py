@@ -37,7 +37,7 @@ def runs(length: int, size: int, rank: int, *, balance: bool) -> list[range]:
     """
     if balance and length % (2 * size) == 0:
         piece = length // (2 * size)
-        return [range(each * piece, (each + 1) * piece) for each in (rank, 2 * size - 1 - rank)]
+        return [range(place * piece, (place + 1) * piece) for place in (rank, 2 * size - 1 - rank)]
     part = length // size
     return [range(rank * part, (rank + 1) * part)]
 
@@ -75,7 +75,7 @@ class Exchange:
         """Return the positions of this rank, or of another, in a whole sequence of ``length``: (``length`` /
         ``size``) int64.
         """
-        return torch.cat([torch.arange(each.start, each.stop, device=device) for each in self.runs(length, rank)])
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs(length, rank)])
 
     @contextmanager
     def unsplit(self) -> Iterator[None]:
@@ -85,8 +85,8 @@ class Exchange:
         with ExitStack() as stack:
             self.alone.append(True)
             stack.callback(self.alone.clear)
-            for each in self.as_written:
-                stack.enter_context(each())
+            for context in self.as_written:
+                stack.enter_context(context())
             yield
 
     def stacked(self, x: Tensor) -> Tensor:
@@ -150,12 +150,12 @@ class Exchange:
             )
         if groups % self.size:  # every rank needs the keys of its own heads: as many copies as make them divide
             copies = next(
-                each
-                for each in range(2, heads // groups + 1)
-                if groups * each % self.size == 0 and heads // groups % each == 0
+                factor
+                for factor in range(2, heads // groups + 1)
+                if groups * factor % self.size == 0 and heads // groups % factor == 0
             )
             k, v = _own(k, copies), _own(v, copies)
-        q, k, v = (_ToHeads.apply(each, self) for each in (q, k, v))
+        q, k, v = (_ToHeads.apply(tensor, self) for tensor in (q, k, v))
         try:
             attended = run_by_run(inner, q, k, v, mask, [range(q.shape[2])], causal=causal)
         except torch.OutOfMemoryError:
@@ -170,22 +170,22 @@ class Exchange:
     def _in_order(self, stacked: Tensor, dim: int) -> Tensor:
         """Join what the ranks hold, stacked along dim 0, along ``dim`` in the sequence's order."""
         parts = stacked.chunk(self.size, 0)
-        length = sum(each.shape[dim] for each in parts)
+        length = sum(part.shape[dim] for part in parts)
         pieces: list[tuple[int, Tensor]] = []
         for rank, part in enumerate(parts):
             begin = 0
-            for each in self.runs(length, rank):
-                pieces.append((each.start, part.narrow(dim, begin, len(each))))
-                begin += len(each)
-        return torch.cat([piece for _, piece in sorted(pieces, key=lambda each: each[0])], dim)
+            for run in self.runs(length, rank):
+                pieces.append((run.start, part.narrow(dim, begin, len(run))))
+                begin += len(run)
+        return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], dim)
 
     def _by_rank(self, whole: Tensor, dim: int) -> Tensor:
         """Stack along dim 0 what each rank holds of ``whole``."""
         length = whole.shape[dim]
         mine = [
-            [whole.narrow(dim, each.start, len(each)) for each in self.runs(length, rank)] for rank in range(self.size)
+            [whole.narrow(dim, run.start, len(run)) for run in self.runs(length, rank)] for rank in range(self.size)
         ]
-        return torch.cat([torch.cat(each, dim) for each in mine], 0)
+        return torch.cat([torch.cat(parts, dim) for parts in mine], 0)
 
 
 def run_by_run(
@@ -210,18 +210,18 @@ def run_by_run(
     runs = (
         queries
         if isinstance(mask, Tensor)
-        else [each[begin : begin + BLOCK] for each in queries for begin in range(0, len(each), BLOCK)]
+        else [query[begin : begin + BLOCK] for query in queries for begin in range(0, len(query), BLOCK)]
     )
     outputs, begin = [], 0
-    for each in runs:
-        seen = each.stop if causal else k.shape[2]
-        mine = slice(begin, begin + len(each))
+    for run in runs:
+        seen = run.stop if causal else k.shape[2]
+        mine = slice(begin, begin + len(run))
         parts = q[:, :, mine], k[:, :, :seen], v[:, :, :seen]
-        begin += len(each)
+        begin += len(run)
         if isinstance(mask, Tensor):
             outputs.append(inner(*parts, mask[:, :, mine, :seen]))
         else:
-            outputs.append(checkpoint(_with_piece, inner, *parts, mask, each, seen, use_reentrant=False))
+            outputs.append(checkpoint(_with_piece, inner, *parts, mask, run, seen, use_reentrant=False))
     return torch.cat(outputs, 2) if len(outputs) > 1 else outputs[0]
 
 
@@ -283,5 +283,5 @@ class _ToPositions(torch.autograd.Function):
 
 def _swap(x: Tensor, exchange: Exchange) -> Tensor:
     """Send the r-th part along dim 0 to rank r, and return what came, in the order of ranks."""
-    each = [x.shape[0] // exchange.size] * exchange.size
-    return _all_to_all(x.contiguous(), each, each, exchange.group)
+    rows = [x.shape[0] // exchange.size] * exchange.size
+    return _all_to_all(x.contiguous(), rows, rows, exchange.group)

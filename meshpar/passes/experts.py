@@ -95,10 +95,10 @@ class ExpertParallel(Pass):
                 "one rank; change it"
             )
         for name, child in module.named_modules():
-            for leaf, each in child.named_parameters(recurse=False, remove_duplicate=False):
-                owners.setdefault(each, []).append(f"{name}.{leaf}")
+            for leaf, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
+                owners.setdefault(parameter, []).append(f"{name}.{leaf}")
         divided, tied = self.shards(module, layout), [names for names in owners.values() if len(names) > 1]
-        for names in (each for each in tied if not divided.isdisjoint(each)):
+        for names in (group for group in tied if not divided.isdisjoint(group)):
             yield (
                 f"{' and '.join(names)} are one parameter, which ExpertParallel would divide separately for each "
                 "module; use one experts module for both layers, untie them, or use a mesh without ep"
@@ -108,7 +108,10 @@ class ExpertParallel(Pass):
             if not found:
                 yield unmatched(f"layout experts {pattern!r}", pattern, module)
             for name, child in found:
-                counts = {leaf: len(each) if each.ndim else 0 for leaf, each in child.named_parameters(recurse=False)}
+                counts = {
+                    leaf: len(parameter) if parameter.ndim else 0
+                    for leaf, parameter in child.named_parameters(recurse=False)
+                }
                 if isinstance(child, nn.ModuleList):
                     yield (
                         f"{name} is a list of {len(child)} modules, expected one module with their parameters "
@@ -137,7 +140,7 @@ class ExpertParallel(Pass):
     def late_problems(
         self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
     ) -> Iterator[str]:
-        late = [name for name in came for each in layout.experts if covers(each, name)]
+        late = [name for name in came for pattern in layout.experts if covers(pattern, name)]
         if mesh.axes["ep"] > 1 and late:
             yield (
                 f"{late[0]} holds experts, which ExpertParallel divides in plan.apply alone; put it into the model "
@@ -178,12 +181,15 @@ def _is_in_order(name: str, layout: ModelLayout) -> bool:
 def _undivided_problems(name: str, module: nn.Module, count: int, in_order: bool) -> Iterator[str]:
     """Yield what a module of ``count`` experts has beside its own parameters that a rank would have to divide, too."""
     remedy = "make it a parameter of the module's own, or use a mesh without ep"
-    kept = [*module.named_buffers(), *((leaf, each) for leaf, each in module.named_parameters() if "." in leaf)]
-    for leaf, each in kept:
-        if each.ndim and len(each) == count:
-            kind = "parameter of a child module" if isinstance(each, nn.Parameter) else "buffer"
+    kept = [
+        *module.named_buffers(),
+        *((leaf, parameter) for leaf, parameter in module.named_parameters() if "." in leaf),
+    ]
+    for leaf, tensor in kept:
+        if tensor.ndim and len(tensor) == count:
+            kind = "parameter of a child module" if isinstance(tensor, nn.Parameter) else "buffer"
             yield (
-                f"{name}.{leaf} {tuple(each.shape)} is a {kind} whose first dim counts experts, and it would stay "
+                f"{name}.{leaf} {tuple(tensor.shape)} is a {kind} whose first dim counts experts, and it would stay "
                 f"whole; {remedy}"
             )
     if len(numbers := _numbers(module, count)) > 1:
@@ -193,7 +199,7 @@ def _undivided_problems(name: str, module: nn.Module, count: int, in_order: bool
         )
     given = list(inspect.signature(module.forward).parameters.values())
     if (len(given) not in (1, 2) if in_order else len(given) < 3) or any(
-        each.kind == each.VAR_POSITIONAL for each in given
+        argument.kind == argument.VAR_POSITIONAL for argument in given
     ):
         got, want = ", ".join(map(str, given)), _IN_ORDER if in_order else INTERFACE
         remedy = "take it out of ModelLayout.experts, or use a mesh without ep"
@@ -223,7 +229,7 @@ def _kind(module: nn.Module, place: int) -> Any:
         }
         numbers = {key: value for key, value in plain.items() if type(value) is int}
         settings |= {key: None if value == place and _PLACES.search(key) else value for key, value in numbers.items()}
-        shapes = tuple((leaf, tuple(each.shape)) for leaf, each in child.named_parameters(recurse=False))
+        shapes = tuple((leaf, tuple(parameter.shape)) for leaf, parameter in child.named_parameters(recurse=False))
         forward = getattr(child.forward, "__func__", child.forward)
         facts.append((inner, type(child), forward, shapes, tuple(sorted(settings.items(), key=str))))
     return tuple(facts)
@@ -284,15 +290,15 @@ class _InOrder(_Chosen):
         sizes = self.record.routing.sizes(chosen[:, 0], held)
         given, places = rows[order], torch.arange(len(rows), device=rows.device)
         if self.dense:  # as many rows for each as for the one with most
-            places = torch.cat([places[:size] + each * max(sizes) for each, size in enumerate(sizes)])
+            places = torch.cat([places[:size] + number * max(sizes) for number, size in enumerate(sizes)])
             given = rows.new_zeros(held * max(sizes), rows.shape[-1]).index_copy(0, places, given)
         came = list(bound.arguments.values())[-1]
-        told = (
+        counts = (
             torch.tensor(sizes, dtype=came.dtype, device=came.device)
             if isinstance(came, Tensor) and not self.dense
             else sizes
         )
-        bound.arguments.update(zip(list(bound.arguments), (given, told)))
+        bound.arguments.update(zip(list(bound.arguments), (given, counts)))
         output = self.called(bound, own, given)[places]
         return (
             output[torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))] * weights
@@ -333,9 +339,9 @@ def _install(call: _Chosen, group: Any, *, tried: bool) -> None:
     @eager
     def forward(*args: Any, **kwargs: Any) -> Any:
         own = {
-            leaf: local(each) if isinstance(each, DTensor) else each
-            for leaf, each in module._parameters.items()
-            if each is not None
+            leaf: local(parameter) if isinstance(parameter, DTensor) else parameter
+            for leaf, parameter in module._parameters.items()
+            if parameter is not None
         }
         if len(next(iter(own.values()))) == call.count:  # all of them, in a test against the unsplit module
             return with_own(module, own, lambda: call.inner(*args, **kwargs))
@@ -344,7 +350,7 @@ def _install(call: _Chosen, group: Any, *, tried: bool) -> None:
         for training in sorted(untried & {False, module.training}):
             untried.discard(training)
             _try(call, bound, own, hidden, weights.dtype, chosen.shape[-1], group, training=training)
-        own = {leaf: Mean.apply(each, group.size()) for leaf, each in own.items()}
+        own = {leaf: Mean.apply(parameter, group.size()) for leaf, parameter in own.items()}
         return _by_all_ranks(partial(call.compute, bound, own), call, call.count, group)(hidden, chosen, weights)
 
     set_forward(module, forward, reads_parameters=True)
@@ -356,13 +362,13 @@ def _inputs(name: str, module: nn.Module, given: Mapping[str, Any]) -> tuple[str
     Raises:
         ParallelError: a call of another interface; on all ranks alike, as they run the same code.
     """
-    tensors = {key: each for key, each in given.items() if isinstance(each, Tensor)}
-    floats = [key for key, each in tensors.items() if each.is_floating_point()]
-    numbers = [key for key, each in tensors.items() if not each.is_floating_point() and each.dtype != torch.bool]
+    tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+    floats = [key for key, tensor in tensors.items() if tensor.is_floating_point()]
+    numbers = [key for key, tensor in tensors.items() if not tensor.is_floating_point() and tensor.dtype != torch.bool]
     if len(tensors) == 3 and len(floats) == 2 and len(numbers) == 1 and floats[0] == next(iter(given)):
         return floats[0], numbers[0], floats[1]
     got = ", ".join(
-        f"{key} {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for key, each in tensors.items()
+        f"{key} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for key, tensor in tensors.items()
     )
     raise ParallelError(
         f"{name} ({class_name(module)}) got the tensors ({got}), expected {INTERFACE} and no other tensor, which "
@@ -394,7 +400,10 @@ def _try(
     """
     size, rank, device = group.size(), group.rank(), like.device
     # Each run replaces the tensors, which may be of a long context.
-    given = {key: each.new_empty(0) if isinstance(each, Tensor) else each for key, each in bound.arguments.items()}
+    given = {
+        key: argument.new_empty(0) if isinstance(argument, Tensor) else argument
+        for key, argument in bound.arguments.items()
+    }
     bound = inspect.BoundArguments(bound.signature, OrderedDict(given))
     widened = not runtime.queues(device)
     noise = partial(_noise, device, widened)
@@ -431,8 +440,8 @@ def _try(
                 _with_gradients(partial(call.compute, bound, every), hidden, chosen, weights)
                 for _ in range(1 + training)
             )
-            random = any(not torch.equal(one, other) for each in again for one, other in zip(want, each))
-            endless = not all(bool(each.isfinite().all()) for each in want)
+            random = any(not torch.equal(one, other) for outputs in again for one, other in zip(want, outputs))
+            endless = not all(bool(tensor.isfinite().all()) for tensor in want)
             random, endless = gather_values(torch.tensor([[random, endless]], device=device), group).any(0).tolist()
             if endless:
                 log.warning(
@@ -454,7 +463,7 @@ def _try(
     worst = float(gather_values(off.max().nan_to_num(torch.inf, torch.inf)[None], group).max())
     narrow = not widened and (
         torch.is_autocast_enabled(device.type)
-        or any(torch.finfo(each.dtype).bits < 32 for each in (hidden, weights, *mine.values()))
+        or any(torch.finfo(tensor.dtype).bits < 32 for tensor in (hidden, weights, *mine.values()))
     )
     if worst > (HALF_TOLERANCE if narrow else TOLERANCE):
         raise ParallelError(
@@ -496,7 +505,8 @@ def _by_itself(
     hooks of FSDP2.
     """
     kept = [
-        (each, each.training, dict(each._buffers), dict(each._parameters), _hooks(each)) for each in module.modules()
+        (child, child.training, dict(child._buffers), dict(child._parameters), _hooks(child))
+        for child in module.modules()
     ]
     # Hooks of its own keep what is saved here out of a recomputation's.
     alone = (
@@ -510,25 +520,25 @@ def _by_itself(
         for one in alone:
             stack.enter_context(one)  # type: ignore[arg-type]
         try:
-            for place, (each, _, buffers, parameters, _) in enumerate(kept):
-                each.training = training
-                each._buffers.update(
+            for place, (child, _, buffers, parameters, _) in enumerate(kept):
+                child.training = training
+                child._buffers.update(
                     {name: None if value is None else _copied(value) for name, value in buffers.items()}
                 )
-                if each is not module:
+                if child is not module:
                     drawn = {
                         name: None if value is None else noise(place, value.shape, value.dtype)
                         for name, value in parameters.items()
                     }
-                    each._parameters.update(drawn)  # type: ignore[arg-type]
-                    each.__dict__.update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict())
+                    child._parameters.update(drawn)  # type: ignore[arg-type]
+                    child.__dict__.update(_forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict())
             yield
         finally:
-            for each, was, buffers, parameters, hooks in kept:
-                each.training = was
-                each._buffers.update(buffers)
-                each._parameters.update(parameters)
-                each.__dict__.update(hooks)
+            for child, was, buffers, parameters, hooks in kept:
+                child.training = was
+                child._buffers.update(buffers)
+                child._parameters.update(parameters)
+                child.__dict__.update(hooks)
 
 
 def _hooks(module: nn.Module) -> dict[str, Any]:
@@ -551,11 +561,11 @@ def _with_gradients(compute: Inner, hidden: Tensor, chosen: Tensor, weights: Ten
     """Return what is computed, and its gradients where noise comes from above, in float64; a gradient that there is
     not is zero.
     """
-    leaves = [each.detach().clone().requires_grad_() for each in (hidden, weights)]
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weights)]
     output = compute(leaves[0], chosen, leaves[1])
     up = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)
     grads = torch.autograd.grad(output, leaves, up, allow_unused=True) if output.requires_grad else (None, None)
     return [
         output.detach().double(),
-        *((torch.zeros_like(each) if grad is None else grad).double() for each, grad in zip(leaves, grads)),
+        *((torch.zeros_like(leaf) if grad is None else grad).double() for leaf, grad in zip(leaves, grads)),
     ]

@@ -139,8 +139,8 @@ def _product(recipe: str, emulate: bool) -> Any:
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     with torch.device("meta"):
         settings, padded = (
-            Float8Linear(_MULTIPLE, _MULTIPLE, bias=False, config=replace(config, pad_inner_dim=each)).linear_mm_config
-            for each in (False, True)
+            Float8Linear(_MULTIPLE, _MULTIPLE, bias=False, config=replace(config, pad_inner_dim=pads)).linear_mm_config
+            for pads in (False, True)
         )
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -116,17 +116,17 @@ def in_place_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
 def in_its_own_place(module: nn.Module) -> Iterator[None]:
     """Undo :func:`in_place_of` in ``module`` and what is in it for a while."""
     aside = [
-        (each, each.__dict__["forward"], known.aside[0])
-        for each in module.modules()
-        if (known := installed(each)) and known.aside
+        (child, child.__dict__["forward"], known.aside[0])
+        for child in module.modules()
+        if (known := installed(child)) and known.aside
     ]
-    for each, _, own in aside:
-        _put(each, own)
+    for child, _, own in aside:
+        _put(child, own)
     try:
         yield
     finally:
-        for each, forward, _ in aside:
-            _put(each, forward)
+        for child, forward, _ in aside:
+            _put(child, forward)
 
 
 def _put(module: Any, forward: Callable[..., Any] | None) -> None:
@@ -140,21 +140,21 @@ def as_written(module: nn.Module) -> Iterator[None]:
     """Let ``module`` and what is in it compute as their authors wrote them for a while, with whatever parameters
     they hold then.
     """
-    changed = [(each, known) for each in module.modules() if (known := installed(each)) is not None]
-    now = [{name: each.__dict__[name] for name in known.attributes} for each, known in changed]
-    forwards = [each.__dict__.pop("forward", None) for each, _ in changed]
+    changed = [(child, known) for child in module.modules() if (known := installed(child)) is not None]
+    now = [{name: child.__dict__[name] for name in known.attributes} for child, known in changed]
+    forwards = [child.__dict__.pop("forward", None) for child, _ in changed]
     try:
-        for each, known in changed:
-            each.__dict__.update(known.attributes)
+        for child, known in changed:
+            child.__dict__.update(known.attributes)
             if known.before is not None:
-                each.forward = known.before  # type: ignore[method-assign]
+                child.forward = known.before  # type: ignore[method-assign]
         yield
     finally:
-        for (each, _), forward, attributes in zip(changed, forwards, now):
-            each.__dict__.update(attributes)
-            each.__dict__.pop("forward", None)
+        for (child, _), forward, attributes in zip(changed, forwards, now):
+            child.__dict__.update(attributes)
+            child.__dict__.pop("forward", None)
             if forward is not None:
-                each.forward = forward
+                child.forward = forward
 
 
 def before_plan(module: nn.Module, placed: Container[nn.Module]) -> nn.Module:
@@ -173,25 +173,25 @@ def before_plan(module: nn.Module, placed: Container[nn.Module]) -> nn.Module:
         like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         return parameters.setdefault(id(parameter), nn.Parameter(like, requires_grad=parameter.requires_grad))
 
-    def written(each: nn.Module) -> nn.Module:
-        if each in modules:
-            return modules[each]
-        known, kind = installed(each), next(kind for kind in type(each).__mro__ if not issubclass(kind, FSDPModule))
+    def written(child: nn.Module) -> nn.Module:
+        if child in modules:
+            return modules[child]
+        known, kind = installed(child), next(kind for kind in type(child).__mro__ if not issubclass(kind, FSDPModule))
         made: Any = object.__new__(kind)
-        modules[each] = made
-        made.__dict__.update(each.__dict__)
-        if each in placed:
+        modules[child] = made
+        made.__dict__.update(child.__dict__)
+        if child in placed:
             made.__dict__.update(
-                {name: OrderedDict() for name, value in vars(each).items() if name.endswith("_hooks") and value}
+                {name: OrderedDict() for name, value in vars(child).items() if name.endswith("_hooks") and value}
             )
             for name in ("_call_impl", "_compiled_call_impl", "_meshpar"):
                 made.__dict__.pop(name, None)
             made.__dict__.update({} if known is None else known.attributes)
-            _put(made, own_forward(each))
-        made.__dict__["_parameters"] = {name: whole(value) for name, value in each._parameters.items()}
+            _put(made, own_forward(child))
+        made.__dict__["_parameters"] = {name: whole(value) for name, value in child._parameters.items()}
         made.__dict__["_modules"] = {
-            name: None if value is None else written(value) for name, value in each._modules.items()
+            name: None if value is None else written(value) for name, value in child._modules.items()
         }
-        return modules[each]
+        return modules[child]
 
     return written(module)

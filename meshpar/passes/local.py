@@ -145,9 +145,9 @@ def keep_unpacked(module: nn.Module) -> None:
     On CUDA, ``flatten_parameters`` moves them side by side into memory of its own, where no later gather would write
     them.
     """
-    for each in module.modules():
-        if isinstance(each, nn.RNNBase):
-            each.flatten_parameters = _leave  # type: ignore[method-assign]
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase):
+            child.flatten_parameters = _leave  # type: ignore[method-assign]
 
 
 def _leave() -> None:
@@ -222,21 +222,21 @@ def see_whole(module: nn.Module, blocks: set[nn.Module], styled: set[nn.Module])
     any code inside may use, and the outermost module for what is in no block: a recomputation must do what the forward
     did. A module that is called alone does so for itself, and without a styled one in it for its children.
     """
-    in_blocks = {each for block in blocks if block is not module for each in block.modules()}
+    in_blocks = {child for block in blocks if block is not module for child in block.modules()}
     for child in module.modules():
         if child is module or child in blocks:
-            inside = [each for each in child.modules() if child in blocks or each not in in_blocks]
+            inside = [inner for inner in child.modules() if child in blocks or inner not in in_blocks]
         elif _reads(child) or not any(True for _ in child.parameters(recurse=False)):
             continue
         else:
             inside = (
                 [child]
-                if any(each in styled for each in child.modules() if each is not child)
+                if any(inner in styled for inner in child.modules() if inner is not child)
                 else list(child.modules())
             )
         see_plain(
             child,
-            [each for each in inside if any(True for _ in each.parameters(recurse=False)) and not _reads(each)],
+            [inner for inner in inside if any(True for _ in inner.parameters(recurse=False)) and not _reads(inner)],
             "tensor axis",
         )
 
@@ -260,9 +260,9 @@ def see_plain(module: nn.Module, inside: list[nn.Module], over: str) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kept = [
-            (each._parameters, name, value)
-            for each in inside
-            for name, value in each._parameters.items()
+            (child._parameters, name, value)
+            for child in inside
+            for name, value in child._parameters.items()
             if is_whole(value)
         ]
         seen: list[tuple[str, Any, int, int]] = []
@@ -322,7 +322,7 @@ def is_whole(parameter: Any) -> bool:
     """
     return (
         isinstance(parameter, DTensor)
-        and all(each.is_replicate() for each in parameter.placements)
+        and all(placement.is_replicate() for placement in parameter.placements)
         and not is_shard(parameter)
     )
 
@@ -352,13 +352,16 @@ def sum_gradients(name: str, module: nn.Module, context: Context) -> None:
 def kept_whole(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Parameter]:
     """Return the parameters, by their first name, that FSDP2 does not manage: ``patterns``, scalars and empty ones."""
     named = module.named_parameters(remove_duplicate=False)
-    known = ((name, each) for name, each in named if not is_lazy(each) and not is_shard(each))
+    known = ((name, parameter) for name, parameter in named if not is_lazy(parameter) and not is_shard(parameter))
     chosen = {
-        id(each)
-        for name, each in known
-        if not each.ndim or not each.numel() or is_kept(each) or any(covers(pattern, name) for pattern in patterns)
+        id(parameter)
+        for name, parameter in known
+        if not parameter.ndim
+        or not parameter.numel()
+        or is_kept(parameter)
+        or any(covers(pattern, name) for pattern in patterns)
     }
-    return {name: each for name, each in module.named_parameters() if id(each) in chosen}
+    return {name: parameter for name, parameter in module.named_parameters() if id(parameter) in chosen}
 
 
 def is_kept(parameter: nn.Parameter) -> bool:
@@ -386,7 +389,9 @@ class WholeParameters:
         """Take the parameters that have these names, tied ones once; those that were taken stay the same."""
         module, self._names = self._module, tuple(names)
         taken = {name: module.get_parameter(name) for name in names}
-        placed = {id(each): each if is_kept(each) else self._placed(each) for each in taken.values()}
+        placed = {
+            id(parameter): parameter if is_kept(parameter) else self._placed(parameter) for parameter in taken.values()
+        }
         holders = []
         for child in module.modules():
             held = [name for name, value in child._parameters.items() if id(value) in placed]
@@ -397,7 +402,7 @@ class WholeParameters:
         # Code of any module around may read them, and a block may be called, or recomputed, alone.
         for child in module.modules():
             within = set(child.modules())
-            if is_called(child) and (inside := [each for each in holders if each in within]):
+            if is_called(child) and (inside := [holder for holder in holders if holder in within]):
                 see_plain(child, inside, "data ranks")
 
     def _placed(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -420,8 +425,8 @@ class WholeParameters:
     def versions(self) -> dict[str, tuple[int, int]]:
         """Return by name numbers that change when somebody writes a parameter or gives it other memory."""
         parameters: dict[str, Any] = {name: self._module.get_parameter(name) for name in self._names}
-        held = {name: each._local_tensor for name, each in parameters.items()}
-        return {name: (each._version, each.untyped_storage()._cdata) for name, each in held.items()}
+        held = {name: parameter._local_tensor for name, parameter in parameters.items()}
+        return {name: (tensor._version, tensor.untyped_storage()._cdata) for name, tensor in held.items()}
 
     @torch.no_grad()
     def reduce(self) -> list[nn.Parameter]:
@@ -430,19 +435,21 @@ class WholeParameters:
 
         Collective over the axes.
         """
-        trained: list[Any] = [each for name in self._names if (each := self._module.get_parameter(name)).requires_grad]
+        trained: list[Any] = [
+            parameter for name in self._names if (parameter := self._module.get_parameter(name)).requires_grad
+        ]
         if not trained:
             return []
-        missing = [each for each in trained if each.grad is None]
-        for each in missing:
-            each.grad = torch.zeros_like(each)
-        grads = [local_tensor(each.grad) for each in trained]
+        missing = [weight for weight in trained if weight.grad is None]
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
+        grads = [local_tensor(weight.grad) for weight in trained]
         flat = torch.cat([grad.reshape(-1).to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads])
         count = 1
         for axis in self._axes:
             dist.all_reduce(flat, group=self._mesh.get_group(axis))
             count *= self._mesh[axis].size()
         flat /= count
-        for grad, part in zip(grads, flat.split([each.numel() for each in grads])):
+        for grad, part in zip(grads, flat.split([gradient.numel() for gradient in grads])):
             grad.copy_(part.view_as(grad))
         return missing

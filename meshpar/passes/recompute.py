@@ -105,7 +105,7 @@ class ActivationCheckpoint(Pass):
                 contexts, inside = list(common), set(block.modules())
                 if not inside.isdisjoint(applied(module).divided):
                     contexts.append(read_once)
-                if any(isinstance(each, _BatchNorm) for each in inside):
+                if any(isinstance(child, _BatchNorm) for child in inside):
                     contexts.append(_counted_once)
                 _torch.checkpoint(block, preserve_rng_state=True, context_fn=partial(_together, contexts))
 
@@ -129,8 +129,8 @@ class _All:
     @_torch.eager
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            for each in self._contexts:
-                stack.enter_context(each)
+            for context in self._contexts:
+                stack.enter_context(context)
             self._entered.append(stack.pop_all())
 
     @_torch.eager

@@ -91,7 +91,7 @@ def by_experts(
     if joined is not None:  # one exchange instead of two
         rows, scales = _Exchange.apply(joined, received, sent, group).split([x.shape[1], 1], 1)
     else:
-        rows, scales = (_Exchange.apply(each, received, sent, group) for each in (rows, scales))
+        rows, scales = (_Exchange.apply(tensor, received, sent, group) for tensor in (rows, scales))
     arrived = len(rows)
     # one row, so that the same modules run and the same collectives follow in backward; no zeros, which may divide
     # something
@@ -148,7 +148,7 @@ def _routed(
     """
     sent, received, outside = routing.exchanged(counts, len(expert), group.rank())
     if any(outside):
-        ranks = ", ".join(str(rank) for rank, each in enumerate(outside) if each)
+        ranks = ", ".join(str(rank) for rank, beyond in enumerate(outside) if beyond)
         raise ParallelError(
             f"{sum(outside)} chosen experts of rank(s) {ranks} of ep are no experts, expected numbers from 0 to "
             f"{count - 1}; choose expert 0 with weight 0 for a slot that is dropped, or use a mesh without ep"

@@ -95,10 +95,10 @@ class Precision:
         """Take out the parameters that every rank of ``axes`` keeps whole, and return them as FSDP2 is to ignore
         them.
         """
-        for each in module.parameters():
-            held: Any = each._local_tensor if isinstance(each, DTensor) else each
+        for parameter in module.parameters():
+            held: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
             if (
-                not held.is_contiguous() and 0 not in held.stride() and not _torch.is_shard(each)
+                not held.is_contiguous() and 0 not in held.stride() and not _torch.is_shard(parameter)
             ):  # which FSDP2 cannot split
                 held.data = held.data.contiguous()
         names, record = list(kept_whole(module, self.whole)), applied(module)
@@ -122,7 +122,9 @@ class Precision:
             if value is not None and value not in FLOATS:
                 yield f"{owner}({field}={value}) is not a floating dtype; use one of {', '.join(map(str, FLOATS))}"
         integers = [
-            name for name, each in module.named_parameters() if not each.is_floating_point() and _torch.BEFORE_2_13
+            name
+            for name, parameter in module.named_parameters()
+            if not parameter.is_floating_point() and _torch.BEFORE_2_13
         ]
         if left := [name for name in integers if not any(covers(pattern, name) for pattern in self.whole)]:
             yield (
@@ -158,7 +160,7 @@ class _Sharding(Precision):
         yield from self.common_problems(module, layout, self.min_params)
         keep = self.reshard_after_forward
         if not isinstance(keep, bool) and not (1 < keep < shards and shards % keep == 0):
-            fits = [each for each in divisors(shards) if each < shards]
+            fits = [divisor for divisor in divisors(shards) if divisor < shards]
             would = fits or "no number"
             yield (
                 f"{owner}(reshard_after_forward={keep}) must be a divisor of dp_shard={shards}, between 1 and "
@@ -176,8 +178,10 @@ class _Sharding(Precision):
                 yield unmatched(f"layout.fp32 pattern {pattern!r}", pattern, module)
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
-        kept = {id(each) for each in kept_whole(module, self.whole).values()}
-        return {name for name, each in module.named_parameters(remove_duplicate=False) if id(each) not in kept}
+        kept = {id(parameter) for parameter in kept_whole(module, self.whole).values()}
+        return {
+            name for name, parameter in module.named_parameters(remove_duplicate=False) if id(parameter) not in kept
+        }
 
     def shard(
         self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, axes: tuple[str, ...], held_on: DeviceMesh

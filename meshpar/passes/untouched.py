@@ -112,37 +112,39 @@ class _Reached:
     def look(self, roots: Iterable[object]) -> None:
         stack = list(roots)
         while stack:
-            each = stack.pop()
-            if isinstance(each, _PLAIN) or id(each) in self._seen:
+            value = stack.pop()
+            if isinstance(value, _PLAIN) or id(value) in self._seen:
                 continue
-            self._seen[id(each)] = each
+            self._seen[id(value)] = value
             if len(self._seen) > MOST:
                 raise CannotKeep(f"it reaches more than {MOST} objects")
-            if any(_package(base) in _SHARED for base in type(each).__mro__):
-                raise CannotKeep(f"it reaches a {type(each).__name__}, which other threads or processes may use")
-            stack += self._inside(each)
+            if any(_package(base) in _SHARED for base in type(value).__mro__):
+                raise CannotKeep(f"it reaches a {type(value).__name__}, which other threads or processes may use")
+            stack += self._inside(value)
 
     def fixed(self, values: Iterable[Any]) -> list[Any]:
         """Remember tensors and arrays that stand where nothing can be put in their place, and return the values."""
         held = list(values)
-        for each in held:
-            if isinstance(each, tuple | frozenset):
-                self.fixed(each)
-            elif isinstance(each, Tensor) and not isinstance(each, nn.Parameter):
-                if each.grad_fn is not None and not each.is_meta:
+        for value in held:
+            if isinstance(value, tuple | frozenset):
+                self.fixed(value)
+            elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                if value.grad_fn is not None and not value.is_meta:
                     # The graph of what is written in place would stay; detached, it is another tensor.
                     raise CannotKeep("it reaches a tensor of autograd's graph where no copy can take its place")
-                self._fixed[id(each)] = each
-            elif _is_numpy(each):
-                self._fixed[id(each)] = each
-            elif isinstance(each, torch.Generator | random.Random | bytearray | array.array) or _is_numpy_random(each):
-                raise CannotKeep(f"it reaches a {type(each).__name__} where no copy can take its place")
+                self._fixed[id(value)] = value
+            elif _is_numpy(value):
+                self._fixed[id(value)] = value
+            elif isinstance(value, torch.Generator | random.Random | bytearray | array.array) or _is_numpy_random(
+                value
+            ):
+                raise CannotKeep(f"it reaches a {type(value).__name__} where no copy can take its place")
         return held
 
     def replace(self) -> None:
         """Put copies in the places of what code may change in place; keep the values of what must stay where it is."""
-        for each in self._fixed.values():
-            self._values.enter_context(_same_values(each))
+        for container in self._fixed.values():
+            self._values.enter_context(_same_values(container))
         new = [
             (write, [(key, self._copied(value)) for key, value in items], items)
             for _, write, items, swaps in self._holders
@@ -166,64 +168,64 @@ class _Reached:
     def _hold(self, read: Callable[[], _Items], write: Callable[[_Items], None], *, swaps: bool = True) -> list[Any]:
         items = read()
         self._holders.append((read, write, items, swaps))
-        keys, values = ([each[place] for each in items] for place in (0, 1))
+        keys, values = ([value[place] for value in items] for place in (0, 1))
         return [*self.fixed(keys), *(values if swaps else self.fixed(values))]
 
-    def _inside(self, each: Any) -> list[Any]:
-        """Return what ``each`` holds; remember it where it can change."""
-        if isinstance(each, Tensor):
-            self._tensor(each)
-            own = getattr(each, "__dict__", None)
+    def _inside(self, value: Any) -> list[Any]:
+        """Return what ``value`` holds; remember it where it can change."""
+        if isinstance(value, Tensor):
+            self._tensor(value)
+            own = getattr(value, "__dict__", None)
             return self._hold(*_of_dict(own)) if own else []
-        if isinstance(each, list | deque | dict | set) and len(each) > MOST:
-            raise CannotKeep(f"it reaches a {type(each).__name__} of more than {MOST} items")
+        if isinstance(value, list | deque | dict | set) and len(value) > MOST:
+            raise CannotKeep(f"it reaches a {type(value).__name__} of more than {MOST} items")
         if (
-            hasattr(type(each), "__next__")
-            and not _steps_in_python(type(each))
-            and type(each).__name__ not in _ITERATORS
+            hasattr(type(value), "__next__")
+            and not _steps_in_python(type(value))
+            and type(value).__name__ not in _ITERATORS
         ):
-            raise CannotKeep(f"it reaches an iterator ({type(each).__name__}), which cannot be put back")
-        if isinstance(each, weakref.ref):
-            return self.fixed([each()])
-        if _is_numpy(each) or isinstance(each, bytearray | array.array):
-            self._count(int(getattr(each, "size", 1)) if _is_numpy(each) else len(each))
+            raise CannotKeep(f"it reaches an iterator ({type(value).__name__}), which cannot be put back")
+        if isinstance(value, weakref.ref):
+            return self.fixed([value()])
+        if _is_numpy(value) or isinstance(value, bytearray | array.array):
+            self._count(int(getattr(value, "size", 1)) if _is_numpy(value) else len(value))
             return []
-        if isinstance(each, FunctionType):
-            return self._function(each)
-        if isinstance(each, MethodType):
-            return self.fixed([each.__self__, each.__func__])
-        if isinstance(each, functools.partial):
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, MethodType):
+            return self.fixed([value.__self__, value.__func__])
+        if isinstance(value, functools.partial):
             return [
-                *self.fixed([each.func, *each.args]),
-                *self._hold(*_of_dict(each.keywords)),
-                *self._hold(*_of_dict(vars(each))),
+                *self.fixed([value.func, *value.args]),
+                *self._hold(*_of_dict(value.keywords)),
+                *self._hold(*_of_dict(vars(value))),
             ]
-        if isinstance(each, staticmethod | classmethod | _LRU):
-            return [getattr(each, "__wrapped__")]  # noqa: B009  pyright does not know it
-        if isinstance(each, property):
-            return [each.fget, each.fset]
-        if isinstance(each, type):
-            closed = _package(each) in sys.stdlib_module_names | _CLOSED
-            return [*each.__bases__, *([] if closed else self._hold(*_of_class(each)))]
-        return [*self._container(each), *self._attributes(each)]
+        if isinstance(value, staticmethod | classmethod | _LRU):
+            return [getattr(value, "__wrapped__")]  # noqa: B009  pyright does not know it
+        if isinstance(value, property):
+            return [value.fget, value.fset]
+        if isinstance(value, type):
+            closed = _package(value) in sys.stdlib_module_names | _CLOSED
+            return [*value.__bases__, *([] if closed else self._hold(*_of_class(value)))]
+        return [*self._container(value), *self._attributes(value)]
 
-    def _container(self, each: Any) -> list[Any]:
-        if isinstance(each, dict):
-            return self._hold(*_of_dict(each))
-        if isinstance(each, list):
-            return self._hold(*_of_values(each, list.clear, list.extend))
-        if isinstance(each, deque):
-            return self._hold(*_of_values(each, deque.clear, deque.extend))
-        if isinstance(each, set):
-            return self._hold(*_of_values(each, set.clear, set.update), swaps=False)
-        if isinstance(each, frozenset):
-            return self.fixed(each)
-        return list(each) if isinstance(each, tuple) else []
+    def _container(self, container: Any) -> list[Any]:
+        if isinstance(container, dict):
+            return self._hold(*_of_dict(container))
+        if isinstance(container, list):
+            return self._hold(*_of_values(container, list.clear, list.extend))
+        if isinstance(container, deque):
+            return self._hold(*_of_values(container, deque.clear, deque.extend))
+        if isinstance(container, set):
+            return self._hold(*_of_values(container, set.clear, set.update), swaps=False)
+        if isinstance(container, frozenset):
+            return self.fixed(container)
+        return list(container) if isinstance(container, tuple) else []
 
-    def _attributes(self, each: Any) -> list[Any]:
-        kind = type(each)
-        if isinstance(each, nn.Module):
-            held = vars(each)
+    def _attributes(self, value: Any) -> list[Any]:
+        kind = type(value)
+        if isinstance(value, nn.Module):
+            held = vars(value)
             self._seen[id(held["_parameters"])] = held["_parameters"]
             known = held.get("_meshpar")
             forwards = [getattr(known, name, None) for name in ("before", "forward")]
@@ -232,27 +234,27 @@ class _Reached:
             return [kind, *inside, *held["_parameters"].values(), *forwards]
         if _package(kind) in _CLOSED:
             return []
-        own = getattr(each, "__dict__", None)
+        own = getattr(value, "__dict__", None)
         inside = self._hold(*_of_dict(own)) if isinstance(own, dict) else []
         slots = [name for base in kind.__mro__ for name in _names(vars(base).get("__slots__", ()))]
         if slots and _package(kind) not in sys.stdlib_module_names:
-            inside += self._hold(*_of_slots(each, slots))
+            inside += self._hold(*_of_slots(value, slots))
         _refuse_locks(kind, inside)
         return [kind, *inside]
 
-    def _function(self, each: FunctionType) -> list[Any]:
-        cells = each.__closure__ or ()
-        if _package(each) in _CLOSED:  # a wrapper of ours or torch's: what it wraps is the user's
+    def _function(self, function: FunctionType) -> list[Any]:
+        cells = function.__closure__ or ()
+        if _package(function) in _CLOSED:  # a wrapper of ours or torch's: what it wraps is the user's
             inside = [value for cell in cells for value in _contents(cell)]
-            return [each.__dict__.get("__wrapped__"), *(value for value in inside if isinstance(value, _CALLABLE))]
-        inside = [*self.fixed(each.__defaults__ or ()), *self._hold(*_of_dict(each.__dict__))]
-        inside += [] if each.__kwdefaults__ is None else self._hold(*_of_dict(each.__kwdefaults__))
+            return [function.__dict__.get("__wrapped__"), *(value for value in inside if isinstance(value, _CALLABLE))]
+        inside = [*self.fixed(function.__defaults__ or ()), *self._hold(*_of_dict(function.__dict__))]
+        inside += [] if function.__kwdefaults__ is None else self._hold(*_of_dict(function.__kwdefaults__))
         for cell in cells:
             inside += self._hold(*_of_cell(cell))
-        if _package(each) in sys.stdlib_module_names:
+        if _package(function) in sys.stdlib_module_names:
             return inside
-        names = set(_named(each.__code__))
-        inside += self._hold(*_of_names(each.__globals__, set(_globals(each.__code__))))
+        names = set(_named(function.__code__))
+        inside += self._hold(*_of_names(function.__globals__, set(_globals(function.__code__))))
         for value in list(inside):
             if (
                 isinstance(value, ModuleType)
@@ -261,13 +263,13 @@ class _Reached:
                 inside += self._hold(*_of_names(vars(value), names))
         return inside
 
-    def _tensor(self, each: Tensor) -> None:
-        if not runtime.on_host(each.device):
-            self.devices.add(each.device)
-        if each.is_leaf and each.requires_grad:
-            self._leaves.append((each, each.grad))
-        if not isinstance(each, nn.Parameter):
-            self._count(each.numel())
+    def _tensor(self, tensor: Tensor) -> None:
+        if not runtime.on_host(tensor.device):
+            self.devices.add(tensor.device)
+        if tensor.is_leaf and tensor.requires_grad:
+            self._leaves.append((tensor, tensor.grad))
+        if not isinstance(tensor, nn.Parameter):
+            self._count(tensor.numel())
 
     def _count(self, elements: int) -> None:
         self._elements += elements
@@ -302,7 +304,7 @@ class _Reached:
         return value
 
     def _copy_of_tuple(self, value: tuple[Any, ...]) -> Any:
-        parts, kind = [self._copied(each) for each in value], type(value)
+        parts, kind = [self._copied(part) for part in value], type(value)
         if all(one is other for one, other in zip(parts, value)):
             return value
         if hasattr(kind, "n_sequence_fields"):  # of C, such as what torch.max returns
@@ -384,7 +386,7 @@ def _of_names(held: dict[str, Any], names: set[str]) -> _Access:
     known = sorted(name for name in names if name in held or name not in vars(builtins))
 
     def write(items: _Items) -> None:
-        for name in {each for each in known if each in held} - {name for name, _ in items}:
+        for name in {name for name in known if name in held} - {name for name, _ in items}:
             del held[name]
         held.update(items)
 
@@ -413,17 +415,17 @@ def _of_class(kind: type) -> _Access:
     return read, write
 
 
-def _of_slots(each: Any, slots: list[str]) -> _Access:
+def _of_slots(owner: Any, slots: list[str]) -> _Access:
     def read() -> _Items:
-        return [(name, getattr(each, name)) for name in slots if hasattr(each, name)]
+        return [(name, getattr(owner, name)) for name in slots if hasattr(owner, name)]
 
     def write(items: _Items) -> None:
         for name, _ in read():
             with suppress(AttributeError):
-                object.__delattr__(each, name)
+                object.__delattr__(owner, name)
         for name, value in items:
             with suppress(AttributeError):
-                object.__setattr__(each, name, value)
+                object.__setattr__(owner, name, value)
 
     return read, write
 
@@ -445,15 +447,15 @@ def _contents(cell: CellType) -> list[Any]:
 
 
 def _names(slots: Any) -> list[str]:
-    return [each for each in ([slots] if isinstance(slots, str) else slots) if each not in ("__dict__", "__weakref__")]
+    return [slot for slot in ([slots] if isinstance(slots, str) else slots) if slot not in ("__dict__", "__weakref__")]
 
 
 def _named(code: CodeType) -> Iterator[str]:
     """Yield the names that a function, and what is defined in it, looks up outside of itself."""
     yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _named(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _named(constant)
 
 
 def _globals(code: CodeType) -> Iterator[str]:
@@ -463,13 +465,13 @@ def _globals(code: CodeType) -> Iterator[str]:
     yield from (
         step.argval for step in dis.get_instructions(code) if "GLOBAL" in step.opname or step.opname.endswith("_NAME")
     )
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _globals(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals(constant)
 
 
-def _package(each: Any) -> str:
-    return (getattr(each, "__module__", None) or "").partition(".")[0]
+def _package(value: Any) -> str:
+    return (getattr(value, "__module__", None) or "").partition(".")[0]
 
 
 @contextmanager

@@ -142,11 +142,14 @@ class _Reduce(_Allocates):
         """Reduce-scatter several tensors over a group."""
         if not self.exchanges:
             _together(
-                _torch.reduce_scatter(output, each, op, group, async_op=True) for output, each in zip(outputs, inputs)
+                _torch.reduce_scatter(output, source, op, group, async_op=True)
+                for output, source in zip(outputs, inputs)
             )
             return
-        received = [torch.empty_like(each) for each in inputs]
-        _together(dist.all_to_all_single(got, each, group=group, async_op=True) for got, each in zip(received, inputs))
+        received = [torch.empty_like(source) for source in inputs]
+        _together(
+            dist.all_to_all_single(got, source, group=group, async_op=True) for got, source in zip(received, inputs)
+        )
         for output, got in zip(outputs, received):
             torch.sum(got.view(group.size(), -1), 0, out=output)
             if op == dist.ReduceOp.AVG:
@@ -234,13 +237,13 @@ class ReplicaShards:
 
     def _look_ahead(self, device_type: str) -> None:
         self._ahead = _AHEAD if runtime.queues(device_type) else len(self._gathers)
-        for each, following in itertools.zip_longest(self._gathers, self._gathers[self._ahead :]):
-            each.following = following
+        for gather, following in itertools.zip_longest(self._gathers, self._gathers[self._ahead :]):
+            gather.following = following
 
     def changed(self) -> None:
         """Forget the shards: slices may have other values."""
-        for each in self._gathers:
-            each.fresh = False
+        for gather in self._gathers:
+            gather.fresh = False
 
     def check_unwritten(self) -> None:
         """See that this rank's slices are still what the shards were gathered from, bit for bit.
@@ -248,7 +251,7 @@ class ReplicaShards:
         Raises:
             MeshparError: they are not. On an accelerator, where looking would wait, the device ends with an assertion.
         """
-        looked_at = [each.unwritten() for each in self._gathers if each.fresh]
+        looked_at = [gather.unwritten() for gather in self._gathers if gather.fresh]
         if looked_at and not runtime.queues(looked_at[0].device) and not all(looked_at):
             raise MeshparError(_WRITTEN)
         for same in looked_at:
@@ -258,17 +261,17 @@ class ReplicaShards:
         """Start to gather the first units' shards, if out of date; each unit starts a later one's. Collective over
         replicas.
         """
-        for each in self._gathers[: self._ahead]:
-            each.begin()
+        for gather in self._gathers[: self._ahead]:
+            gather.begin()
 
     def tensors(self) -> list[Tensor]:
         """Return the shards of all units, of which those that were never gathered have no values yet."""
         _torch.make_ready(self._module)
-        return [each.shard() for each in self._gathers]
+        return [gather.shard() for gather in self._gathers]
 
     def held(self) -> list[Tensor]:
         """Return the shards that have memory: those of units that were gathered."""
-        return [each._shard for each in self._gathers if each._shard is not None]
+        return [gather._shard for gather in self._gathers if gather._shard is not None]
 
     @property
     def nbytes(self) -> int:

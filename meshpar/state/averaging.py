@@ -265,5 +265,6 @@ def _placed(tensor: Tensor) -> str:
     if not isinstance(tensor, DTensor):
         return "a whole tensor"
     return ", ".join(
-        f"{axis}:{each}" for axis, each in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False)
+        f"{axis}:{placement}"
+        for axis, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False)
     )

@@ -56,7 +56,7 @@ def guard_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
     def guarded(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         held = (value for states in state["state"].values() if isinstance(states, dict) for value in states.values())
-        return ShardedState(state) if any(isinstance(each, DTensor) for each in held) else None
+        return ShardedState(state) if any(isinstance(value, DTensor) for value in held) else None
 
     optimizer.register_state_dict_post_hook(guarded)
     optimizer.register_load_state_dict_post_hook(place_optimizer_state)
@@ -130,7 +130,7 @@ def restored_parameters(optimizer: torch.optim.Optimizer, *, whole: bool) -> lis
     if share is not None:
         return share(whole)
     check_undivided(optimizer)
-    return [each for group in optimizer.param_groups for each in group["params"]]
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def check_undivided(optimizer: torch.optim.Optimizer) -> None:
@@ -150,7 +150,7 @@ def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
         if (
             args
             or kwargs.get("destination") is not None
-            or not any(isinstance(each, DTensor) for each in state.values())
+            or not any(isinstance(value, DTensor) for value in state.values())
         ):
             return state
         sharded = ShardedState(state)
@@ -277,7 +277,9 @@ class _NotForDDP:
 
 def refuse_reduced(wanted: Iterable[object]) -> None:
     """Refuse to be asked by autograd for gradients that it does not have."""
-    if any(_torch.is_shard(each) or "_meshpar_whole" in each.__dict__ for each in wanted if isinstance(each, Tensor)):
+    if any(
+        _torch.is_shard(value) or "_meshpar_whole" in value.__dict__ for value in wanted if isinstance(value, Tensor)
+    ):
         _refuse(
             "torch.autograd.grad and backward(inputs=...) find no gradients of parameters that data ranks share: "
             "those are reduced when a whole backward has run; use loss.backward() and read parameter.grad, or a mesh "
@@ -287,9 +289,9 @@ def refuse_reduced(wanted: Iterable[object]) -> None:
 
 def _refuse_several_meshes(gradients: Iterable[Tensor]) -> None:
     meshes = {
-        each.device_mesh: ", ".join(each.device_mesh.mesh_dim_names or ())
-        for each in gradients
-        if isinstance(each, DTensor)
+        gradient.device_mesh: ", ".join(gradient.device_mesh.mesh_dim_names or ())
+        for gradient in gradients
+        if isinstance(gradient, DTensor)
     }
     if len(meshes) > 1:
         _refuse(

@@ -164,40 +164,42 @@ def compared(
     """
     wanted: dict[str, Tensor] = dict(state(module))
     ties = {name: group for group in tied_names(module) for name in group}
-    names = {name: (name, *(each for each in ties.get(name, ()) if each != name)) for name in wanted}
+    names = {name: (name, *(other for other in ties.get(name, ()) if other != name)) for name in wanted}
     offered = set(source.shapes())
-    if any(not offered.intersection(each) for each in names.values()):
+    if any(not offered.intersection(group) for group in names.values()):
         source = layout.weights.view(source)
-    told = _told_names(source)
+    named = _told_names(source)
     covered = {
-        pattern: {name for name in told if covers(pattern, name) or covers(pattern, told[name])} for pattern in ignore
+        pattern: {name for name in named if covers(pattern, name) or covers(pattern, named[name])} for pattern in ignore
     }
     ignored = set[str]().union(*covered.values())
     problems = [
-        f"ignore: {pattern!r} matches no tensor of these weights; {suggestion(pattern, told.values())}"
+        f"ignore: {pattern!r} matches no tensor of these weights; {suggestion(pattern, named.values())}"
         for pattern, found in covered.items()
         if not found
     ]
-    held = {name: [each for each in group if each in told and each not in ignored] for name, group in names.items()}
+    held = {
+        name: [other for other in group if other in named and other not in ignored] for name, group in names.items()
+    }
     rebuilt = {name for name in wanted if not held[name] and any(matches(pattern, name) for pattern in layout.rebuilt)}
     problems += _misfits(
         {name: tensor for name, tensor in wanted.items() if name not in rebuilt}, held, source, cast=cast
     )
     known = ignored.union(*held.values(), _not_stored(module))
     unexpected = [
-        f"unexpected: {told[name]} {tuple(shape)}"
+        f"unexpected: {named[name]} {tuple(shape)}"
         for name, shape in source.shapes().items()
-        if name not in known and not _harmless(name, told[name], layout)
+        if name not in known and not _harmless(name, named[name], layout)
     ]
     remedies = []
     if problems or unexpected:
         remedies = ["ignore=[...], in a recipe model.ignore, leaves unexpected tensors unread"] if unexpected else []
         nested = (
-            each[: -len(name)]
+            full[: -len(name)]
             for name in wanted
             if not held[name]
-            for each in told.values()
-            if each.endswith(f".{name}")
+            for full in named.values()
+            if full.endswith(f".{name}")
         )
         if prefix := next(nested, None):
             remedies = [
@@ -224,14 +226,14 @@ def _misfits(
     for name, tensor in wanted.items():
         if not held[name]:
             problems.append(f"missing: {name} {tuple(tensor.shape)}")
-        for each in held[name]:
-            if tuple(shapes[each]) != tuple(tensor.shape):
-                problems.append(f"shape of {each}: expected {tuple(tensor.shape)}, got {tuple(shapes[each])}")
-            elif not cast and not _converts(dtypes.get(each, tensor.dtype), tensor.dtype):
+        for stored in held[name]:
+            if tuple(shapes[stored]) != tuple(tensor.shape):
+                problems.append(f"shape of {stored}: expected {tuple(tensor.shape)}, got {tuple(shapes[stored])}")
+            elif not cast and not _converts(dtypes.get(stored, tensor.dtype), tensor.dtype):
                 problems.append(
-                    f"dtype of {each}: expected {tensor.dtype}, got {dtypes[each]}, whose values may need scales that "
-                    "are stored beside them; give weights in a wider floating-point dtype, or cast=True to take the "
-                    "bare values"
+                    f"dtype of {stored}: expected {tensor.dtype}, got {dtypes[stored]}, whose values may need scales "
+                    "that are stored beside them; give weights in a wider floating-point dtype, or cast=True to take "
+                    "the bare values"
                 )
     return problems
 
@@ -240,8 +242,8 @@ def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Tell whether values of one dtype mean the same in another: not float8's, which are scaled, nor integers as
     floats.
     """
-    scaled = any(each.is_floating_point and each.itemsize == 1 for each in (stored, wanted))
-    kinds = {(each.is_floating_point, each.is_complex) for each in (stored, wanted)}
+    scaled = any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in (stored, wanted))
+    kinds = {(dtype.is_floating_point, dtype.is_complex) for dtype in (stored, wanted)}
     return stored == wanted or (not scaled and len(kinds) == 1)
 
 
@@ -253,7 +255,7 @@ def _not_stored(module: nn.Module) -> set[str]:
 def _harmless(name: str, stored: str, layout: ModelLayout) -> bool:
     """Tell whether the layout knows of a tensor in files that the model has no use for."""
     return any(matches(pattern, name) for pattern in layout.rebuilt) or any(
-        re.search(pattern, each) for pattern in layout.ignored for each in (name, stored)
+        re.search(pattern, candidate) for pattern in layout.ignored for candidate in (name, stored)
     )
 
 
@@ -273,7 +275,7 @@ def _read(source: WeightSource, names: list[str], tensor: Tensor) -> list[str]:
 def _same(one: Tensor, other: Tensor) -> bool:
     """Tell whether two tensors have the same bits, also where they are no numbers."""
     return torch.equal(
-        *(each.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8) for each in (one, other))
+        *(tensor.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other))
     )
 
 

@@ -40,7 +40,7 @@ def plan_problems(spec: MeshSpec, module: nn.Module, optimizer_copies: int = 1) 
 
 def sizes_of(parameters: Sequence[Tensor]) -> list[int]:
     """Return the bytes of whole parameters, by which their state is divided."""
-    return [each.numel() * each.element_size() for each in parameters]
+    return [parameter.numel() * parameter.element_size() for parameter in parameters]
 
 
 def first_shares(parameters: Sequence[Tensor], replicas: int, copies: int) -> list[int]:
@@ -57,7 +57,7 @@ def first_shares(parameters: Sequence[Tensor], replicas: int, copies: int) -> li
 
 def held_of(share: int, parameters: Sequence[T]) -> list[T]:
     """Return the parameters of a share, a bit each."""
-    return [each for number, each in enumerate(parameters) if share >> number & 1]
+    return [parameter for number, parameter in enumerate(parameters) if share >> number & 1]
 
 
 def assigned(sizes: Sequence[int], held: Sequence[int], copies: int) -> list[int]:
@@ -100,10 +100,10 @@ def routes(sizes: Sequence[int], held: Sequence[int], wanted: Sequence[int]) -> 
     """
     sent, found = [0] * len(held), Routes()
     for number, size in enumerate(sizes):
-        holders = [place for place, each in enumerate(held) if each >> number & 1]
-        for place, each in enumerate(wanted):
-            if (each & ~held[place]) >> number & 1:
-                source = min(holders, key=lambda each: (sent[each], each))
+        holders = [place for place, bits in enumerate(held) if bits >> number & 1]
+        for place, bits in enumerate(wanted):
+            if (bits & ~held[place]) >> number & 1:
+                source = min(holders, key=lambda holder: (sent[holder], holder))
                 sent[source] += size
                 found.setdefault((source, place), []).append(number)
     return found

@@ -31,14 +31,16 @@ def storages() -> dict[int, tuple[int, Tensor]]:
     """
     found: dict[int, tuple[int, Tensor]] = {}
     seen: set[int] = set()
-    waiting: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    waiting: list[Any] = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
     while waiting:
         tensor = waiting.pop()
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
         # Nothing in Python may refer to them, and then the collector does not know them.
-        waiting += [each for each in (tensor.grad if tensor.is_leaf else None, tensor._base) if each is not None]
+        waiting += [
+            related for related in (tensor.grad if tensor.is_leaf else None, tensor._base) if related is not None
+        ]
         if tensor.is_meta or isinstance(tensor, DTensor):  # its part here is a tensor of its own
             continue
         storage = tensor.untyped_storage()
@@ -59,10 +61,10 @@ def allocated(run: Callable[[], Result]) -> tuple[Result, int, int]:
         result = run()
     assert seen is not None, "a profile is entered"
     results: Any = seen.kineto_results
-    events = (each for each in results.events() if each.name() == "[memory]")
+    events = (event for event in results.events() if event.name() == "[memory]")
     total = most = 0
-    for each in sorted(events, key=lambda each: each.start_ns()):
-        total += each.nbytes()
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
         most = max(most, total)
     return result, most, total
 
@@ -85,7 +87,7 @@ class Memory:
 
     def live(self) -> dict[int, tuple[int, Tensor]]:
         """Return the bytes of each storage that came since, and a tensor in it, by the storage's number."""
-        return {number: each for number, each in storages().items() if number not in self._before}
+        return {number: storage for number, storage in storages().items() if number not in self._before}
 
     def check(
         self,
@@ -116,9 +118,11 @@ class Memory:
         kinds = {**_kinds(par, parameters, optimizer), "others": list(also)}
         held: dict[str, dict[int, int]] = {}
         for kind, tensors in kinds.items():
-            there = {each.untyped_storage() for each in map(local_tensor, tensors) if not each.is_meta}
+            there = {tensor.untyped_storage() for tensor in map(local_tensor, tensors) if not tensor.is_meta}
             held[kind] = {
-                each._cdata: each.nbytes() for each in there if not any(each._cdata in known for known in held.values())
+                storage._cdata: storage.nbytes()
+                for storage in there
+                if not any(storage._cdata in known for known in held.values())
             }
         known = {number for sizes in held.values() for number in sizes}
         # Before the description, for which gathered weights go.
@@ -143,7 +147,7 @@ class Memory:
         until = time.monotonic() + _GOES_S
         while True:
             others = [
-                (nbytes, tuple(each.shape)) for number, (nbytes, each) in self.live().items() if number not in named
+                (nbytes, tuple(tensor.shape)) for number, (nbytes, tensor) in self.live().items() if number not in named
             ]
             if sum(nbytes for nbytes, _ in others) <= most:
                 return []
@@ -154,12 +158,12 @@ class Memory:
 
 def _kinds(par: Parallelized, parameters: list[nn.Parameter], optimizer: Optimizer | None) -> dict[str, list[Tensor]]:
     """Return what the description knows of."""
-    state = [] if optimizer is None else [value for each in optimizer.state.values() for value in each.values()]
+    state = [] if optimizer is None else [value for slots in optimizer.state.values() for value in slots.values()]
     shards = applied(par.module).replica_shards
     return {
         "parameters": list(parameters),
-        "gradients": [each.grad for each in parameters if each.grad is not None],
-        "optimizer state": [each for each in state if isinstance(each, Tensor) and each.ndim],
+        "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+        "optimizer state": [value for value in state if isinstance(value, Tensor) and value.ndim],
         "buffers": list(par.module.buffers()),
         "shards": [] if shards is None else shards.held(),
     }
@@ -168,10 +172,10 @@ def _kinds(par: Parallelized, parameters: list[nn.Parameter], optimizer: Optimiz
 def _described(par: Parallelized, kinds: Mapping[str, Sequence[Tensor]]) -> dict[str, int]:
     """Return the bytes of each kind that the description says."""
     described = par.describe()
-    if all(each.is_meta for each in kinds["parameters"]):
+    if all(parameter.is_meta for parameter in kinds["parameters"]):
         return dict.fromkeys(kinds, 0)
-    trained = [each for each in kinds["parameters"] if each.requires_grad]
-    some = sum(local_tensor(each).nbytes for each in kinds["gradients"])  # where an error ended the backward
+    trained = [parameter for parameter in kinds["parameters"] if parameter.requires_grad]
+    some = sum(local_tensor(gradient).nbytes for gradient in kinds["gradients"])  # where an error ended the backward
     return {
         "parameters": described.parameter_bytes,
         "gradients": described.gradient_bytes if len(kinds["gradients"]) == len(trained) else some,

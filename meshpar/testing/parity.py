@@ -114,7 +114,7 @@ def _joined(parts: Sequence[Any]) -> object:
     if isinstance(first, Mapping):
         return {name: _joined([part[name] for part in parts]) for name in first}
     if isinstance(first, list | tuple):
-        return type(first)(_joined(each) for each in zip(*parts, strict=True))
+        return type(first)(_joined(pieces) for pieces in zip(*parts, strict=True))
     return torch.cat(list(parts))
 
 
@@ -233,13 +233,13 @@ def _alone(
     with torch.device("meta"):
         module = build()
     known = layout or layout_for(module)
-    for each in passes:
-        if each.axes:
+    for pass_ in passes:
+        if pass_.axes:
             raise MeshparError(
-                f"{each.name} works over {', '.join(each.axes)}, which one process does not have; leave it out of "
+                f"{pass_.name} works over {', '.join(pass_.axes)}, which one process does not have; leave it out of "
                 "alone="
             )
-        each.apply(module, known, None)  # type: ignore[arg-type]
+        pass_.apply(module, known, None)  # type: ignore[arg-type]
     lonely = MeshSpec()
     resolved = resolve((), lonely, module, known)
     par = Parallelized(module, Plan(lonely), resolved, {lonely: None}, torch.device("cpu"))  # type: ignore[dict-item]

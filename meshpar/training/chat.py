@@ -161,8 +161,8 @@ def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - of a table
     lack some.
     """
     if isinstance(value, dict):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # noqa: ANN401 - of JSON
@@ -191,8 +191,10 @@ def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # n
         asked = _turns(record["prompt"], "user")
         said = [
             *(
-                {**each, "weight": 0} if isinstance(each, Mapping) and each.get("role") == "assistant" else each
-                for each in asked
+                {**message, "weight": 0}
+                if isinstance(message, Mapping) and message.get("role") == "assistant"
+                else message
+                for message in asked
             ),
             *_turns(record["completion"], "assistant"),
         ]
@@ -203,7 +205,7 @@ def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # n
         said = [*_turns(question, "user"), *_turns(record["output"], "assistant")]
     else:
         said = _listed(_parsed(record[form[0]], form[0]))
-    messages = [_message(each, place) for place, each in enumerate(said, 1)]
+    messages = [_message(message, place) for place, message in enumerate(said, 1)]
     if record.get("system"):
         if messages and messages[0]["role"] == "system":
             raise RecipeError("turn 1 is the system's, and there is also a system key; keep one of the two")
@@ -213,10 +215,10 @@ def messages_of(record: Any) -> tuple[list[Message], Sequence[Any] | None]:  # n
             "the conversation is empty; expected at least one turn of the assistant: remove the line, or write its "
             "turns"
         )
-    if all(each["role"] != "assistant" for each in messages):
+    if all(message["role"] != "assistant" for message in messages):
         raise RecipeError(
-            f"no turn is the assistant's (roles: {', '.join(str(each['role']) for each in messages)}), so nothing is "
-            "learned from it; remove the line, or name the assistant's turns role: assistant"
+            f"no turn is the assistant's (roles: {', '.join(str(message['role']) for message in messages)}), so "
+            "nothing is learned from it; remove the line, or name the assistant's turns role: assistant"
         )
     return messages, _tools(record.get("tools"))
 
@@ -245,7 +247,7 @@ def _parsed(value: Any, name: str) -> Any:  # noqa: ANN401 - of JSON
 def _tools(value: Any) -> Sequence[Any] | None:  # noqa: ANN401 - of JSON
     """Return the tools of a record."""
     value = _parsed(value, "tools")
-    if value and not (isinstance(value, list) and all(isinstance(each, Mapping) for each in value)):
+    if value and not (isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)):
         raise RecipeError(f"tools is {value!r:.80}; expected a list of objects, one for each tool")
     return value or None
 
@@ -282,16 +284,16 @@ def _message(turn: Any, place: int) -> Message:  # noqa: ANN401 - of JSON
         )
     if isinstance(content, list):
         other = [
-            each
-            for each in content
-            if not isinstance(each, Mapping) or each.get("type") != "text" or not isinstance(each.get("text"), str)
+            part
+            for part in content
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str)
         ]
         if other:
             raise RecipeError(
                 f"turn {place} ({role}) has the part {other[0]!r:.80}; expected text, or parts of type text: remove "
                 "the others"
             )
-        content = "".join(each["text"] for each in content)
+        content = "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
         raise RecipeError(f"turn {place} ({role}) has content of type {type(content).__name__}; expected text")
     if turn.get("weight") not in (None, 0, 1):
@@ -300,7 +302,7 @@ def _message(turn: Any, place: int) -> Message:  # noqa: ANN401 - of JSON
         )
     more = {name: value for name, value in turn.items() if name not in ("from", "value") and value is not None}
     if isinstance(calls := _parsed(more.get("tool_calls"), f"tool_calls of turn {place}"), list):
-        more["tool_calls"] = [_call(each) for each in calls]
+        more["tool_calls"] = [_call(call) for call in calls]
     return {**more, "role": role, "content": content or ""}
 
 

@@ -301,8 +301,8 @@ class Batches:
         whole = size * len(counted)
         lost = [
             place
-            for number, each in enumerate(counted)
-            if not each
+            for number, is_counted in enumerate(counted)
+            if not is_counted
             for place in self._sampler.places(number * size, size)
         ]
         self._consumed = min(len(self.samples), self._consumed + max(0, whole - len(self._returned)))

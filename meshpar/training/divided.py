@@ -47,12 +47,14 @@ class Divided:
 
     def __init__(self, optimizer: torch.optim.Optimizer, copies: int, module: nn.Module) -> None:
         self._optimizer, self._copies = optimizer, copies
-        places = {id(each): place for place, each in enumerate(module.parameters())}
-        held = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-        self.parameters: list[Tensor] = sorted(held, key=lambda each: places.get(id(each), len(places)))
+        places = {id(parameter): place for place, parameter in enumerate(module.parameters())}
+        held = [
+            parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+        ]
+        self.parameters: list[Tensor] = sorted(held, key=lambda parameter: places.get(id(parameter), len(places)))
         self._sizes = sizes_of(self.parameters)
         self.whole = self.holds = self._first = (1 << len(self.parameters)) - 1
-        self._numbers = {id(each): number for number, each in enumerate(self.parameters)}
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         self._aside: list[tuple[Tensor, Tensor]] = []
         self._known: tuple[tuple[int, ...], int, list[tuple[int, int, list[list[Tensor]]]]] | None = None
         self.sent = 0
@@ -66,21 +68,28 @@ class Divided:
         Raises:
             MeshparError: the optimizer has got parameters since.
         """
-        given = [each for group in self._optimizer.param_groups for each in group["params"] if each.grad is not None]
-        if strange := [tuple(each.shape) for each in given if id(each) not in self._numbers]:
+        given = [
+            parameter
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        if strange := [tuple(parameter.shape) for parameter in given if id(parameter) not in self._numbers]:
             raise MeshparError(
                 f"the optimizer trains {len(strange)} parameters that it did not when Replicas was made (shapes "
                 f"{strange[:5]}), and their state is not divided; add and unfreeze parameters before"
             )
-        self._aside = [(each, each.grad) for each in given if not self.holds >> self._numbers[id(each)] & 1]
-        for each, _ in self._aside:
-            each.grad = None
+        self._aside = [
+            (parameter, parameter.grad) for parameter in given if not self.holds >> self._numbers[id(parameter)] & 1
+        ]
+        for parameter, _ in self._aside:
+            parameter.grad = None
         return bool(given)
 
     def put_back(self) -> None:
         """Restore what :meth:`set_aside` has hidden."""
-        for each, grad in self._aside:
-            each.grad = grad
+        for parameter, grad in self._aside:
+            parameter.grad = grad
         self._aside = []
 
     @torch.no_grad()
@@ -102,19 +111,19 @@ class Divided:
             for source, to, parts in buckets:
                 if turn >= len(parts):
                     continue
-                values = [local_tensor(each) for each in parts[turn]]
+                values = [local_tensor(parameter) for parameter in parts[turn]]
                 if source == place:
-                    flat = torch.cat([each.reshape(-1) for each in values]).cpu()
+                    flat = torch.cat([tensor.reshape(-1) for tensor in values]).cpu()
                     works.append((group.send([flat], to, _TAG), flat))
                     self.sent += flat.numel() * flat.element_size()
                 else:
-                    flat = torch.empty(sum(each.numel() for each in values), dtype=values[0].dtype)
+                    flat = torch.empty(sum(tensor.numel() for tensor in values), dtype=values[0].dtype)
                     works.append((group.recv([flat], source, _TAG), flat))
                     arriving.append((values, flat))
             for work, _ in works:
                 work.wait()
             for values, flat in arriving:
-                for value, part in zip(values, flat.split([each.numel() for each in values]), strict=True):
+                for value, part in zip(values, flat.split([tensor.numel() for tensor in values]), strict=True):
                     value.copy_(part.view(value.shape))
 
     def _buckets(self, place: int, held: tuple[int, ...]) -> list[tuple[int, int, list[list[Tensor]]]]:
@@ -127,7 +136,10 @@ class Divided:
                 if place in ends
             }
             # A rank may have no part of a parameter.
-            parts = {ends: (each for each in some if local_tensor(each).numel()) for ends, some in mine.items()}
+            parts = {
+                ends: (parameter for parameter in some if local_tensor(parameter).numel())
+                for ends, some in mine.items()
+            }
             self._known = held, place, [(*ends, list(buckets(some))) for ends, some in parts.items()]
         return self._known[2]
 
@@ -136,9 +148,9 @@ class Divided:
         :meth:`exchange`.
         """
         found = routes(self._sizes, held, [self.whole] * len(held))
-        sizes = [local_tensor(each).nbytes for each in self.parameters]
+        sizes = [local_tensor(parameter).nbytes for parameter in self.parameters]
         sent, got = (
-            sum(sizes[number] for ends, each in found.items() if ends[end] == place for number in each)
+            sum(sizes[number] for ends, numbers in found.items() if ends[end] == place for number in numbers)
             for end in (0, 1)
         )
         return sent, got
@@ -151,8 +163,8 @@ class Divided:
 
     def nbytes(self, share: int) -> int:
         """Return the bytes of the optimizer state of some parameters that this rank has."""
-        states = (self._optimizer.state.get(each, {}) for each in held_of(share, self.parameters))
-        return sum(local_tensor(each).nbytes for state in states for each in leaves(state) if isinstance(each, Tensor))
+        states = (self._optimizer.state.get(parameter, {}) for parameter in held_of(share, self.parameters))
+        return sum(local_tensor(leaf).nbytes for state in states for leaf in leaves(state) if isinstance(leaf, Tensor))
 
     def send_shares(self, group: Peers, place: int, held: Sequence[int], shares: Sequence[int]) -> None:
         """Send state to replicas that are to hold it and do not; this one keeps what it has until :meth:`keep`.
@@ -171,7 +183,7 @@ class Divided:
         self._send(
             group,
             place,
-            routes(self._sizes, held, [self.whole * (each == to) for each in range(len(held))]),
+            routes(self._sizes, held, [self.whole * (number == to) for number in range(len(held))]),
             on_host=True,
         )
         if place == to:
@@ -195,9 +207,9 @@ class Divided:
 
     def keep(self, share: int) -> None:
         """Drop all state but that of some parameters, a bit each."""
-        for number, each in enumerate(self.parameters):
+        for number, parameter in enumerate(self.parameters):
             if not share >> number & 1:
-                self._optimizer.state.pop(each, None)
+                self._optimizer.state.pop(parameter, None)
         self._note(share)
         restore_by(self._optimizer, None)
 
@@ -210,8 +222,12 @@ class Divided:
 
     def _restored(self, whole: bool) -> list[Tensor]:
         self._note(self.whole if whole else self._first)
-        held = [each for group in self._optimizer.param_groups for each in group["params"]]
-        return [each for each in held if (number := self._numbers.get(id(each))) is None or self.holds >> number & 1]
+        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [
+            parameter
+            for parameter in held
+            if (number := self._numbers.get(id(parameter))) is None or self.holds >> number & 1
+        ]
 
     def _note(self, share: int) -> None:
         self.holds = share
@@ -237,9 +253,9 @@ class Divided:
             share: the parameters whose state to look at, a bit each.
         """
         rows = torch.full((2, len(self.parameters)), _NONE)
-        for number, each in enumerate(self.parameters):
+        for number, parameter in enumerate(self.parameters):
             if share >> number & 1:
-                values = leaves(self._optimizer.state.get(each, {}))
+                values = leaves(self._optimizer.state.get(parameter, {}))
                 total = digest_of_several(local_tensor(value) for value in values if isinstance(value, Tensor))
                 rows[:, number] = torch.stack([total, ~total])
         return rows
@@ -254,7 +270,7 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     remedy = "use AdamW or SGD, or HybridShard(optimizer='replica')"
     try:
-        together, alone = (_tried(optimizer, alone=each) for each in (False, True))
+        together, alone = (_tried(optimizer, alone=by_itself) for by_itself in (False, True))
     except Exception as error:
         raise MeshparError(
             f"{name} cannot be tried on a few numbers ({type(error).__name__}: {error}), which shows whether its "
@@ -289,14 +305,14 @@ def _tried(optimizer: torch.optim.Optimizer, *, alone: bool) -> list[Tensor]:
         )
 
     for group in optimizer.param_groups:
-        first = next((each for each in group["params"] if each.requires_grad), None)
+        first = next((parameter for parameter in group["params"] if parameter.requires_grad), None)
         if first is not None:
             options = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
             other.param_groups.append({**options, "params": [nn.Parameter(drawn(first)) for _ in range(2)]})
     for _ in range(_TRIALS):
         for group in other.param_groups:
-            for number, each in enumerate(group["params"]):
-                grad = drawn(each)
-                each.grad = None if number and alone else grad
+            for number, parameter in enumerate(group["params"]):
+                grad = drawn(parameter)
+                parameter.grad = None if number and alone else grad
         cast("Any", type(other)).step(other)
     return [group["params"][0].detach() for group in other.param_groups]

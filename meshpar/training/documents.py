@@ -38,7 +38,9 @@ REMEDY = (
 def takes_positions(module: nn.Module) -> bool:
     """Return whether a model's forward takes ``position_ids``, by name or among any keywords."""
     parameters = inspect.signature(module.forward).parameters
-    return "position_ids" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return "position_ids" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 def untaken(module: nn.Module) -> str:
@@ -90,7 +92,7 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
         "position_ids": torch.stack([apart, apart, swapped, joined, joined]),
         "second": (joined >= cut).expand(len(rows), -1),
     }
-    part = par.split({name: each.to(par.device) for name, each in batch.items()})
+    part = par.split({name: tensor.to(par.device) for name, tensor in batch.items()})
     mask = part.pop("second")[0]
     with _alone(par, module) as seen:
         logits = getattr(module(**part), "logits", None)
@@ -109,7 +111,7 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
     dist.all_reduce(sizes, dist.ReduceOp.MAX, runtime.hosts())
     moved, misplaced, control = sizes.tolist()
     most = control * (
-        _PART if torch.finfo(min(seen, key=lambda each: torch.finfo(each).bits)).bits >= 32 else _NARROW_PART
+        _PART if torch.finfo(min(seen, key=lambda dtype: torch.finfo(dtype).bits)).bits >= 32 else _NARROW_PART
     )
     if moved > most:
         raise MeshparError(
@@ -128,11 +130,11 @@ def _alone(par: Parallelized, module: nn.Module) -> Iterator[set[torch.dtype]]:
     """Run without random numbers, recomputation, compiled blocks and the other tries; yield the dtypes in which the
     module computes.
     """
-    narrow = any((known := installed(each)) is not None and known.product is not None for each in module.modules())
+    narrow = any((known := installed(child)) is not None and known.product is not None for child in module.modules())
     held = (
         {torch.float8_e4m3fn}
         if narrow
-        else {torch.float32, *(each.dtype for each in module.parameters() if each.is_floating_point())}
+        else {torch.float32, *(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())}
     )
     blocks = [block for _, block in find_blocks(par.module, par.layout)] if module is par.module else []
     waiting = None if par.cycle is None else par.cycle.mixing_test

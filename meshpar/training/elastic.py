@@ -55,9 +55,11 @@ class Change:
     seconds: float
 
     def __str__(self) -> str:
-        told = [f"{word} {', '.join(names)}" for word, names in (("lost", self.lost), ("joined", self.joined)) if names]
+        changes = [
+            f"{word} {', '.join(names)}" for word, names in (("lost", self.lost), ("joined", self.joined)) if names
+        ]
         left = f"{len(self.replicas)} replica{'s' if len(self.replicas) != 1 else ''}"
-        return f"{left} after step {self.step}: {'; '.join(told)} ({self.seconds:.1f} s)"
+        return f"{left} after step {self.step}: {'; '.join(changes)} ({self.seconds:.1f} s)"
 
 
 @final
@@ -131,7 +133,7 @@ class Replicas:
         self.par, self.optimizer, self.data = par, optimizer, data
         self.step, self.changes = 0, list[Change]()
         self._divided: Divided | None = None
-        if any(each.divides_optimizer for each in par.plan.passes):
+        if any(pass_.divides_optimizer for pass_ in par.plan.passes):
             check_separable(optimizer)
             self._divided = Divided(optimizer, optimizer_copies, par.module)
             optimizer.register_step_pre_hook(self._before_step)
@@ -188,7 +190,7 @@ class Replicas:
         assert self._quorum is not None
         self._blank = self._quorum.best[0] >= 0 and self._quorum.covered
         if not self._blank:
-            names = [each.name for each in self._quorum.members]
+            names = [member.name for member in self._quorum.members]
             if self._divided is not None and len(set(map(_plain, names))) == len(names) == self._expected:
                 self._divided.expect_restore(names.index(self._name), len(names))
             self._quorum = None  # the next one tells from where this replica starts
@@ -261,7 +263,7 @@ class Replicas:
         """
         if self._divided is None:
             return asked
-        together = self._quorum is not None and all(each.stops for each in self._quorum.newest)
+        together = self._quorum is not None and all(member.stops for member in self._quorum.newest)
         self._leaves = not together and self._asked_to_stop == _STEPS_TO_STOP
         self._asked_to_stop = self._asked_to_stop + 1 if asked else 0
         return together or self._leaves
@@ -344,7 +346,7 @@ class Replicas:
         self.par.reshard()
         began = time.monotonic()
         mine = torch.cat(
-            [torch.tensor([float(tokens)]), *(each.detach().double().reshape(-1).cpu() for each in values)]
+            [torch.tensor([float(tokens)]), *(tensor.detach().double().reshape(-1).cpu() for tensor in values)]
         ).double()
         on_device = self.par.data_sum(mine.to(self.par.device))
         mine, failed = on_device.cpu(), False
@@ -362,15 +364,15 @@ class Replicas:
                     self._commit(summed, done)
                     if failed:
                         self._changed(self.step, time.monotonic() - began)
-                    total, *rest = summed.totals.split([1, *(each.numel() for each in values)])
-                    return [total.reshape(()), *(part.view(each.shape) for part, each in zip(rest, values))]
+                    total, *rest = summed.totals.split([1, *(tensor.numel() for tensor in values)])
+                    return [total.reshape(()), *(part.view(value.shape) for part, value in zip(rest, values))]
             if not counts:
                 failed = True
                 if self._recovered():
                     continue
             self._behind = True
-            for each in self.par.module.parameters():
-                each.grad = None
+            for parameter in self.par.module.parameters():
+                parameter.grad = None
             return None
 
     def _commit(self, summed: Summed, done: Sum) -> None:
@@ -409,7 +411,7 @@ class Replicas:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._divided is not None
-        if any(callable(each) for each in (*args[1:], *kwargs.values())):
+        if any(callable(argument) for argument in (*args[1:], *kwargs.values())):
             raise MeshparError(
                 f"{type(optimizer).__name__}.step got a closure, which computes gradients that the replicas have not "
                 "added up; call backward and Replicas.reduce, then step() alone"
@@ -492,7 +494,7 @@ class Replicas:
                 self._fail()
                 self._ask(waits=False, anyhow=True)
                 assert self._quorum is not None
-                if any(each.phase != "saving" for each in self._quorum.newest):
+                if any(member.phase != "saving" for member in self._quorum.newest):
                     return False  # who has gone on knows that the replica that leads has all
         finally:
             self._saves = False
@@ -505,7 +507,7 @@ class Replicas:
 
     def _placed(self, members: Sequence[Member]) -> tuple[int, list[int]]:
         """Return the place of this replica among members, and what each holds."""
-        return [each.name for each in members].index(self._name), [each.holds for each in members]
+        return [member.name for member in members].index(self._name), [member.holds for member in members]
 
     def _wait_for_all(self) -> None:
         """Wait until every member of the group has come so far."""
@@ -515,7 +517,7 @@ class Replicas:
         quorum = self._quorum
         assert quorum is not None
         if quorum.lost:
-            held = functools.reduce(operator.or_, (each.holds for each in quorum.newest))
+            held = functools.reduce(operator.or_, (member.holds for member in quorum.newest))
             gone = f"{(quorum.whole & ~held).bit_count()} of {quorum.whole.bit_count()}"
             raise ReplicaError(
                 f"the optimizer state of {gone} parameters after step {quorum.best[0]} was lost with the replicas "
@@ -577,7 +579,7 @@ class Replicas:
             )
             found = self._membership.ask(member)
             waited = time.monotonic() - began
-            if found is not None and (waits or anyhow or any(each.name == self._name for each in found.ready)):
+            if found is not None and (waits or anyhow or any(other.name == self._name for other in found.ready)):
                 fresh = found.best[1] == (0, 0)  # nobody has trained yet: refused by all alike
                 whole = len(found.members) >= self._expected and (
                     self._blank or found.covered
@@ -607,7 +609,7 @@ class Replicas:
 
     def _names(self) -> tuple[str, ...]:
         assert self._quorum is not None
-        return tuple(each.name for each in self._quorum.ready)
+        return tuple(member.name for member in self._quorum.ready)
 
     def _changed(self, step: int, seconds: float) -> None:
         before, now = set(self._trained), self._names()
@@ -615,7 +617,7 @@ class Replicas:
         if before or len(now) < self._expected:  # the first to come may begin without the others
             lost, joined = sorted(before - set(now)), sorted(set(now) - before)
             if lost or joined:
-                plain = [tuple(map(_plain, each)) for each in (now, lost, joined)]
+                plain = [tuple(map(_plain, value)) for value in (now, lost, joined)]
                 self.changes.append(
                     Change(step=step, replicas=plain[0], lost=plain[1], joined=plain[2], seconds=seconds)
                 )
@@ -669,7 +671,7 @@ class Replicas:
             self._blank = self._open = False
         self.step, self._sum = best
         place, holds = self._placed(quorum.ready)
-        shares = holds = [each if member.state == best else 0 for each, member in zip(holds, quorum.ready)]
+        shares = holds = [bits if member.state == best else 0 for bits, member in zip(holds, quorum.ready)]
         if divided is not None:
             shares = divided.shares(holds)
             if not self._ranks.did(lambda: divided.send_shares(self._peers, place, holds, shares)):
@@ -684,7 +686,7 @@ class Replicas:
 
     def _is_settled(self) -> bool:
         assert self._quorum is not None
-        same = all(each.state == self._quorum.best for each in self._quorum.ready)
+        same = all(member.state == self._quorum.best for member in self._quorum.ready)
         known = self._compared and self._key == (self._quorum.key, self._names())
         return same and known and not (self._divided is not None and self._quorum.open)
 
@@ -717,7 +719,7 @@ class Replicas:
         """
         assert self._quorum is not None
         members, key = members or self._quorum.ready, self._quorum.key
-        names = tuple(each.name for each in members)
+        names = tuple(member.name for member in members)
         if self._key != (key, names):
             self._drop_group()
             # With the members: those that complete a step meet before those that join, in one quorum.

@@ -64,7 +64,7 @@ class ExampleFile:
         read-only.
         """
         numpy = need("numpy")
-        ids, ends = (numpy.load(self.folder / f"{each}.npy", mmap_mode="r") for each in (name, f"{name}_ends"))
+        ids, ends = (numpy.load(self.folder / f"{file}.npy", mmap_mode="r") for file in (name, f"{name}_ends"))
         return ids, ends
 
     def row(self, name: str, index: int) -> np.ndarray:
@@ -152,7 +152,9 @@ def _write_all(
                 )
             for _, part in _encoded(validation, classes, tokenizer):
                 writers[1].add(*part)
-        about["notes"] = [note for each in (source, validation) if each is not None for note in each.reading.notes()]
+        about["notes"] = [
+            note for samples in (source, validation) if samples is not None for note in samples.reading.notes()
+        ]
 
 
 def _counted(source: RecordSource) -> tuple[int, list[str]]:
@@ -173,7 +175,7 @@ def _encoded(
     for part in batched(source.records(), _BATCH):
         inputs = tokenizer.encode_inputs([text for text, _ in part], begin=bool(classes))
         written = [output for _, output in part]
-        outputs = [[numbers[each]] for each in written] if classes else tokenizer.encode_inputs(written, begin=False)
+        outputs = [[numbers[label]] for label in written] if classes else tokenizer.encode_inputs(written, begin=False)
         yield from enumerate(zip(inputs, outputs), place)
         place += len(part)
 

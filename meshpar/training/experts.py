@@ -42,7 +42,7 @@ class ExpertLoad:
             raise MeshparError("; ".join(problems))
         self._par, self._rate, self._coefficient, self._steps = par, balance_rate, balance_loss, 0
         experts = _modules(par.module, par.layout.experts)
-        self._sizes = [len(next(each.parameters(recurse=False))) for each in experts]
+        self._sizes = [len(next(child.parameters(recurse=False))) for child in experts]
         self._micro = torch.zeros(sum(self._sizes), dtype=torch.int64, device=par.device)
         self._step, self._seen = torch.zeros_like(self._micro), torch.zeros_like(self._micro)
         self._choices = torch.zeros((), dtype=torch.int64, device=par.device)
@@ -67,10 +67,10 @@ class ExpertLoad:
             weights = rows.ne(0).any(1)
             self._choices += weights.sum()
         else:
-            given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-            chosen = next(each for each in given if not each.is_floating_point())
+            given = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)]
+            chosen = next(tensor for tensor in given if not tensor.is_floating_point())
             weights = next(
-                (each for each in given if each.is_floating_point() and each.shape == chosen.shape),
+                (tensor for tensor in given if tensor.is_floating_point() and tensor.shape == chosen.shape),
                 torch.ones_like(chosen),
             )
             self._choices += chosen.numel()
@@ -115,14 +115,16 @@ class ExpertLoad:
                 "balance_loss got no logits of routers with a gradient from the forward; call loss() after each "
                 "forward that trains, and recompute blocks by ActivationCheckpoint, not by a re-entrant checkpoint"
             )
-        numbers = [self._micro.new_full((1,), each) for each in (*map(len, logits), tokens)]
+        numbers = [self._micro.new_full((1,), count) for count in (*map(len, logits), tokens)]
         summed = self._par.data_sum(torch.cat([self._micro, *numbers]))
         counts, rows, total = summed.split([len(self._micro), len(logits), 1])
         self._fold()
         losses = [
             len(count)
-            * (count / count.sum().clamp(min=1) * each.softmax(-1, dtype=torch.float32).sum(0) / row.clamp(min=1)).sum()
-            for each, count, row in zip(logits, counts.split(self._sizes), rows, strict=True)
+            * (
+                count / count.sum().clamp(min=1) * scores.softmax(-1, dtype=torch.float32).sum(0) / row.clamp(min=1)
+            ).sum()
+            for scores, count, row in zip(logits, counts.split(self._sizes), rows, strict=True)
         ]
         return self._coefficient * total[0] * torch.stack(losses).mean()
 
@@ -164,19 +166,21 @@ class ExpertLoad:
             return {}
         dtype = torch.float32 if self._par.device.type == "mps" else torch.float64
         flat = self._par.data_sum(
-            torch.cat([each.to(dtype).reshape(-1) for each in (self._seen, self._choices, self._entropy)])
+            torch.cat([counter.to(dtype).reshape(-1) for counter in (self._seen, self._choices, self._entropy)])
         )
         seen, (choices, entropy, tokens) = flat[:-3], flat[-3:]
-        shares = [each / each.sum().clamp(min=1.0) for each in seen.split(self._sizes)]
-        balance = torch.stack([torch.special.entr(each).sum() / math.log(max(2, len(each))) for each in shares]).mean()
-        told = {"least": seen.min() / self._steps, "most": seen.max() / self._steps, "balance": balance}
-        told["dropped"] = 1 - seen.sum() / choices.clamp(min=1)
+        shares = [part / part.sum().clamp(min=1.0) for part in seen.split(self._sizes)]
+        balance = torch.stack(
+            [torch.special.entr(share).sum() / math.log(max(2, len(share))) for share in shares]
+        ).mean()
+        report = {"least": seen.min() / self._steps, "most": seen.max() / self._steps, "balance": balance}
+        report["dropped"] = 1 - seen.sum() / choices.clamp(min=1)
         if self._par.layout.routers:
-            told["entropy"] = entropy / tokens.clamp(min=1)
-        for each in (self._seen, self._choices, self._entropy):
-            each.zero_()
+            report["entropy"] = entropy / tokens.clamp(min=1)
+        for counter in (self._seen, self._choices, self._entropy):
+            counter.zero_()
         self._steps = 0
-        return {f"experts/{name}": value for name, value in told.items()}
+        return {f"experts/{name}": value for name, value in report.items()}
 
 
 def balance_problems(module: nn.Module, layout: ModelLayout, balance_rate: float, balance_loss: float) -> Iterator[str]:
@@ -184,12 +188,16 @@ def balance_problems(module: nn.Module, layout: ModelLayout, balance_rate: float
     name, experts = class_name(module), _modules(module, layout.experts)
     if "balance" in layout.refusals:
         yield layout.refusals["balance"]
-    if balance_rate and experts and not any(each.requires_grad for module in experts for each in module.parameters()):
+    if (
+        balance_rate
+        and experts
+        and not any(parameter.requires_grad for module in experts for parameter in module.parameters())
+    ):
         yield f"balance_rate={balance_rate} changes biases of frozen experts, as with adapters; set it to 0"
     elif balance_rate:
         biases = _biases(module, layout)
-        if not experts or [each.shape for each in biases] != [
-            next(each.parameters(recurse=False)).shape[:1] for each in experts
+        if not experts or [bias.shape for bias in biases] != [
+            next(child.parameters(recurse=False)).shape[:1] for child in experts
         ]:
             yield (
                 f"balance_rate={balance_rate} moves a bias (E,) beside each router, and {name} has {len(biases)} for "
@@ -197,7 +205,7 @@ def balance_problems(module: nn.Module, layout: ModelLayout, balance_rate: float
                 "(TransformerConfig(shared_experts=1), DeepSeek-V3, GLM4-MoE), or name them in "
                 "ModelLayout(router_bias=...)"
             )
-        elif wrong := next((each for each in biases if each.dtype.itemsize < 4), None):
+        elif wrong := next((bias for bias in biases if bias.dtype.itemsize < 4), None):
             yield (
                 f"balance_rate={balance_rate} needs biases of routers in float32, got {wrong.dtype}; keep them in "
                 "float32"
@@ -217,4 +225,4 @@ def _modules(module: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
 
 def _biases(module: nn.Module, layout: ModelLayout) -> list[Tensor]:
     named = dict(module.named_buffers())
-    return [each for pattern in layout.router_bias for name, each in named.items() if matches(pattern, name)]
+    return [bias for pattern in layout.router_bias for name, bias in named.items() if matches(pattern, name)]

@@ -298,10 +298,10 @@ class Trainer:
                     totals[name] = totals.get(name, 0) + value.float()
             count = torch.tensor(float(tokens), device=self.par.device)
             *sums, counted = self.par.data_sum(
-                torch.cat([*(each.reshape(-1) for each in totals.values()), count[None]])
+                torch.cat([*(total.reshape(-1) for total in totals.values()), count[None]])
             ).tolist()
         module.train()
-        return {"loss": math.nan} | means({name: each.numel() for name, each in totals.items()}, sums, counted)
+        return {"loss": math.nan} | means({name: total.numel() for name, total in totals.items()}, sums, counted)
 
     def _loss(self, batch: TensorBatch, data: Batches) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Return the summed loss of a batch of this rank, and what else is reported; of a mix also the loss of each
@@ -372,7 +372,7 @@ class Trainer:
             mine = float(par.loss_rank == 0)  # the sums are all ranks' already
             tokens = int(summed[0]) * (par.loss_rank == 0)
             sums = {
-                name: each.to(par.device, torch.float32) * mine for name, each in zip(sums, summed[1:], strict=True)
+                name: total.to(par.device, torch.float32) * mine for name, total in zip(sums, summed[1:], strict=True)
             }
         if self.scaler is not None:
             self.scaler.unscale_(par.module)
@@ -526,8 +526,8 @@ class Trainer:
 
     def _check_documents(self) -> None:
         """Check that the model, and a teacher beside it, keep the documents of a packed row apart. Collective."""
-        both: list[Any] = [each.samples for each in (self.data, self.validation) if each is not None]
-        samples = next((each for each in both if getattr(each, "separates", False)), None)
+        both: list[Any] = [loader.samples for loader in (self.data, self.validation) if loader is not None]
+        samples = next((dataset for dataset in both if getattr(dataset, "separates", False)), None)
         if samples is not None:
             teacher = getattr(self.objective, "teacher", None)
             for module in (self.par.module, *([teacher] if isinstance(teacher, nn.Module) else [])):

@@ -178,14 +178,14 @@ class PackedAdapter(nn.Module):
         whole: Any = module._parameters[self.leaf]
         own = local(whole) if isinstance(whole, DTensor) else whole
         pair = [getattr(self, part)[NAME].weight for part in ("lora_A", "lora_B")]
-        pair = [each.to_local() if isinstance(each, DTensor) else each for each in pair]
+        pair = [factor.to_local() if isinstance(factor, DTensor) else factor for factor in pair]
         parts = (
             [(place, how.dim) for place, how in enumerate(whole.placements) if isinstance(how, Shard)]
             if own is not whole
             else []
         )
         for place, _ in parts:  # a rank's part of W gives a part of the gradient of A and B
-            pair = [copy_weight(each, whole.device_mesh.get_group(place)) for each in pair]
+            pair = [copy_weight(factor, whole.device_mesh.get_group(place)) for factor in pair]
         factors = list(self.factors(pair[0], pair[1], len(whole)))
         for place, dim in parts:
             for at, side in enumerate(factors):
@@ -193,7 +193,7 @@ class PackedAdapter(nn.Module):
                     factors[at] = side.chunk(whole.device_mesh.size(place), dim)[
                         whole.device_mesh.get_local_rank(place)
                     ]
-        value = torch.baddbmm(own, *(each.to(own.dtype) for each in factors), alpha=self.scale)
+        value = torch.baddbmm(own, *(factor.to(own.dtype) for factor in factors), alpha=self.scale)
         if own is not whole:
             value = part_like(value, whole)
         self._whole.append(whole)
@@ -291,14 +291,14 @@ def _check_packed(model: nn.Module, endings: tuple[str, ...]) -> None:
         RecipeError: naming what it names instead.
     """
     for ending in endings:
-        found = {name: each for name, each in model.named_parameters() if f".{name}".endswith(f".{ending}")}
+        found = {name: parameter for name, parameter in model.named_parameters() if f".{name}".endswith(f".{ending}")}
         wrong = next(
-            (f"{name} {tuple(each.shape)}" for name, each in found.items() if each.ndim != 3),
+            (f"{name} {tuple(parameter.shape)}" for name, parameter in found.items() if parameter.ndim != 3),
             None if found else "nothing",
         )
         if wrong is not None:
             packed = sorted(
-                {".".join(name.split(".")[-2:]) for name, each in model.named_parameters() if each.ndim == 3}
+                {".".join(name.split(".")[-2:]) for name, parameter in model.named_parameters() if parameter.ndim == 3}
             )
             raise RecipeError(
                 f"lora.parameters {ending!r} names {wrong}, expected a packed weight (experts, rows, columns); this "
@@ -330,7 +330,9 @@ def _with_packed(model: nn.Module, settings: LoRA) -> dict[str, Any]:
 def _fill_adapters(model: nn.Module, adapted: Mapping[str, Any]) -> None:
     """Allocate and initialise the adapters of a model that already has weights."""
     for name, layer in adapted.items():
-        device = next(each.device for each_name, each in layer.named_parameters() if not _is_adapter(f".{each_name}"))
+        device = next(
+            parameter.device for own_name, parameter in layer.named_parameters() if not _is_adapter(f".{own_name}")
+        )
         for part in ("lora_A", "lora_B"):
             inner = getattr(layer, part)[NAME]
             shape = tuple(inner.weight.shape)
@@ -403,7 +405,7 @@ def _renames(model: nn.Module) -> Iterator[Rename]:
             below.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
     for pattern, found in below.items():
         alone = any(matches(base_name(pattern), name) for name in names)
-        yield from (Rename(each, base_name(each)) for each in (found if alone else [pattern]))
+        yield from (Rename(name, base_name(name)) for name in (found if alone else [pattern]))
 
 
 def _styles(name: str, style: object) -> dict[str, Any]:

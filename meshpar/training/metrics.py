@@ -116,12 +116,12 @@ def losses_of(
         labels_BL: the labels, -100 where none counts.
         source_B: the number of each sample's source.
     """
-    if sum(each.numel() for each in losses) != labels_BL.numel():
+    if sum(loss.numel() for loss in losses) != labels_BL.numel():
         return {}
-    rows_BL = torch.cat([each.reshape(-1) for each in losses]).view(labels_BL.shape)
+    rows_BL = torch.cat([loss.reshape(-1) for loss in losses]).view(labels_BL.shape)
     rows_B2 = torch.stack([rows_BL.sum(1), (labels_BL != IGNORE_INDEX).sum(1)], 1)
     sums = rows_B2.new_zeros(len(names), 2).index_add_(0, source_B, rows_B2)
-    return {f"loss/{name}": each for name, each in zip(names, sums, strict=True)}
+    return {f"loss/{name}": total for name, total in zip(names, sums, strict=True)}
 
 
 @final
@@ -175,11 +175,11 @@ class Meter:
         Args:
             more: scalars that are equal on every rank, to read with the sums.
         """
-        par, widths = self._par, {name: each.numel() for name, each in self._sums.items()}
+        par, widths = self._par, {name: total.numel() for name, total in self._sums.items()}
         count = sum(widths.values())
         vector = torch.zeros(1 + count + par.loss_size, dtype=self._dtype, device=par.device)
         vector[0] = self._tokens
-        vector[1 : 1 + count] = torch.cat([each.reshape(-1).to(self._dtype) for each in self._sums.values()])
+        vector[1 : 1 + count] = torch.cat([total.reshape(-1).to(self._dtype) for total in self._sums.values()])
         vector[1 + count + par.loss_rank] = peak_memory(par.device)
         joined = torch.cat([par.data_sum(vector), *(value.reshape(1).to(self._dtype) for value in more)])
         self._tokens, self._sums = 0, {}

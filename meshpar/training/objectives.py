@@ -198,7 +198,7 @@ class Distillation:
             taught = self.teacher(**inputs)
         output, labels = model(**inputs), batch["labels"]
         student, teacher = (
-            logits_of(self, each, got, "(B, L, V)") for each, got in ((model, output), (self.teacher, taught))
+            logits_of(self, module, got, "(B, L, V)") for module, got in ((model, output), (self.teacher, taught))
         )
         if student.shape != teacher.shape:
             raise MeshparError(

@@ -253,7 +253,7 @@ class LossScaler:
     def unscale_(self, module: nn.Module) -> None:
         """Divide every gradient of this rank by the scale; call it before clipping."""
         for together in by_device(
-            local_tensor(each.grad) for each in module.parameters() if each.grad is not None
+            local_tensor(parameter.grad) for parameter in module.parameters() if parameter.grad is not None
         ).values():
             torch._foreach_mul_(together, 1.0 / self.scale)
 

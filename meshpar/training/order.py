@@ -120,7 +120,7 @@ class Interleave:
     def __post_init__(self) -> None:
         if not len(self.sizes) == len(self.weights) == len(self.epochs) or not self.sizes or min(self.sizes) < 1:
             raise RecipeError(f"expected a size of at least 1, a weight and epochs for each source, got {self}")
-        if (problem := weights_problem(self.weights)) or any(each is not None and each < 1 for each in self.epochs):
+        if (problem := weights_problem(self.weights)) or any(epoch is not None and epoch < 1 for epoch in self.epochs):
             raise RecipeError(problem or f"expected epochs of at least 1, got {self.epochs}")
 
     @property

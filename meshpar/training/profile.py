@@ -130,7 +130,7 @@ class Page:
     def _advice(self) -> Iterable[str]:
         yield "\nWhat it suggests:\n"
         found = list(self._suggestions())
-        yield from (f"- {each}" for each in found or ["nothing stands out: the step computes for most of its time"])
+        yield from (f"- {advice}" for advice in found or ["nothing stands out: the step computes for most of its time"])
 
     def _suggestions(self) -> Iterable[str]:
         times = self.times
@@ -170,16 +170,16 @@ def times_of(trace: Mapping[str, Any], threads: Mapping[int, str] | None = None)
         threads: for a trace without a GPU: gloo's threads -> the axis whose collectives the thread runs. Threads with
             an empty axis are left out.
     """
-    events = [each for each in trace["traceEvents"] if each.get("ph") == "X" and "dur" in each]
-    on_device = [each for each in events if each.get("cat") in _DEVICE]
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+    on_device = [event for event in events if event.get("cat") in _DEVICE]
     if on_device:
-        compute = _spans(each for each in on_device if "nccl" not in each["name"].lower())
-        sent = _by_axis((_described(each), each) for each in on_device if "nccl" in each["name"].lower())
+        compute = _spans(event for event in on_device if "nccl" not in event["name"].lower())
+        sent = _by_axis((_described(event), event) for event in on_device if "nccl" in event["name"].lower())
     else:
         main = _busiest(events)
-        compute = _spans(each for each in events if each["tid"] == main and each["name"].startswith("aten::"))
+        compute = _spans(event for event in events if event["tid"] == main and event["name"].startswith("aten::"))
         sent = _gloo(events, threads or {})
-    data = _spans(each for each in events if each["name"] == DATA and each.get("cat") == "user_annotation")
+    data = _spans(event for event in events if event["name"] == DATA and event.get("cat") == "user_annotation")
     joined = {axis: _union(spans) for axis, spans in sent.items()}
     everything = _union([*compute, *data, *(span for spans in joined.values() for span in spans)])
     window = (everything[0][0], everything[-1][1]) if everything else (0.0, 0.0)
@@ -201,10 +201,10 @@ def _described(event: Mapping[str, Any]) -> str:
 
 def _gloo(events: Sequence[Mapping[str, Any]], threads: Mapping[int, str]) -> dict[str, list[Interval]]:
     """Return the spans of gloo's collectives by axis; all under one name if a thread is unknown."""
-    mine = [each for each in events if each["name"].startswith("gloo:")]
-    if any(each["tid"] not in threads for each in mine):
-        return _by_axis(("all axes", each) for each in mine)
-    return _by_axis((threads[each["tid"]], each) for each in mine if threads[each["tid"]])
+    mine = [event for event in events if event["name"].startswith("gloo:")]
+    if any(event["tid"] not in threads for event in mine):
+        return _by_axis(("all axes", event) for event in mine)
+    return _by_axis((threads[event["tid"]], event) for event in mine if threads[event["tid"]])
 
 
 def _by_axis(pairs: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, list[Interval]]:
@@ -216,14 +216,14 @@ def _by_axis(pairs: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, list[I
 
 def _busiest(events: Sequence[Mapping[str, Any]]) -> object:
     counts: dict[object, int] = {}
-    for each in events:
-        if each["name"].startswith("aten::"):
-            counts[each["tid"]] = counts.get(each["tid"], 0) + 1
+    for event in events:
+        if event["name"].startswith("aten::"):
+            counts[event["tid"]] = counts.get(event["tid"], 0) + 1
     return max(counts, key=lambda thread: counts[thread], default=None)
 
 
 def _spans(events: Iterable[Mapping[str, Any]]) -> list[Interval]:
-    return [(each["ts"], each["ts"] + each["dur"]) for each in events]
+    return [(event["ts"], event["ts"] + event["dur"]) for event in events]
 
 
 def _union(spans: Iterable[Interval]) -> list[Interval]:
@@ -292,7 +292,7 @@ class Profiled:
         holders: dict[str, int] = {}
         if gpu:
             yield from self._snapshot(batches)
-        elif not any(each.compiles for each in self._par.plan.passes):
+        elif not any(pass_.compiles for pass_ in self._par.plan.passes):
             yield from self._watched(batches, holders)
         dist.all_gather_object(ranks, mine, runtime.hosts())
         if tracer is not None:

@@ -90,12 +90,12 @@ class Quorum:
     @property
     def key(self) -> Sum:
         """The number of a group of these members: another one after each failure."""
-        return self.number, max(each.failures for each in self.members)
+        return self.number, max(member.failures for member in self.members)
 
     @property
     def best(self) -> tuple[int, Sum]:
         """The job's newest state: of those whose members hold all of it, if there is one."""
-        states = sorted({each.state for each in self.members}, reverse=True)
+        states = sorted({member.state for member in self.members}, reverse=True)
         return next((state for state in states if self._covers(self._at(state))), states[0])
 
     @property
@@ -111,30 +111,30 @@ class Quorum:
     @property
     def waited(self) -> float:
         """Seconds that the one of them that has waited longest has waited for the first step with others."""
-        return max(each.waited for each in self.members)
+        return max(member.waited for member in self.members)
 
     @property
     def lost(self) -> bool:
         """Whether optimizer state went with replicas that are gone. Members that ask for a sum may still go back to
         the step before.
         """
-        return not self.covered and not any(each.phase == "summed" for each in self.members)
+        return not self.covered and not any(member.phase == "summed" for member in self.members)
 
     @property
     def open(self) -> bool:
         """Whether a member with the newest state may lack values that others have computed."""
-        return any(each.phase in ("summed", "open") for each in self.newest)
+        return any(member.phase in ("summed", "open") for member in self.newest)
 
     def closed(self) -> Quorum:
         """Return the quorum after its members have exchanged what they lacked."""
-        return replace(self, members=tuple(replace(each, phase="") for each in self.members))
+        return replace(self, members=tuple(replace(member, phase="") for member in self.members))
 
     @property
     def waiting(self) -> tuple[Member, ...]:
         """The members with gradients of one division of samples, if they hold what makes a step of these."""
-        waiting = [each for each in self.newest if each.waits]
-        last = max((each.drawn for each in waiting), default=None)
-        found = tuple(each for each in waiting if each.drawn == last)
+        waiting = [member for member in self.newest if member.waits]
+        last = max((member.drawn for member in waiting), default=None)
+        found = tuple(member for member in waiting if member.drawn == last)
         return found if self._covers(found) else ()
 
     @property
@@ -145,13 +145,13 @@ class Quorum:
     @property
     def leader(self) -> Member:
         """The member that writes: of those with the newest state, the one that has trained longest."""
-        return max(self.newest, key=lambda each: (each.life, each.name))
+        return max(self.newest, key=lambda member: (member.life, member.name))
 
     def _at(self, state: tuple[int, Sum]) -> tuple[Member, ...]:
-        return tuple(each for each in self.members if each.state == state)
+        return tuple(member for member in self.members if member.state == state)
 
     def _covers(self, members: Iterable[Member]) -> bool:
-        return not self.whole & ~functools.reduce(operator.or_, (each.holds for each in members), 0)
+        return not self.whole & ~functools.reduce(operator.or_, (member.holds for member in members), 0)
 
 
 @final
@@ -231,7 +231,7 @@ class Membership:
             time.sleep(_BEAT_S)
             return None
         self.fresh, self._heard = True, time.monotonic()
-        members = tuple(sorted(map(_member, found.participants), key=lambda each: each.name))
+        members = tuple(sorted(map(_member, found.participants), key=lambda participant: participant.name))
         return Quorum(number=int(found.quorum_id), members=members, whole=self._whole)
 
     def current(self) -> bool:
@@ -279,12 +279,12 @@ def _silent(lighthouse: str, error: Exception) -> ReplicaError:
 
 
 def _member(found: Any) -> Member:  # noqa: ANN401 - torchft has no types for it
-    told = {
+    fields = {
         **found.data,
         **{field: tuple(found.data[field]) for field in ("sum", "drawn")},
         "holds": int(found.data["holds"], 16),
     }
-    return Member(name=found.replica_id, store=found.store_address, step=found.step - 1, **told)
+    return Member(name=found.replica_id, store=found.store_address, step=found.step - 1, **fields)
 
 
 class Peers(Protocol):

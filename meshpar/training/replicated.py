@@ -63,8 +63,8 @@ class Replicated:
             RuntimeError: a replica failed.
         """
         members, best, held = quorum.ready, quorum.best, dict[str, Any]()
-        sources = [number for number, each in enumerate(members) if each.state == best]
-        behind = [number for number, each in enumerate(members) if each.state != best]
+        sources = [number for number, member in enumerate(members) if member.state == best]
+        behind = [number for number, member in enumerate(members) if member.state != best]
         for turn, number in enumerate(behind):
             source = sources[turn % len(sources)]
             if name == members[source].name:
@@ -75,7 +75,7 @@ class Replicated:
 
     def _held(self) -> dict[str, Any]:
         self._par.reshard()
-        module = [local_tensor(each).detach() for _, each in tensors_of(self._par.module)]
+        module = [local_tensor(tensor).detach() for _, tensor in tensors_of(self._par.module)]
         optimizer = dict(self._optimizer.state_dict() if self._divided is None else self._divided.options())
         return {
             "module": module,
@@ -87,9 +87,9 @@ class Replicated:
     def take(self, held: dict[str, Any]) -> None:
         """Take over what :meth:`copied` has returned."""
         self._par.reshard()
-        for (_, each), value in zip(tensors_of(self._par.module), held["module"], strict=True):
-            local_tensor(each).copy_(value)
-        parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        for (_, tensor), value in zip(tensors_of(self._par.module), held["module"], strict=True):
+            local_tensor(tensor).copy_(value)
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         for number, values in held["optimizer"]["state"].items():
             for name, value in values.items():
                 if isinstance(value, Part):
@@ -112,7 +112,7 @@ class Replicated:
             MeshparError: they differ.
             RuntimeError: a member failed.
         """
-        total = digest_of_several(local_tensor(each) for each in leaves(self._held()) if isinstance(each, Tensor))
+        total = digest_of_several(local_tensor(leaf) for leaf in leaves(self._held()) if isinstance(leaf, Tensor))
         given = repr((self._data.state_dict(), self._data.global_batch, self._same))
         plain = int.from_bytes(hashlib.sha256(given.encode()).digest()[:8], signed=True)
         both = torch.tensor([int(total), ~int(total), plain, ~plain])

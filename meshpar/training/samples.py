@@ -324,7 +324,8 @@ class MappedSamples:
             return self, None
         held = held_out(len(self), fraction, seed)
         train, validation = (
-            MappedSamples(self.dataset, f"{self.name}/{fraction}/{seed}", each.nonzero()[0]) for each in (~held, held)
+            MappedSamples(self.dataset, f"{self.name}/{fraction}/{seed}", chosen.nonzero()[0])
+            for chosen in (~held, held)
         )
         return train, validation
 
@@ -353,23 +354,25 @@ class MixedSamples:
     def __init__(
         self, sources: Mapping[str, PackedSamples], weights: Sequence[float], epochs: Sequence[int | None]
     ) -> None:
-        if len(lengths := {each.length for each in sources.values()}) != 1:
+        if len(lengths := {source.length for source in sources.values()}) != 1:
             raise RecipeError(f"the sources of a mix have samples of {sorted(lengths)} tokens; expected one length")
-        if problem := tokenizers_problem({name: (each.vocab_size, each.eos_id) for name, each in sources.items()}):
+        if problem := tokenizers_problem(
+            {name: (source.vocab_size, source.eos_id) for name, source in sources.items()}
+        ):
             raise RecipeError(problem)
         self.sources = sources
         self.mix = Interleave(
-            sizes=tuple(len(each) for each in sources.values()), weights=tuple(weights), epochs=tuple(epochs)
+            sizes=tuple(len(source) for source in sources.values()), weights=tuple(weights), epochs=tuple(epochs)
         )
         self.length = lengths.pop()
-        self.vocab_size = next(each.vocab_size for each in sources.values())
-        self.separates = any(each.separates for each in sources.values())
-        parts = [(name, each.fingerprint) for name, each in sources.items()]
+        self.vocab_size = next(source.vocab_size for source in sources.values())
+        self.separates = any(source.separates for source in sources.values())
+        parts = [(name, source.fingerprint) for name, source in sources.items()]
         self.fingerprint = self._hash(parts)
 
     def fingerprint_of(self, documents: Documents) -> str:
         """Return the fingerprint that the same samples have with this choice of ``documents``."""
-        return self._hash([(name, each.fingerprint_of(documents)) for name, each in self.sources.items()])
+        return self._hash([(name, source.fingerprint_of(documents)) for name, source in self.sources.items()])
 
     def _hash(self, parts: Sequence[tuple[str, str]]) -> str:
         return hashlib.sha256(repr((parts, self.mix.weights, self.mix.epochs)).encode()).hexdigest()
@@ -379,7 +382,7 @@ class MixedSamples:
 
     def __str__(self) -> str:
         shares = (weight / sum(self.mix.weights) for weight in self.mix.weights)
-        return "; ".join(f"{share:.0%} {name}: {each}" for (name, each), share in zip(self.sources.items(), shares))
+        return "; ".join(f"{share:.0%} {name}: {source}" for (name, source), share in zip(self.sources.items(), shares))
 
     def __getitems__(self, indices: Sequence[int]) -> TensorBatch:
         samples = list(self.sources.values())
@@ -390,10 +393,10 @@ class MixedSamples:
                 row -= len(samples[source])
                 source += 1
             batches.append(samples[source].__getitems__([row]) | {"source": torch.tensor([source])})
-        if any("position_ids" in each for each in batches):
+        if any("position_ids" in batch for batch in batches):
             whole = torch.arange(self.length)[None]
-            batches = [{"position_ids": whole} | each for each in batches]
-        return {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
+            batches = [{"position_ids": whole} | batch for batch in batches]
+        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def tokenizers_problem(kinds: Mapping[str, tuple[int, int]]) -> str:
@@ -402,5 +405,5 @@ def tokenizers_problem(kinds: Mapping[str, tuple[int, int]]) -> str:
     """
     if len({*kinds.values()}) <= 1:
         return ""
-    told = ", ".join(f"{name} has vocab_size {size} and eos_id {eos}" for name, (size, eos) in kinds.items())
-    return f"the sources of a mix are of different tokenizers: {told}; tokenize them with one"
+    found = ", ".join(f"{name} has vocab_size {size} and eos_id {eos}" for name, (size, eos) in kinds.items())
+    return f"the sources of a mix are of different tokenizers: {found}; tokenize them with one"

@@ -67,16 +67,16 @@ def bound_problems(settings: Any) -> Iterator[str]:
                 value = value[place]
             else:
                 others = [
-                    None if each is NoneType else each
+                    None if inner is NoneType else inner
                     for one in kinds
                     if one is not number
-                    for each in get_args(one) or [one]
+                    for inner in get_args(one) or [one]
                 ]
             if value not in others and not (
                 isinstance(value, kind if kind is int else (int, float)) and value in bound
             ):
                 whole = "an integer " if kind is int else ""
-                yield f"{name} must be {whole}{bound}{''.join(f' or {each!r}' for each in others)}, got {value!r}"
+                yield f"{name} must be {whole}{bound}{''.join(f' or {other!r}' for other in others)}, got {value!r}"
 
 
 @final

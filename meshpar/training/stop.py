@@ -17,7 +17,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.signals import STOPPING, heard, put_back
 
-_NUMBERS = {each.name: int(each) + 1 for each in STOPPING}
+_NUMBERS = {signal_.name: int(signal_) + 1 for signal_ in STOPPING}
 _OTHERWISE = 1  # a request that is no signal; less than any signal's number + 1
 _SAME_S = 1.0  # one Ctrl-C may arrive twice: from the terminal and from the launcher that passes it on
 _LONG_S = 1.0  # between two calls of agreed(), from which on the ranks wait for each other's answer

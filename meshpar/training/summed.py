@@ -27,20 +27,22 @@ class Summed:
         Raises:
             RuntimeError: a member failed.
         """
-        self._trained = [each for each in module.parameters() if each.requires_grad]
-        known = torch.tensor([float(each.grad is not None) for each in self._trained], dtype=torch.float64)
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        known = torch.tensor([float(parameter.grad is not None) for parameter in self._trained], dtype=torch.float64)
         slotted = torch.zeros(2 * slots, dtype=torch.float64)
         slotted[slot], slotted[slots + slot] = mine[0], 1.0
         vector = torch.cat([slotted, mine, known])
         group.allreduce([vector]).wait()
-        self.counted = [bool(each) for each in vector[slots : 2 * slots]]
+        self.counted = [bool(count) for count in vector[slots : 2 * slots]]
         self.totals = vector[2 * slots : 2 * slots + len(mine)]
         self._known = vector[2 * slots + len(mine) :].tolist()
         weight = float(mine[0] / self.totals[0]) if self.totals[0] else 0.0
         self._flats: list[tuple[list[Tensor], Tensor]] = []
         works = []
-        for bucket in buckets(each for each, known in zip(self._trained, self._known, strict=True) if known):
-            flat = torch.cat([_gradient(each).reshape(-1).to("cpu", summed_in(each.dtype)) for each in bucket])
+        for bucket in buckets(parameter for parameter, known in zip(self._trained, self._known, strict=True) if known):
+            flat = torch.cat(
+                [_gradient(parameter).reshape(-1).to("cpu", summed_in(parameter.dtype)) for parameter in bucket]
+            )
             flat.mul_(weight)
             works.append(group.allreduce([flat]))
             self._flats.append((bucket, flat))
@@ -50,23 +52,23 @@ class Summed:
     def commit(self) -> None:
         """Replace the gradients of this replica by those of all."""
         for bucket, flat in self._flats:
-            parts = flat.split([local_tensor(each).numel() for each in bucket])
-            for each, part in zip(bucket, parts):
-                if each.grad is None:
-                    each.grad = torch.zeros_like(each)
-                grad = local_tensor(each.grad)
+            parts = flat.split([local_tensor(parameter).numel() for parameter in bucket])
+            for parameter, part in zip(bucket, parts):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                grad = local_tensor(parameter.grad)
                 grad.copy_(part.view(grad.shape))
 
 
 def buckets(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield parameters of one dtype whose gradients or values travel together, in their order."""
     bucket, size = list[Tensor](), 0
-    for each in parameters:
-        if bucket and (each.dtype != bucket[0].dtype or size >= _BUCKET):
+    for parameter in parameters:
+        if bucket and (parameter.dtype != bucket[0].dtype or size >= _BUCKET):
             yield bucket
             bucket, size = [], 0
-        bucket.append(each)
-        size += local_tensor(each).numel()
+        bucket.append(parameter)
+        size += local_tensor(parameter).numel()
     if bucket:
         yield bucket
 

@@ -153,9 +153,9 @@ def records_of(
         found: Iterator[tuple[int, Any]] = _arrow_rows(path, columns, reading)
     else:
         found = _lines(path, reading) if kind_of(path) != ".csv" else _rows(path, reading)
-    for each in found:
+    for record in found:
         reading.rows += 1
-        yield each
+        yield record
 
 
 def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, Any]]:
@@ -228,11 +228,11 @@ def _rows(path: Path, reading: Reading) -> Iterator[tuple[int, dict[str, str]]]:
             for row in reader:
                 if None in row or None in row.values():
                     reading.rows += 1
-                    told = (
+                    message = (
                         f"{path}:{reader.line_num} has another number of cells than the first line, which names the "
                         "columns"
                     )
-                    reading.refuse(RecipeError(told))
+                    reading.refuse(RecipeError(message))
                     continue
                 yield reader.line_num, row
         except UnicodeDecodeError as error:
@@ -251,7 +251,7 @@ def _arrow_rows(path: Path, columns: Sequence[str] | None, reading: Reading) -> 
                 file = stack.enter_context(need("pyarrow.parquet", extra="arrow").ParquetFile(path, memory_map=True))
                 every = file.schema_arrow.names
                 batches = file.iter_batches(
-                    batch_size=_ROWS, columns=[each for each in columns or every if each in every]
+                    batch_size=_ROWS, columns=[name for name in columns or every if name in every]
                 )
             else:
                 source = stack.enter_context(arrow.memory_map(str(path)))
@@ -259,9 +259,9 @@ def _arrow_rows(path: Path, columns: Sequence[str] | None, reading: Reading) -> 
             for batch in batches:
                 every = every or batch.schema.names
                 kept = (
-                    batch if columns is None else batch.select([each for each in columns if each in batch.schema.names])
+                    batch if columns is None else batch.select([name for name in columns if name in batch.schema.names])
                 )
-                reading.leave(() if columns is None else [each for each in every if each not in columns], str(path))
+                reading.leave(() if columns is None else [name for name in every if name not in columns], str(path))
                 for start in range(0, kept.num_rows, _ROWS):
                     for record in kept.slice(start, _ROWS).to_pylist():
                         number += 1
@@ -304,5 +304,5 @@ def column(path: Path, name: str, reading: Reading) -> Iterator[str]:
                 )
             )
             continue
-        reading.leave((each for each in record if each != name), f"{path}:{number}")
+        reading.leave((key for key in record if key != name), f"{path}:{number}")
         yield record[name]

@@ -110,7 +110,7 @@ class ChatTemplate:
                     "or remove tools"
                 )
             for place, message in enumerate(messages):
-                for name in (each for each in SAID if _is_said(message, each)):
+                for name in (key for key in SAID if _is_said(message, key)):
                     bare = _without([message], {name})
                     if self._writes(whole, [*messages[:place], *bare, *messages[place + 1 :]], tools):
                         raise RecipeError(

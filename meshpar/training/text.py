@@ -71,7 +71,7 @@ class TextSource:
         for text in self.inputs:
             found, suffixes = _expand(text, self.suffixes or _TEXT_SUFFIXES), ", ".join(self.suffixes or _TEXT_SUFFIXES)
             if not found:
-                hint = "".join(as_lines(each) for each in _expand(text, (".json",))[:1])
+                hint = "".join(as_lines(path) for path in _expand(text, (".json",))[:1])
                 raise RecipeError(
                     f"input {text!r} matches no file; expected a file, a glob, or a folder with {suffixes} files{hint}"
                 )
@@ -129,17 +129,17 @@ def _expand(text: str, suffixes: Sequence[str]) -> list[Path]:
         return standard_library()
     path = expanded(Path(text))
     if (path / "dataset_dict.json").is_file():
-        splits = ", ".join(sorted(each.name for each in path.iterdir() if each.is_dir()))
+        splits = ", ".join(sorted(entry.name for entry in path.iterdir() if entry.is_dir()))
         raise RecipeError(
             f"{path} is a folder of datasets with several splits ({splits}); name one of them: {path}/train"
         )
     if (state := path / "state.json").is_file():  # the files of a dataset; a folder also holds what datasets caches
-        return [path / each["filename"] for each in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+        return [path / file["filename"] for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
     if path.is_dir():
-        return sorted(each for each in path.rglob("*") if kind_of(each) in suffixes and each.is_file())
+        return sorted(entry for entry in path.rglob("*") if kind_of(entry) in suffixes and entry.is_file())
     if path.is_file():
         return [path]
-    return sorted(Path(each) for each in glob.glob(str(path), recursive=True) if Path(each).is_file())
+    return sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
 
 
 def standard_library_root() -> Path:
@@ -166,7 +166,7 @@ def _streams(path: Path, separator: str | None) -> Iterator[Iterator[str]]:
     rest = ""
     for part in _read(path):
         *whole, rest = (rest + part).split(separator)
-        yield from (iter([each]) for each in whole)
+        yield from (iter([document]) for document in whole)
     yield iter([rest])
 
 

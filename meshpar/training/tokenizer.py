@@ -89,7 +89,7 @@ class TextTokenizer:
             # What the library made is freed here: one batch of it at a time, and not beside its threads, which would
             # wait for memory.
             found = self.fast.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [numpy.array(each.ids, dtype=numpy.uint32) for each in found]
+            return [numpy.array(encoding.ids, dtype=numpy.uint32) for encoding in found]
 
         with ThreadPoolExecutor(1) as beside:
             ahead: Future[list[np.ndarray]] | None = None
@@ -106,7 +106,7 @@ class TextTokenizer:
         """
         numpy = need("numpy")
         found = self.fast.encode_batch(list(texts), add_special_tokens=False)
-        return [(numpy.array(each.ids), numpy.array(each.offsets).reshape(-1, 2)) for each in found]
+        return [(numpy.array(encoding.ids), numpy.array(encoding.offsets).reshape(-1, 2)) for encoding in found]
 
     def chat_template(self) -> str | None:
         """Return the chat template of the tokenizer's folder; None where it has none."""
@@ -116,7 +116,7 @@ class TextTokenizer:
             return file.read_text(encoding="utf-8")
         named = _setting(self._folder, "chat_template")
         return (
-            next((each["template"] for each in named if each["name"] == "default"), None)
+            next((template["template"] for template in named if template["name"] == "default"), None)
             if isinstance(named, list)
             else named
         )
@@ -137,7 +137,7 @@ class TextTokenizer:
         """
         parts = ("def f(x):\n", "return [x]\n", "The", " end,", "   ", " 12.")
         added = self.fast.get_added_tokens_decoder().values()
-        if any(each.lstrip or each.rstrip or any(map(str.isspace, each.content)) for each in added):
+        if any(token.lstrip or token.rstrip or any(map(str.isspace, token.content)) for token in added):
             return False
         return [id_ for part in parts for id_ in self.encode(part)] == self.encode("".join(parts))
 
@@ -275,7 +275,7 @@ def _configured(folder: Path, kind: str) -> str | None:
 
 
 def _setting(folder: Path, name: str) -> Any:  # noqa: ANN401 - of JSON
-    files = (folder / each for each in ("tokenizer_config.json", "special_tokens_map.json"))
+    files = (folder / file for file in ("tokenizer_config.json", "special_tokens_map.json"))
     read = (json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file())
     return next((found[name] for found in read if found.get(name) is not None), None)
 

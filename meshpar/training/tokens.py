@@ -248,7 +248,7 @@ def prepare_tokenizer(
         raise RecipeError(
             "tokenizer 'bpe' is trained on text, and the input is tokens; give the tokenizer's folder instead"
         )
-    key = _key("bpe", *(each.fingerprint() for each in sources), vocab_size, *special)
+    key = _key("bpe", *(source.fingerprint() for source in sources), vocab_size, *special)
 
     def build(folder: Path) -> None:
         train_bpe(chain.from_iterable(map(training_texts, sources)), vocab_size, special).save(folder)

@@ -65,8 +65,8 @@ class _Unpacked(pickle.Unpickler):
         super().__init__(file)
         self._receive, self._on_host = receive, on_host
 
-    def persistent_load(self, told: tuple[Any, torch.Size, torch.dtype, str]) -> object:
-        whole, shape, dtype, device = told
+    def persistent_load(self, reference: tuple[Any, torch.Size, torch.dtype, str]) -> object:
+        whole, shape, dtype, device = reference
         value = torch.empty(shape, dtype=dtype)
         self._receive(value)
         value = value if self._on_host or runtime.on_host(device) else value.to(device)
@@ -78,9 +78,9 @@ def send(group: Peers, to: int, held: dict[Any, Any]) -> None:
     packed = _Packed(file := io.BytesIO())
     packed.dump(held)
     header = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-    for each in (torch.tensor([header.numel()]), header, *packed.tensors):
-        if each.numel():
-            group.send([each.contiguous().cpu()], to, 0).wait()
+    for tensor in (torch.tensor([header.numel()]), header, *packed.tensors):
+        if tensor.numel():
+            group.send([tensor.contiguous().cpu()], to, 0).wait()
 
 
 def received(group: Peers, source: int, *, on_host: bool = False) -> dict[Any, Any]:

@@ -102,7 +102,7 @@ class WeightMap:
     @classmethod
     def from_json(cls, data: Sequence[Mapping[str, Any]]) -> WeightMap:
         """Rebuild a map from :meth:`to_json`; raises LayoutError for a rule that this version does not know."""
-        return cls(tuple(rule_from_json(each) for each in data))
+        return cls(tuple(rule_from_json(rule) for rule in data))
 
 
 _MOST_STARS = 4  # in one part of a name: the time to match grows with the power of their number
@@ -154,13 +154,13 @@ def _stage(
         elif name not in done:
             together = [_fill(pattern, stars) for pattern in here]
             done.update(together)
-            if absent := [each for each in together if each not in views]:
+            if absent := [ours for ours in together if ours not in views]:
                 problems.append(
                     f"{name!r} is one of {len(together)} parts, and {', '.join(map(repr, absent))} is missing"
                 )
             else:
                 made += zip(
-                    (_fill(pattern, stars) for pattern in there), build([views[each] for each in together]), strict=True
+                    (_fill(pattern, stars) for pattern in there), build([views[ours] for ours in together]), strict=True
                 )
     seen: set[str] = set()
     problems += [f"two tensors would be called {name!r}" for name, _ in made if name in seen or seen.add(name)]  # type: ignore[func-returns-value]

@@ -37,12 +37,12 @@ class View:
 
 def spans_of(index: Sequence[slice], shape: tuple[int, ...]) -> Spans:
     """Return (start, stop) along every dim; raises LayoutError for a step, or for more slices than dims."""
-    if len(index) > len(shape) or any(each.step not in (None, 1) for each in index):
+    if len(index) > len(shape) or any(part.step not in (None, 1) for part in index):
         raise LayoutError(
             f"expected at most {len(shape)} slices without a step for the shape {shape}, got {tuple(index)}"
         )
     full = (*index, *(slice(None) for _ in shape[len(index) :]))
-    bounds = [each.indices(size)[:2] for each, size in zip(full, shape)]
+    bounds = [part.indices(size)[:2] for part, size in zip(full, shape)]
     return tuple((start, max(start, stop)) for start, stop in bounds)
 
 
@@ -318,15 +318,15 @@ def _length(view: View, dim: int, unit: int, rule: Rule) -> int:
 
 
 def _cut(view: View, dim: int, parts: tuple[int, ...], rule: Rule) -> list[View]:
-    each = _length(view, dim, sum(parts), rule)
-    starts = [sum(parts[:i]) * each for i in range(len(parts))]
-    return [narrowed(view, dim % len(view.shape), start, part * each) for start, part in zip(starts, parts)]
+    unit = _length(view, dim, sum(parts), rule)
+    starts = [sum(parts[:i]) * unit for i in range(len(parts))]
+    return [narrowed(view, dim % len(view.shape), start, part * unit) for start, part in zip(starts, parts)]
 
 
 def _concat(views: Sequence[View], dim: int, parts: tuple[int, ...], rule: Rule) -> View:
-    each = _length(views[0], dim, parts[0], rule)
+    unit = _length(views[0], dim, parts[0], rule)
     dim %= len(views[0].shape)
-    wanted = [(*views[0].shape[:dim], part * each, *views[0].shape[dim + 1 :]) for part in parts]
+    wanted = [(*views[0].shape[:dim], part * unit, *views[0].shape[dim + 1 :]) for part in parts]
     if [view.shape for view in views] != wanted or len({view.dtype for view in views}) > 1:
         have = [(view.shape, view.dtype) for view in views]
         raise LayoutError(f"{rule} needs parts of one dtype with shapes {wanted}; got {have}")

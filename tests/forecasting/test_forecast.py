@@ -121,7 +121,7 @@ def traces():
         for place, probe in enumerate(probes(big, Depths(big.model, big.model.meshpar_layout()))):
             jobs[name, place] = probe
     counts = []
-    found = simulate(list(jobs.values()), workers=2, told=lambda *counted: counts.append(counted))
+    found = simulate(list(jobs.values()), workers=2, progress=lambda *counted: counts.append(counted))
     done = [each for each, _ in counts]
     assert {total for _, total in counts} == {len(jobs)} and done == sorted(done) and len(set(done)) > 2
     return dict(zip(jobs, found))

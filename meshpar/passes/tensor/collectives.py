@@ -84,7 +84,7 @@ class SimulatedGroup:
     def all_to_all(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
         """Return the rows that the ranks sent to this one: ``sent[r]`` rows of ``x`` go to rank r."""
         parts = self._meeting.exchange(self._rank, x.detach().split(sent))
-        return torch.cat([each[self._rank] for each in parts])
+        return torch.cat([part[self._rank] for part in parts])
 
 
 def copy_to(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -275,8 +275,8 @@ class _Ungroup(torch.autograd.Function):
         ctx.parts, ctx.dim, ctx.group = parts, dim, group
         runs, sent, received = _plan(x.shape[dim], parts, group)
         came = _all_to_all(x.movedim(dim, 0).contiguous(), sent, received, group)
-        pieces = dict(zip(_by_owner(runs), came.split([runs[each][0] for each in _by_owner(runs)])))
-        return torch.cat([pieces[each] for each in range(len(runs))]).movedim(0, dim).contiguous()
+        pieces = dict(zip(_by_owner(runs), came.split([runs[number][0] for number in _by_owner(runs)])))
+        return torch.cat([pieces[number] for number in range(len(runs))]).movedim(0, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -291,7 +291,7 @@ def _by_part(weight: Tensor, parts: int, dim: int, group: dist.ProcessGroup) -> 
     """Exchange rows, cut and joined by slices: an index would be copied to the device, and the host would wait."""
     runs, sent, received = _plan(weight.shape[dim], parts, group)
     pieces = weight.movedim(dim, 0).split([length for length, _ in runs])
-    ordered = torch.cat([pieces[each] for each in _by_owner(runs)])
+    ordered = torch.cat([pieces[number] for number in _by_owner(runs)])
     return _all_to_all(ordered, received, sent, group).movedim(0, dim).contiguous()
 
 
@@ -304,7 +304,7 @@ def _plan(rows: int, parts: int, group: dist.ProcessGroup) -> tuple[list[tuple[i
 
 def _by_owner(runs: list[tuple[int, int]]) -> list[int]:
     """Return the runs, by their places, in the order in which they are sent."""
-    return sorted(range(len(runs)), key=lambda each: runs[each][1])
+    return sorted(range(len(runs)), key=lambda number: runs[number][1])
 
 
 @cache

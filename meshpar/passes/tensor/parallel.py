@@ -204,7 +204,7 @@ class TensorParallel(Pass):
             for name, child in find_modules(module, pattern)
         ]
         found = list(
-            _with_copied_heads(module, layout, [each for each in found if each[1] not in context.done], context.size)
+            _with_copied_heads(module, layout, [pair for pair in found if pair[1] not in context.done], context.size)
         )
         context.regions.update({name: style for name, _, style in found if style.is_region})
         context.styles.update({name: style for name, _, style in found})
@@ -347,17 +347,21 @@ def _split_together(module: nn.Module, table: _Table, name: str) -> list[str]:
     """Return the names of the modules and parameters that are split together with the module called ``name``, and so
     are whole together.
     """
-    styled = {each: style for pattern, style in table.modules.items() for each, _ in find_modules(module, pattern)}
-    regions = [each for each, style in styled.items() if style.is_region and name.startswith(f"{each}.")]
+    styled = {path: style for pattern, style in table.modules.items() for path, _ in find_modules(module, pattern)}
+    regions = [path for path, style in styled.items() if style.is_region and name.startswith(f"{path}.")]
     if not regions and styled[name].stands_alone:
         return [name]
     region = max(regions, key=len, default=None)
     around = name.rpartition(".")[0] if region is None else region
     split = [pattern for pattern, text in table.parameters.items() if text is not None]
-    split = [each for each, _ in module.named_parameters() if any(matches(pattern, each) for pattern in split)]
+    split = [
+        parameter_name
+        for parameter_name, _ in module.named_parameters()
+        if any(matches(pattern, parameter_name) for pattern in split)
+    ]
     return [
         *([] if region is None else [region]),
-        *(each for each in (*styled, *split) if each.startswith(f"{around}.")),
+        *(inner for inner in (*styled, *split) if inner.startswith(f"{around}.")),
     ]
 
 
@@ -376,7 +380,9 @@ def _own_problems(module: nn.Module, table: _Table) -> Iterator[str]:
         for name, parameter in module.get_submodule(owner).named_parameters(recurse=False):
             if owner not in styled and not table.covers(f"{owner}.{name}"):
                 inside = ", ".join(
-                    sorted(f"{each!r}: None" for each in table.patterns if matches(each.rpartition(".")[0], owner))
+                    sorted(
+                        f"{pattern!r}: None" for pattern in table.patterns if matches(pattern.rpartition(".")[0], owner)
+                    )
                 )
                 yield (
                     f"{owner}.{name} {tuple(parameter.shape)} has no style among projections split by heads or "
@@ -389,13 +395,13 @@ def _own_problems(module: nn.Module, table: _Table) -> Iterator[str]:
 def _sum_problems(module: nn.Module, table: _Table) -> Iterator[str]:
     """Yield modules whose gradients would be summed though every rank knows the whole: nothing beside them is split."""
     parting = [pattern for pattern, style in table.modules.items() if style.splits and style != Colwise(gather="yes")]
-    found = [each for pattern in parting for each in find_modules(module, pattern)]
+    found = [pair for pattern in parting for pair in find_modules(module, pattern)]
     split = {name.rpartition(".")[0] for name, _ in found}
     split |= {name for name, child in found if not isinstance(child, nn.Linear)}
     summed = [pattern for pattern, style in table.modules.items() if style.sums_gradients]
     for name, _ in (found for pattern in summed for found in find_modules(module, pattern)):
         owner = name.rpartition(".")[0]
-        if not any(each == owner or each.startswith(f"{owner}.") for each in split):
+        if not any(inner == owner or inner.startswith(f"{owner}.") for inner in split):
             yield (
                 f"{name} sums its gradient over tp, but nothing in {owner or 'the model'} is split, so the gradient "
                 f"would count once per rank; leave {name} whole, too: TensorParallel(styles={{{name!r}: None}})"
@@ -415,7 +421,7 @@ def _region_problems(module: nn.Module, table: _Table) -> Iterator[str]:
         outer = next((region for region in regions if owner == region or owner.startswith(region + ".")), None)
         if outer is None or table.covers(name):
             continue
-        if not any(owner == each or owner.startswith(each + ".") for each in styled):
+        if not any(owner == path or owner.startswith(path + ".") for path in styled):
             shape = tuple(module.get_parameter(name).shape)
             yield (
                 f"{name} {shape} in region {outer} has no style, so its gradient would be incomplete; give {name!r} "

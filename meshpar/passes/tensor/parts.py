@@ -87,7 +87,7 @@ class Parts(Style):
                 return with_own(module, self._held(module, group), lambda: inner(*args, **kwargs))
             args = tuple(_enter(value, context) for value in args)
             kwargs = {key: _enter(value, context) for key, value in kwargs.items()}
-            first = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+            first = next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor))
             context.part(module, first)
             try:
                 output = with_own(module, self._held(module, group), lambda: inner(*args, **kwargs))
@@ -186,7 +186,10 @@ class Experts(Style):
         """Return how to split inside the experts, which stay whole where another axis divides them already and that
         is not possible.
         """
-        if any(isinstance(each, DTensor) and each.device_mesh.ndim > 1 for each in module.parameters(recurse=False)):
+        if any(
+            isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1
+            for parameter in module.parameters(recurse=False)
+        ):
             inside = self.otherwise
             return Parts(dims={}) if inside is None or any(inside.problems(name, module, context.size)) else inside
         return self.otherwise if _expert_count(module) % context.size else None

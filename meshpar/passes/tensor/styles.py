@@ -298,8 +298,8 @@ class Sequence(Style):
         if isinstance(module, nn.Embedding):
 
             def forward(positions: Tensor) -> Tensor:
-                each = context.positions_each(positions.shape[-1])
-                return inner(positions.narrow(-1, context.rank * each, each))
+                length = context.positions_each(positions.shape[-1])
+                return inner(positions.narrow(-1, context.rank * length, length))
 
             set_forward(module, forward)
         sum_gradients(name, module, context)
