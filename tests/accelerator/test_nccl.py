@@ -125,8 +125,21 @@ def check_hops(seen):
         torch.testing.assert_close(grads[1][name], grad)
 
 
+DAILY, NIGHTLY = ("world", "fsdp-tp", "cp", "experts-selective"), ("fsdp", "hsdp", "tp", "experts")
+
+
+def test_broken_rules_are_refused_and_a_train_step_of_every_pass_keeps_them():
+    keep_the_rules(DAILY)
+
+
+@pytest.mark.nightly
+def test_a_train_step_of_other_plans_keeps_the_rules():
+    assert {*DAILY, *NIGHTLY} == {*PLANS}
+    keep_the_rules(NIGHTLY)
+
+
 @on_ranks(4, timeout_s=170, fresh="changes what a device is")
-def test_broken_rules_are_refused_and_a_train_step_of_every_plan_keeps_them():
+def keep_the_rules(plans):
     with rules() as seen:
         check_controls()
         with pytest.raises(Broken, match="in another order"):
@@ -136,12 +149,15 @@ def test_broken_rules_are_refused_and_a_train_step_of_every_plan_keeps_them():
         seen.clear()
         Plan("dp_shard=2,tp=2", [SEQUENCE, FullyShard()]).apply(PLAIN())
         assert not seen.calls, "the hosts compare the weights that they were given"
-        expected = {}
-        steps = token_steps(VOCAB, steps=2, parts=4)
-        with accelerated():  # the second step looks at nothing but what the first one exchanged
-            for build, mesh, passes in PLANS.values():
-                expected[build] = expected.get(build) or one_process(build, steps)
-                assert_parity(build, mesh, passes, steps, expected=expected[build])
+        train_on_every_plan(plans)
+
+
+def train_on_every_plan(plans):
+    expected, steps = {}, token_steps(VOCAB, steps=2, parts=4)
+    with accelerated():  # the second step looks at nothing but what the first one exchanged
+        for build, mesh, passes in (PLANS[plan] for plan in plans):
+            expected[build] = expected.get(build) or one_process(build, steps)
+            assert_parity(build, mesh, passes, steps, expected=expected[build])
 
 
 @alone

@@ -104,10 +104,11 @@ def restore_different_steps(root: str) -> None:
     with pytest.raises(CheckpointError, match=r"restore got step=1 on rank 0 and 2 on rank 1; pass the same"):
         manager.restore(par, step=dist.get_rank() + 1)
     read = restoring.read_manifest
-    if dist.get_rank() == 1:  # as where each host has a disk of its own at the same path
-        restoring.read_manifest = lambda folder: replace(read(folder), seed=7)
-    with pytest.raises(CheckpointError, match=r"not the same step on rank 0 and on rank 1"):
-        manager.restore(par)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:  # as where each host has a disk of its own at the same path
+            patch.setattr(restoring, "read_manifest", lambda folder: replace(read(folder), seed=7))
+        with pytest.raises(CheckpointError, match=r"not the same step on rank 0 and on rank 1"):
+            manager.restore(par)
 
 
 def test_ranks_that_restore_different_steps_are_told(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from meshpar import ContextParallel, ExpertParallel, FullyShard, HybridShard, Me
 from meshpar.checkpoints import CheckpointManager
 from meshpar.exact.parts import adafactor_by_parts
 from meshpar.placements import local_tensor
-from meshpar.testing import assert_parity, on_ranks, one_process, token_steps, whole
+from meshpar.testing import assert_parity, on_ranks, token_steps, whole
 from meshpar.testing.parity import train_steps
 from meshpar.training.wire import _Packed, _Unpacked
 from tests.passes.test_world import MIXTURE, ODD, SEQUENCE, WORLD, moments, same_bits, sharded, weights
@@ -41,27 +41,26 @@ TRAINED = {
         functools.partial(FACTORS, lr=torch.tensor(0.01), maximize=True, foreach=True, eps=(1e-7, 1e-2), d=2.0),
     ),
 }
+ON_FOUR = {
+    "dp_shard=4": [FullyShard()],
+    "dp_shard=2,tp=2": [SEQUENCE, FullyShard(offload="cpu", whole=("norm.weight",))],
+    "dp_replicate=2,dp_shard=2": [HybridShard()],
+    "dp_replicate=4,dp_shard=1": [WORLD],
+    "dp_shard=2,cp=2": [ContextParallel(), FullyShard()],
+}
+CASES = [(trained, mesh) for trained in TRAINED for mesh in ON_FOUR]
+DAILY = [("all", "dp_shard=2,tp=2"), ("all", "dp_replicate=4,dp_shard=1"), ("some", "dp_shard=2,cp=2")]
 
 
-@pytest.mark.parametrize("trained", daily(TRAINED, "all"))
-def test_four_ranks_equal_one_process(trained):
-    four_ranks_equal_one_process(trained)
+@pytest.mark.parametrize(("trained", "mesh"), daily(CASES, *DAILY))
+def test_four_ranks_equal_one_process(trained, mesh):
+    on_ranks(4)(four_ranks)(trained, mesh)
 
 
-@on_ranks(4)
-def four_ranks_equal_one_process(trained):
-    steps = token_steps(VOCAB, parts=4, micro_batches=2)
+def four_ranks(trained, mesh):
     build, optimizer = TRAINED[trained]
-    expected = one_process(build, steps, max_norm=0.5, optimizer=optimizer)
-    for mesh, passes in {
-        "dp_shard=4": [FullyShard()],
-        "dp_shard=2,tp=2": [SEQUENCE, FullyShard(offload="cpu", whole=("norm.weight",))],
-        "dp_replicate=2,dp_shard=2": [HybridShard()],
-        "dp_replicate=4,dp_shard=1": [WORLD],
-        "dp_shard=2,cp=2": [ContextParallel(), FullyShard()],
-    }.items():
-        par = assert_parity(build, mesh, passes, steps, expected=expected, max_norm=0.5, optimizer=optimizer)
-        assert_replicas_are_equal(par)
+    steps = token_steps(VOCAB, parts=4, micro_batches=2)
+    assert_replicas_are_equal(assert_parity(build, mesh, ON_FOUR[mesh], steps, max_norm=0.5, optimizer=optimizer))
 
 
 def assert_replicas_are_equal(par):
@@ -72,16 +71,20 @@ def assert_replicas_are_equal(par):
         assert torch.equal(mine, first), name
 
 
-@on_ranks(4)
-def test_divided_experts_equal_one_process():
-    steps = token_steps(VOCAB, parts=4)
-    expected = one_process(MIXTURE, steps, optimizer=FACTORS)
-    for mesh, passes in {
-        "dp_replicate=2,dp_shard=1,ep=2": [ExpertParallel(), WORLD],
-        "dp_shard=1,cp=2,ep=2": [ExpertParallel(), ContextParallel(), FullyShard()],
-        "dp_shard=1,ep=2,tp=2": [ExpertParallel(), TensorParallel(), FullyShard()],
-    }.items():
-        assert_parity(MIXTURE, mesh, passes, steps, expected=expected, optimizer=FACTORS)
+ON_EXPERTS = {
+    "dp_replicate=2,dp_shard=1,ep=2": [ExpertParallel(), WORLD],
+    "dp_shard=1,cp=2,ep=2": [ExpertParallel(), ContextParallel(), FullyShard()],
+    "dp_shard=1,ep=2,tp=2": [ExpertParallel(), TensorParallel(), FullyShard()],
+}
+
+
+@pytest.mark.parametrize("mesh", daily(ON_EXPERTS, "dp_replicate=2,dp_shard=1,ep=2"))
+def test_divided_experts_equal_one_process(mesh):
+    on_ranks(4)(divided)(mesh)
+
+
+def divided(mesh):
+    assert_parity(MIXTURE, mesh, ON_EXPERTS[mesh], token_steps(VOCAB, parts=4), optimizer=FACTORS)
 
 
 SPLITS = [

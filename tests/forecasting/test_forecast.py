@@ -37,6 +37,7 @@ from meshpar.forecasting.trace import Collective, Event, Phase
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from tests.support.models_for_parity import Masked
 from tests.support.patience import until
+from tests.support.tiers import daily
 
 SMALL = TransformerConfig(vocab_size=512, dim=64, layers=5, heads=4, kv_heads=2, hidden=96, max_positions=64)
 SP = TensorParallel(sequence_parallel=True, loss_parallel=True)
@@ -78,9 +79,28 @@ def bytes_of_a_rank(model, tp, shards):
     return total
 
 
+def probes_of(name):
+    big = job(TransformerConfig.preset(name), "dp_shard=48,tp=8", [SP, ActivationCheckpoint(), FullyShard(**BF16)])
+    return {
+        (name, place): each for place, each in enumerate(probes(big, Depths(big.model, big.model.meshpar_layout())))
+    }
+
+
+@functools.cache
+def more_traces():
+    """The simulations that are made at night alone."""
+    jobs = probes_of("llama-8b") | probes_of("llama-70b")
+    if importlib.util.find_spec("torchao") is not None:
+        jobs |= {
+            name: job(SMALL, "dp_shard=2", [*more, FullyShard(**BF16)])
+            for name, more in {"eight": [Float8()], "sixteen": []}.items()
+        }
+    return dict(zip(jobs, simulate(list(jobs.values()), workers=2)))
+
+
 @functools.cache
 def traces():
-    """Every simulation of this file, in one process."""
+    """The simulations of each run of this file, in one pool of workers."""
     deep = {
         "recomputed": job(SMALL, "dp_replicate=2,dp_shard=2,tp=2", [SP, ActivationCheckpoint(), HybridShard(**BF16)]),
         "kept": job(SMALL, "dp_shard=4", [FullyShard(reshard_after_forward=False)], accumulate=2),
@@ -103,11 +123,6 @@ def traces():
         [TensorParallel(sequence_parallel=True, styles={"layers.*.attn": None, "layers.*.mlp": None})],
     )
     jobs["logits"] = job(replace(SMALL, vocab_size=2048), "tp=2", [TensorParallel(sequence_parallel=True)])
-    if importlib.util.find_spec("torchao") is not None:
-        jobs |= {
-            name: job(SMALL, "dp_shard=2", [*more, FullyShard(**BF16)])
-            for name, more in {"eight": [Float8()], "sixteen": []}.items()
-        }
     jobs["padded"] = job(replace(SMALL, layers=2), "dp_shard=48", [FullyShard(**BF16)])
     jobs["masked"] = Simulation(
         plan=Plan("dp_shard=2", [FullyShard(**BF16)]), model=meta(Masked), batch=Batch(sequence=2048), world_size=2
@@ -116,10 +131,7 @@ def traces():
     jobs["gpt2"] = Simulation(
         plan=Plan("dp_shard=4", [FullyShard()]), model=gpt2, batch=Batch(sequence=64), world_size=4
     )
-    for name in COUNTS:
-        big = job(TransformerConfig.preset(name), "dp_shard=48,tp=8", [SP, ActivationCheckpoint(), FullyShard(**BF16)])
-        for place, probe in enumerate(probes(big, Depths(big.model, big.model.meshpar_layout()))):
-            jobs[name, place] = probe
+    jobs |= probes_of("llama-405b")
     counts = []
     found = simulate(list(jobs.values()), workers=2, progress=lambda *counted: counts.append(counted))
     done = [each for each, _ in counts]
@@ -140,7 +152,7 @@ def test_a_batch_of_tensors_forecasts_like_its_shape():
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed (the extra float8)")
 @pytest.mark.long
 def test_float8_products_count_at_their_own_speed():
-    eight, sixteen = traces()["eight"], traces()["sixteen"]
+    eight, sixteen = more_traces()["eight"], more_traces()["sixteen"]
     assert eight.flops() == sixteen.flops()
     products = [event for _, event in eight.events() if event.name == "_scaled_mm"]
     assert len(products) == 3 * 7 * SMALL.layers, "forward and two gradients of each layer's seven"
@@ -159,9 +171,9 @@ def test_gpt2_on_four_ranks_holds_the_closed_form():
     assert (exact["parameters"], exact["gradients"], exact["optimizer"]) == (held, held, 2 * held)
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", daily(COUNTS, "llama-405b"))
 def test_llama_shapes_hold_the_closed_form(name):
-    few, more = traces()[name, 0], traces()[name, 1]
+    few, more = ((traces() if name == "llama-405b" else more_traces())[name, place] for place in (0, 1))
     config = TransformerConfig.preset(name)
     trace = deepened(few, more, config.layers)
     held = bytes_of_a_rank(transformer(config), 8, 48)

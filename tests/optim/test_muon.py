@@ -107,7 +107,7 @@ def assert_equals(expected, build, mesh, passes, steps, make=FLOAT32):
     return par, optimizer
 
 
-@on_ranks(2, keep=True, timeout_s=400)
+@on_ranks(2, timeout_s=400)
 def test_two_ranks_equal_one_process():
     steps = token_steps(VOCAB, steps=10, parts=2, micro_batches=2)
     expected = one_process(ODD, steps)
@@ -120,7 +120,7 @@ def test_two_ranks_equal_one_process():
         assert_equals(expected, ODD, mesh, passes, steps)
 
 
-@on_ranks(4, keep=True, timeout_s=400)
+@on_ranks(4, timeout_s=400)
 def test_four_ranks_equal_one_process():
     steps = token_steps(VOCAB, steps=10, parts=4)
     expected = one_process(ODD, steps)
@@ -142,7 +142,7 @@ def thirds(name, value):
     return value.chunk(3, 1 if value.shape[0] < value.shape[1] else 0) if "c_attn" in name else [value]
 
 
-@on_ranks(4, keep=True, timeout_s=400)
+@on_ranks(4, timeout_s=400)
 def test_experts_and_fused_projections_are_matrices_of_their_own():
     steps = token_steps(VOCAB, steps=10, parts=4)
     expected = one_process(MIXTURE, steps, functools.partial(Torchs, pieces=experts))

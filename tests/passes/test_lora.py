@@ -36,6 +36,7 @@ from meshpar.training.experts import ExpertLoad
 from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
 from meshpar.training.optimizer import AdamWSettings, build_adamw
 from tests.support.models_for_parity import VOCAB, huggingface, huggingface_gpt2
+from tests.support.tiers import daily
 
 pytest.importorskip("peft")
 
@@ -141,12 +142,17 @@ def qwen3_moe() -> nn.Module:
 ON_EXPERTS = LoRA(targets=("q_proj",), parameters=("experts.gate_up_proj", "experts.down_proj"), rank=4, alpha=8.0)
 
 
+@pytest.mark.parametrize("plan", daily(["experts", "experts-tp"], "experts-tp"))
+def test_adapters_on_divided_experts_train_as_in_one_process_and_are_merged_as_peft_does(plan: str) -> None:
+    train_experts(plan)
+
+
 @on_ranks(4)
-def test_adapters_on_divided_experts_train_as_in_one_process_and_are_merged_as_peft_does() -> None:
+def train_experts(plan: str) -> None:
     import peft
 
     folder = shared_folder()
-    par = check(qwen3_moe, ON_EXPERTS, folder, ("experts", "experts-tp"))
+    par = check(qwen3_moe, ON_EXPERTS, folder, (plan,))
     with pytest.raises(MeshparError, match=r"balance_rate=0.1 changes biases of frozen experts"):
         ExpertLoad(par, balance_rate=0.1)
     saved_and_exported(par, qwen3_moe, ON_EXPERTS, "fsdp-tp", folder)
@@ -191,10 +197,15 @@ def names_in(step: Path) -> list[str]:
     return [name for name in DistributedCheckpoint(step).tensors if name.startswith("model.")]
 
 
+@pytest.mark.parametrize("plan", daily(["fsdp", "fsdp-tp"], "fsdp-tp"))
+def test_adapters_on_fused_and_transposed_projections(plan: str) -> None:
+    train_fused((plan,))
+
+
 @on_ranks(4)
-def test_adapters_on_fused_and_transposed_projections() -> None:
+def train_fused(plans: tuple[str, ...]) -> None:
     folder = shared_folder()
-    check(huggingface_gpt2, GPT2_SETTINGS, folder, ("fsdp", "fsdp-tp"))
+    check(huggingface_gpt2, GPT2_SETTINGS, folder, plans)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)

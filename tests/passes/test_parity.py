@@ -49,9 +49,12 @@ EVERYWHERE = "transformer-tied-qknorm"
 SAMPLED = {"transformer", "gpt2-untied", "hf-llama", "hf-llama-tied", "hf-qwen3", "hf-qwen3-tied"}
 """Whose kind is under every plan by another model; under the other plans they are in the long form, ``-m long``."""
 SAMPLE = {"fsdp-tp-sequence-loss"}
-"""Plans of every model."""
-ONCE = {("gpt2", "tp-sequence-loss"), ("hf-gpt2", "fsdp-tp")}
-"""Further cases of every run of the suite; others of their models are nightly."""
+"""Plans of every model, at night."""
+ONCE = {
+    *((model, "fsdp-tp-sequence-loss") for model in ("gpt2", "hf-llama", "hf-qwen3-tied")),
+    *(("gpt2", "tp-sequence-loss"), ("hf-gpt2", "fsdp-tp")),
+}
+"""Other models in each run of the suite."""
 ON_EIGHT = {(EVERYWHERE, "hsdp-tp-sequence-loss")}
 """What runs on eight ranks in the suite."""
 
@@ -91,7 +94,7 @@ def cases(count):
             refused = model == "hf-gpt2" and "sequence" in plan
             if ranks_of(plan) == count and not refused:
                 sampled = (model, plan) in ON_EIGHT if count == 8 else model not in SAMPLED or plan in SAMPLE
-                daily = model == EVERYWHERE or plan in SAMPLE or (model, plan) in ONCE
+                daily = model == EVERYWHERE or (model, plan) in ONCE
                 marks = [] if sampled and daily else [pytest.mark.nightly] if sampled else [pytest.mark.long]
                 yield pytest.param(model, plan, id=f"{model}-{plan}", marks=marks)
 

@@ -22,6 +22,7 @@ from meshpar.training.objectives import (
     teacher_problems,
 )
 from tests.support.models_for_parity import VOCAB, huggingface
+from tests.support.tiers import daily
 
 PLANS: dict[str, tuple[str, list[Any]]] = {
     "fsdp": ("dp_shard=4", [FullyShard()]),
@@ -83,14 +84,16 @@ def summed(objective: Any, model: nn.Module, batch: Any) -> tuple[torch.Tensor, 
     return loss, int(count)
 
 
+@pytest.mark.parametrize("name", daily(["fsdp", "hsdp"], "hsdp"))
+def test_seq2seq_and_classification_equal_one_process(name: str) -> None:
+    equal_one_process(name)
+
+
 @on_ranks(4)
-def test_seq2seq_and_classification_equal_one_process() -> None:
+def equal_one_process(name: str) -> None:
     for build, objective, kind in ((t5, Seq2Seq(), "pairs"), (bert, SequenceClassification(), "labels")):
-        loss, steps = functools.partial(summed, objective), steps_of(kind)
-        expected = one_process(build, steps, loss_sum=loss)
-        for name in ("fsdp", "hsdp"):
-            mesh, passes = PLANS[name]
-            assert_parity(build, mesh, passes, steps, loss_sum=loss, expected=expected)
+        mesh, passes = PLANS[name]
+        assert_parity(build, mesh, passes, steps_of(kind), loss_sum=functools.partial(summed, objective))
 
 
 def teacher() -> nn.Module:
@@ -101,8 +104,17 @@ def student() -> nn.Module:
     return huggingface("Qwen3", tie_word_embeddings=True)
 
 
+PAIRS = [("fsdp", "hsdp"), ("hsdp", "fsdp"), ("fsdp-tp", "fsdp-tp"), ("fsdp-tp", "fsdp")]
+"""The plans of a student and of its teacher."""
+
+
+@pytest.mark.parametrize(("name", "theirs"), daily(PAIRS, ("hsdp", "fsdp"), ("fsdp-tp", "fsdp")))
+def test_distillation_equals_one_process_whatever_the_two_plans(name: str, theirs: str) -> None:
+    distilled(name, theirs)
+
+
 @on_ranks(4)
-def test_distillation_equals_one_process_whatever_the_two_plans() -> None:
+def distilled(name: str, theirs: str) -> None:
     steps = token_steps(VOCAB, parts=PARTS, micro_batches=2, steps=2)
     options = {"temperature": 1.5, "weight": 0.7, "hidden_weight": 0.3}
     torch.manual_seed(5)
@@ -110,19 +122,18 @@ def test_distillation_equals_one_process_whatever_the_two_plans() -> None:
     weights = alone.state_dict()
     whole = Distillation(teacher=alone, **options)
     expected = one_process(student, steps, loss_sum=functools.partial(summed, whole))
-    for name, theirs in (("fsdp", "hsdp"), ("hsdp", "fsdp"), ("fsdp-tp", "fsdp-tp"), ("fsdp-tp", "fsdp")):
-        with torch.device("meta"):
-            model = teacher()
-        par = Plan(*PLANS[theirs]).apply(model).materialize(weights=Given(weights))
-        objective = Distillation(teacher=par.module, **options)
-        mesh, passes = PLANS[name]
-        trained = assert_parity(
-            student, mesh, passes, steps, loss_sum=functools.partial(summed, objective), expected=expected
-        )
-        assert all(parameter.grad is None for parameter in par.module.parameters())
-        held = sum(meshpar.placements.local_tensor(parameter).numel() for parameter in par.module.parameters())
-        assert held < 0.6 * sum(parameter.numel() for parameter in par.module.parameters()), "the teacher is not split"
-        assert trained.data_size in (2, 4)
+    with torch.device("meta"):
+        model = teacher()
+    par = Plan(*PLANS[theirs]).apply(model).materialize(weights=Given(weights))
+    objective = Distillation(teacher=par.module, **options)
+    mesh, passes = PLANS[name]
+    trained = assert_parity(
+        student, mesh, passes, steps, loss_sum=functools.partial(summed, objective), expected=expected
+    )
+    assert all(parameter.grad is None for parameter in par.module.parameters())
+    held = sum(meshpar.placements.local_tensor(parameter).numel() for parameter in par.module.parameters())
+    assert held < 0.6 * sum(parameter.numel() for parameter in par.module.parameters()), "the teacher is not split"
+    assert trained.data_size in (2, 4)
 
 
 class Given:
