@@ -106,17 +106,17 @@ def assert_exported(mesh, names):
             same(par, expected, dtype=dtype, bucket=3000)  # tensors in several buckets
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_fsdp_streams_what_it_exports() -> None:
     assert_exported("dp_shard=2", MODELS)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_tensor_parallel_streams_what_it_exports() -> None:
     assert_exported("tp=2", MODELS)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_fsdp_and_tensor_parallel_stream_what_they_export() -> None:
     assert_exported("dp_shard=2,tp=2", MODELS)
 
@@ -126,7 +126,7 @@ def test_other_meshes_stream_what_they_export(mesh: str) -> None:
     other_meshes(mesh)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def other_meshes(mesh: str) -> None:
     assert_exported(mesh, ["qwen3_moe"])
 
@@ -135,7 +135,7 @@ def quantisable():
     return huggingface("Llama", hidden_size=128, head_dim=32, intermediate_size=128, num_hidden_layers=1)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_quantised_weights_stream_as_they_export() -> None:
     for mesh, dtype in (("dp_shard=2", torch.float32), ("tp=2", torch.bfloat16)):
         torch.manual_seed(0)
@@ -146,7 +146,7 @@ def test_quantised_weights_stream_as_they_export() -> None:
             same(par, expected, quantize=quantize, bucket="64KiB")
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_averages_stream_as_they_export() -> None:
     par = planned("transformer", "dp_shard=2")
     average = par.averaged(0.5, dtype=torch.float64)
@@ -162,7 +162,7 @@ def test_averages_stream_as_they_export() -> None:
     assert dist.get_rank() or described(next(iter(changed.values()))) != next(iter(expected.values()))
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_merged_adapters_stream_as_peft_merges_them() -> None:
     pytest.importorskip("peft")
     from meshpar.training import LoRA, add_adapters
@@ -201,7 +201,7 @@ def test_merged_adapters_stream_as_peft_merges_them() -> None:
             assert all(key.startswith("base_model.model.") and key.endswith(".weight") for key in adapters)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def test_shards_put_together_are_the_stream() -> None:
     for name, mesh in (
         ("transformer", "dp_shard=2,tp=2"),
@@ -223,7 +223,7 @@ def test_shards_put_together_are_the_stream() -> None:
             assert all(torch.equal(made[key], each) for key, each in whole.items())
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_a_stream_of_two_versions_is_an_error_and_the_next_one_is_whole() -> None:
     par = planned("transformer", "dp_shard=2")
     stream = par.published(to=1)
@@ -239,6 +239,6 @@ def test_a_stream_of_two_versions_is_an_error_and_the_next_one_is_whole() -> Non
         par.published(adapters="only")
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def test_whole_parameters_stream_as_they_export() -> None:
     assert_exported("dp_shard=2 whole", ["llama"])

@@ -158,6 +158,17 @@ def test_tests_lie_in_the_folder_of_what_they_test():
     assert not flat, "import it as tests.folder.name"
 
 
+def test_ranks_are_kept_unless_a_test_says_why_not():
+    known = {"timeout_s", "fresh"}
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "on_ranks":
+                unknown = {keyword.arg for keyword in node.keywords} - known
+                found += [f"{path.name}:{node.lineno}: {each}" for each in unknown]
+    assert not found, "ranks run one test after another; write fresh='the reason' where they must not"
+
+
 def test_a_checkout_is_one_whole_package():
     """Import path and disk path agree, so that tools that read files see every module."""
     for folder, package in FOLDERS.items():

@@ -31,6 +31,7 @@ from meshpar.training import Schedule
 from tests.optim.given import Uneven, advance, alone, bits, initial, on, reset, same, trained
 from tests.passes.test_world import MIXTURE, ODD, WORLD
 from tests.support.models_for_parity import VOCAB, gpt2
+from tests.support.tiers import daily
 
 ADAMW = {"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.01}
 FLOAT32 = functools.partial(Muon, lr=0.02, ns_dtype="float32", adamw=ADAMW)
@@ -107,31 +108,35 @@ def assert_equals(expected, build, mesh, passes, steps, make=FLOAT32):
     return par, optimizer
 
 
-@on_ranks(2, timeout_s=400)
-def test_two_ranks_equal_one_process():
-    steps = token_steps(VOCAB, steps=10, parts=2, micro_batches=2)
-    expected = one_process(ODD, steps)
-    for mesh, passes in {
-        "dp_shard=2": [FullyShard()],
-        "dp_replicate=2": [Replicate()],
-        "tp=2": [TensorParallel()],
-        "dp_shard=1,cp=2": [ContextParallel(), FullyShard()],
-    }.items():
-        assert_equals(expected, ODD, mesh, passes, steps)
+ON_TWO = {
+    "dp_shard=2": [FullyShard()],
+    "dp_replicate=2": [Replicate()],
+    "tp=2": [TensorParallel()],
+    "dp_shard=1,cp=2": [ContextParallel(), FullyShard()],
+}
+ON_FOUR = {
+    "dp_shard=4": [FullyShard(offload="cpu")],
+    "dp_replicate=2,dp_shard=2": [HybridShard()],
+    "dp_replicate=2,dp_shard=2,": [WORLD],
+    "dp_shard=2,tp=2": [TensorParallel(), FullyShard()],
+    "dp_shard=2,cp=2": [ContextParallel(), FullyShard()],
+}
 
 
-@on_ranks(4, timeout_s=400)
-def test_four_ranks_equal_one_process():
-    steps = token_steps(VOCAB, steps=10, parts=4)
-    expected = one_process(ODD, steps)
-    for mesh, passes in {
-        "dp_shard=4": [FullyShard(offload="cpu")],
-        "dp_replicate=2,dp_shard=2": [HybridShard()],
-        "dp_replicate=2,dp_shard=2,": [WORLD],
-        "dp_shard=2,tp=2": [TensorParallel(), FullyShard()],
-        "dp_shard=2,cp=2": [ContextParallel(), FullyShard()],
-    }.items():
-        assert_equals(expected, ODD, mesh.rstrip(","), passes, steps)
+@pytest.mark.parametrize("mesh", daily(ON_TWO, "dp_replicate=2", "tp=2"))
+def test_two_ranks_equal_one_process(mesh):
+    on_ranks(2, timeout_s=400)(equals_one_process)(mesh, 2)
+
+
+@pytest.mark.parametrize("mesh", daily(ON_FOUR, "dp_replicate=2,dp_shard=2,", "dp_shard=2,tp=2"))
+def test_four_ranks_equal_one_process(mesh):
+    on_ranks(4, timeout_s=400)(equals_one_process)(mesh, 1)
+
+
+def equals_one_process(mesh, micro_batches):
+    steps = token_steps(VOCAB, steps=10, parts=dist.get_world_size(), micro_batches=micro_batches)
+    passes = {**ON_TWO, **ON_FOUR}[mesh]
+    assert_equals(one_process(ODD, steps), ODD, mesh.rstrip(","), passes, steps)
 
 
 def experts(name, value):

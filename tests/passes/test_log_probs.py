@@ -69,7 +69,7 @@ def test_values_and_gradients_are_those_of_one_process(mesh):
     on_a_mesh(mesh)
 
 
-@on_ranks(4, keep=True)
+@on_ranks(4)
 def on_a_mesh(mesh: str) -> None:
     for build in (transformer, lambda: huggingface("Llama")):
         torch.manual_seed(0)
