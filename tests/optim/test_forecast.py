@@ -18,7 +18,7 @@ MAKES = [functools.partial(Muon, lr=0.02), SmallAdamW, functools.partial(SmallAd
 BUILD = functools.partial(transformer, dim=64)
 
 
-@on_ranks(2, keep=True)
+@on_ranks(2)
 def check(expected):
     par = on("dp_shard=2", [FullyShard()], BUILD)
     for make, size in zip(MAKES, expected, strict=True):

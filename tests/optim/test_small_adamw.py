@@ -44,17 +44,17 @@ def equal_bits(ranks):
     return pars
 
 
-@on_ranks(2, keep=True, timeout_s=400)
+@on_ranks(2, timeout_s=400)
 def test_two_ranks_have_the_bits_of_one_process():
     equal_bits(2)
 
 
-@on_ranks(3, keep=True, timeout_s=400)
+@on_ranks(3, timeout_s=400)
 def test_three_ranks_have_the_bits_of_one_process():
     equal_bits(3)
 
 
-@on_ranks(4, keep=True, timeout_s=400)
+@on_ranks(4, timeout_s=400)
 def test_four_ranks_have_the_bits_of_one_process_and_resume_on_another_mesh():
     pars = equal_bits(4)
     root = [tempfile.mkdtemp(prefix="meshpar-optim-")]
