@@ -55,16 +55,20 @@ def digest_of_several(tensors: Iterable[Tensor]) -> Tensor:
 class Looks:
     """When ranks look at what they compare: each time on a CPU, on an accelerator, where reading waits, the first
     times.
+
+    Args:
+        always: look each time on a CPU; False: the first times on any device.
     """
 
     FIRST = 2
 
-    def __init__(self) -> None:
+    def __init__(self, *, always: bool = True) -> None:
         self._count: Counter[str] = Counter()
+        self._always = always
 
     def now(self, name: str, device: torch.device) -> bool:
         """Tell whether to look at what is called ``name`` this time, and count it."""
-        return self.first(name) or not runtime.queues(device)
+        return self.first(name) or (self._always and not runtime.queues(device))
 
     def first(self, name: str) -> bool:
         """Tell whether this is one of the first times, and count it."""

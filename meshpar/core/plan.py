@@ -17,6 +17,7 @@ from meshpar.core.applying import run_passes
 from meshpar.core.checks import arrows, check_arguments, checked_layout, problems_of
 from meshpar.core.description import Description, describe
 from meshpar.core.errors import LayoutError, MeshError, MeshparError, PlanError
+from meshpar.core.guards import Guards, check_guards
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, default_device_type
 from meshpar.core.parallelized import Parallelized
@@ -49,14 +50,23 @@ class Plan:
         passes: objects of :class:`meshpar.Pass`. Their order is checked and never rearranged.
         verify: compare one block of each kind with the unsplit block in the first forward, if a pass splits features
             (see :meth:`Parallelized.verify`), and one module of experts of each kind with the undivided one.
+        guards: when ranks compare what must be alike. ``"always"``: in every step; beside an accelerator in the first
+            steps, later without waiting. ``"first"``: in the first steps, later only what costs no exchange. ``"off"``:
+            never, and no first forward tries the split; the passes run alone, and a loop that is not one process's
+            trains something else, or hangs, without an error.
     """
 
     mesh: MeshSpec | str
     passes: tuple[Pass, ...]
     verify: bool
+    guards: Guards
 
-    def __init__(self, mesh: MeshSpec | str = "", passes: Sequence[Pass] = (), *, verify: bool = True) -> None:
+    def __init__(
+        self, mesh: MeshSpec | str = "", passes: Sequence[Pass] = (), *, verify: bool = True, guards: Guards = "always"
+    ) -> None:
         check_arguments(mesh, passes)
+        check_guards(guards)
+        object.__setattr__(self, "guards", guards)
         object.__setattr__(self, "verify", verify)
         object.__setattr__(
             self, "mesh", mesh if isinstance(mesh, MeshSpec) or mesh.strip().startswith("auto") else MeshSpec(mesh)
@@ -144,10 +154,13 @@ class Plan:
         resolved = self.checked(module, layout, dist.get_world_size())
         device = self._device(module, resolved, device_type)
         meshes = {spec: spec.build(device.type) for spec in resolved.meshes}
-        applied(module).layout, applied(module).verify = resolved.layout, self.verify and not runtime.is_simulated()
+        compares = self.guards != "off" and not runtime.is_simulated()
+        applied(module).layout, applied(module).verify = resolved.layout, self.verify and compares
         replaced = run_passes(module, resolved, meshes, device)
-        cycle = attach(module, resolved, meshes, device, replaced, title=str(self), verify=self.verify)
-        refuse_copies(module)
+        cycle = attach(
+            module, resolved, meshes, device, replaced, title=str(self), verify=self.verify, guards=self.guards
+        )
+        refuse_copies(module, patch=self.guards != "off")
         return Parallelized(module, self, resolved, meshes, device, cycle)
 
     def _device(self, module: nn.Module, resolved: Resolved, device_type: str | None) -> torch.device:
@@ -163,7 +176,7 @@ class Plan:
             raise PlanError(lacking)
         device = runtime.device(kind)
         runtime.make_current(device)
-        if not simulated:
+        if not simulated and self.guards != "off":
             check_weights(dict(state(module)), "the weights handed to apply")
         return device
 

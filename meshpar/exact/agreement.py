@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, first_line
 from meshpar.passes import random
+from meshpar.passes.unused import Unused
 from meshpar.placements import local_tensor, sharded_axes
 from meshpar.replicas import FACTOR, Looks, digest, same
 from meshpar.state.initialize import state
@@ -59,6 +60,7 @@ class Agreement:
         same_axes: those whose ranks must see the same.
         split: axis -> process group, where ranks see different positions of the same samples.
         device: where numbers are exchanged.
+        always: compare in every step; False: in the first ones.
     """
 
     def __init__(
@@ -69,11 +71,16 @@ class Agreement:
         same_axes: Sequence[str],
         split: Mapping[str, dist.ProcessGroup],
         device: torch.device,
+        *,
+        always: bool = True,
     ) -> None:
+        self._always = always
+        self._unused = Unused(module, reduced=bool(data_axes))
         self._module, self._mesh, self._device, self._draws = module, mesh, device, False
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
         self._split = split
-        self._batches, self._wholes, self._looks, self._backwards = Looks(), Looks(), Looks(), 0
+        self._batches, self._wholes, self._looks = (Looks(always=always) for _ in range(3))
+        self._backwards = 0
         self._meeting = Meeting(type(module).__name__, _number())
         self._later: Later | None = None
 
@@ -87,7 +94,7 @@ class Agreement:
             later, self._later = self._later, None
             later.check()
         self._draws, self._backwards = draws, 0
-        self._batches, self._wholes, self._looks = Looks(), Looks(), Looks()
+        self._batches, self._wholes, self._looks = (Looks(always=self._always) for _ in range(3))
 
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """Check that all ranks are at the same place of their loop before they exchange something there; the error
@@ -107,7 +114,7 @@ class Agreement:
 
         Collective: every rank calls it.
         """
-        if self._looks.now(place, self._device) or not self._module.training:
+        if self._looks.now(place, self._device) or (self._always and not self._module.training):
             return self._meeting.meet(place, numbers)
         return [True] * len(numbers)
 
@@ -178,7 +185,8 @@ class Agreement:
     @property
     def meets_before_backward(self) -> bool:
         """Data ranks meet before the next backward: every time on a CPU, beside an accelerator the first times."""
-        return self.differs and (not runtime.queues(self._device) or self._backwards < Looks.FIRST)
+        always = self._always and not runtime.queues(self._device)
+        return self.differs and (always or self._backwards < Looks.FIRST)
 
     def backward(self) -> None:
         """Check that all ranks begin a backward together: collectives of a unit that one still calls would pair up
@@ -255,6 +263,9 @@ class Agreement:
         if not self._data_axes:
             for parameter in unused:
                 parameter.grad = None
+            return
+        if not first and not self._always:
+            self._unused.drop(unused)
             return
         self._same_parameters(unused, look=first or not runtime.queues(self._device))
         if first:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from meshpar.core import runtime
+from meshpar.core.guards import Guards
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Role, find_blocks
 from meshpar.core.resolved import Resolved
@@ -18,7 +19,9 @@ from meshpar.exact.cycle import Cycle
 from meshpar.exact.explain import Explanation
 from meshpar.exact.losses import Losses
 from meshpar.exact.mixing import mixing_test
+from meshpar.exact.unguarded import NoComparisons, NoLosses
 from meshpar.exact.verify import split_test
+from meshpar.passes.applied import applied
 from meshpar.passes.random import draws_random
 
 
@@ -31,6 +34,7 @@ def attach(
     *,
     title: str,
     verify: bool,
+    guards: Guards,
 ) -> Cycle:
     """Attach the checks to a module on which the passes ran.
 
@@ -42,6 +46,7 @@ def attach(
         replaced: parameters that the passes replaced and somebody still holds.
         title: of the plan, as messages call it.
         verify: try what the passes divide in the first forward.
+        guards: when the checks compare.
     """
     unit_pass, mesh = resolved.data_pass, meshes[resolved.spec]
     held_on = meshes[resolved.held]
@@ -53,15 +58,23 @@ def attach(
     )
     split = {axis: mesh.get_group(axis) for axis in resolved.divided(Role.POSITIONS)}
     compared = () if resolved.splits_sequence else resolved.same
+    always, reduced = guards == "always", resolved.reduced
+    off = guards == "off"
+    groups = {axis: held_on.get_group(axis) for axis in compared}
     cycle = Cycle(
         module,
-        explanation,
+        None if off else explanation,
         replaced,
         resolved.same,
-        agreement=Agreement(module, held_on, resolved.reduced, resolved.same, split, device),
-        losses=Losses({axis: held_on.get_group(axis) for axis in compared}, device),
+        agreement=NoComparisons(module, reduced=bool(reduced))
+        if off
+        else Agreement(module, held_on, reduced, resolved.same, split, device, always=always),
+        losses=NoLosses() if off else Losses(groups, device, always=always),
         splits_positions=bool(split),
+        guards=guards,
     )
+    if (features := applied(module).split) is not None and features.arrivals is not None:
+        features.arrivals.guards = guards
     renew(cycle, resolved, device, verify=verify)
     return cycle
 
@@ -69,6 +82,8 @@ def attach(
 def renew(cycle: Cycle, resolved: Resolved, device: torch.device, *, verify: bool) -> None:
     """Check the modules that a module has now: their calls, and their first forward and backward."""
     module = cycle.module
+    if cycle.guards == "off":
+        return
     parts = dict([*_parts(module), *find_blocks(module, resolved.layout)])
     enter = "call the module, or a method by par.register_method(name)"
     if resolved.splits_sequence:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from meshpar import _torch
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, ParallelError
+from meshpar.core.guards import Guards
 from meshpar.core.patterns import class_name
 from meshpar.exact.agreement import leaves
 from meshpar.exact.entrances import STALE, Entrances
@@ -108,25 +109,28 @@ class Cycle:
 
     Args:
         module: the outermost module, to which a plan was applied.
-        explanation: tells errors in the user's terms.
+        explanation: tells errors in the user's terms; None leaves them as they are.
         replaced: the parameters that the module had before the plan was applied.
         same_axes: the axes whose ranks see the same samples.
         agreement: the comparisons between ranks.
         losses: the comparison of what backwards start from.
         splits_positions: ranks see different positions of the same samples.
+        guards: when to compare; off: gather and free weights, reduce what units do not, and refuse nothing.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        explanation: Explanation,
+        explanation: Explanation | None,
         replaced: Sequence[Tensor],
         same_axes: Collection[str],
         *,
         agreement: Comparisons,
         losses: LossComparison,
         splits_positions: bool,
+        guards: Guards,
     ) -> None:
+        self.guards, self._on = guards, guards != "off"
         self.module, self._same_axes = module, frozenset(same_axes)
         self.placed = Placed(module)
         self.agreement: Comparisons | None = agreement
@@ -137,10 +141,11 @@ class Cycle:
         self.mixing_test: MixingTest | None = None
         self._eager = ExitStack()
         self._looks = Looks()
-        self._keeps, self._kept = applied(module).keeps_gathered, False
+        # Ranks tell one another in each evaluation whether one wrote a shard meanwhile.
+        self._keeps, self._kept = applied(module).keeps_gathered and guards == "always", False
         self.reducing = True
         self._shares_gathered = False
-        self._explanation = explanation
+        self._explained_by = explanation
         self._units = _torch.Units(module)
         self._entrances = Entrances(self._enter_backward)
         self._replaced = {id(parameter): weakref.ref(parameter) for parameter in replaced}
@@ -185,20 +190,22 @@ class Cycle:
                 continue
             if PUBLISHED.fullmatch(name):
                 self.register_method(name)
-            elif not _is_of_a_library(type(module), name):
+            elif self._on and not _is_of_a_library(type(module), name):
                 self._explain_method(name)
         if self._units.modules:
             module._is_fsdp_managed_module = True  # by which transformers' generate knows that ranks must go in step
         if self._keeps:
             module.train = functools.partial(self._train, module.train)
         _LIVING[next(_NUMBERS)] = self
-        while_lives(
-            self,
-            "backwards",
-            functools.partial(_torch.check_backwards, refuse_reduced, _before_every_backward, _after_failures),
-        )
         while_lives(self, "steps", functools.partial(_torch.before_steps, _before_every_step))
-        one_process(self, _inside)
+        if self._on or self._units.modules:  # a backward that comes into a unit by another way than its outputs
+            while_lives(
+                self,
+                "backwards",
+                functools.partial(_torch.check_backwards, refuse_reduced, _before_every_backward, _after_failures),
+            )
+        if self._on:
+            one_process(self, _inside)
 
     def _look(self) -> None:
         """See the module as the passes left it."""
@@ -210,8 +217,9 @@ class Cycle:
         for unit in self._units.modules:
             if unit not in self._seen:
                 unit.register_forward_pre_hook(self._before_unit, prepend=True)
-                unit.register_forward_pre_hook(self._gathered)  # FSDP2's own hook came before
-                unit.register_forward_hook(self._before_freed, prepend=True)  # FSDP2's own hook comes next
+                if self._on:
+                    unit.register_forward_pre_hook(self._gathered)  # FSDP2's own hook came before
+                    unit.register_forward_hook(self._before_freed, prepend=True)  # FSDP2's own hook comes next
                 unit.register_forward_hook(self._after_unit, always_call=True)
         self._seen.update(self._units.modules)
         self._units.watch(self.expect_end)
@@ -281,7 +289,7 @@ class Cycle:
         def explained(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self._depth:
                 return inner(*args, **kwargs)
-            return self._explanation.told(inner, args, kwargs)
+            return self._told(inner, args, kwargs)
 
         for part in parts:
             if part not in self._explained:
@@ -300,7 +308,12 @@ class Cycle:
     def check_parameters(self) -> None:
         """Refuse parameters that the plan did not place."""
         self._units.hide()
-        self.placed.check(self._units.shards)
+        if self._on:
+            self.placed.check(self._units.shards)
+
+    def _told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return ``run(*args, **kwargs)``; errors are told in the user's terms where the guards are on."""
+        return run(*args, **kwargs) if self._explained_by is None else self._explained_by.told(run, args, kwargs)
 
     # Forward
 
@@ -328,23 +341,22 @@ class Cycle:
 
         @functools.wraps(bound)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._explanation.told(bound, args, kwargs)
+            return self._told(bound, args, kwargs)
 
         setattr(module, name, call)
 
     def _enter(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one call of the module, by ``forward`` or by a method, its hooks and the passes' inside."""
         if self._depth or _torch.in_backward():
-            return self._explanation.told(inner, args, kwargs)
+            return self._told(inner, args, kwargs)
         self._depth += 1
         try:
             with _outside_inference_mode(), _parts_called():
                 self._before_forward(args, kwargs)
-                run = (
-                    self._explanation.told if self.split_test is None and self.mixing_test is None else self._first_run
-                )
-                buffers = list(self._recomputed_buffers()) if torch.is_grad_enabled() else []
-                versions = {} if self.whole is None else self.whole.versions()
+                run = self._told if self.split_test is None and self.mixing_test is None else self._first_run
+                buffers = list(self._recomputed_buffers()) if self._on and torch.is_grad_enabled() else []
+                whole = self.whole if self._on else None
+                versions = {} if whole is None else whole.versions()
                 if not self._units.modules and torch.is_grad_enabled():
                     self._entrances.opens(self.module)
                 output = None
@@ -355,7 +367,7 @@ class Cycle:
                         self._entrances.closes(self.module, output)
                 _refuse_changed(buffers)
                 self.check_parameters()
-                if self.whole is not None and (now := self.whole.versions()) != versions:
+                if whole is not None and (now := whole.versions()) != versions:
                     refuse_written(next(name for name in now if now[name] != versions[name]))
                 if torch.is_grad_enabled():
                     self._after_forward(output)
@@ -390,11 +402,11 @@ class Cycle:
             self.mixing_test.run(inner, args, kwargs)
             self.mixing_test = None
         if not torch.is_grad_enabled() or self.split_test is None:
-            return self._explanation.told(inner, args, kwargs)
+            return self._told(inner, args, kwargs)
         test, self.split_test = self.split_test, None
         self._eager.enter_context(test.eagerly())
         with test.watch():
-            output = self._explanation.told(inner, args, kwargs)
+            output = self._told(inner, args, kwargs)
         test.returned(output)
         self._units.reshard()
         verified(test.run())
@@ -412,7 +424,7 @@ class Cycle:
                 )
             self._ready = True
         self._mark()
-        if self.splits_positions:
+        if self._on and self.splits_positions:
             self._refuse_whole_sequences(args, kwargs)
         self.check_parameters()
         # Parameters that an earlier forward left gathered may be older than the last step: any code may have changed
@@ -508,7 +520,7 @@ class Cycle:
             self.agreement.unit(self._names[unit], self._units.trained(unit))
         if not torch.is_grad_enabled():
             self._without_grad.add(unit)
-        elif _torch.in_backward() and unit in self._without_grad:
+        elif self._on and _torch.in_backward() and unit in self._without_grad:
             raise MeshparError(
                 "the model recomputes a block by torch.utils.checkpoint(use_reentrant=True), whose backward inside a "
                 "backward sharding may reduce more than once; use checkpoint(..., use_reentrant=False), or "
@@ -550,7 +562,7 @@ class Cycle:
 
     @_torch.eager
     def _after_forward(self, output: object) -> None:
-        self._versions = self._versions_now()
+        self._versions = self._versions_now() if self._on else {}
         tensors = _trained(output)
         if not tensors:
             return
@@ -571,7 +583,8 @@ class Cycle:
             self._units.reshard()
         if self._units.modules:
             self._entrances.look(roots)
-            self._refuse_changed_since(roots)
+            if self._on:
+                self._refuse_changed_since(roots)
         meets = self.agreement is not None and self.agreement.meets_before_backward
         compares = self.losses is not None and self.losses.compared
         if (meets or compares) and self._entrances.reached(roots):
@@ -613,6 +626,14 @@ class Cycle:
 
     def _begin_backward(self, forward: _Forward, grad: Tensor) -> None:
         """Look at a backward that reaches an output of the module, and see that its end is noticed."""
+        if self._on:
+            self._refuse_wrong_backward(forward)
+        if not self._begun:
+            self._units.show()
+        self.expect_end()
+        self._begun.add(forward)
+
+    def _refuse_wrong_backward(self, forward: _Forward) -> None:
         if self._units.modules:
             _refuse_second_order()
             if forward.done:
@@ -634,16 +655,13 @@ class Cycle:
                 "ActivationCheckpoint(mode='full')"
             )
         self._refuse_written_since(forward.versions)
-        if not self._begun:
-            self._units.show()
-        self.expect_end()
-        self._begun.add(forward)
 
     def _enter_backward(self, unit: nn.Module) -> None:
         """Gather a unit for a backward that comes into it otherwise than by its outputs: by a loss that a block
         keeps.
         """
-        _refuse_second_order()
+        if self._on:
+            _refuse_second_order()
         self.expect_end()
         self._units.enters_backward(unit)
         self._units.show(unit)
@@ -674,7 +692,7 @@ class Cycle:
 
     def _end_backward(self) -> None:
         self._close_backward()
-        if (name := self._units.take_lost()) is not None:
+        if (name := self._units.take_lost()) is not None and self._on:
             raise MeshparError(
                 f"{name} was written in a backward, by a hook; write after it, outside of the module's calls"
             )
@@ -682,13 +700,13 @@ class Cycle:
         if not any(parameter._post_accumulate_grad_hooks for parameter in versions):
             self._refuse_written_since(versions)
         if self._units.modules and not (self.reducing and self._units.reduces()):
-            if self._units.hooked() or self._units.hooked_after():
+            if self._on and (self._units.hooked() or self._units.hooked_after()):
                 self._refuse_hooks()
             return
         unused = self._units.take_filled() + ([] if self.whole is None else self.whole.reduce())
         if self.agreement is not None and any(parameter.grad is not None for parameter in self.module.parameters()):
             self.agreement.gradients(unused)
-        if any(parameter.grad is None and parameter._post_accumulate_grad_hooks for parameter in unused):
+        if self._on and any(parameter.grad is None and parameter._post_accumulate_grad_hooks for parameter in unused):
             raise MeshparError(
                 "a post-accumulate-grad hook ran for a parameter that no rank used in this backward; use every "
                 "parameter in each step, or change gradients between backward and step instead"
@@ -703,7 +721,7 @@ class Cycle:
 
     def _run_hooks(self, hooked: list[Tensor]) -> None:
         """Call the hooks of sharded parameters, to which autograd hands no gradient, with the reduced one."""
-        if any(id(parameter) in self._had_gradient for parameter in hooked):
+        if self._on and any(id(parameter) in self._had_gradient for parameter in hooked):
             self._refuse_hooks()
         for parameter in hooked:
             hooks: Mapping[int, Callable[[Tensor], Tensor | None]] = parameter._backward_hooks or {}
@@ -720,6 +738,30 @@ class Cycle:
         sharded parameters.
         """
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self._on:
+            self._refuse_replaced(optimizer, held)
+        own = {id(parameter) for parameter in (*self.module.parameters(), *self._units.shards())}
+        if not any(id(parameter) in own for parameter in held):
+            return optimizer  # another model's, which another thread may train while this one is in its backward
+        self._unwind()
+        if not _torch.in_backward():  # whose recomputations read what is registered now
+            self.check_parameters()
+        if self._on:
+            self._refuse_flattening(optimizer, held)
+        if self.agreement is not None:
+            self.agreement.settings(optimizer)
+        self._steps += 1
+        self._entrances.step()
+        self._refuse_left()
+        if optimizer not in self._guarded:
+            self._guarded.add(optimizer)
+            guard_optimizer(optimizer)
+        if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(parameter) for parameter in held):
+            return _torch.adafactor_on(optimizer, adafactor_by_parts)
+        return optimizer
+
+    def _refuse_replaced(self, optimizer: Optimizer, held: list[Tensor]) -> None:
+        """Refuse an optimizer of parameters that the module no longer has."""
         if old := _count(held, self._replaced):
             raise MeshparError(
                 f"{type(optimizer).__name__} holds {old} parameters from before plan.apply, which the module no "
@@ -732,12 +774,9 @@ class Cycle:
                 "has; call par.adopt(..., optimizer=optimizer) and then optimizer.add_param_group, or build another "
                 "optimizer from par.module.parameters()"
             )
-        own = {id(parameter) for parameter in (*self.module.parameters(), *self._units.shards())}
-        if not any(id(parameter) in own for parameter in held):
-            return optimizer  # another model's, which another thread may train while this one is in its backward
-        self._unwind()
-        if not _torch.in_backward():  # whose recomputations read what is registered now
-            self.check_parameters()
+
+    def _refuse_flattening(self, optimizer: Optimizer, held: list[Tensor]) -> None:
+        """Refuse LBFGS on parameters of which torch cannot make one vector."""
         if isinstance(optimizer, torch.optim.LBFGS) and any(unevenly_split(parameter) for parameter in held):
             raise MeshparError(
                 "LBFGS flattens all parameters into one vector, which torch cannot do with parameters that are split "
@@ -759,17 +798,6 @@ class Cycle:
                 "meshes, such as divided experts and the rest; use a mesh without ep, or an optimizer that updates "
                 "each element, or each parameter, alone"
             )
-        if self.agreement is not None:
-            self.agreement.settings(optimizer)
-        self._steps += 1
-        self._entrances.step()
-        self._refuse_left()
-        if optimizer not in self._guarded:
-            self._guarded.add(optimizer)
-            guard_optimizer(optimizer)
-        if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(parameter) for parameter in held):
-            return _torch.adafactor_on(optimizer, adafactor_by_parts)
-        return optimizer
 
     def leave_step(self) -> None:
         """Remember that a step was left before its gradients were reduced, until somebody clears gradients."""
@@ -788,6 +816,8 @@ class Cycle:
         cleared.
         """
         self._forget_cleared()
+        if not self._on:
+            return
         if self._cut_short:
             raise MeshparError(
                 "an error ended a backward, so the gradients are incomplete; call optimizer.zero_grad() after such an "

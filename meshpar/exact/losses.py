@@ -31,15 +31,17 @@ class Losses:
     Args:
         groups: axis -> its process group, of the axes whose ranks see the same samples and positions.
         device: where numbers are exchanged.
+        always: compare every time on a CPU; False: the first times alone.
     """
 
-    def __init__(self, groups: Mapping[str, dist.ProcessGroup], device: torch.device) -> None:
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup], device: torch.device, *, always: bool = True) -> None:
         self.groups, self._device, self._looked = dict(groups), device, 0
+        self._always = always and not runtime.queues(device)
 
     @property
     def compared(self) -> bool:
         """The next loss is compared: every time on a CPU, on an accelerator, where reading waits, the first times."""
-        return bool(self.groups) and (not runtime.queues(self._device) or self._looked < Looks.FIRST)
+        return bool(self.groups) and (self._always or self._looked < Looks.FIRST)
 
     def check(self, roots: Iterable[object]) -> None:
         """Compare what a backward of the module is about to start from.

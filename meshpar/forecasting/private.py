@@ -74,13 +74,11 @@ def settle(par: Parallelized, device_type: str) -> None:
     """Let the ranks compare what they compare after the first steps on a device of this type, and look at nothing."""
     assert par.cycle is not None, "apply gives it one"
     par.cycle.split_test = None
+    on_cpu = par.cycle.guards == "always" and not runtime.queues(device_type)
     if isinstance(par.cycle.losses, Losses):
-        par.cycle.losses = SentLosses(
-            list(par.cycle.losses.groups.values()) if not runtime.queues(device_type) else [], par.device
-        )
-    if not isinstance(par.cycle.agreement, Agreement):
-        return
-    par.cycle.agreement = Settled(par, par.cycle.agreement, on_cpu=not runtime.queues(device_type))
+        par.cycle.losses = SentLosses(list(par.cycle.losses.groups.values()) if on_cpu else [], par.device)
+    if isinstance(par.cycle.agreement, Agreement):
+        par.cycle.agreement = Settled(par, par.cycle.agreement, on_cpu=on_cpu)
     if (split := applied(par.module).split) is not None and split.arrivals is not None:
         split.arrivals.sends = not runtime.queues(device_type)
     if (shards := applied(par.module).replica_shards) is not None:

@@ -238,8 +238,13 @@ def _problems(own: Mapping[str, Tensor], state: Mapping[str, Any], *, strict: bo
     return problems
 
 
-def refuse_copies(module: Any) -> None:  # noqa: ANN401 - a module that gets attributes
-    """Refuse what would copy or write this rank's part as if it were the model."""
+def refuse_copies(module: Any, *, patch: bool = True) -> None:  # noqa: ANN401 - a module that gets attributes
+    """Refuse what would copy or write this rank's part as if it were the model.
+
+    Args:
+        module: the outermost module.
+        patch: also change functions of torch, as long as the module lives.
+    """
     module.__deepcopy__ = functools.partial(
         _refuse,
         "a parallel module cannot be copied, because the copy would run the original's weights; for averaged weights "
@@ -253,6 +258,8 @@ def refuse_copies(module: Any) -> None:  # noqa: ANN401 - a module that gets att
         )
     module._ddp_params_and_buffers_to_ignore = _NotForDDP()  # which DistributedDataParallel reads first
     guard_state(module)
+    if not patch:
+        return
     while_lives(module, "norms", functools.partial(_torch.check_norms_of, _refuse_several_meshes))
     while_lives(
         module,

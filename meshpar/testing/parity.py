@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshpar.core.errors import MeshparError
+from meshpar.core.guards import Guards
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.parallelized import Parallelized
@@ -141,6 +142,7 @@ def assert_parity(
     expected: Record | None = None,
     alone: Sequence[Pass] = (),
     optimizer: MakeOptimizer | None = None,
+    guards: Guards = "always",
 ) -> Parallelized:
     """Assert that training under a plan equals training in one process on the concatenated batches.
 
@@ -163,6 +165,7 @@ def assert_parity(
         optimizer: makes the optimizer of each run from its parameters; None: the AdamW of :func:`train_steps`.
         expected: the result of :func:`one_process` for the same model and steps, to compare several plans with one run;
             None: runs it.
+        guards: as :class:`meshpar.Plan` takes it.
 
     Returns:
         The parallel module after training.
@@ -185,7 +188,7 @@ def assert_parity(
         )
     with torch.device("meta"):
         module = build()
-    par = Plan(mesh, passes).apply(module, layout).materialize(seed=seed)
+    par = Plan(mesh, passes, guards=guards).apply(module, layout).materialize(seed=seed)
     got = train_steps(
         par, steps, loss_sum=loss_sum, max_norm=max_norm, optimizer=optimizer and optimizer(par.module.parameters())
     )

@@ -23,7 +23,7 @@ FOLDERS = {
 }
 FLOORS = [
     {"errors", "imports", "patterns", "leftovers", "homes", "patches", "signals"},
-    {"once"},
+    {"once", "guards"},
     {"mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas", "runtime"},
     {"layout"},
     {"passes"},

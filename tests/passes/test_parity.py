@@ -76,13 +76,14 @@ def with_recomputation(passes, **options):
 
 
 def check(model, plan):
-    """One model under one plan, without and with recomputation, accumulating over uneven token counts."""
+    """One model under one plan, without and with recomputation, and without guards, accumulating over uneven token counts."""
     mesh, passes = PLANS[plan]
     parts = 4 if plan.startswith("hsdp") else 2
     steps = token_steps(VOCAB, parts=parts, micro_batches=2)
     expected = one_process(MODELS[model], steps)
     assert_parity(MODELS[model], mesh, passes, steps, expected=expected)
     assert_parity(MODELS[model], mesh, with_recomputation(passes), steps, expected=expected)
+    assert_parity(MODELS[model], mesh, passes, steps, expected=expected, guards="off")
 
 
 check_2, check_4, check_8 = (on_ranks(n)(check) for n in (2, 4, 8))

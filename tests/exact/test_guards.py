@@ -1,0 +1,144 @@
+"""``Plan(guards=...)``: what ranks compare in every step, in the first steps, or never."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, PlanError, TensorParallel
+from meshpar._torch import collective_counts
+from meshpar.testing import on_ranks
+
+BLOCKS = ModelLayout(
+    blocks=("blocks.*",), tensor={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}, heads={"blocks.*.0": 4}
+)
+FEATURES = 8
+
+
+class Model(nn.Module):
+    """Three blocks, of which a forward can leave out the last."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, FEATURES)) for _ in range(3)
+        )
+
+    def forward(self, x, skip=False):
+        for block in self.blocks[: 2 if skip else 3]:
+            x = x + block(x)
+        return x
+
+
+def inputs(seed):
+    return torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(seed))
+
+
+def step(module, optimizer, x, **kwargs):
+    module(x, **kwargs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def exchanges(run):
+    """The number of collectives that ``run`` makes in each process group, the groups without any left out."""
+    before = collective_counts()
+    run()
+    after = collective_counts()
+    return {name: count - before.get(name, 0) for name, count in after.items() if count != before.get(name, 0)}
+
+
+def counted(mesh, passes, guards):
+    """The exchanges of the fourth step."""
+    par = Plan(mesh, passes, guards=guards).apply(Model(), BLOCKS)
+    optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
+    for number in range(3):
+        step(par.module, optimizer, inputs(par.data_rank + 10 * number))
+    return exchanges(lambda: step(par.module, optimizer, inputs(par.data_rank)))
+
+
+def by_hand():
+    """The exchanges of a step of the same model under FSDP2 alone."""
+    module, mesh = Model(), dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    step(module, optimizer, inputs(dist.get_rank()))
+    return exchanges(lambda: step(module, optimizer, inputs(dist.get_rank())))
+
+
+@on_ranks(2)
+def test_without_guards_ranks_exchange_what_passes_do():
+    unused = 1  # which parameters no rank used, beside other work
+    found, alone = counted("dp_shard=2", [FullyShard()], "off"), by_hand()
+    assert sum(found.values()) == sum(alone.values()) + unused, f"{found} {alone}"
+    outputs, gradients = 3, 2  # the first block's input has no gradient
+    found = counted("tp=2", [TensorParallel()], "off")
+    assert sum(found.values()) == outputs + gradients, f"{found}"
+
+
+@on_ranks(4)
+def test_after_the_first_steps_first_exchanges_no_more_than_off():
+    plan = ("dp_replicate=2,dp_shard=2", [HybridShard()])
+    always, first, off = (sum(counted(*plan, guards).values()) for guards in ("always", "first", "off"))
+    assert first == off < always, (first, off, always)
+
+
+PATCHED = {
+    "grad": lambda: torch.autograd.grad,
+    "backward": lambda: torch.autograd.backward,
+    "norms": lambda: torch.nn.utils.clip_grad._get_total_norm,
+    "data": lambda: (vars(DTensor).get("data"), vars(DTensor).get("numpy")),
+    "operators": lambda: dict(DTensor._op_dispatcher._custom_op_handlers),
+    "dispatch": lambda: set(vars(DTensor._op_dispatcher)),
+}
+
+
+@on_ranks(2)
+def test_without_guards_torch_is_what_it_was():
+    before = {name: get() for name, get in PATCHED.items()}
+    par = Plan("tp=2", [TensorParallel()], guards="off").apply(Model(), BLOCKS)
+    step(par.module, torch.optim.SGD(par.module.parameters(), lr=0.1), inputs(0))
+    assert {name: get() for name, get in PATCHED.items()} == before
+    sharded = Plan("dp_shard=2", [FullyShard()], guards="off").apply(Model(), BLOCKS)
+    step(sharded.module, torch.optim.SGD(sharded.module.parameters(), lr=0.1), inputs(0))
+    changed = {name for name, get in PATCHED.items() if get() != before[name]}
+    assert changed <= {"grad", "backward"}, "a backward may come into a unit by another way than its outputs"
+
+
+@on_ranks(2)
+def test_first_compares_batches_in_the_first_steps_alone():
+    def different(guards, steps):
+        par = Plan("tp=2", [TensorParallel()], guards=guards).apply(Model(), BLOCKS)
+        for number in range(steps):
+            par.module(inputs(number)).square().mean().backward()
+        par.module(inputs(10 + dist.get_rank()))
+
+    for guards, steps in (("always", 0), ("always", 3), ("first", 0)):
+        with pytest.raises(MeshparError, match="different batches"):
+            different(guards, steps)
+    for guards, steps in (("first", 3), ("off", 0)):
+        different(guards, steps)
+
+
+@on_ranks(2)
+def test_what_no_rank_used_has_no_gradient_without_guards_and_what_one_used_has():
+    par = Plan("dp_shard=2", [FullyShard()], guards="off").apply(Model(), BLOCKS)
+    par.module(inputs(0), skip=True).square().mean().backward()
+    assert all(parameter.grad is None for parameter in par.module.blocks[2].parameters())
+    par.module.zero_grad()
+    for used in (0, 1):  # rank 0 alone uses the first layer's bias
+        output = par.module(inputs(used))
+        (output.square().mean() * (1 if dist.get_rank() == 0 else 0)).backward()
+    assert all(parameter.grad is not None for parameter in par.module.blocks[2].parameters())
+
+
+def test_other_settings_are_refused():
+    with pytest.raises(PlanError, match="guards='never' is not known; expected one of 'always', 'first', 'off'"):
+        Plan("tp=2", [TensorParallel()], guards="never")
