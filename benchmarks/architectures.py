@@ -239,8 +239,8 @@ def _documents(state: dict[str, Any], par: Any) -> dict[str, Any]:
     if state["case"][1] != "causal":
         return {"verdict": "refused", "why": "documents are packed for causal language models"}
     config = par.module.config
-    for each in (config, config.get_text_config()):
-        each.use_cache = False  # with a cache transformers does not look for documents
+    for section in (config, config.get_text_config()):
+        section.use_cache = False  # with a cache transformers does not look for documents
     ids = state["batch"]["input_ids"]
     length, first = ids.shape[1], ids.shape[1] // 3 + 1
     check_documents(par, par.module, int(ids.max()) + 1, length)
@@ -250,9 +250,9 @@ def _documents(state: dict[str, Any], par: Any) -> dict[str, Any]:
     def gradients(loss: Any) -> tuple[float, dict[str, Any]]:
         loss.backward()
         found = {
-            name: each.grad.full_tensor().clone()
-            for name, each in par.module.named_parameters()
-            if each.grad is not None
+            name: parameter.grad.full_tensor().clone()
+            for name, parameter in par.module.named_parameters()
+            if parameter.grad is not None
         }
         par.module.zero_grad()
         return float(loss), found
@@ -274,7 +274,9 @@ def _compare(state: dict[str, Any], par: Any) -> dict[str, Any]:
     scaled = total * par.token_scale(count)
     scaled.backward()
     loss = float(par.data_sum(scaled.detach().clone()) / par.loss_size)
-    found = {name: whole(each.grad) for name, each in par.module.named_parameters() if each.grad is not None}
+    found = {
+        name: whole(parameter.grad) for name, parameter in par.module.named_parameters() if parameter.grad is not None
+    }
     return _verdict(abs(loss - state["loss"]) / max(abs(state["loss"]), 1e-6), found, state["gradients"])
 
 
@@ -358,7 +360,7 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + patient(2))  # its peers may wait for it
             if not ready:
                 break
-        if len(answers) < len(commands) or any(each.get("why") == "the process ended" for each in answers.values()):
+        if len(answers) < len(commands) or any(answer.get("why") == "the process ended" for answer in answers.values()):
             self.close()
         return answers
 
@@ -419,7 +421,7 @@ def _round(
 
 def _joined(answers: dict[int, dict[str, Any]], count: int) -> dict[str, Any]:
     """Return the result of a plan from its ranks' answers: the leader's, or the first crash."""
-    crash = next((each for each in answers.values() if each["verdict"] == "crashed"), None)
+    crash = next((answer for answer in answers.values() if answer["verdict"] == "crashed"), None)
     if crash is not None:
         return crash
     if len(answers) < count:
@@ -427,7 +429,7 @@ def _joined(answers: dict[int, dict[str, Any]], count: int) -> dict[str, Any]:
             "verdict": "hung",
             "why": f"{count - len(answers)} of {count} ranks gave no answer in {patient(TIMEOUT_S):.0f} s",
         }
-    if len({each["verdict"] == "refused" for each in answers.values()}) > 1:
+    if len({answer["verdict"] == "refused" for answer in answers.values()}) > 1:
         return {"verdict": "wrong", "why": "some ranks refuse, others run"}
     return next(iter(answers.values()))
 
@@ -489,15 +491,16 @@ def _measure_all(options: argparse.Namespace, known: dict[str, Any]) -> None:
 def _failed(result: dict[str, Any]) -> bool:
     results = result["plans"].values()
     return any(
-        each["verdict"] in ("wrong", "crashed", "hung") or each.get("export", "exact") != "exact" for each in results
+        one_result["verdict"] in ("wrong", "crashed", "hung") or one_result.get("export", "exact") != "exact"
+        for one_result in results
     )
 
 
 def _tell(key: str, result: dict[str, Any]) -> None:
     print(f"{key} ({result['seconds']} s)", flush=True)
-    for plan, each in result["plans"].items():
-        export = "" if each.get("export", "exact") == "exact" else f" | export {each['export']}"
-        print(f"    {plan}: {each['verdict']} {each.get('why', '')[:400]}{export}", flush=True)
+    for plan, verdict in result["plans"].items():
+        export = "" if verdict.get("export", "exact") == "exact" else f" | export {verdict['export']}"
+        print(f"    {plan}: {verdict['verdict']} {verdict.get('why', '')[:400]}{export}", flush=True)
 
 
 def write_table(known: dict[str, Any]) -> None:
@@ -509,9 +512,9 @@ def write_table(known: dict[str, Any]) -> None:
 def _table(known: dict[str, Any]) -> list[str]:
     columns = (ALONE, *PLANS)
     runs = {
-        key: each["plans"] for key, each in sorted(known["cases"].items()) if each["plans"][ALONE]["verdict"] == "exact"
+        key: case["plans"] for key, case in sorted(known["cases"].items()) if case["plans"][ALONE]["verdict"] == "exact"
     }
-    absent = {key: each["plans"][ALONE]["why"] for key, each in sorted(known["cases"].items()) if key not in runs}
+    absent = {key: case["plans"][ALONE]["why"] for key, case in sorted(known["cases"].items()) if key not in runs}
     lines = [HEAD.format(tolerance=TOLERANCE, floor=FLOOR, **known["versions"]), "## Counts", ""]
     lines += _grid(["", *columns[1:], "export"], list(_counts(runs)))
     lines += ["", "## By architecture", ""]
@@ -519,9 +522,9 @@ def _table(known: dict[str, Any]) -> list[str]:
     lines += [*_grid(["architecture / task", *columns[1:], "export"], rows), "", "## Why refused", ""]
     reasons: dict[str, list[str]] = {}
     for key, plans in runs.items():
-        for plan, each in plans.items():
-            if each["verdict"] != "exact":
-                reasons.setdefault(each["why"].split("; ")[0].replace("|", "\\|"), []).append(f"{key} ({plan})")
+        for plan, verdict in plans.items():
+            if verdict["verdict"] != "exact":
+                reasons.setdefault(verdict["why"].split("; ")[0].replace("|", "\\|"), []).append(f"{key} ({plan})")
     lines += [f"- {', '.join(names)}: {why}" for why, names in _grouped(reasons).items()]
     lines += ["", "## Not run: the tiny model does not build or train on one process", ""]
     return lines + [f"- {key}: {why[:160]}".replace("[", "\\[") for key, why in absent.items()]
@@ -549,8 +552,8 @@ def _cell(result: dict[str, Any] | None) -> str:
 
 
 def _export(plans: dict[str, Any]) -> str:
-    told = {each["export"].partition(":")[0] for each in plans.values() if "export" in each}
-    return "exact" if told == {"exact"} else ", ".join(sorted(told - {"exact"})) or "-"
+    exports = {plan["export"].partition(":")[0] for plan in plans.values() if "export" in plan}
+    return "exact" if exports == {"exact"} else ", ".join(sorted(exports - {"exact"})) or "-"
 
 
 def _grouped(reasons: dict[str, list[str]]) -> dict[str, list[str]]:

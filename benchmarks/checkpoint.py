@@ -397,10 +397,10 @@ def stored(folder: str, layers: str, rounds: str) -> Notes:
     with meshpar.distributed("cpu"):
         par = make_job(int(layers))
         optimizer = torch.optim.SGD(par.module.parameters(), lr=0.0)
-        tensors = [memory_of(each.detach()) for each in state_of(par).values()]
+        tensors = [memory_of(tensor.detach()) for tensor in state_of(par).values()]
         halves: list[list[memoryview]] = [[], []]  # as the manager divides a rank's parts among two files
-        for each in sorted(tensors, key=len, reverse=True):
-            min(halves, key=lambda half: sum(map(len, half))).append(each)
+        for tensor in sorted(tensors, key=len, reverse=True):
+            min(halves, key=lambda half: sum(map(len, half))).append(tensor)
         manager, later = (
             CheckpointManager(f"{bucket}/ours", keep=None),
             CheckpointManager(f"{bucket}/async", keep=None, async_=True),
@@ -493,7 +493,7 @@ def read_stored(folder: str, layers: str, port: str) -> None:
     dist.all_reduce(count)
     if dist.get_rank() == 0:
         files = read_manifest(manager.root / "step-00000001").files
-        saved = sum(each["size"] for name, each in files.items() if name.endswith(".distcp"))
+        saved = sum(file["size"] for name, file in files.items() if name.endswith(".distcp"))
         (Path(folder) / "read.json").write_text(json.dumps({"ours": int(count) / saved}))
 
 
@@ -701,7 +701,7 @@ def exports(folder: Path, number: int, *, others: bool) -> dict[str, dict[str, f
     if number == 0 and others:
         tensors = read_manifest(open_step(folder / "ours")).tensors
         (folder / "names.json").write_text(
-            json.dumps([each.removeprefix("model.") for each in tensors if each.startswith("model.")])
+            json.dumps([tensor.removeprefix("model.") for tensor in tensors if tensor.startswith("model.")])
         )
         in_process("export", str(folder), "-", "none")
         (folder / "hf").rename(folder / "hf-kept")  # to be imported
@@ -782,8 +782,8 @@ def training_figures(median: dict[str, float]) -> dict[str, float]:
 
 def export_figures(rounds: list[dict[str, dict[str, float]]]) -> dict[str, float]:
     def of(name: str, key: str) -> float:
-        runs = [each[name] for each in rounds if name in each]
-        values = [each[key] for each in runs if key in each]
+        runs = [one_round[name] for one_round in rounds if name in one_round]
+        values = [run[key] for run in runs if key in run]
         if runs and not values:
             print(f"  {name}: {runs[-1].get('failed')}")
         return statistics.median(values) if values else float("nan")

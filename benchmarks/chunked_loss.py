@@ -84,7 +84,7 @@ def peak_of(model: Head, labels: Tensor, loss_of: Loss) -> int:
 
 
 def kept(model: Head) -> int:
-    return sum(each.grad.nbytes for each in model.parameters() if each.grad is not None)
+    return sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
 
 
 def wait(device: torch.device) -> None:
@@ -115,7 +115,7 @@ def main() -> None:
     peaks, grads = {}, {}
     for name, loss_of in ways.items():
         peaks[name] = peak_of(model, labels, loss_of)
-        grads[name] = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        grads[name] = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.repeats):
         for name, loss_of in ways.items():

@@ -50,11 +50,11 @@ def examine(hosts: Hosts, folder: Path, nproc: int) -> tuple[int, str]:
         for number, name in enumerate(("n1", "n2"))
     ]
     try:
-        told = [process.communicate(timeout=LONGEST_S)[0] for process in started]
+        outputs = [process.communicate(timeout=LONGEST_S)[0] for process in started]
     finally:
         for process in started:
             process.kill()
-    return started[0].returncode, told[0]
+    return started[0].returncode, outputs[0]
 
 
 def main() -> None:
@@ -67,22 +67,22 @@ def main() -> None:
     with Hosts(2) as hosts, TemporaryDirectory() as folder:
         for number in range(options.runs):
             began = time.monotonic()
-            status, told = examine(hosts, Path(folder), options.nproc)
+            status, outputs = examine(hosts, Path(folder), options.nproc)
             took.append(time.monotonic() - began)
             if status:
                 alarms += 1
-                print(f"run {number}: status {status}\n{told}", flush=True)
+                print(f"run {number}: status {status}\n{outputs}", flush=True)
             if number % 10 == 9:
                 print(f"{number + 1} of {options.runs}: {alarms} false alarms", flush=True)
         for slow, other in (("n1", "n2"), ("n2", "n1")):
             hosts.shape("110mbit", slow)
             for number in range(options.slow):
-                status, told = examine(hosts, Path(folder), options.nproc)
+                status, outputs = examine(hosts, Path(folder), options.nproc)
                 if status != 1 or not re.search(
-                    rf"links between hosts are slow: .*\n +where: {slow} to {other}: ", told
+                    rf"links between hosts are slow: .*\n +where: {slow} to {other}: ", outputs
                 ):
                     missed += 1
-                    print(f"slow from {slow}, run {number}: status {status}\n{told}", flush=True)
+                    print(f"slow from {slow}, run {number}: status {status}\n{outputs}", flush=True)
             hosts.shape(None)
     median = f", {statistics.median(took):.1f} s each" if took else ""
     print(

@@ -294,7 +294,7 @@ def measure(folder: Path, chosen: Sequence[str], seconds: float) -> dict[str, An
                 waiting.append((f"{name} {how} reference", f"{folder / name / how}=dequantized"))
         together = 1 if engine == "vllm" else 12  # vLLM serves one model a process
         if engine == "vllm":
-            waiting.sort(key=lambda each: TENSORS.index(each[0].split()[1]))  # the plain exports first
+            waiting.sort(key=lambda entry: TENSORS.index(entry[0].split()[1]))  # the plain exports first
         for place in range(0, len(waiting), together):
             if time.monotonic() - began > seconds:
                 break
@@ -310,7 +310,7 @@ def measure(folder: Path, chosen: Sequence[str], seconds: float) -> dict[str, An
 def without_end(logs: Sequence[float]) -> list[float]:
     """Return log-probabilities of all tokens but the end, which some engines leave out where it may not follow."""
     total = math.log(math.fsum(map(math.exp, logs[: VOCABULARY - 1])))
-    return [each - total for each in logs[: VOCABULARY - 1]]
+    return [logarithm - total for logarithm in logs[: VOCABULARY - 1]]
 
 
 def cell(found: dict[str, Any], name: str, how: str, engine: str, notes: list[str]) -> str:
@@ -325,9 +325,9 @@ def cell(found: dict[str, Any], name: str, how: str, engine: str, notes: list[st
         notes += [] if said in notes else [said]
         return f"no ({notes.index(said) + 1})"
     wants = [
-        found.get(f"{name} {each} reference", {}) for each in (how, *(["plain"] if how == "f16" else []))
+        found.get(f"{name} {form} reference", {}) for form in (how, *(["plain"] if how == "f16" else []))
     ]  # f16 holds all
-    want = next((each for each in wants if "tokens" in each), None)
+    want = next((candidate for candidate in wants if "tokens" in candidate), None)
     if want is None:
         return "runs"
     same = next((place for place, (a, b) in enumerate(zip(result["tokens"], want["tokens"])) if a != b), TOKENS)
@@ -344,7 +344,7 @@ def table(found: dict[str, Any]) -> str:
         for engine in RUNS:
             cells = [cell(found, name, how, engine, notes) for how in formats]
             lines += [f"| {name} | {engine} | {' | '.join(cells)} |"] if any(cells) else []
-    versions = ", ".join(f"{engine} {each}" for engine, each in found.get("versions", {}).items())
+    versions = ", ".join(f"{engine} {installed}" for engine, installed in found.get("versions", {}).items())
     return "\n".join([*lines, "", *(f"{number}. `{said}`" for number, said in enumerate(notes, 1)), "", versions])
 
 

@@ -259,7 +259,7 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
         misses = [math.log(throughput(row, row_hardware(row, constants)) / row.said["tokens"]) for row in rows]
         # A weak pull to the middle of each range keeps a constant that few rows tell about from running to its end.
         pull = sum(((constants[name] - (low + high) / 2) / (high - low)) ** 2 for name, (low, high) in FITTED.items())
-        return sum(each**2 for each in misses) + 2e-4 * pull
+        return sum(miss**2 for miss in misses) + 2e-4 * pull
 
     best = {name: (low + high) / 2 for name, (low, high) in FITTED.items()}
     least, step = error(best), 0.25

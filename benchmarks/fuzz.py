@@ -61,7 +61,7 @@ def main() -> int:
         _save(args, results)
     _causes(results)
     print(_summary(results))
-    return int(any(each["kind"] in FAULTS for each in results))
+    return int(any(result["kind"] in FAULTS for result in results))
 
 
 def _arguments() -> argparse.Namespace:
@@ -82,7 +82,7 @@ def _arguments() -> argparse.Namespace:
 
 def _drawn(args: argparse.Namespace, seed: int) -> fuzz_draw.Spec:
     spec = fuzz_draw.draw(seed, without=args.without, batch_norm=args.batch_norm)
-    for path, _, value in (each.partition("=") for each in args.without if "=" in each):
+    for path, _, value in (name.partition("=") for name in args.without if "=" in name):
         try:
             if str(fuzz_shrink.get(spec, path)) == value:
                 spec = fuzz_shrink.put(spec, path, fuzz_shrink.PLAIN[path])
@@ -116,14 +116,14 @@ def _report(result: dict[str, Any], *, verbose: bool) -> None:
     if result["kind"] not in FAULTS and not verbose:
         return
     mesh = ",".join(f"{axis}={size}" for axis, size in spec["mesh"].items())
-    about = f"{mesh} {[each['name'] for each in spec['passes']]} {spec['loop']['habits']} {result['cause']}"
+    about = f"{mesh} {[pass_['name'] for pass_ in spec['passes']]} {spec['loop']['habits']} {result['cause']}"
     print(f"{result['seed']:6} {result['kind']:8} {result['seconds']:5.1f} s  {about}", flush=True)
     if verbose and result["kind"] in FAULTS:
         print(result["text"], result["trace"], sep="\n")
 
 
 def _summary(results: list[dict[str, Any]]) -> str:
-    counts = Counter(each["kind"] for each in results)
+    counts = Counter(result["kind"] for result in results)
     text = (
         f"{len(results)} plans: {counts['exact']} exact, {counts['refused']} refused, {counts['wrong']} wrong, "
         f"{counts['raw']} raw errors, {counts['hang']} hangs"
@@ -133,12 +133,12 @@ def _summary(results: list[dict[str, Any]]) -> str:
 
 def _save(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     if args.out:
-        failing = [each for each in results if each["kind"] in FAULTS]
-        counts = Counter(f"{each['kind']}: {_about(each)}" for each in results if each["kind"] != "exact")
+        failing = [result for result in results if result["kind"] in FAULTS]
+        counts = Counter(f"{result['kind']}: {_about(result)}" for result in results if result["kind"] != "exact")
         data = {
             "summary": _summary(results),
             "counts": counts,
-            "seeds": [each["seed"] for each in failing],
+            "seeds": [result["seed"] for result in failing],
             "failing": failing,
         }
         Path(args.out).write_text(json.dumps(data, indent=1) + "\n")
@@ -146,7 +146,7 @@ def _save(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
 
 def _causes(results: list[dict[str, Any]]) -> None:
     """Print what was refused and what failed, by cause."""
-    causes = Counter((each["kind"], _about(each)) for each in results if each["kind"] != "exact")
+    causes = Counter((result["kind"], _about(result)) for result in results if result["kind"] != "exact")
     for (kind, cause), count in sorted(causes.items(), key=lambda item: (item[0][0], -item[1])):
         print(f"{count:6} {kind:8} {cause}")
 
@@ -165,20 +165,20 @@ def _shrink(results: list[dict[str, Any]], folder: Path, pools: SimpleQueue[Pool
     """Write a script for the smallest case of each cause."""
     folder.mkdir(parents=True, exist_ok=True)
     first: dict[tuple[str, str], dict[str, Any]] = {}
-    for each in results:
-        if each["kind"] in ("wrong", "raw", "hang"):
-            first.setdefault((each["kind"], _about(each)), each)
-    for (kind, about), each in first.items():
+    for result in results:
+        if result["kind"] in ("wrong", "raw", "hang"):
+            first.setdefault((result["kind"], _about(result)), result)
+    for (kind, about), result in first.items():
 
-        def fails(spec: fuzz_draw.Spec, each: dict[str, Any] = each, kind: str = kind) -> bool:
+        def fails(spec: fuzz_draw.Spec, found: dict[str, Any] = result, kind: str = kind) -> bool:
             outcome = run(spec, pools)
-            return outcome.kind == kind and (kind in ("wrong", "hang") or outcome.cause == each["cause"])
+            return outcome.kind == kind and (kind in ("wrong", "hang") or outcome.cause == found["cause"])
 
-        small = fuzz_shrink.shrink(each["spec"], fails)
+        small = fuzz_shrink.shrink(result["spec"], fails)
         outcome = run(small, pools)
-        path = folder / f"seed_{each['seed']}_{kind}.py"
+        path = folder / f"seed_{result['seed']}_{kind}.py"
         path.write_text(
-            fuzz_script.source(small, f"Seed {each['seed']}, {kind}: {' '.join(outcome.text.split())[:300]}")
+            fuzz_script.source(small, f"Seed {result['seed']}, {kind}: {' '.join(outcome.text.split())[:300]}")
         )
         print(f"{path}: {kind}, {about}", flush=True)
 

@@ -170,15 +170,15 @@ def draw(seed: int) -> Spec:
         "optimizer": rng.choice(OPTIMIZERS),
         "habits": [],
     }
-    groups = sorted({each.group for each in habits.HABITS.values()})
+    groups = sorted({one_habit.group for one_habit in habits.HABITS.values()})
     replaced: set[str] = set()
     for _ in range(rng.choice([1, 2, 2, 3, 4])):
         group = rng.choice(groups)
-        name = rng.choice([name for name, each in habits.HABITS.items() if each.group == group])
+        name = rng.choice([name for name, one_habit in habits.HABITS.items() if one_habit.group == group])
         habit = habits.HABITS[name]
         places = {"k": rng.randrange(STEPS - 1), "p": rng.choice(PARAMETERS), "m": rng.choice(LAYERS)}
         drawn = {"name": name, "when": rng.choice(habit.when), **places}
-        if habit.replaces() & replaced or any(each["name"] == name for each in spec["habits"]):
+        if habit.replaces() & replaced or any(chosen["name"] == name for chosen in spec["habits"]):
             continue
         replaced |= habit.replaces()
         spec["habits"].append(drawn)
@@ -212,7 +212,7 @@ def source(spec: Spec, title: str = "") -> str:
         point = line.strip()
         if point.startswith("@") and point[1:].isidentifier() and point[1:] in POINTS:
             indent = line[: len(line) - len(line.lstrip())]
-            lines += [indent + each for each in _at(spec, point[1:])]
+            lines += [indent + statement for statement in _at(spec, point[1:])]
         else:
             lines.append(line)
     return "\n".join(lines) + "\n"
@@ -233,15 +233,15 @@ POINTS = {
 
 
 def _lines(spec: Spec) -> list[str]:
-    return [line for each in spec["habits"] for lines in habits.HABITS[each["name"]].at.values() for line in lines]
+    return [line for drawn in spec["habits"] for lines in habits.HABITS[drawn["name"]].at.values() for line in lines]
 
 
 def _at(spec: Spec, point: str) -> list[str]:
     found: list[str] = []
     plain = list(PLAIN.get(point, ()))
-    for each in spec["habits"]:
-        lines = [_filled(line, each) for line in habits.HABITS[each["name"]].at.get(point, ())]
-        when = _filled(each["when"], each)
+    for drawn in spec["habits"]:
+        lines = [_filled(line, drawn) for line in habits.HABITS[drawn["name"]].at.get(point, ())]
+        when = _filled(drawn["when"], drawn)
         if lines and point in LOOPING and when != habits.ALWAYS:
             lines = [f"if {when}:", *(f"    {line}" for line in lines)]
             lines += ["else:", *(f"    {line}" for line in plain)] if plain else []
@@ -265,8 +265,8 @@ def run(spec: Spec, pool: fuzz_pool.Pool) -> fuzz_pool.Outcome:
 
 def shrink(spec: Spec, fails: Callable[[Spec], bool]) -> Spec:
     """Return the case without each habit that it does not need to fail."""
-    for each in list(spec["habits"]):
-        fewer = {**spec, "habits": [other for other in spec["habits"] if other is not each]}
+    for habit in list(spec["habits"]):
+        fewer = {**spec, "habits": [other for other in spec["habits"] if other is not habit]}
         if fails(fewer):
             spec = fewer
     return spec
@@ -275,8 +275,8 @@ def shrink(spec: Spec, fails: Callable[[Spec], bool]) -> Spec:
 def about(spec: Spec) -> str:
     """Return a case in a line."""
     drawn = (
-        f"{each['name']}({each['when'].replace('@k', str(each['k']))}, {each['p']}, {each['m']})"
-        for each in spec["habits"]
+        f"{habit['name']}({habit['when'].replace('@k', str(habit['k']))}, {habit['p']}, {habit['m']})"
+        for habit in spec["habits"]
     )
     return f"{spec['mesh']} {' + '.join(drawn)}"
 
@@ -291,12 +291,12 @@ def main() -> int:
     parser.add_argument("--print", action="store_true", help="print the scripts and run nothing")
     args = parser.parse_args()
     first, colon, end = args.seeds.partition(":")
-    seeds = list(range(int(first), int(end))) if colon else [int(each) for each in args.seeds.split(",")]
+    seeds = list(range(int(first), int(end))) if colon else [int(part) for part in args.seeds.split(",")]
     if args.print:
         print(*(source(draw(seed), about(draw(seed))) for seed in seeds), sep="\n")
         return 0
     results = [json.loads(line) for line in args.log.read_text().splitlines()] if args.log and args.log.exists() else []
-    known, began = {each["seed"] for each in results}, time.monotonic()
+    known, began = {result["seed"] for result in results}, time.monotonic()
     pool = fuzz_pool.Pool(size=4, timeout_s=args.timeout)
     try:
         for seed in seeds:
@@ -309,14 +309,14 @@ def main() -> int:
     finally:
         pool.close()
     print(summary(results))
-    return int(any(each["kind"] in FAULTS for each in results))
+    return int(any(result["kind"] in FAULTS for result in results))
 
 
 def _result(spec: Spec, pool: fuzz_pool.Pool, *, shrinks: bool) -> dict[str, Any]:
     outcome = run(spec, pool)
     kind = "torch" if outcome.text.startswith("torch refuses") else outcome.kind
     if outcome.kind in FAULTS and shrinks:
-        small = shrink(spec, lambda each: run(each, pool).kind == outcome.kind)
+        small = shrink(spec, lambda smaller: run(smaller, pool).kind == outcome.kind)
         print(
             f"\n# seed {spec['seed']}, {outcome.kind}: {about(small)}\n# "
             f"{outcome.text[:1500]}\n{outcome.trace[-2500:]}",
@@ -334,9 +334,9 @@ def summary(results: list[dict[str, Any]]) -> str:
     kinds = ("exact", "refused", "torch", "alike", "wrong", "raw", "hang")
     rows = [f"{'':28}" + "".join(f"{kind:>9}" for kind in kinds)]
     for mesh in [*PLANS, ""]:
-        counts = Counter(each["kind"] for each in results if mesh in ("", each["mesh"]))
+        counts = Counter(result["kind"] for result in results if mesh in ("", result["mesh"]))
         rows.append(f"{mesh or f'{len(results)} draws':28}" + "".join(f"{counts[kind]:9}" for kind in kinds))
-    apart = sum(each["kind"] == "refused" and not each.get("together", True) for each in results)
+    apart = sum(result["kind"] == "refused" and not result.get("together", True) for result in results)
     return "\n".join([*rows, f"refused on some ranks first: {apart}"])
 
 

@@ -42,7 +42,7 @@ def draw(seed: int, *, without: Collection[str] = (), batch_norm: bool = False) 
         batch_norm: let models have batch normalisation.
     """
     rng = random.Random(seed)
-    mesh = {axis: int(size) for axis, _, size in (each.partition("=") for each in rng.choice(MESHES).split(","))}
+    mesh = {axis: int(size) for axis, _, size in (part.partition("=") for part in rng.choice(MESHES).split(","))}
     model = _model(rng, mesh, batch_norm)
     data, layout = data_size(mesh), _layout(rng, mesh)
     spec: Spec = {
@@ -247,7 +247,7 @@ def _habits(rng: random.Random, spec: Spec, without: Collection[str]) -> list[st
         weights = {name: habit.weight for name, habit in fuzz_habits.HABITS.items()}
         name = rng.choices(list(weights), list(weights.values()))[0]
         habit = fuzz_habits.HABITS[name]
-        clash = "backward" in habit.at and any("backward" in fuzz_habits.HABITS[each].at for each in chosen)
+        clash = "backward" in habit.at and any("backward" in fuzz_habits.HABITS[earlier].at for earlier in chosen)
         if name in chosen or clash or (habit.alone and chosen) or not habit.fits(spec) or name in without:
             continue
         chosen.append(name)

@@ -41,7 +41,7 @@ class Habit:
 
 def _splits_positions(spec: Spec) -> bool:
     """Tell whether ranks of tp hold different positions, and so rightly draw different numbers."""
-    return any(each["knobs"].get("sequence_parallel") for each in spec["passes"])
+    return any(pass_["knobs"].get("sequence_parallel") for pass_ in spec["passes"])
 
 
 def _ranks(axis: str) -> Callable[[Spec], bool]:
@@ -345,7 +345,7 @@ def source(spec: Spec) -> str:
         '        record |= {f"gradient {step} of {name}": whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}',
         *at("between", 8),
         *[f"        {line}" for line in _clip(loop)],
-        *[f"        {each}.step()" for each in _names(loop)],
+        *[f"        {name}.step()" for name in _names(loop)],
         *after,
         *at("stepped", 8),
         *at("end", 4),
@@ -384,7 +384,7 @@ def _optimizer(spec: Spec) -> list[str]:
 
 
 def _zero(loop: Spec) -> tuple[list[str], list[str]]:
-    lines = [f"        {each}.zero_grad({'' if loop['set_to_none'] else 'set_to_none=False'})" for each in _names(loop)]
+    lines = [f"        {name}.zero_grad({'' if loop['set_to_none'] else 'set_to_none=False'})" for name in _names(loop)]
     return (lines, []) if loop["zero"] == "before" else ([], lines)
 
 

@@ -180,16 +180,16 @@ class Pool:
 
 def judge(reports: dict[int, dict[str, Any]], missing: dict[int, str]) -> Outcome:
     """Join what the ranks said: the earliest failure is the cause, the others may follow from it."""
-    failed = [each for each in reports.values() if each["kind"] not in ("exact", "wrong")]
-    failed.sort(key=lambda each: (each["kind"] == "hang", each["at"]))
+    failed = [report for report in reports.values() if report["kind"] not in ("exact", "wrong")]
+    failed.sort(key=lambda report: (report["kind"] == "hang", report["at"]))
     if failed:
         first = failed[0]
-        together = not missing and {each["kind"] for each in reports.values()} == {first["kind"]}
+        together = not missing and {report["kind"] for report in reports.values()} == {first["kind"]}
         return Outcome(kind=first["kind"], together=together, text=first["text"], trace=first.get("trace", ""))
     if missing:
         where = "\n".join(f"rank {rank} is at\n{stack}" for rank, stack in missing.items())
         return Outcome(kind="hang", text=f"ranks {sorted(missing)} did not end", trace=where)
-    off = [each["text"] for each in reports.values() if each["kind"] == "wrong"]
+    off = [report["text"] for report in reports.values() if report["kind"] == "wrong"]
     return Outcome(kind="wrong", text=off[0]) if off else Outcome(kind="exact")
 
 

@@ -172,7 +172,7 @@ def _data(spec: Spec) -> str:
 
 
 def _loss_parallel(spec: Spec) -> bool:
-    return any(each["knobs"].get("loss_parallel") for each in spec["passes"])
+    return any(pass_["knobs"].get("loss_parallel") for pass_ in spec["passes"])
 
 
 def _tolerance(spec: Spec) -> str:
@@ -184,8 +184,8 @@ def _tolerance(spec: Spec) -> str:
 def _plan(spec: Spec) -> str:
     mesh = ",".join(f"{axis}={size}" for axis, size in spec["mesh"].items())
     passes = [
-        f"{each['name']}({', '.join(f'{name}={value!r}' for name, value in each['knobs'].items())})"
-        for each in spec["passes"]
+        f"{pass_['name']}({', '.join(f'{name}={value!r}' for name, value in pass_['knobs'].items())})"
+        for pass_ in spec["passes"]
     ]
     layout = _layout(spec)
     return "\n".join([

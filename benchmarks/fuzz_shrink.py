@@ -68,14 +68,16 @@ def shrink(spec: Spec, fails: Callable[[Spec], bool], most: int = 120) -> Spec:
 def simplifications(spec: Spec) -> Iterator[Spec]:
     """Yield every case that has one thing less, the largest things first."""
     for habit in spec["loop"]["habits"]:
-        yield put(spec, "loop.habits", [each for each in spec["loop"]["habits"] if each != habit])
-    for place, each in enumerate(spec["passes"]):
+        yield put(spec, "loop.habits", [other for other in spec["loop"]["habits"] if other != habit])
+    for place, pass_ in enumerate(spec["passes"]):
         others = spec["passes"][:place] + spec["passes"][place + 1 :]
-        if each["name"] in ("ActivationCheckpoint", "Compile"):
+        if pass_["name"] in ("ActivationCheckpoint", "Compile"):
             yield put(spec, "passes", others)
-        for knob in each["knobs"]:
-            fewer = {name: value for name, value in each["knobs"].items() if name != knob}
-            yield put(spec, "passes", [*spec["passes"][:place], {**each, "knobs": fewer}, *spec["passes"][place + 1 :]])
+        for knob in pass_["knobs"]:
+            fewer = {name: value for name, value in pass_["knobs"].items() if name != knob}
+            yield put(
+                spec, "passes", [*spec["passes"][:place], {**pass_, "knobs": fewer}, *spec["passes"][place + 1 :]]
+            )
     yield from _meshes(spec)
     for path, value in PLAIN.items():
         try:
@@ -104,11 +106,11 @@ def _on(spec: Spec, mesh: Spec) -> Spec:
     """Return the case on another mesh, with the data pass that it takes."""
     changed, name = put(spec, "mesh", mesh), fuzz_draw.sharding(mesh)
     kept = [
-        each
-        for each in spec["passes"]
-        if each["name"] in ("ActivationCheckpoint", "Compile") or (each["name"] == "TensorParallel" and "tp" in mesh)
+        pass_
+        for pass_ in spec["passes"]
+        if pass_["name"] in ("ActivationCheckpoint", "Compile") or (pass_["name"] == "TensorParallel" and "tp" in mesh)
     ]
-    old = next((each for each in spec["passes"] if each["name"] in ("FullyShard", "HybridShard")), {"knobs": {}})
+    old = next((pass_ for pass_ in spec["passes"] if pass_["name"] in ("FullyShard", "HybridShard")), {"knobs": {}})
     knobs = (
         {}
         if name == "Replicate"

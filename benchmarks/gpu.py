@@ -236,10 +236,10 @@ def flops_per_token(case: Case, model: Any) -> float:
     """Return 6 per weight of a product, and causal attention's 6 x layers x width x length; an embedding alone is
     looked up.
     """
-    weights = {id(each): each.numel() for each in model.parameters() if each.ndim == 2}
+    weights = {id(parameter): parameter.numel() for parameter in model.parameters() if parameter.ndim == 2}
     config = model.config
     looked_up = [] if getattr(config, "tied", case.gpt2) else [model.embed.weight]
-    products = sum(weights.values()) - sum(each.numel() for each in looked_up)
+    products = sum(weights.values()) - sum(embedding.numel() for embedding in looked_up)
     if case.gpt2:
         products -= model.transformer.wpe.weight.numel()
         return 6.0 * products + 6.0 * config.n_layer * config.n_embd * case.length
@@ -305,8 +305,8 @@ def table(results: dict[str, Any]) -> Iterator[str]:
             yield f"| {name} | {who} | {one['error'].replace('|', '/')[:160]} | | | | | |"
             continue
         mfu = "" if one["mfu"] is None else f"{one['mfu']:.1%}"
-        told = one.get("forecast") or {}
-        forecast = f"{told['seconds'] * 1e3:,.0f}; {told['peak'] / 2**30:.1f}" if told else ""
+        forecasted = one.get("forecast") or {}
+        forecast = f"{forecasted['seconds'] * 1e3:,.0f}; {forecasted['peak'] / 2**30:.1f}" if forecasted else ""
         yield (
             f"| {name} | {who} | {one['seconds'] * 1e3:,.1f} | {one['tokens_per_second']:,.0f} | {mfu} | "
             f"{one['memory'] / 2**30:.2f} | {one['idle']:.1%} | {forecast} |"
@@ -341,7 +341,7 @@ def main() -> None:
         return
     end, results = time.monotonic() + options.budget, {}
     # The 1B first by all, then the others by meshpar and by hand: what matters most is there if the time ends.
-    cases = [each for each in ("llama-1b", "gpt2-124m", "llama-8b") if each in (options.case or CASES)]
+    cases = [case for case in ("llama-1b", "gpt2-124m", "llama-8b") if case in (options.case or CASES)]
     for who in options.who or WHO:
         for name in cases:
             left = end - time.monotonic()
@@ -351,7 +351,7 @@ def main() -> None:
             )
             print(key, json.dumps(results[key]), flush=True)
             if options.out:
-                versions = {each: importlib.metadata.version(each) for each in ("torch", "meshpar")}
+                versions = {package: importlib.metadata.version(package) for package in ("torch", "meshpar")}
                 options.out.write_text(json.dumps({"versions": versions, "results": results}, indent=1) + "\n")
     print("\n".join(table(results)))
 

@@ -84,8 +84,8 @@ def on_hosts(
         )
         for node, place in enumerate(places)
     ]  # fmt: skip
-    told = [process.communicate(timeout=280)[0] for process in started]
-    return told[0], [process.returncode for process in started]
+    outputs = [process.communicate(timeout=280)[0] for process in started]
+    return outputs[0], [process.returncode for process in started]
 
 
 def step_times(
@@ -105,17 +105,17 @@ def step_times(
             "--out",
             str(out),
         ]
-        told, codes = on_hosts(hosts, places, nproc, job, port)
+        outputs, codes = on_hosts(hosts, places, nproc, job, port)
         if any(codes):
-            sys.exit(f"the ranks ended with {codes}:\n{told}")
+            sys.exit(f"the ranks ended with {codes}:\n{outputs}")
         found: dict[str, float] = json.loads(out.read_text())
         return found
 
 
 def examine(hosts: Hosts, places: Sequence[str], nproc: int, port: int) -> tuple[str, int]:
     """Run the doctor; return its report and exit code."""
-    told, codes = on_hosts(hosts, places, nproc, ["doctor", "--mesh", HYBRID], port)
-    return told, max(codes)
+    outputs, codes = on_hosts(hosts, places, nproc, ["doctor", "--mesh", HYBRID], port)
+    return outputs, max(codes)
 
 
 def main() -> int:
@@ -152,8 +152,8 @@ def main() -> int:
 
 
 def report(hosts: Hosts, places: Sequence[str], link: str, port: int) -> None:
-    told, code = examine(hosts, places, 1, port)
-    print(f"--- doctor on the misplaced mesh, {link} (exit code {code})\n{told}", flush=True)
+    outputs, code = examine(hosts, places, 1, port)
+    print(f"--- doctor on the misplaced mesh, {link} (exit code {code})\n{outputs}", flush=True)
 
 
 if __name__ == "__main__":

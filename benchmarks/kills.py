@@ -78,7 +78,7 @@ def killed(process: subprocess.Popen[str], whom: str, draw: random.Random) -> No
             os.kill(int(draw.choice(ranks)) if whom == "a rank" and ranks else process.pid, signal.SIGKILL)
     process.wait(LONGEST_S)
     deadline = time.monotonic() + LONGEST_S
-    while any(process_group(each) == process.pid for each in leftovers(Path("job.yaml"))):
+    while any(process_group(leftover) == process.pid for leftover in leftovers(Path("job.yaml"))):
         if time.monotonic() > deadline:
             raise TimeoutError(f"after {whom} was killed, others ran on for {LONGEST_S:.0f} s")
         time.sleep(0.05)
@@ -91,7 +91,7 @@ def process_group(pid: int) -> int:
         return 0
 
 
-def life(output: str, draw: random.Random, told: list[str]) -> bool:
+def life(output: str, draw: random.Random, lines: list[str]) -> bool:
     """Start the job and kill it at a random moment, of its start or of its steps; tell whether it came to its end."""
     process = train(f"output={STORE[0]}{output}")
     stepping = threading.Event()
@@ -99,7 +99,7 @@ def life(output: str, draw: random.Random, told: list[str]) -> bool:
     def read() -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            told.append(line)
+            lines.append(line)
             if line.startswith("step"):
                 stepping.set()
 
@@ -145,7 +145,7 @@ class Exporter(threading.Thread):
             target = Path("exports", f"{self.draw.randrange(2)}")
             process = started("export", f"{STORE[0]}{self.output}", str(target), "--overwrite")
             try:
-                told, _ = process.communicate(
+                output, _ = process.communicate(
                     timeout=self.draw.uniform(0, 5) if self.draw.random() < 0.3 else LONGEST_S
                 )
             except subprocess.TimeoutExpired:
@@ -155,7 +155,7 @@ class Exporter(threading.Thread):
                 continue
             self.done += 1
             if process.returncode != 0:
-                self.wrong.append(f"an export failed: {told}")
+                self.wrong.append(f"an export failed: {output}")
             elif digest(target) not in self.right:
                 self.wrong.append(f"{target} is no step of the undisturbed job")
 
@@ -181,7 +181,7 @@ def drawn(output: str) -> set[tuple[int, str, float]]:
     return set(found)
 
 
-def compare(output: str, told: list[str]) -> list[str]:
+def compare(output: str, lines: list[str]) -> list[str]:
     """Return what differs from the undisturbed job, what the console said and no file has, and files of the user's
     that are gone.
     """
@@ -192,18 +192,22 @@ def compare(output: str, told: list[str]) -> list[str]:
         else [f"metrics.jsonl: {sorted(set(found) ^ set(right))[:4]}, {len(found)} of {len(right)} numbers"]
     )
     steps = {(step, f"{value:.4f}") for step, key, value in found if key == "train/loss"}
-    said = {(int(step), loss) for step, loss in re.findall(r"^step (\d+)/\d+  loss (\S+)", "".join(told), re.MULTILINE)}
-    wrong += [f"the console told of {each}, the file does not" for each in sorted(said - steps)[:4]]
+    said = {
+        (int(step), loss) for step, loss in re.findall(r"^step (\d+)/\d+  loss (\S+)", "".join(lines), re.MULTILINE)
+    }
+    wrong += [f"the console told of {step}, the file does not" for step in sorted(said - steps)[:4]]
     shown = {(step, key, round(value, 5)) for step, key, value in drawn(output)}
     wrong += [
-        f"TensorBoard: {each}"
-        for each in sorted(shown ^ {(step, key, round(value, 5)) for step, key, value in drawn("undisturbed")})[:4]
+        f"TensorBoard: {difference}"
+        for difference in sorted(shown ^ {(step, key, round(value, 5)) for step, key, value in drawn("undisturbed")})[
+            :4
+        ]
     ]
     wrong += [f"the user's {name} is gone or changed" for name in MINE if not mine(Path(here(output), name))]
     subprocess.run([*MESHPAR, "export", f"{STORE[0]}{output}", f"exports/{output}"], check=True, capture_output=True)
     if digest(Path("exports", output)) != digest(Path("exports/undisturbed")):
         wrong.append("the last weights differ")
-    return [f"{output}: {each}" for each in wrong]
+    return [f"{output}: {problem}" for problem in wrong]
 
 
 def mine(path: Path) -> bool:
@@ -219,9 +223,9 @@ def prepare() -> dict[str, str]:
     undisturbed = train(
         "output=undisturbed", "checkpoint.keep=null", "checkpoint.every=1"
     )  # a launcher's death saves at any step
-    told, _ = undisturbed.communicate()
+    output, _ = undisturbed.communicate()
     if undisturbed.returncode:
-        raise RuntimeError(told)
+        raise RuntimeError(output)
     right = {}
     for step in sorted(Path("undisturbed/checkpoints").glob("step-*")):
         target = Path("exports", step.name if step.name != "step-00000120" else "undisturbed")

@@ -152,16 +152,16 @@ class _Marked(ast.NodeTransformer):
 
 def reached(chosen: Sequence[Mutation], copy: Path) -> dict[str, list[str]]:
     """Run the tests once with every call marked; return the tests that come by each call, the quickest first."""
-    for path in {each.path for each in chosen}:
-        here = {(each.line, each.column): each for each in chosen if each.path == path}
+    for path in {mutation.path for mutation in chosen}:
+        here = {(mutation.line, mutation.column): mutation for mutation in chosen if mutation.path == path}
         (copy / path).write_text(
             ast.unparse(ast.fix_missing_locations(_Marked(here).visit(ast.parse((ROOT / path).read_text()))))
         )
     (copy / "marks.py").write_text(MARKS)
     _pytest(copy, "-n", "2", *TESTS)
-    for path in {each.path for each in chosen}:
+    for path in {mutation.path for mutation in chosen}:
         (copy / path).write_text((ROOT / path).read_text())
-    found: dict[str, set[tuple[float, str]]] = {str(each): set() for each in chosen}
+    found: dict[str, set[tuple[float, str]]] = {str(mutation): set() for mutation in chosen}
     for log in copy.glob("*.tests"):
         tests = [
             (float(began), float(ended), name)
@@ -226,25 +226,25 @@ def main() -> int:
     parser.add_argument("--only", default="", help="files whose name contains this")
     parser.add_argument("--json", type=Path, default=Path("runs/mutations.json"), help="what is known already")
     args = parser.parse_args()
-    chosen = [each for each in mutations() if args.only in each.path]
+    chosen = [mutation for mutation in mutations() if args.only in mutation.path]
     if args.list:
         print(*chosen, sep="\n")
         return 0
-    told: dict[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {"tests": {}, "known": {}}
-    known: dict[str, str] = told["known"]
+    record: dict[str, Any] = json.loads(args.json.read_text()) if args.json.exists() else {"tests": {}, "known": {}}
+    known: dict[str, str] = record["known"]
     args.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         copy = checkout(Path(folder))
-        if not all(str(each) in told["tests"] for each in chosen):
-            told["tests"] |= reached(chosen, copy)
+        if not all(str(mutation) in record["tests"] for mutation in chosen):
+            record["tests"] |= reached(chosen, copy)
         for mutation in chosen:
             if str(mutation) not in known:
                 known[str(mutation)] = (
-                    "SURVIVED" if survives(mutation, told["tests"][str(mutation)], copy) else "noticed"
+                    "SURVIVED" if survives(mutation, record["tests"][str(mutation)], copy) else "noticed"
                 )
-            args.json.write_text(json.dumps(told, indent=1))
-            print(f"{known[str(mutation)]:8} {len(told['tests'][str(mutation)]):3} tests  {mutation}", flush=True)
-    return int("SURVIVED" in {known[str(each)] for each in chosen})
+            args.json.write_text(json.dumps(record, indent=1))
+            print(f"{known[str(mutation)]:8} {len(record['tests'][str(mutation)]):3} tests  {mutation}", flush=True)
+    return int("SURVIVED" in {known[str(mutation)] for mutation in chosen})
 
 
 if __name__ == "__main__":

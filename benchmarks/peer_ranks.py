@@ -65,7 +65,7 @@ class Session:
                 yield next(batches)
                 losses.append(self.loss)
             seconds = time.perf_counter() - start
-            self.say(seconds=seconds, losses=[self._mean_loss(each) for each in losses], rss=_peak_rss())
+            self.say(seconds=seconds, losses=[self._mean_loss(loss) for loss in losses], rss=_peak_rss())
         self._out.flush()
         os._exit(0)
 
@@ -97,12 +97,14 @@ class Session:
         """Tell what this rank holds: how many parameters are split, and their bytes here beside those of the whole."""
         assert self.module is not None
         parameters = list(self.module.parameters())
-        split = [each for each in parameters if hasattr(each, "to_local")]
-        here = sum((each.to_local() if hasattr(each, "to_local") else each).nbytes for each in parameters)  # type: ignore[operator]
+        split = [parameter for parameter in parameters if hasattr(parameter, "to_local")]
+        here = sum(
+            (parameter.to_local() if hasattr(parameter, "to_local") else parameter).nbytes for parameter in parameters
+        )  # type: ignore[operator]
         return {
             "split": len(split),
             "parameters": len(parameters),
-            "share": here / sum(each.numel() * 4 for each in parameters),
+            "share": here / sum(parameter.numel() * 4 for parameter in parameters),
             "rss": _peak_rss(),
             "note": self.note,
         }
@@ -123,7 +125,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     groups: dict[Any, list[Tensor]] = {}
     for parameter in model.parameters():
         groups.setdefault((parameter.ndim >= 2, getattr(parameter, "device_mesh", None)), []).append(parameter)
-    settings = [{"params": each, "weight_decay": 0.1 if decays else 0.0} for (decays, _), each in groups.items()]
+    settings = [{"params": group, "weight_decay": 0.1 if decays else 0.0} for (decays, _), group in groups.items()]
     return torch.optim.AdamW(settings, lr=LR, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
@@ -135,11 +137,13 @@ def clip(model: nn.Module) -> None:
     if len(meshes) == 1:
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         return
-    norms: list[Any] = [torch.nn.utils.get_total_norm([each.grad for each in group]) for group in meshes.values()]
-    norms = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in norms]
+    norms: list[Any] = [
+        torch.nn.utils.get_total_norm([parameter.grad for parameter in group]) for group in meshes.values()
+    ]
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     total = torch.linalg.vector_norm(torch.stack(norms))
     for group in meshes.values():
-        torch._foreach_mul_([_local(each.grad) for each in group], (CLIP / (total + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_([_local(parameter.grad) for parameter in group], (CLIP / (total + 1e-6)).clamp(max=1.0))
 
 
 def _local(tensor: Any) -> Tensor:

@@ -180,9 +180,9 @@ def _take_turn(found: dict[str, Any], peers: dict[str, Peer], name: str, steps: 
         peers.pop(name).end()
         return
     found[name]["losses"] += answers[0]["losses"]
-    found[name]["rss"] = max(found[name]["rss"], *(each["rss"] for each in answers))
+    found[name]["rss"] = max(found[name]["rss"], *(answer["rss"] for answer in answers))
     if keep:
-        found[name]["seconds"].append(max(each["seconds"] for each in answers) / steps)
+        found[name]["seconds"].append(max(answer["seconds"] for answer in answers) / steps)
 
 
 def _summary(one: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def one(folder: Path, number: int) -> str:
             time.sleep(0.05)
         process.terminate()
     try:
-        told, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=120)
     except subprocess.TimeoutExpired:
         process.kill()
         return f"run {number} ({mode}) did not end in 120 s"
@@ -87,7 +87,7 @@ def one(folder: Path, number: int) -> str:
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     if process.returncode != RIGHT[mode]:
-        return f"run {number} ({mode}) ended with {process.returncode}, not {RIGHT[mode]}:\n{told}"
+        return f"run {number} ({mode}) ended with {process.returncode}, not {RIGHT[mode]}:\n{output}"
     return f"run {number} ({mode}) left {len(left)} processes" if left else ""
 
 
@@ -112,8 +112,8 @@ def examined(hosts: Hosts, folder: Path, number: int) -> str:
         )
         for node, name in enumerate(hosts.names)
     ]  # fmt: skip
-    told = [process.communicate(timeout=180)[0] for process in started]
-    return "" if not any(process.returncode for process in started) else f"run {number}:\n{''.join(told)}"
+    outputs = [process.communicate(timeout=180)[0] for process in started]
+    return "" if not any(process.returncode for process in started) else f"run {number}:\n{''.join(outputs)}"
 
 
 def leftovers(folder: Path) -> list[int]:

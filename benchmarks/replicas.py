@@ -65,12 +65,12 @@ class Rows:
     def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
         rows = torch.stack(
             [
-                torch.randint(VOCAB, (LENGTH + 1,), generator=torch.Generator().manual_seed(max(0, each)))
-                for each in indices
+                torch.randint(VOCAB, (LENGTH + 1,), generator=torch.Generator().manual_seed(max(0, index)))
+                for index in indices
             ]
         )
         labels = rows[:, 1:].clone()
-        labels[[each < 0 for each in indices]] = -100
+        labels[[index < 0 for index in indices]] = -100
         labels[:, : 1 + max(indices) % 3] = -100  # rows, and so replicas, count different numbers of tokens
         return {"input_ids": rows[:, :-1], "labels": labels}
 
@@ -105,12 +105,12 @@ def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 def digest(par: Any, optimizer: torch.optim.Optimizer | None) -> str:
     """Hash the whole weights and this rank's moments."""
-    told = hashlib.sha256()
+    hashed = hashlib.sha256()
     for _, value in sorted(par.state_dict(full=True, everywhere=True).items()):
-        told.update(value.numpy().tobytes())
+        hashed.update(value.numpy().tobytes())
     for value in {} if optimizer is None else optimizer.state_dict()["state"].values():
-        told.update(local(value["exp_avg"]).numpy().tobytes())
-    return told.hexdigest()
+        hashed.update(local(value["exp_avg"]).numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def local(tensor: Any) -> torch.Tensor:
@@ -119,7 +119,7 @@ def local(tensor: Any) -> torch.Tensor:
 
 def moments(par: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return the whole moments by name."""
-    named = ((name, optimizer.state[each]["exp_avg_sq"]) for name, each in par.module.named_parameters())
+    named = ((name, optimizer.state[parameter]["exp_avg_sq"]) for name, parameter in par.module.named_parameters())
     return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in named}
 
 
@@ -149,7 +149,7 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
         phase.value = PHASES.index(name)
         time.sleep(job["pause_s"])
 
-    told, world = folder / f"steps-{replica}-{life}.jsonl", job["optimizer"] == "world"
+    report, world = folder / f"steps-{replica}-{life}.jsonl", job["optimizer"] == "world"
     optimizer.register_step_post_hook(lambda *_: at("exchange"))  # before the one by which the replicas exchange
     options = {"lighthouse": job["lighthouse"], "replicas": job["replicas"], "patience_s": job["patience_s"]}
     with Replicas(par, optimizer, data, name=str(replica), optimizer_copies=job["copies"], **options) as replicas:
@@ -183,8 +183,8 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
             for change in replicas.changes:
                 print(f"{time.time():.2f} {change}", flush=True)
             if rank == 0 and done is not None:
-                rows = [row for each, counted in zip(shares, replicas.counted) if counted for row in each]
-                changes = [[each.seconds, len(each.lost), len(each.joined)] for each in replicas.changes]
+                rows = [row for share, counted in zip(shares, replicas.counted) if counted for row in share]
+                changes = [[change.seconds, len(change.lost), len(change.joined)] for change in replicas.changes]
                 line = {
                     "step": replicas.step,
                     "loss": float(done[1] / done[0]),
@@ -192,7 +192,7 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
                     "epoch": epoch,
                     "at": time.time(),
                 }
-                with told.open("a") as file:
+                with report.open("a") as file:
                     file.write(json.dumps(line | {"sum": replicas.sum, "changes": changes}) + "\n")
             replicas.changes.clear()
             if done is not None and replicas.step % VALIDATE_EVERY == 0:
@@ -283,9 +283,9 @@ class Lab:
 
     def __exit__(self, *error: object) -> None:
         for ranks in self._ranks.values():
-            for each in ranks:
-                each.kill()
-                each.join()
+            for rank in ranks:
+                rank.kill()
+                rank.join()
         if self._lighthouse is not None:
             self._lighthouse.close()
 
@@ -296,19 +296,19 @@ class Lab:
             self._context.Process(target=rank_main, args=(self.job, replica, life, rank, phase), daemon=True)
             for rank in range(self.job["ranks"])
         ]
-        for each in self._ranks[replica]:
-            each.start()
+        for process in self._ranks[replica]:
+            process.start()
 
     def tend(self) -> None:
         """End what is left of a replica that lost a rank, and start it again, as an agent does."""
         for replica, ranks in self._ranks.items():
-            codes = [each.exitcode for each in ranks]
+            codes = [rank.exitcode for rank in ranks]
             if replica in self.ended or all(code is None for code in codes):
                 continue
             if any(code not in (None, 0) for code in codes):
-                for each in ranks:
-                    each.kill()
-                    each.join()
+                for rank in ranks:
+                    rank.kill()
+                    rank.join()
                 if self.restarts:
                     self.start(replica)
                 else:
@@ -327,11 +327,11 @@ class Lab:
             self.tend()
             return true()
 
-        until(tended, limit_s, told=self._newest_lines)
+        until(tended, limit_s, report=self._newest_lines)
 
     def _newest_lines(self) -> str:
-        logs = sorted(self.folder.glob("log-*"), key=lambda each: each.stat().st_mtime)
-        return "\n".join(f"{each.name}: {each.read_text()[-800:]}" for each in logs[-2 * len(self._lives) :])
+        logs = sorted(self.folder.glob("log-*"), key=lambda path: path.stat().st_mtime)
+        return "\n".join(f"{log.name}: {log.read_text()[-800:]}" for log in logs[-2 * len(self._lives) :])
 
     def steps(self) -> int:
         """Return the newest step that any replica has committed."""
@@ -361,9 +361,9 @@ class Lab:
 
     def signal(self, replica: int, number: int, ranks: slice = slice(None)) -> None:
         """Send a signal to ranks of a replica."""
-        for each in self._ranks[replica][ranks]:
+        for process in self._ranks[replica][ranks]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(each.pid, number)
+                os.kill(process.pid, number)
 
     def finish(self, limit_s: float = LONGEST_S) -> None:
         """Wait until every replica has come to the end; a step may take ``limit_s``."""
@@ -399,7 +399,9 @@ def check(folder: Path, rows: int) -> dict[str, Any]:
     for name, lines in lives.items():
         # A step before which all have started again from a checkpoint is undone.
         lines = [
-            line for line in lines if not any(line["at"] < each["at"] and line["step"] > each["step"] for each in begun)
+            line
+            for line in lines
+            if not any(line["at"] < record["at"] and line["step"] > record["step"] for record in begun)
         ]
         # A step of which the others did not hear in time is overruled: its replica copies their state and makes their
         # next step.
@@ -414,9 +416,9 @@ def check(folder: Path, rows: int) -> dict[str, Any]:
     digests = {path.read_text() for path in folder.glob("end-*")}
     assert digests, "no replica came to the end"
     by_rank = [{path.read_text() for path in folder.glob(f"end-*-{rank}")} for rank in range(8)]
-    assert all(len(each) <= 1 for each in by_rank), "replicas differ in the end"
+    assert all(len(distinct) <= 1 for distinct in by_rank), "replicas differ in the end"
     compared_with_one_process(folder, [steps[number] for number in sorted(steps)])
-    restored = sum(each["step"] > 0 for each in begun)
+    restored = sum(record["step"] > 0 for record in begun)
     return {"steps": len(steps), "overruled": overruled, "changes": changes_of(lives), "restored": restored}
 
 
@@ -443,7 +445,7 @@ def compared_with_one_process(folder: Path, steps: list[dict[str, Any]]) -> None
                 token_loss_sum(par.module, samples.__getitems__(line["rows"][at : at + BATCH]))
                 for at in range(0, len(line["rows"]), BATCH)
             ]
-            loss = sum(each for each, _ in parts) / max(1, sum(tokens for _, tokens in parts))
+            loss = sum(part_loss for part_loss, _ in parts) / max(1, sum(tokens for _, tokens in parts))
             assert abs(float(loss.detach()) - line["loss"]) < 2e-6, (
                 f"step {line['step']}: loss {line['loss']}, in one process {float(loss.detach())}"
             )
@@ -480,8 +482,8 @@ def hurt(lab: Lab, draw: random.Random, hosts: Any = None) -> tuple[str, float]:
     """
     replicas, patience_s = list(range(lab.job["replicas"])), lab.job["patience_s"]
     victims = draw.sample(replicas, 2 if len(replicas) > 2 and draw.random() < 0.25 else 1)
-    phases = [each for each in PHASES if each != "save" or lab.job["save_every"]]
-    told, struck = [], 0.0
+    phases = [candidate for candidate in PHASES if candidate != "save" or lab.job["save_every"]]
+    blows, struck = [], 0.0
     for turn, victim in enumerate(victims):
         phase, kind = (
             draw.choice(phases),
@@ -495,13 +497,14 @@ def hurt(lab: Lab, draw: random.Random, hosts: Any = None) -> tuple[str, float]:
             time.sleep(draw.uniform(0, 2))  # while the others let it in, or it copies their state
         elif phase in SELDOM:
             lab.wait(
-                lambda phase=phase: any(lab.phase(each) == phase for each in replicas) or bool(lab.ended), LONGEST_S
+                lambda phase=phase: any(lab.phase(replica) == phase for replica in replicas) or bool(lab.ended),
+                LONGEST_S,
             )
-            victim = next((each for each in (victim, *replicas) if lab.phase(each) == phase), victim)
+            victim = next((replica for replica in (victim, *replicas) if lab.phase(replica) == phase), victim)
         else:
             lab.wait_for(victim, phase)
         struck = struck or time.time()
-        told.append(f"{kind} {victim} in {phase if not turn else 'recovery'}")
+        blows.append(f"{kind} {victim} in {phase if not turn else 'recovery'}")
         if kind.startswith("kill"):
             lab.signal(
                 victim, signal.SIGKILL, slice(None) if kind == "kill" else slice(draw.randrange(lab.job["ranks"]), None)
@@ -517,7 +520,7 @@ def hurt(lab: Lab, draw: random.Random, hosts: Any = None) -> tuple[str, float]:
         on(victim)
     mended = time.time()
     lab.wait(lambda: lab.whole(mended) or bool(lab.ended), 2 * LONGEST_S)
-    return ", ".join(told), struck
+    return ", ".join(blows), struck
 
 
 def run(
@@ -528,17 +531,17 @@ def run(
     Raises:
         AssertionError: what is wrong.
     """
-    draw, struck, told = random.Random(seed), [], []
+    draw, struck, events = random.Random(seed), [], []
     options = dict(rows=256, pause_s=0.02, save_every=7, epochs=10**6) | options
     if hosts is not None:
-        options["namespaces"] = [hosts.namespace(each) for each in hosts.names]
+        options["namespaces"] = [hosts.namespace(name) for name in hosts.names]
     with Lab(folder, replicas=replicas, ranks=ranks, **options) as lab:
         lab.wait(lab.whole, 4 * LONGEST_S)
         for _ in range(faults):
             what, at = hurt(lab, draw, hosts)
-            told.append(what)
+            events.append(what)
             struck.append(at)
-            print(f"{len(told)}: {what}; step {lab.steps()}", flush=True)
+            print(f"{len(events)}: {what}; step {lab.steps()}", flush=True)
         (folder / "last.new").write_text(str(lab.epoch() + 2))
         (folder / "last.new").replace(folder / "last")
         lab.finish(2 * LONGEST_S)
@@ -550,7 +553,7 @@ def run(
         if any(lost for _, lost, _ in line["changes"])
     )
     found["recovery_s"] = [
-        min(after) for at in struck if (after := [each - at for each in times if 0 < each - at < 2 * LONGEST_S])
+        min(after) for at in struck if (after := [time_ - at for time_ in times if 0 < time_ - at < 2 * LONGEST_S])
     ]
     return found
 
@@ -589,25 +592,25 @@ def killed_recipe(folder: Path, words: list[str], logs: str, overrides: Sequence
         "".join(f"{number} times {number} is {number * number}.\n" for number in range(3000))
     )
     (folder / "job.yaml").write_text(RECIPE)
-    told, metrics = folder / "told", folder / "out/metrics.jsonl"
-    with told.open("w") as file:
+    log, metrics = folder / "told", folder / "out/metrics.jsonl"
+    with log.open("w") as file:
         command = [sys.executable, "-m", "meshpar.launchers", "run", *words, "job.yaml", *overrides]
         process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
     try:
         until(
             lambda: (metrics.exists() and metrics.read_text().count("\n") > 20) or process.poll() is not None,
-            told=told.read_text,
+            report=log.read_text,
         )
-        assert process.poll() is None, told.read_text()
+        assert process.poll() is None, log.read_text()
         os.kill(rank_of(folder / logs), signal.SIGKILL)
         at = time.time()
-        until(lambda: process.poll() is not None, told=told.read_text)
-        assert process.returncode == 0, told.read_text()
+        until(lambda: process.poll() is not None, report=log.read_text)
+        assert process.returncode == 0, log.read_text()
     finally:
         process.terminate()
     lines = [json.loads(line) for path in folder.glob("out/metrics*.jsonl") for line in path.read_text().splitlines()]
     before = max(line["step"] for line in lines if line["time"] < at)
-    return min(line["time"] for line in lines if line["step"] > before) - at, told.read_text()
+    return min(line["time"] for line in lines if line["step"] > before) - at, log.read_text()
 
 
 def timed_main(folder: str, name: str, rank: int, lighthouse: str, steps: int, way: dict[str, Any]) -> None:
@@ -676,17 +679,17 @@ def cost(folder: Path, ways: Sequence[dict[str, Any]], *, blocks: int = 3, steps
             context.Process(target=timed_main, args=(str(folder), str(block), rank, address, steps, way))
             for rank in ranks
         ]
-        for each in started:
-            each.start()
-        for each in started:
-            each.join()
+        for process in started:
+            process.start()
+        for process in started:
+            process.join()
         if served is not None:
             served.close()
         found[block % len(ways)].append([json.loads((folder / f"{block}-{rank}.json").read_text()) for rank in ranks])
     return [
-        {"seconds": statistics.median(one for block in each for one in block[0]["seconds"])}
-        | {name: [rank[name] for rank in each[-1]] for name in ("held", "sent")}
-        for each in found
+        {"seconds": statistics.median(one for block in record for one in block[0]["seconds"])}
+        | {name: [rank[name] for rank in record[-1]] for name in ("held", "sent")}
+        for record in found
     ]
 
 
@@ -695,19 +698,19 @@ def tell_cost(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="replicas-") as name:
         if arguments.optimizer == "replica":
             plain, elastic = (
-                each["seconds"]
-                for each in cost(Path(name), [{"replicas": 2, "lost": False}, {"replicas": 2, "lost": True}])
+                result["seconds"]
+                for result in cost(Path(name), [{"replicas": 2, "lost": False}, {"replicas": 2, "lost": True}])
             )
-            told = (
+            text = (
                 f"{1000 * plain:.1f} ms as one job, {1000 * elastic:.1f} ms where one may be lost: "
                 f"{elastic / plain:.3f}"
             )
-            print(f"a step of two replicas: {told}")
+            print(f"a step of two replicas: {text}")
             return
         alike = {"replicas": arguments.replicas, "lost": True, "copies": arguments.copies}
         whole, divided = cost(Path(name), [alike | {"optimizer": "replica"}, alike | {"optimizer": "world"}])
-    times, state = [1000 * each["seconds"] for each in (whole, divided)], whole["held"][0]
-    held, sent = (", ".join(f"{each / 1e6:.2f}" for each in divided[name]) for name in ("held", "sent"))
+    times, state = [1000 * result["seconds"] for result in (whole, divided)], whole["held"][0]
+    held, sent = (", ".join(f"{count / 1e6:.2f}" for count in divided[name]) for name in ("held", "sent"))
     print(
         f"a step of {arguments.replicas} replicas: {times[0]:.1f} ms with optimizer='replica', {times[1]:.1f} ms with "
         f"'world' and {arguments.copies} copies: {times[1] / times[0]:.3f}\n"

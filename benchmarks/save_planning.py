@@ -70,7 +70,7 @@ class SimulatedRanks(Peer):
         sent = [pickle.dumps(self._answer(rank, mine)) for rank in range(1, self.size)]
         self.aside += time.thread_time() - began
         self.bytes += self.size * max(map(len, sent))
-        return [mine, *(pickle.loads(each) for each in sent)]
+        return [mine, *(pickle.loads(data) for data in sent)]
 
     def share(self, step: str, act: Callable[[], Any]) -> Any:
         sent = pickle.dumps(act())
@@ -79,7 +79,7 @@ class SimulatedRanks(Peer):
 
     def spread(self, step: str, act: Callable[[], Sequence[Any]]) -> Any:
         self.given = act()
-        sent = [pickle.dumps(each) for each in self.given]
+        sent = [pickle.dumps(value) for value in self.given]
         self.bytes += self.size * max(map(len, sent))
         return self.given[0]
 
@@ -111,7 +111,7 @@ def sharded(shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
     """
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     held = local_index(shape, placements, mesh.shape, [0] * mesh.ndim)
-    local = torch.zeros(()).expand([each.stop - each.start for each in held])
+    local = torch.zeros(()).expand([span.stop - span.start for span in held])
     stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
@@ -142,32 +142,32 @@ def job(layers: int, ranks: int, replicas: int) -> tuple[Job, torch.optim.Optimi
     mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("dp_replicate", "dp_shard"))
     parameters = {name: nn.Parameter(sharded(shape, mesh)) for name, shape in llama(layers).items()}
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-4)
-    for each in parameters.values():
-        moments = {key: sharded(tuple(each.shape), mesh) for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[each] = {"step": torch.zeros(()), **moments}
+    for parameter in parameters.values():
+        moments = {key: sharded(tuple(parameter.shape), mesh) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
     return Job(Held(parameters), mesh), optimizer
 
 
 def of_rank(mine: Described, rank: int, shards: int) -> Described:
     """Return the description of another rank."""
 
-    def part(each: Alike) -> Alike:
-        names = each.names
+    def part(alike: Alike) -> Alike:
+        names = alike.names
         if names[0].startswith("random."):
-            each = each._replace(
+            alike = alike._replace(
                 packed=pack([name.replace("random.rank-0.", f"random.rank-{rank}.") for name in names])
             )
-        if each.sizes == each.shape:
-            return each
-        held = local_index(each.shape, [Shard(0)], [shards], [rank % shards])
-        return each._replace(offsets=tuple(at.start for at in held), sizes=tuple(at.stop - at.start for at in held))
+        if alike.sizes == alike.shape:
+            return alike
+        held = local_index(alike.shape, [Shard(0)], [shards], [rank % shards])
+        return alike._replace(offsets=tuple(at.start for at in held), sizes=tuple(at.stop - at.start for at in held))
 
-    return replace(mine, alike=[part(each) for each in mine.alike], rank_extra={"position": rank})
+    return replace(mine, alike=[part(entry) for entry in mine.alike], rank_extra={"position": rank})
 
 
 def load(share: Sequence[Sequence[int]], parts: Sequence[Alike]) -> int:
     """Return the bytes that a rank writes."""
-    return sum(len(each) * math.prod(part.sizes) * part.dtype.itemsize for each, part in zip(share, parts))
+    return sum(len(claim) * math.prod(part.sizes) * part.dtype.itemsize for claim, part in zip(share, parts))
 
 
 def files_of(rank: int, parts: Sequence[tuple[Alike, Sequence[int]]], folder: str) -> list[WrittenFile]:
@@ -175,11 +175,11 @@ def files_of(rank: int, parts: Sequence[tuple[Alike, Sequence[int]]], folder: st
     written: list[list[WrittenPart]] = [[], []]
     for alike, positions in parts:
         names, length = alike.names, math.prod(alike.sizes) * alike.dtype.itemsize // 64 * 64 + 1024
-        for each in positions:
-            mine = written[each % 2]
+        for position in positions:
+            mine = written[position % 2]
             mine.append(
                 WrittenPart(
-                    names[each],
+                    names[position],
                     alike.offsets,
                     alike.sizes,
                     len(mine) and mine[-1].position + mine[-1].length,
@@ -188,11 +188,11 @@ def files_of(rank: int, parts: Sequence[tuple[Alike, Sequence[int]]], folder: st
                 )
             )
     files = []
-    for number, each in enumerate(written):
-        name, size = f"__{rank}_{number}.distcp", sum(part.length for part in each)
+    for number, file in enumerate(written):
+        name, size = f"__{rank}_{number}.distcp", sum(part.length for part in file)
         with open(f"{folder}/{name}", "wb") as hole:
             hole.truncate(size)
-        files.append(WrittenFile(name, size, 0, None, tuple(each)))
+        files.append(WrittenFile(name, size, 0, None, tuple(file)))
     return files
 
 

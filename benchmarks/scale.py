@@ -75,13 +75,15 @@ def traces_of(plans: Sequence[Plan], layers: int) -> list[Trace]:
 def sent_in(trace: Trace) -> tuple[Counter[str], Counter[str], int]:
     """Return the collectives of a step by axis, the bytes that rank 0 sends by place, and the largest group."""
     calls, sent, largest = Counter[str](), Counter[str](), 1
-    for _, each in trace.collectives():
-        if each.ranks == 1:
+    for _, collective in trace.collectives():
+        if collective.ranks == 1:
             continue
-        calls[each.axis] += 1
-        place = "inside" if each.ranks * each.stride <= PER_NODE else "across"
-        sent[place] += round(SENT.get(each.kind, 1.0) * each.size * (each.ranks - 1) / each.ranks)
-        largest = max(largest, each.ranks)
+        calls[collective.axis] += 1
+        place = "inside" if collective.ranks * collective.stride <= PER_NODE else "across"
+        sent[place] += round(
+            SENT.get(collective.kind, 1.0) * collective.size * (collective.ranks - 1) / collective.ranks
+        )
+        largest = max(largest, collective.ranks)
     return calls, sent, largest
 
 

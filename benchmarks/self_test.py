@@ -44,13 +44,13 @@ def first_steps(layers: int, dim: int, tp: int, verify: bool, folder: str) -> No
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start)
     if dist.get_rank() == 0:
-        block = sum(each.numel() * each.element_size() for each in par.module.layers[0].parameters())  # type: ignore[index, union-attr]
-        told = {
+        block = sum(parameter.numel() * parameter.element_size() for parameter in par.module.layers[0].parameters())  # type: ignore[index, union-attr]
+        result = {
             "seconds": seconds,
             "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             "block": block / 2**20,
         }
-        (Path(folder) / "told.json").write_text(json.dumps(told))
+        (Path(folder) / "told.json").write_text(json.dumps(result))
 
 
 def main() -> None:
@@ -68,9 +68,9 @@ def main() -> None:
                     __name__, "first_steps", args.tp, (args.layers, args.dim, args.tp, verify, folder), timeout_s=300
                 )
                 found[verify].append(json.loads((Path(folder) / "told.json").read_text()))
-    first = {verify: statistics.median(each["seconds"][0] for each in rows) for verify, rows in found.items()}
-    second = statistics.median(each["seconds"][1] for rows in found.values() for each in rows)
-    peak = {verify: statistics.median(each["peak"] for each in rows) for verify, rows in found.items()}
+    first = {verify: statistics.median(row["seconds"][0] for row in rows) for verify, rows in found.items()}
+    second = statistics.median(row["seconds"][1] for rows in found.values() for row in rows)
+    peak = {verify: statistics.median(row["peak"] for row in rows) for verify, rows in found.items()}
     print(f"first step: {first[True]:.2f} s with the test, {first[False]:.2f} s without; a later step {second:.2f} s")
     print(f"the test takes {(first[True] - first[False]) / second:.1f} steps")
     print(f"peak memory of a rank: {peak[True]:.0f} MiB with, {peak[False]:.0f} MiB without; a rank's part of one "

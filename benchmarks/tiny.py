@@ -239,7 +239,7 @@ def _layer_kinds(kind: Any) -> dict[str, Any]:
         return {}
     kinds = list(dict.fromkeys(zip(*lists.values(), strict=True)))[:4]
     kinds = kinds * 2 if len(kinds) == 1 else kinds
-    layers = {name: [each[place] for each in kinds] for place, name in enumerate(lists)}
+    layers = {name: [layer_kinds[place] for layer_kinds in kinds] for place, name in enumerate(lists)}
     number = next(
         (
             field.name

@@ -56,7 +56,7 @@ def measured(what: str, folder: Path) -> dict[str, float]:
                 if sum(map(len, pieces)) >= 1 << 20 or not line:
                     start = time.perf_counter()
                     tokens += sum(
-                        len(each) for each in tokenizer.fast.encode_batch_fast(pieces, add_special_tokens=False)
+                        len(encoding) for encoding in tokenizer.fast.encode_batch_fast(pieces, add_special_tokens=False)
                     )
                     seconds += time.perf_counter() - start
                     pieces = []
@@ -91,8 +91,8 @@ def main() -> None:
                 command = [sys.executable, __file__, "--side", side, name]
                 runs.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout))
         size = (folder / "text.jsonl").stat().st_size / 1e6
-    seconds = {side: statistics.median(each["seconds"] for each in runs) for side, runs in found.items()}
-    memory = statistics.median(each["mib"] for each in found["meshpar"])
+    seconds = {side: statistics.median(run["seconds"] for run in runs) for side, runs in found.items()}
+    memory = statistics.median(result["mib"] for result in found["meshpar"])
     print(f"{size:.0f} MB of JSON lines, {os.cpu_count()} cores, median of {given.runs}")
     print(
         f"meshpar {size / seconds['meshpar']:.2f} MB/s, tokenizers alone {size / seconds['tokenizers']:.2f} MB/s: ",
@@ -101,7 +101,7 @@ def main() -> None:
     print(f"{seconds['tokenizers'] / seconds['meshpar']:.2f} of its speed; {memory:.0f} MiB beside the tokenizer")
     print(
         "CPU seconds: "
-        + ", ".join(f"{side} {statistics.median(each['cpu'] for each in runs):.1f}" for side, runs in found.items())
+        + ", ".join(f"{side} {statistics.median(run['cpu'] for run in runs):.1f}" for side, runs in found.items())
     )
 
 

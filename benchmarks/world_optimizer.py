@@ -64,7 +64,7 @@ def rank_main(steps: int, out: str) -> None:
             held = [value.to_local() for state in optimizer.state.values() for value in state.values() if value.ndim]
             found[way] = {
                 "seconds": statistics.median(seconds[way][1:]),
-                "bytes": sum(each.untyped_storage().nbytes() for each in held),
+                "bytes": sum(tensor.untyped_storage().nbytes() for tensor in held),
             }
         if dist.get_rank() == 0:
             Path(out).write_text(json.dumps(found))
@@ -74,9 +74,9 @@ def measured(hosts: Hosts, steps: int, port: int) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         job = ["run", f"--logs={folder}/logs", __file__, "--rank", "--steps", str(steps), "--out", str(out)]
-        told, codes = on_hosts(hosts, ("n1", "n2"), 2, job, port)
+        outputs, codes = on_hosts(hosts, ("n1", "n2"), 2, job, port)
         if any(codes):
-            sys.exit(f"the ranks ended with {codes}:\n{told}")
+            sys.exit(f"the ranks ended with {codes}:\n{outputs}")
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 

@@ -136,7 +136,10 @@ class _TokenLogProbs(torch.autograd.Function):
         like = (hidden_ND, weight_VD, bias_V)
         return (
             *(None,) * 5,
-            *(None if each is None or own is None else each.to(own.dtype) for each, own in zip(wanted, like)),
+            *(
+                None if gradient is None or own is None else gradient.to(own.dtype)
+                for gradient, own in zip(wanted, like)
+            ),
         )
 
 

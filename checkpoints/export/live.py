@@ -134,7 +134,7 @@ class Published:
         """
         self.version += 1
         held = self._held()
-        before = {name: _version(each.tensor) for name, each in held.items()}
+        before = {name: _version(tensor.tensor) for name, tensor in held.items()}
         leaf = _Leaf(held, torch.device("meta"))
         source, dtypes, order = self._written(leaf)
         parts = _Parts(held, self._to, self._par.device)
@@ -152,7 +152,7 @@ class Published:
                 if tile.last:
                     yield tile.name, out
                     out = torch.empty(0)
-        if changed := [name for name, each in held.items() if _version(each.tensor) != before[name]]:
+        if changed := [name for name, tensor in held.items() if _version(tensor.tensor) != before[name]]:
             raise MeshparError(
                 f"{len(changed)} tensors were changed while they were streamed ({', '.join(changed[:3])}), so that "
                 "what was yielded is a mixture of versions: drop it, and change weights after the stream has ended"
@@ -193,7 +193,7 @@ class Published:
         self._par.reshard()
         state = model_state(self._par.module, {group[0] for group in self._par.layout.tied}).tensors
         averages = {} if self._averaged is None else self._averaged.state_dict()["averages"]
-        if unmade := [name for name, each in state.items() if each.is_meta]:
+        if unmade := [name for name, tensor in state.items() if tensor.is_meta]:
             raise CheckpointError(
                 f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before"
             )
@@ -266,10 +266,10 @@ class _Leaf:
         self._needs: list[_Need] = []
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(each.tensor.shape) for name, each in self._held.items()}
+        return {name: tuple(tensor.tensor.shape) for name, tensor in self._held.items()}
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        return {name: each.dtype for name, each in self._held.items()}
+        return {name: tensor.dtype for name, tensor in self._held.items()}
 
     def read(self, name: str, index: tuple[slice, ...], out: Tensor) -> None:
         own = self._held[name]
@@ -327,7 +327,7 @@ class _Piece(NamedTuple):
 
     @property
     def elements(self) -> int:
-        return math.prod(each.stop - each.start for each in self.place)
+        return math.prod(span.stop - span.start for span in self.place)
 
 
 _Boxes = list[tuple[Spans, list[int]]]
@@ -344,7 +344,7 @@ class _Parts(_Leaf):
         self._to, self._rank, self._count = to, dist.get_rank(), 0
         self._boxes: dict[Any, _Boxes] = {}
         self._waiting: Iterator[tuple[_Need, list[tuple[_Piece, Tensor | None]]]] = iter(())
-        on_host = all(local_tensor(each.tensor).is_cpu for each in held.values())
+        on_host = all(local_tensor(tensor.tensor).is_cpu for tensor in held.values())
         self._group = runtime.hosts() if on_host else dist.group.WORLD
         self._home = torch.device("cpu") if on_host else device
 
@@ -390,14 +390,14 @@ class _Parts(_Leaf):
                     start = _up(used[piece.sender])
                     used[piece.sender] = start + piece.elements * need.dtype.itemsize
                     data = room[piece.sender][start : used[piece.sender]].view(need.dtype)
-                    data = data.view([each.stop - each.start for each in piece.place])
+                    data = data.view([span.stop - span.start for span in piece.place])
                     if piece.sender == self._rank:
                         data.copy_(self._mine(piece))
                 found.append((piece, data))
             waiting.append((need, found))
         if self._rank != self._to:
-            return [dist.isend(each, self._to, group=self._group) for each in room.values()], []
-        return [dist.irecv(each, rank, group=self._group) for rank, each in room.items()], waiting
+            return [dist.isend(buffer, self._to, group=self._group) for buffer in room.values()], []
+        return [dist.irecv(buffer, rank, group=self._group) for rank, buffer in room.items()], waiting
 
     def _mine(self, piece: _Piece) -> Tensor:
         own = self._held[piece.need.name]
@@ -430,7 +430,7 @@ class _Parts(_Leaf):
             members = mesh.mesh
             for coordinate in itertools.product(*map(range, members.shape)) if (members == self._to).any() else ():
                 index = local_index(tensor.shape, tensor.placements, tuple(members.shape), coordinate)
-                boxes.setdefault(tuple((each.start, each.stop) for each in index), []).append(int(members[coordinate]))
+                boxes.setdefault(tuple((span.start, span.stop) for span in index), []).append(int(members[coordinate]))
             self._boxes[key] = list(boxes.items())
         return self._boxes[key]
 
@@ -445,7 +445,7 @@ class _Parts(_Leaf):
                     yield _place(target, whole)
                 elif tuple(self._held[need.name].tensor.shape) == tuple(whole.shape):  # rearranged within rows
                     yield tuple(
-                        (each.start + a, each.stop + a) for each, (a, _) in zip(piece.place, need.spans, strict=True)
+                        (span.start + a, span.stop + a) for span, (a, _) in zip(piece.place, need.spans, strict=True)
                     )
 
     def sharers(self, need: _Need) -> list[int]:
@@ -491,10 +491,10 @@ def _tiles(
         whole = torch.empty(tuple(shapes[name]), dtype=dtypes[name], device="meta")
         spans = list(tiles_of(source, name, dtypes[name], limit))
         spans = spans or [tuple((0, size) for size in whole.shape)]
-        for number, each in enumerate(spans):
-            index = tuple(slice(*span) for span in each)
+        for number, box in enumerate(spans):
+            index = tuple(slice(*span) for span in box)
             source.read(name, index, whole[index])
-            yield _Tile(name, each, leaf.taken(), number == 0, number == len(spans) - 1)
+            yield _Tile(name, box, leaf.taken(), number == 0, number == len(spans) - 1)
 
 
 def _buckets(tiles: Iterable[_Tile], limit: int) -> Iterator[list[_Tile]]:
@@ -515,12 +515,12 @@ def _factors(
     leaf: _Leaf, adapted: Mapping[str, Any], pairs: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, Factors]]:
     """Yield the adapters of each weight, by the module's name of it."""
-    for layer, each in adapted.items():
-        packed = each if isinstance(each, PackedAdapter) else None
+    for layer, adapter in adapted.items():
+        packed = adapter if isinstance(adapter, PackedAdapter) else None
         if packed is None:
-            weight, scale = f"{layer}.base_layer.weight", float(each.scaling[NAME])
+            weight, scale = f"{layer}.base_layer.weight", float(adapter.scaling[NAME])
         else:
-            below, weight = each, layer
+            below, weight = adapter, layer
             while isinstance(below, PackedAdapter):
                 below, weight = below.base_layer, f"{weight}.base_layer"
             weight, scale = f"{weight}.{packed.leaf}", packed.scale

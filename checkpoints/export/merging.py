@@ -48,7 +48,7 @@ class Merged:
             self._base.read(name, index, out)
             return
         *outer, rows, columns = (slice(*span) for span in spans_of(index, self.shapes()[name]))
-        left, right = (each[tuple(outer)].float() for each in self._pair(name))
+        left, right = (factor[tuple(outer)].float() for factor in self._pair(name))
         whole = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         self._base.read(name, index, whole)
         out.copy_(whole + left[..., rows, :] @ right[..., columns] * self._factors[name].scale)

@@ -138,7 +138,10 @@ def written_as(
     if high:
         raise CheckpointError("high names weights that are not quantised; pass quantize as well")
     own = source.dtypes().items()
-    return source, {name: dtype if dtype is not None and each.is_floating_point else each for name, each in own}
+    return source, {
+        name: dtype if dtype is not None and stored_dtype.is_floating_point else stored_dtype
+        for name, stored_dtype in own
+    }
 
 
 def tiles_of(source: TypedSource, name: str, dtype: torch.dtype, limit: int | None = None) -> Iterable[Spans]:

@@ -116,11 +116,11 @@ class SmallAdamW(torch.optim.Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        for each in work:
-            each.begin()
-        _share_largest([each for each in work if each.cut])
-        for each in work:
-            each.step()
+        for update in work:
+            update.begin()
+        _share_largest([update for update in work if update.cut])
+        for update in work:
+            update.step()
         return loss
 
 
@@ -169,7 +169,7 @@ class _Parameter:
             blocks = self.state["exp_avg" + BLOCKS].shape[-1]
             rows = local_tensor(self.state["exp_avg" + BLOCKS]).numel() // blocks
             empty = torch.zeros(rows, blocks, device=local_tensor(self.parameter).device)
-            self.largest = [torch.cat(each) for each in zip(*parts)] if parts else [empty, empty.clone()]
+            self.largest = [torch.cat(pieces) for pieces in zip(*parts)] if parts else [empty, empty.clone()]
 
     def step(self) -> None:
         """Update the parameter and its moments."""
@@ -302,7 +302,7 @@ def _share_largest(parameters: Sequence[_Parameter]) -> None:
         for axis in parameter.cut:
             by_group.setdefault(parameter.parameter.device_mesh.get_group(axis), []).extend(parameter.largest)
     for group, largest in by_group.items():
-        joined = torch.cat([each.reshape(-1) for each in largest])
+        joined = torch.cat([part.reshape(-1) for part in largest])
         dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
         for part, values in zip(largest, joined.split([part.numel() for part in largest])):
             part.copy_(values.view_as(part))

@@ -50,7 +50,9 @@ class Unused:
         if self._pending is not None and not runtime.is_simulated():
             self._pending.wait()
             self._pending = None
-            used_somewhere = {id(each) for each, mark in zip(parameters, self._marks.tolist(), strict=True) if mark}
+            used_somewhere = {
+                id(parameter) for parameter, mark in zip(parameters, self._marks.tolist(), strict=True) if mark
+            }
         for parameter in unused:
             if id(parameter) not in used_somewhere:
                 parameter.grad = None

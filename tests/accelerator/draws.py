@@ -66,7 +66,7 @@ class Draws(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [each for each in tree_flatten(result)[0] if isinstance(each, Tensor) and each.device.type != "cpu"]
+        made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor) and leaf.device.type != "cpu"]
         # The backward of attention has the tag, too, and takes the state that its forward drew from.
         if torch.Tag.nondeterministic_seeded in func.tags and made and "backward" not in func._schema.name:
             self.drawn.append(self.generator.now())

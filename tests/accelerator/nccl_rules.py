@@ -59,7 +59,7 @@ class Seen:
 
     def groups(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return title and ranks of each group that has not ended, in the order in which they were made."""
-        return [(each.title, each.ranks) for each in self.made if not each.closed]
+        return [(group.title, group.ranks) for group in self.made if not group.closed]
 
     def peers(self) -> int:
         """Return to how many other ranks the groups of this one connect it, a rank counted in each group."""
@@ -77,8 +77,8 @@ class Done(Work):
         self._works, self._then = list(works), then
 
     def wait(self, *_: object) -> bool:
-        for each in self._works:
-            each.wait()
+        for work in self._works:
+            work.wait()
         if self._then is not None:
             self._then()
         self._works, self._then = [], None
@@ -122,22 +122,22 @@ class Rules(dist.ProcessGroup):
         """Check one call on this rank, then that all ranks of the group make the same."""
         if self.closed:
             raise Broken(f"{operation} on the group {self.title} after its end")
-        for each in (*inputs, *outputs):
-            if each.device.type != DEVICE:
-                raise Broken(f"{operation} on {self.title}: a tensor is on {each.device}, expected {DEVICE}")
-            if each.dtype not in KNOWN:
-                raise Broken(f"{operation} on {self.title}: NCCL does not know {each.dtype}")
-            if not each.is_contiguous():
+        for tensor in (*inputs, *outputs):
+            if tensor.device.type != DEVICE:
+                raise Broken(f"{operation} on {self.title}: a tensor is on {tensor.device}, expected {DEVICE}")
+            if tensor.dtype not in KNOWN:
+                raise Broken(f"{operation} on {self.title}: NCCL does not know {tensor.dtype}")
+            if not tensor.is_contiguous():
                 raise Broken(
-                    f"{operation} on {self.title}: a tensor of {tuple(each.shape)}, strides {each.stride()} is not "
+                    f"{operation} on {self.title}: a tensor of {tuple(tensor.shape)}, strides {tensor.stride()} is not "
                     "contiguous"
                 )
         SEEN.calls[self.title, operation] += 1
-        SEEN.bytes[self.title, operation] += sum(each.nbytes for each in inputs)
+        SEEN.bytes[self.title, operation] += sum(tensor.nbytes for tensor in inputs)
         sizes = (
-            [(each.numel(), str(each.dtype)) for each in inputs]
+            [(tensor.numel(), str(tensor.dtype)) for tensor in inputs]
             if operation != "alltoall"
-            else [str(each.dtype) for each in inputs]
+            else [str(tensor.dtype) for tensor in inputs]
         )
         self._number += 1
         self._compare(f"call {self._number}: {operation} {sizes} {more}")
@@ -148,23 +148,23 @@ class Rules(dist.ProcessGroup):
         digest = torch.frombuffer(bytearray(hashlib.blake2b(text.encode(), digest_size=8).digest()), dtype=torch.int64)
         every = [torch.empty_like(digest) for _ in range(self.size())]
         self._compares.allgather([every], [digest]).wait()
-        if any(not torch.equal(each, digest) for each in every):
+        if any(not torch.equal(other, digest) for other in every):
             raise Broken(f"ranks of {self.title} {self.ranks} make different calls at the same time; this one {text}")
 
     def _reduces(self, op: Any, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """Return gloo's operation for one of NCCL's, and what to do with its result."""
         kind, factor = op.__getstate__()
         if kind == dist.ReduceOp.AVG:
-            return dist.ReduceOp.SUM, lambda: [each.div_(self.size()) for each in tensors]
+            return dist.ReduceOp.SUM, lambda: [tensor.div_(self.size()) for tensor in tensors]
         if kind == dist.ReduceOp.PREMUL_SUM:
-            return dist.ReduceOp.SUM, lambda: [each.mul_(factor) for each in tensors]
+            return dist.ReduceOp.SUM, lambda: [tensor.mul_(factor) for tensor in tensors]
         return kind, None
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         opts = opts or dist.AllreduceOptions()
         op, then = self._reduces(opts.reduceOp, tensors)
         self._begin("allreduce", tensors, more=op)
-        return Done([self._gloo.allreduce([each], op) for each in tensors], then)
+        return Done([self._gloo.allreduce([tensor], op) for tensor in tensors], then)
 
     allreduce_coalesced = allreduce
 
@@ -189,7 +189,7 @@ class Rules(dist.ProcessGroup):
         return Done([self._gloo.all_gather_single(*pair) for pair in zip(outputs, inputs, strict=True)])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
-        return self._reduce_scatter(outputs, [torch.cat([each.flatten() for each in inputs[0]])], opts, inputs[0])
+        return self._reduce_scatter(outputs, [torch.cat([tensor.flatten() for tensor in inputs[0]])], opts, inputs[0])
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         return self._reduce_scatter([output], [input], opts)
@@ -202,7 +202,7 @@ class Rules(dist.ProcessGroup):
     ) -> Work:
         op, scale = self._reduces((opts or dist.ReduceScatterOptions()).reduceOp, outputs)
         self._begin("reduce_scatter", checked or inputs, outputs, more=op)
-        sums = [each.clone() for each in inputs]
+        sums = [tensor.clone() for tensor in inputs]
 
         def then() -> None:
             for output, whole in zip(outputs, sums, strict=True):
@@ -210,7 +210,7 @@ class Rules(dist.ProcessGroup):
             if scale is not None:
                 scale()
 
-        return Done([self._gloo.allreduce([each], op) for each in sums], then)
+        return Done([self._gloo.allreduce([total], op) for total in sums], then)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, received: list[int], sent: list[int], opts: Any = None
@@ -223,11 +223,11 @@ class Rules(dist.ProcessGroup):
         return Done([self._gloo.alltoall(outputs, inputs)])
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        self._begin("gather", inputs, [each for group in outputs for each in group], more=opts.rootRank)
+        self._begin("gather", inputs, [tensor for group in outputs for tensor in group], more=opts.rootRank)
         return Done([self._gloo.gather(outputs, inputs, opts)])
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
-        self._begin("scatter", [], [*outputs, *(each for group in inputs for each in group)], more=opts.rootRank)
+        self._begin("scatter", [], [*outputs, *(tensor for group in inputs for tensor in group)], more=opts.rootRank)
         return Done([self._gloo.scatter(outputs, inputs, opts)])
 
     def barrier(self, opts: Any = None) -> Work:
@@ -308,7 +308,7 @@ def rules() -> Iterator[Seen]:
     dist.init_process_group(NAME, store=dist.PrefixStore("rules", store), rank=rank, world_size=size, timeout=timeout)
     try:
         yield SEEN
-        check_order([(each.title, each.ranks) for each in SEEN.made])
+        check_order([(group.title, group.ranks) for group in SEEN.made])
     finally:
         _torch.collective_ops = operators
         dist.Backend.default_device_backend_map.clear()

@@ -90,11 +90,11 @@ class Races(TorchDispatchMode):
         self._of_hosts: list[object] = []
         self._undo: list[Callable[[], None]] = []
 
-    def number(self, each: Any) -> int:
+    def number(self, storage: Any) -> int:
         """Return the number of a stream, of an event or of a queue."""
-        key = each if isinstance(each, str) else id(each)
+        key = storage if isinstance(storage, str) else id(storage)
         if key not in self._numbers:
-            self._kept.append(each)
+            self._kept.append(storage)
             self._numbers[key] = len(self._numbers) + 1
         return self._numbers[key]
 
@@ -120,7 +120,7 @@ class Races(TorchDispatchMode):
             return recorded
 
         self._replace(stream, "record_event", record_event)
-        for kind in (each for each in (dist.Work, *dist.Work.__subclasses__()) if "wait" in vars(each)):
+        for kind in (kind for kind in (dist.Work, *dist.Work.__subclasses__()) if "wait" in vars(kind)):
             self._around(kind, "wait", lambda work, *_: self._take(work))
         for name in filter(vars(dist.ProcessGroup).__contains__, _MAKE_WORK):
             self._replace(dist.ProcessGroup, name, self._making_work(getattr(dist.ProcessGroup, name)))
@@ -181,14 +181,14 @@ class Races(TorchDispatchMode):
         empty = _EMPTY.match(func._schema.name) is not None
         sends = space in ("c10d", "_c10d_functional") and name != "wait_tensor"
         if space == "c10d":  # whose schemas do not say what is written: the first argument
-            torch.utils._pytree.tree_map_(lambda each: arguments._handle_argument(each, True, False), args[0])
-            torch.utils._pytree.tree_map_(lambda each: arguments._handle_argument(each, False, False), args[1:])
+            torch.utils._pytree.tree_map_(lambda argument: arguments._handle_argument(argument, True, False), args[0])
+            torch.utils._pytree.tree_map_(lambda argument: arguments._handle_argument(argument, False, False), args[1:])
         else:
             arguments.parse_inputs(func._schema, args, kwargs, is_factory=empty)
         outputs = func(*args, **kwargs)
         if space != "c10d":
             arguments.parse_outputs(func._schema, outputs, is_factory=empty)
-        given = [each for each in torch.utils._pytree.tree_leaves((args, kwargs, outputs)) if isinstance(each, Tensor)]
+        given = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs, outputs)) if isinstance(leaf, Tensor)]
         on_device = any(map(_on_device, given))
         if space == "prim":  # asks about a tensor, not for its values
             return outputs
@@ -212,8 +212,8 @@ class Races(TorchDispatchMode):
             if not on_device:
                 self._of_hosts.append(event)
             if space == "_c10d_functional":
-                for each in torch.utils._pytree.tree_leaves(outputs):
-                    self._results[each.untyped_storage()._cdata] = event
+                for leaf in torch.utils._pytree.tree_leaves(outputs):
+                    self._results[leaf.untyped_storage()._cdata] = event
         if on_device and (
             name == "_local_scalar_dense" or (_crosses(name, args, kwargs) and not _non_blocking(name, args, kwargs))
         ):
@@ -240,10 +240,12 @@ def _option(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str)
 def _group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return the name of the process group that an operator got, or of the object."""
     given = [*args, *kwargs.values()]
-    names = [each for each in given if isinstance(each, str) and each not in ("sum", "avg", "max", "min")]
+    names = [
+        argument for argument in given if isinstance(argument, str) and argument not in ("sum", "avg", "max", "min")
+    ]
     groups = [
-        dist.ProcessGroup.unbox(each).group_name
-        for each in given
-        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())
+        dist.ProcessGroup.unbox(argument).group_name
+        for argument in given
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type())
     ]
     return (groups or names)[-1]

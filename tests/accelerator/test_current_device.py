@@ -30,7 +30,7 @@ class Allocations(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         self.devices.update(
-            each.device for each in tree_leaves(result) if isinstance(each, Tensor) and each.device.type == device.NAME
+            leaf.device for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.device.type == device.NAME
         )
         return result
 

@@ -83,7 +83,7 @@ def check_controls():
 def sockets():
     """The sockets of this process."""
     found = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-    return sum(str(each.readlink()).startswith("socket:") for each in found if each.is_symlink())
+    return sum(str(path.readlink()).startswith("socket:") for path in found if path.is_symlink())
 
 
 def check_hosts():
@@ -117,7 +117,7 @@ def check_hops(seen):
         calls.append(
             {(axis, operation): count for (axis, operation), count in seen.calls.items() if operation != "allreduce"}
         )
-        grads.append({name: whole(each.grad) for name, each in par.module.named_parameters()})
+        grads.append({name: whole(parameter.grad) for name, parameter in par.module.named_parameters()})
     units = len(model.layers) + 1
     hops = {("mesh_dp_replicate", "all_gather"): units, ("mesh_dp_replicate", "reduce_scatter"): units}
     assert calls[1] == calls[0] | hops, calls
@@ -169,7 +169,7 @@ def test_the_groups_of_axes_get_tensors_of_the_device_alone():
         with Waits() as waits:
             whole_tensor(par.module.head.weight)
             par.data_sum(torch.ones((), device="cpu"))
-        assert [each for each in waits.places if each.endswith("(hosts)")] == []
+        assert [place for place in waits.places if place.endswith("(hosts)")] == []
 
 
 def test_the_default_group_of_an_accelerator_has_its_device_from_the_start(monkeypatch):

@@ -21,7 +21,7 @@ def races(run):
     tensor = torch.ones(4, device=device.NAME)
     with Races() as seen:
         run(tensor)
-    return sorted(each.replace(" in elsewhere", "") for each in seen.found)
+    return sorted(race.replace(" in elsewhere", "") for race in seen.found)
 
 
 @alone
@@ -64,7 +64,7 @@ def test_accesses_that_nothing_orders_are_found():
         there = (
             read()
             if wait
-            else next(each.cell_contents for each in read.__closure__ if isinstance(each.cell_contents, torch.Tensor))
+            else next(cell.cell_contents for cell in read.__closure__ if isinstance(cell.cell_contents, torch.Tensor))
         )
         there.add(1)
 

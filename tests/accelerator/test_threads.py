@@ -49,7 +49,9 @@ def gradients(*recompute):
     output = module(torch.linspace(-1, 1, 32).view(4, 8)).sum()
     SCALE.reset(token)
     output.backward()
-    return [each.grad.full_tensor() for each in module.parameters()], [layer.ran[-1] for layer in module.layers]
+    return [parameter.grad.full_tensor() for parameter in module.parameters()], [
+        layer.ran[-1] for layer in module.layers
+    ]
 
 
 @on_ranks(2)

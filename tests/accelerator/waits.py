@@ -61,10 +61,13 @@ class Waits(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.rpartition("::")[2]
-        given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         on_device = any(map(_on_device, given))
-        for each in args:
-            if isinstance(each, list | tuple) and len({_on_device(one) for one in each if isinstance(one, Tensor)}) > 1:
+        for argument in args:
+            if (
+                isinstance(argument, list | tuple)
+                and len({_on_device(one) for one in argument if isinstance(one, Tensor)}) > 1
+            ):
                 raise AssertionError(f"{func} mixes tensors of the host and of the device, in {place()}")
         if func._schema.name.startswith(("c10d::", "_c10d_functional::")) and name in COLLECTIVES and not on_device:
             self.places[f"{place()} (hosts)"] += 1
@@ -97,7 +100,7 @@ def _reads_shape(name: str, args: Any, kwargs: Any) -> bool:
     if name == "repeat_interleave":
         return isinstance(args[-1], Tensor) and kwargs.get("output_size") is None
     if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
-        return any(isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1])
+        return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1])
     return False
 
 

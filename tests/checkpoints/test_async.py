@@ -169,7 +169,7 @@ def test_memory_that_replaces_that_of_a_parameter_does_not_enter_the_save(tmp_pa
         manager.save(1, job, stepped(job))
         want = job.module.weight.detach().clone()
         nn.utils.vector_to_parameters(
-            torch.zeros(sum(each.numel() for each in job.module.parameters())), job.module.parameters()
+            torch.zeros(sum(parameter.numel() for parameter in job.module.parameters())), job.module.parameters()
         )
         assert not job.module.weight.any()
         stages.open.set()

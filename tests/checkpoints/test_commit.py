@@ -152,7 +152,7 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
     assert CheckpointManager(tmp_path, best="+loss").best() == 5
     assert (tmp_path / "LATEST").read_text() == "step-00000005\n"
     assert os.readlink(tmp_path / "latest") == "step-00000005"
-    assert sorted(each.name for each in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
         "LATEST",
         "latest",
         "step-00000002",
@@ -303,11 +303,11 @@ def test_only_the_run_itself_removes_what_another_host_left_lately(tmp_path, cle
         tmp_path / f"step-00000002.tmp-{host}-abcdef01"
         for host in ("a-1", "b-1", f"{socket.gethostname()}-{2**22 + 1}")
     )
-    for each in (live, dead, here):
-        each.mkdir()
-        (each / "__0_0.distcp").write_bytes(b"12")
-    for each in (dead / "__0_0.distcp", dead, live):
-        os.utime(each, (time.time() - 7 * 3600,) * 2)
+    for path in (live, dead, here):
+        path.mkdir()
+        (path / "__0_0.distcp").write_bytes(b"12")
+    for path in (dead / "__0_0.distcp", dead, live):
+        os.utime(path, (time.time() - 7 * 3600,) * 2)
     clean(tmp_path)
     assert list(manager.ignored()) == [live], "it is written to, on a host whose processes are not seen from here"
     manager.save(2, linear(2))
@@ -325,8 +325,8 @@ def test_a_leftover_whose_pid_belongs_to_another_process_by_now_is_removed(tmp_p
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as live:
         theirs = on_the_way(tmp_path / "step-00000002", "tmp", process=live.pid)
         reused = theirs.with_name(theirs.name.rpartition("-")[0] + "-abcdef0123456789")
-        for each in (theirs, reused):
-            each.mkdir()
+        for path in (theirs, reused):
+            path.mkdir()
         manager.save(3, linear())
         assert manager.ignored().keys() == {theirs}
         live.communicate(b"\n")
@@ -496,9 +496,9 @@ def two_optimizers(job: Job, lr: float) -> dict[str, torch.optim.Optimizer]:
 def test_several_optimizers_go_on_bitwise(tmp_path, async_):
     def step(job, optimizers):
         job.module(torch.ones(1, 3)).square().sum().backward()
-        for each in optimizers.values():
-            each.step()
-            each.zero_grad()
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
 
     job = linear(1)
     optimizers = two_optimizers(job, 0.1)

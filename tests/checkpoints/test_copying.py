@@ -37,9 +37,9 @@ def stored(path, tensor, start=192):
 
 def copied(box, dtype, position, ways, monkeypatch):
     monkeypatch.setattr("meshpar.checkpoints.format.copying.Pace", lambda: Pace(ways))
-    out, told = bytearray(), []
-    Copier(out.extend, told.append).copy(Piece((0, 0), box), dtype, position)
-    assert sum(told) == len(out)
+    out, advances = bytearray(), []
+    Copier(out.extend, advances.append).copy(Piece((0, 0), box), dtype, position)
+    assert sum(advances) == len(out)
     return bytes(out)
 
 

@@ -55,7 +55,7 @@ def step(home, monkeypatch) -> Place:
 def files_of(folder: Place, pattern: str = "*") -> list[Place]:
     """The files that a step's manifest names, which are in a folder of their own in a store, and the manifest."""
     inside = read_manifest(folder).files_in(folder)
-    return [each for each in entries(inside, pattern) if each.is_file()] + [folder / MANIFEST_NAME] * (
+    return [entry for entry in entries(inside, pattern) if entry.is_file()] + [folder / MANIFEST_NAME] * (
         inside != folder and pattern == "*"
     )
 
@@ -108,7 +108,7 @@ def test_a_flipped_bit_at_any_byte_of_any_file_is_found_and_named_with_its_tenso
         if file.suffix == ".distcp":
             assert None not in owners, "every byte of a rank's file belongs to a tensor"
     verify(step)
-    assert looked == sum(each.size() for each in files_of(step)) > 5000
+    assert looked == sum(file.size() for file in files_of(step)) > 5000
 
 
 @pytest.mark.parametrize("damage", [b"\xff", b'"x', b"[]"], ids=["no-text", "quote", "list"])
@@ -340,9 +340,9 @@ def test_a_tensors_own_pickle_that_would_run_code_is_refused_and_not_run(tmp_pat
         zipfile.ZipFile(io.BytesIO((tmp_path / "__0_0.distcp").read_bytes())) as good,
         zipfile.ZipFile(archive, "w") as bad,
     ):
-        for each in good.namelist():
+        for name in good.namelist():
             bad.writestr(
-                each, pickle.dumps(Attack(tmp_path / "owned")) if each.endswith("data.pkl") else good.read(each)
+                name, pickle.dumps(Attack(tmp_path / "owned")) if name.endswith("data.pkl") else good.read(name)
             )
     (tmp_path / "__0_0.distcp").write_bytes(archive.getvalue())
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
@@ -498,7 +498,7 @@ def test_a_disk_that_fills_up_while_writing_fails_the_save_and_leaves_the_last_s
         CheckpointError, match=r"exporting to .*small/hf failed: .*No space left on device; free some space there"
     ):
         export_safetensors(small_disk, small_disk / "hf")
-    assert not [each for each in small_disk.iterdir() if "hf" in each.name]
+    assert not [path for path in small_disk.iterdir() if "hf" in path.name]
 
 
 @on_ranks(2)

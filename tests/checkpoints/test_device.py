@@ -231,6 +231,6 @@ def test_a_background_save_and_a_restore_on_a_gpu(tmp_path):
             optimizer.step()
             manager.wait()
             slab = manager._stager._slabs[True].memory
-            assert slab.is_pinned() and slab.nbytes < 1.01 * 3 * sum(each.nbytes for each in want.values())
+            assert slab.is_pinned() and slab.nbytes < 1.01 * 3 * sum(tensor.nbytes for tensor in want.values())
         manager.restore(job, step=1, verify="full")
     assert all(torch.equal(value, want[name]) for name, value in job.module.state_dict().items())

@@ -88,11 +88,14 @@ def one_process():
 @pytest.mark.parametrize("max_shard_size", [5 << 30, 4096])
 def test_transformers_loads_the_export_with_equal_logits(runs, tmp_path, one_process, name, max_shard_size):
     transformers = pytest.importorskip("transformers")
-    told = []
+    calls = []
     export_safetensors(
-        runs / name / "latest", tmp_path / "hf", max_shard_size=max_shard_size, progress=lambda *each: told.append(each)
+        runs / name / "latest",
+        tmp_path / "hf",
+        max_shard_size=max_shard_size,
+        progress=lambda *counts: calls.append(counts),
     )
-    assert told[-1][0] == told[-1][1] and sorted(told) == told
+    assert calls[-1][0] == calls[-1][1] and sorted(calls) == calls
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == (max_shard_size == 4096)
     theirs, problems = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(problems.values()), problems
@@ -114,7 +117,7 @@ def test_tied_weights_are_exported_once_and_config_tells_dtype(runs, tmp_path):
     export_safetensors(runs / "llama_tied", tmp_path / "hf", dtype=torch.bfloat16)
     loaded = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
     assert "lm_head.weight" not in loaded and "model.embed_tokens.weight" in loaded
-    assert {each.dtype for each in loaded.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in loaded.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -143,13 +146,13 @@ def test_a_live_module_does_not_replace_what_is_there_and_removes_what_a_killed_
     par = build("llama", "dp_shard=1").materialize(seed=0)
     dead = left(tmp_path, "tmp")
     export_module(par, tmp_path / "hf")
-    assert not dead.exists() and [each.name for each in tmp_path.iterdir()] == ["hf"]
-    before = {each: each.stat().st_mtime_ns for each in (tmp_path / "hf").iterdir()}
+    assert not dead.exists() and [path.name for path in tmp_path.iterdir()] == ["hf"]
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "hf").iterdir()}
     with pytest.raises(CheckpointError, match="overwrite=True"):
         export_module(par, tmp_path / "hf")
-    assert before == {each: each.stat().st_mtime_ns for each in (tmp_path / "hf").iterdir()}
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "hf").iterdir()}
     export_module(par, tmp_path / "hf", overwrite=True)
-    assert [each.name for each in tmp_path.iterdir()] == ["hf"]
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_tokenizer_files_come_along_and_its_weights_do_not(runs, tmp_path):
@@ -158,7 +161,7 @@ def test_tokenizer_files_come_along_and_its_weights_do_not(runs, tmp_path):
     for name in ("tokenizer.json", "generation_config.json", "config.json", "old.safetensors"):
         (tokenizer / name).write_text("{}")
     made = export_safetensors(runs / "llama", tmp_path / "hf", tokenizer=tokenizer)
-    assert sorted(each.name for each in made.iterdir()) == [
+    assert sorted(path.name for path in made.iterdir()) == [
         "config.json",
         "generation_config.json",
         "model.safetensors",
@@ -174,7 +177,7 @@ def test_an_existing_folder_is_kept_unless_told_otherwise(runs, tmp_path):
         export_safetensors(runs / "llama", tmp_path / "hf")
     export_safetensors(runs / "llama", tmp_path / "hf", overwrite=True)
     assert not (tmp_path / "hf" / "mine").exists()
-    assert [each.name for each in tmp_path.iterdir()] == ["hf"]
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_the_folder_one_stands_in_is_replaced_and_a_link_is_followed(runs, tmp_path, monkeypatch):
@@ -182,7 +185,7 @@ def test_the_folder_one_stands_in_is_replaced_and_a_link_is_followed(runs, tmp_p
     (tmp_path / "hf" / "mine").write_text("work")
     monkeypatch.chdir(tmp_path / "hf")
     assert export_safetensors(runs / "llama", ".", overwrite=True) == Path()
-    assert [each.name for each in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "model.safetensors").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "model.safetensors").is_file()
     (tmp_path / "link").symlink_to("hf")
     export_safetensors(runs / "qwen3", tmp_path / "link", overwrite=True)
     assert (tmp_path / "link").is_symlink() and json.loads((tmp_path / "hf" / "config.json").read_text())[
@@ -205,7 +208,7 @@ def test_what_appears_at_the_target_during_an_export_is_kept(runs, tmp_path, kin
         CheckpointError, match=r"hf appeared during the export: it already exists and is not empty; delete it"
     ):
         export_safetensors(runs / "llama", target, progress=appear)
-    assert [each.name for each in tmp_path.iterdir()] == ["hf"]
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
     assert (target / "precious" if kind == "folder" else target).read_text() == "precious"
 
 
@@ -215,7 +218,7 @@ def test_an_export_that_another_host_is_writing_is_not_run_over(runs, tmp_path):
         CheckpointError, match=r"another export to .*hf is running: process \d+ on elsewhere; .* 120 s after"
     ):
         export_safetensors(runs / "llama", tmp_path / "hf")
-    assert [each.name for each in tmp_path.iterdir()] == [theirs.name]
+    assert [path.name for path in tmp_path.iterdir()] == [theirs.name]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -225,10 +228,10 @@ def test_a_second_export_to_one_target_is_told_who_writes_it(runs, tmp_path, ove
         theirs.mkdir()
         with pytest.raises(CheckpointError, match=rf"another export to .*hf is running.*: process {other.pid} on "):
             export_safetensors(runs / "llama", tmp_path / "hf", overwrite=overwrite)
-        assert [each.name for each in tmp_path.iterdir()] == [theirs.name]
+        assert [path.name for path in tmp_path.iterdir()] == [theirs.name]
         other.communicate(b"\n")
     export_safetensors(runs / "llama", tmp_path / "hf")
-    assert [each.name for each in tmp_path.iterdir()] == ["hf"]
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
@@ -252,7 +255,7 @@ def test_a_file_is_exported_over_when_told(runs, tmp_path):
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
         export_safetensors(runs / "llama", tmp_path / "hf")
     export_safetensors(runs / "llama", tmp_path / "hf", overwrite=True)
-    assert [each.name for each in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "config.json").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "config.json").is_file()
 
 
 def left(folder: Path, kind: str, host: str = socket.gethostname(), process: int = 2**22 + 1) -> Path:
@@ -267,8 +270,8 @@ def test_what_a_killed_export_left_is_removed_or_comes_back(runs, tmp_path):
     left(tmp_path, "tmp")
     left(tmp_path, "old")
     elsewhere = left(tmp_path, "tmp", "elsewhere")
-    for each in (elsewhere, elsewhere / "mine"):
-        os.utime(each, (time.time() - 2 * LEASE_S,) * 2)
+    for path in (elsewhere, elsewhere / "mine"):
+        os.utime(path, (time.time() - 2 * LEASE_S,) * 2)
     file = tmp_path / ".hf.old-elsewhere-1-abcdef01"  # which an export took the place of
     file.write_text("work")
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
@@ -278,7 +281,7 @@ def test_what_a_killed_export_left_is_removed_or_comes_back(runs, tmp_path):
     )
     left(tmp_path, "old")
     export_safetensors(runs / "llama", tmp_path / "hf", overwrite=True)
-    assert {each.name for each in tmp_path.iterdir()} == {"hf", elsewhere.name, file.name} and not (
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", elsewhere.name, file.name} and not (
         tmp_path / "hf" / "mine"
     ).exists()
 
@@ -296,7 +299,7 @@ def test_what_stood_there_stays_where_the_export_cannot_take_its_place(runs, tmp
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(CheckpointError, match=r"exporting to .*hf failed: .*Permission denied"):
         export_safetensors(runs / "llama", tmp_path / "hf", overwrite=True)
-    assert [each.name for each in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "mine").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "mine").exists()
 
 
 def test_a_failed_export_leaves_nothing(runs, tmp_path):
@@ -487,7 +490,7 @@ def test_the_command_takes_names_config_and_files_that_it_is_given(runs, tmp_pat
         "dtype": "bfloat16",
     }
     others = (
-        {each.name for each in made.iterdir()} - set(found.values()) - {"config.json", "model.safetensors.index.json"}
+        {path.name for path in made.iterdir()} - set(found.values()) - {"config.json", "model.safetensors.index.json"}
     )
     assert others == {"generation_config.json", "tokenizer.json", "chat_template.jinja"}
     for layout, file in ((rules, "by-rules"), ("llama", "llama"), (None, "as-saved")):
@@ -555,7 +558,7 @@ def test_a_run_is_exported_where_the_weights_it_started_from_are_not(runs, tmp_p
     (run / "recipe.yaml").write_text(json.dumps(recipe))
     done = export_command(run, tmp_path / "hf")
     assert done.exit_code == 0, done.stderr
-    assert {each.name for each in (tmp_path / "hf").iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"config.json", "model.safetensors"}
     (run / "recipe.yaml").write_text(json.dumps({**recipe, "lora": {"rank": 2}}))
     done = export_command(run, tmp_path / "merged")
     assert (
@@ -567,7 +570,9 @@ def test_a_run_is_exported_where_the_weights_it_started_from_are_not(runs, tmp_p
 def test_a_checked_export_names_the_damage_that_sizes_do_not_show(runs, tmp_path):
     step = shutil.copytree(runs / "qwen3" / "latest", tmp_path / "step-00000001")
     source = DistributedCheckpoint(step)
-    name, chunk = next((name, each.chunks[0]) for name, each in source.tensors.items() if name.endswith("up.weight"))
+    name, chunk = next(
+        (name, tensor.chunks[0]) for name, tensor in source.tensors.items() if name.endswith("up.weight")
+    )
     box = source.box(name, chunk)
     data = bytearray(box.file.path.read_bytes())
     data[box.position + 5] ^= 1

@@ -121,12 +121,12 @@ def test_a_checkpoint_of_trainers_fsdp_is_read_and_imported_as_the_error_says(
     base.mkdir()
     (base / "config.json").write_text('{"model_type": "own"}')
     command = ["import", str(folder), str(root)]
-    for more, told in (
+    for more, message in (
         ([], "pass --config FOLDER"),
         (["--model", "transformers", "--config", str(tmp_path)], "correct --config"),
     ):
         done = CliRunner().invoke(app, [*command, *more])
-        assert done.exit_code == 1 and told in done.stderr and not root.exists()
+        assert done.exit_code == 1 and message in done.stderr and not root.exists()
     assert CliRunner().invoke(app, [*command, "--model", "transformers", "--config", str(base)]).exit_code == 0
     par = linear()
     CheckpointManager(root).restore(par)
@@ -134,14 +134,14 @@ def test_a_checkpoint_of_trainers_fsdp_is_read_and_imported_as_the_error_says(
 
 
 @pytest.mark.parametrize(
-    ("file", "told"),
+    ("file", "message"),
     [("zero_to_fp32.py", r"DeepSpeed checkpoint: convert it by its zero_to_fp32\.py"),
      ("global_step5/mp_rank_00_model_states.pt", "DeepSpeed"),
      ("latest_checkpointed_iteration.txt", "Megatron checkpoint: convert it to Hugging Face's format"),
      ("mp_rank_00/model_optim_rng.pt", "Megatron"),
      ("pytorch_model_fsdp_0_rank0.bin", "save it with the state_dict_type SHARDED_STATE_DICT")],
 )  # fmt: skip
-def test_formats_that_are_not_read_are_named_with_their_converter(tmp_path: Path, file: str, told: str) -> None:
+def test_formats_that_are_not_read_are_named_with_their_converter(tmp_path: Path, file: str, message: str) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
     torch.save(VALUES, tmp_path / file)
     for read in (
@@ -151,7 +151,7 @@ def test_formats_that_are_not_read_are_named_with_their_converter(tmp_path: Path
         lambda: import_safetensors(tmp_path, tmp_path / "steps"),
         lambda: CheckpointManager(tmp_path).restore(linear()),
     ):
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=message):
             read()
 
 

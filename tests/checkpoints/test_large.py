@@ -48,8 +48,8 @@ def step(tmp_path_factory):
         file = write_file(folder / "__0_0.distcp", items, "crc32")
     parts = {"model.huge": ((HUGE,), torch.uint8), "model.small": ((3, 4), torch.float32)}
     groups = whole((name, shape, dtype) for name, (shape, dtype) in parts.items())
-    told = {"step": 1, "mesh": {}, "world_size": 1, "device": "cpu", "plan": ""}
-    return steps.commit(folder, make_manifest(folder, groups, [file], told))
+    about = {"step": 1, "mesh": {}, "world_size": 1, "device": "cpu", "plan": ""}
+    return steps.commit(folder, make_manifest(folder, groups, [file], about))
 
 
 def test_a_large_tensor_and_what_lies_behind_it_are_found_and_read(step):

@@ -81,7 +81,7 @@ class Scaled(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].data_, args[0].scale)
-        plain = [each.data_ * each.scale if isinstance(each, cls) else each for each in args]
+        plain = [argument.data_ * argument.scale if isinstance(argument, cls) else argument for argument in args]
         return func(*plain, **(kwargs or {}))
 
 

@@ -53,8 +53,8 @@ def test_a_second_job_is_told_who_writes_the_folder_and_gets_it_when_that_one_is
 
 
 def elsewhere(folder: Path, count: int = 0) -> None:
-    told = {"host": "elsewhere", "process": 1, "id": "x", "since": "then", "count": count}
-    (folder / LEASE_NAME).write_text(json.dumps(told))
+    lease = {"host": "elsewhere", "process": 1, "id": "x", "since": "then", "count": count}
+    (folder / LEASE_NAME).write_text(json.dumps(lease))
 
 
 def test_a_holder_on_another_host_lives_while_its_count_rises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,12 +154,12 @@ def test_torch_itself_loads_what_was_saved(tmp_path, one_process):
 def test_its_metadata_has_the_five_tensor_properties_that_every_torch_reads(tmp_path, one_process, monkeypatch):
     five = TensorProperties.__getstate__
     monkeypatch.setattr(
-        TensorProperties, "__getstate__", lambda each: (*five(each)[:5], (1,))
+        TensorProperties, "__getstate__", lambda properties: (*five(properties)[:5], (1,))
     )  # torch 2.15 adds strides
     job = make("replicate", seed=1)
     folder = CheckpointManager(tmp_path).save(1, job, train(job))
     entries = read_metadata((folder / ".metadata").read_bytes(), folder).state_dict_metadata
-    assert {len(each.properties.state) for each in entries.values()} == {5}
+    assert {len(entry.properties.state) for entry in entries.values()} == {5}
 
 
 @on_ranks(2)
@@ -264,8 +264,8 @@ def test_an_optimizer_steps_on_where_a_scalar_parameters_state_was_restored():
     with CheckpointManager(folder[0]) as manager:
         manager.save(1, par, optimizer)
         manager.restore(other, restored)
-    for each in ((par, optimizer), (other, restored)):
-        step(*each)
+    for pair in ((par, optimizer), (other, restored)):
+        step(*pair)
     assert_same({"scale": full(other.module.scale)}, {"scale": full(par.module.scale)})
     dist.barrier()
     if dist.get_rank() == 0:

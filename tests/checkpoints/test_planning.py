@@ -114,9 +114,9 @@ def step(par: meshpar.Parallelized, optimizer: torch.optim.Optimizer) -> None:
 
 
 def values(par: meshpar.Parallelized, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    state = {name: optimizer.state.get(each, {}) for name, each in par.module.named_parameters()}
+    state = {name: optimizer.state.get(parameter, {}) for name, parameter in par.module.named_parameters()}
     kept = {f"{name}.{key}": value for name, entries in state.items() for key, value in entries.items()}
-    return {name: whole(each).clone() for name, each in (kept | dict(par.module.named_parameters())).items()}
+    return {name: whole(parameter).clone() for name, parameter in (kept | dict(par.module.named_parameters())).items()}
 
 
 @on_ranks(4)
@@ -172,12 +172,12 @@ def plan_again(root: str) -> None:
     manager.close()
     again = CheckpointManager(root, keep=None)
     other, every = begun("dp_shard=2,dp_replicate=2", [meshpar.HybridShard()])
-    for each, want in saved.items():
-        fresh = torch.optim.AdamW(other.module[2].parameters(), lr=0.1) if each == 5 else every
-        restored = again.restore(other, fresh, step=each, verify="full")
+    for parameter_name, want in saved.items():
+        fresh = torch.optim.AdamW(other.module[2].parameters(), lr=0.1) if parameter_name == 5 else every
+        restored = again.restore(other, fresh, step=parameter_name, verify="full")
         got = values(other, fresh)
-        assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want), each
-        assert restored.rank_extra == ({"rank": dist.get_rank()} if each > 6 else None)
+        assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want), parameter_name
+        assert restored.rank_extra == ({"rank": dist.get_rank()} if parameter_name > 6 else None)
 
 
 def test_a_change_of_structure_mesh_or_of_one_ranks_plan_makes_all_ranks_plan_again(tmp_path):
@@ -285,7 +285,7 @@ def flipped(folder: Path, manifest: Manifest, level: Verify) -> None:
 def test_a_ledger_is_of_these_files_alone_and_names_in_json_are_those_of_the_tensors(tmp_path):
     tensors = {name: torch.full((3,), float(at)) for at, name in enumerate(['a%d"b', "100%", "c\\d", "é%%"])}
     files = write_parts(
-        place(tmp_path), 0, [Part(name, (0,), each) for name, each in tensors.items()], threads=2, checksum="crc32"
+        place(tmp_path), 0, [Part(name, (0,), tensor) for name, tensor in tensors.items()], threads=2, checksum="crc32"
     )
     layout = layout_of(files)
     groups = plain_groups((name, (3,), torch.float32) for name in tensors)
@@ -309,5 +309,5 @@ def test_a_ledger_is_of_these_files_alone_and_names_in_json_are_those_of_the_ten
         for file in files
         for part in file.parts
     }
-    assert {name: each["chunks"] for name, each in read.tensors.items()} == written
+    assert {name: tensor["chunks"] for name, tensor in read.tensors.items()} == written
     verify_files(tmp_path, read, "full")

@@ -60,7 +60,7 @@ def read(path):
     header.pop("__metadata__", None)
     return {
         name: (entry["dtype"], tuple(entry["shape"]), data[8 + size + begin : 8 + size + end])
-        for name, entry in sorted(header.items(), key=lambda each: each[1]["data_offsets"])
+        for name, entry in sorted(header.items(), key=lambda entry: entry[1]["data_offsets"])
         for begin, end in [entry["data_offsets"]]
     }
 
@@ -81,7 +81,7 @@ def described(tensor):
 def streamed(par, **options):
     stream = par.published(**options)
     metadata, found = stream.metadata(), dict(stream)
-    assert [(each.name, each.dtype, each.shape) for each in metadata] == [
+    assert [(tensor.name, tensor.dtype, tensor.shape) for tensor in metadata] == [
         (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()
     ]
     to = options.get("to", 0)
@@ -153,8 +153,8 @@ def test_averages_stream_as_they_export() -> None:
     for _ in range(2):
         average.update()
         with torch.no_grad():
-            for each in par.module.parameters():
-                each.mul_(1.5)
+            for parameter in par.module.parameters():
+                parameter.mul_(1.5)
     with average.swapped():
         expected = exported(par)
     same(par, expected, averaged=average)
@@ -180,9 +180,9 @@ def test_merged_adapters_stream_as_peft_merges_them() -> None:
             model, LoRA(rank=4, targets=("c_attn",) if "gpt2" in name else ("q_proj", "v_proj"), **packed)
         )
         with torch.no_grad():
-            for key, each in model.named_parameters():
+            for key, parameter in model.named_parameters():
                 if "lora_B" in key:
-                    each.normal_()
+                    parameter.normal_()
         want = {}
         for key, module in model.named_modules():
             if (
@@ -211,16 +211,16 @@ def test_shards_put_together_are_the_stream() -> None:
         par = planned(name, mesh)
         stream = par.published(dtype=torch.bfloat16)
         whole = streamed(par, dtype=torch.bfloat16)
-        mine = [(each.name, each.place, each.tensor.clone(), each.ranks) for each in stream.shards()]
+        mine = [(shard.name, shard.place, shard.tensor.clone(), shard.ranks) for shard in stream.shards()]
         every = [None] * 4
         dist.all_gather_object(every, mine)
         if dist.get_rank() == 0:
-            made = {key: torch.full_like(each, float("nan")) for key, each in whole.items()}
+            made = {key: torch.full_like(tensor, float("nan")) for key, tensor in whole.items()}
             for rank, parts in enumerate(every):
                 for key, place, tensor, ranks in parts:
                     assert rank in ranks
                     made[key][place] = tensor
-            assert all(torch.equal(made[key], each) for key, each in whole.items())
+            assert all(torch.equal(made[key], tensor) for key, tensor in whole.items())
 
 
 @on_ranks(2)

@@ -167,7 +167,9 @@ HIGH = {
 @pytest.mark.parametrize(("name", "dtype"), [("llama", None), ("tied", torch.bfloat16), ("experts", None)])
 def test_every_byte_is_what_numpy_makes_of_the_plain_export(runs, tmp_path, name, how, dtype):
     written = []
-    export_safetensors(runs / name, tmp_path / "q", dtype, quantize=how, progress=lambda *each: written.append(each))
+    export_safetensors(
+        runs / name, tmp_path / "q", dtype, quantize=how, progress=lambda *counts: written.append(counts)
+    )
     assert written[-1][0] == written[-1][1]
     values = check_bytes(runs / f"{name}-plain", tmp_path / "q", how, dtype, HIGH[name])
     entry = json.loads((tmp_path / "q" / "config.json").read_text())
@@ -262,11 +264,11 @@ def test_the_command_keeps_chosen_modules_and_several_files(runs, tmp_path):
     assert done.exit_code == 0, done.output
     kinds = Safetensors(tmp_path / "q").dtypes()
     kept = {name for name, kind in kinds.items() if name.endswith("proj.weight") and kind == torch.float32}
-    assert kept == {f"model.layers.0.mlp.{each}_proj.weight" for each in ("gate", "up", "down")} | {
+    assert kept == {f"model.layers.0.mlp.{projection}_proj.weight" for projection in ("gate", "up", "down")} | {
         f"model.layers.{number}.self_attn.o_proj.weight" for number in (0, 1)
     }
     ignored = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["ignore"]
-    assert {f"{each}.weight" for each in ignored} >= kept
+    assert {f"{module_name}.weight" for module_name in ignored} >= kept
 
 
 @pytest.mark.parametrize(
@@ -314,7 +316,9 @@ def test_a_weight_that_does_not_fit_its_format_is_named(tmp_path, name, weight, 
 def test_a_quantised_export_checks_the_bytes_that_it_reads(runs, tmp_path):
     step = shutil.copytree(runs / "llama" / "latest", tmp_path / "step-00000001")
     source = DistributedCheckpoint(step)
-    name, chunk = next((name, each.chunks[0]) for name, each in source.tensors.items() if name.endswith("up.weight"))
+    name, chunk = next(
+        (name, tensor.chunks[0]) for name, tensor in source.tensors.items() if name.endswith("up.weight")
+    )
     box = source.box(name, chunk)
     data = bytearray(box.file.path.read_bytes())
     data[box.position + 5] ^= 1
@@ -364,25 +368,23 @@ def test_a_gguf_file_is_what_numpy_makes_of_the_plain_export(runs, tmp_path, nam
     assert done.exit_code == 0, done.output
     read = gguf.GGUFReader(tmp_path / "q" / f"model-{kind}.gguf")
     assert read.fields["general.architecture"].contents() == OURS[name]
-    found = {each.name: np.array(each.data).reshape(-1).view(np.uint8) for each in read.tensors}
+    found = {tensor.name: np.array(tensor.data).reshape(-1).view(np.uint8) for tensor in read.tensors}
     exact = raw(runs / f"{name}-plain" / "model.safetensors")
     values, stored = {}, []
-    for each, (_, weight) in exact.items():
-        how = (
-            "f32" if any(part in each for part in FLOAT32) else "f16" if any(part in each for part in FLOAT16) else kind
-        )
-        turned = np.ascontiguousarray(weight.T) if ".c_" in each and weight.ndim > 1 else weight
+    for key, (_, weight) in exact.items():
+        how = "f32" if any(part in key for part in FLOAT32) else "f16" if any(part in key for part in FLOAT16) else kind
+        turned = np.ascontiguousarray(weight.T) if ".c_" in key and weight.ndim > 1 else weight
         data, back = (weight.view(np.uint8), weight) if how == "f32" else gguf_blocks(how, turned)
-        values[each] = np.ascontiguousarray(back.T) if turned is not weight else back
-        if name == "llama" and (".q_proj" in each or ".k_proj" in each):
+        values[key] = np.ascontiguousarray(back.T) if turned is not weight else back
+        if name == "llama" and (".q_proj" in key or ".k_proj" in key):
             data = data.reshape(4, 2, 16, -1).swapaxes(
                 1, 2
             )  # (heads, halves, pairs): pairs lie beside each other in llama.cpp
         stored.append(data.reshape(-1))
     # Each tensor by its bytes, experts one after another: names are the package's.
     assert sorted(map(len, found.values())) == sorted(map(len, joined(exact, stored)))
-    assert Counter(each.tobytes() for each in found.values()) == Counter(
-        each.tobytes() for each in joined(exact, stored)
+    assert Counter(array.tobytes() for array in found.values()) == Counter(
+        array.tobytes() for array in joined(exact, stored)
     )
     ids = torch.arange(24).reshape(2, 12)
     config = transformers.AutoConfig.from_pretrained(
@@ -404,7 +406,7 @@ def joined(exact, stored):
     for name, data in zip(exact, stored, strict=True):
         layer, _, expert = name.partition(".experts.")
         together.setdefault((layer, expert.partition(".")[2]), []).append(data)
-    return [np.concatenate(each) for each in together.values()]
+    return [np.concatenate(arrays) for arrays in together.values()]
 
 
 def test_a_gguf_file_has_the_tokenizer_with_the_models_number_of_ids(runs, tmp_path):
@@ -427,8 +429,8 @@ def test_a_gguf_file_has_the_tokenizer_with_the_models_number_of_ids(runs, tmp_p
     export_gguf(Safetensors(tmp_path), tmp_path / "q", "q8_0", tmp_path / "tokenizer", config=config)
     ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "q", gguf_file="model-q8_0.gguf")
-    for each in (text, "<|endoftext|>a mesh", " \n\t ü 🚀"):
-        assert theirs(each)["input_ids"] == ours(each)["input_ids"]
+    for sample in (text, "<|endoftext|>a mesh", " \n\t ü 🚀"):
+        assert theirs(sample)["input_ids"] == ours(sample)["input_ids"]
     assert len(theirs) == 320 and theirs.eos_token_id == ours.eos_token_id
     data = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
     data["pre_tokenizer"] = {"type": "Whitespace"}

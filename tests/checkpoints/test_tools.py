@@ -176,11 +176,11 @@ def test_an_imported_model_is_restored_and_exported_as_it_came(tmp_path):
     (tmp_path / "hf").mkdir()
     safetensors.torch.save_file(theirs, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "x"}))
-    told: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     step = import_safetensors(
-        tmp_path / "hf", tmp_path / "run", weights=rules, progress=lambda *each: told.append(each)
+        tmp_path / "hf", tmp_path / "run", weights=rules, progress=lambda *counts: calls.append(counts)
     )
-    assert told[-1][0] == told[-1][1] and "is whole" in verify_step(step)
+    assert calls[-1][0] == calls[-1][1] and "is whole" in verify_step(step)
     module = nn.Module()
     for name, shape, dtype in (
         ("qk", (4, 4), torch.float32),
@@ -257,8 +257,8 @@ def test_an_archive_is_what_torch_loads_and_what_is_found_again(tmp_path, dtype,
     box, payload = find_tensor(ReadFile(tmp_path / "file"), 6, length, shape)
     found = torch.empty(shape, dtype=dtype)
     box.read(tuple((0, size) for size in shape), found)
-    for each in (loaded, found):
-        assert each.dtype == dtype and each.shape == tensor.shape and torch.equal(each.float(), tensor.float())
+    for tensors in (loaded, found):
+        assert tensors.dtype == dtype and tensors.shape == tensor.shape and torch.equal(tensors.float(), tensor.float())
     assert payload == zlib.crc32(memory_of(tensor) if tensor.numel() else b"") and (box.position - 6) % 64 == 0
     assert length % 64 == 0  # the next one in the file is aligned, too
 

@@ -73,7 +73,7 @@ def test_names_carry_wildcards_over_in_order_both_ways():
 
 
 def test_stages_chain_so_that_a_part_is_renamed_after_the_split():
-    assert LLAMA.theirs("layers.3.qkv.bias") == tuple(f"model.layers.3.part.{each}.bias" for each in "qkv")
+    assert LLAMA.theirs("layers.3.qkv.bias") == tuple(f"model.layers.3.part.{letter}.bias" for letter in "qkv")
     assert LLAMA.ours("model.layers.3.part.gate_up.weight") == ("layers.3.gate.weight", "layers.3.up.weight")
 
 
@@ -130,7 +130,7 @@ def test_any_chain_of_rules_reads_back_what_it_published(seed):
         rules.append(random_rule(name, shapes[name]))
     table = WeightMap(rules)
     published = table.publish(source)
-    assert {each for name in source.tensors for each in table.theirs(name)} == set(published.shapes())
+    assert {their for name in source.tensors for their in table.theirs(name)} == set(published.shapes())
     again = WeightMap.from_json(json.loads(json.dumps(table.to_json()))).view(
         Given({n: whole(published, n) for n in published.shapes()})
     )

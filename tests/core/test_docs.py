@@ -78,10 +78,13 @@ def test_the_loop_that_is_shown_is_the_examples(page):
 
 @pytest.mark.parametrize("package", PUBLIC)
 def test_every_public_name_has_a_docstring_and_a_place_in_the_reference(package):
-    told = re.findall(
+    documented_names = re.findall(
         r"^::: ([\w.]+)$", "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md")), re.MULTILINE
     )
-    shown = {id(getattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2])) for name in told}
+    shown = {
+        id(getattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]))
+        for name in documented_names
+    }
     module = importlib.import_module(package)
     public = {name: getattr(module, name) for name in module.__all__}
     assert [name for name, value in public.items() if id(value) not in shown] == []
@@ -104,9 +107,9 @@ def test_the_examples_of_public_names_run(package):
     values = {name: getattr(module, name) for name in module.__all__}
     kinds = {name: value for name, value in values.items() if inspect.isclass(value) or inspect.isroutine(value)}
     examples = [
-        each
+        example
         for name, value in kinds.items()
-        for each in doctest.DocTestFinder(recurse=False).find(value, name, globs=dict(values))
+        for example in doctest.DocTestFinder(recurse=False).find(value, name, globs=dict(values))
     ]
     assert [example.name for example in examples if doctest.DocTestRunner(verbose=False).run(example).failed] == []
 
@@ -140,7 +143,7 @@ def documented(module, name, value):
     homes = [
         node.module
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and any(each.name == name for each in node.names)
+        if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names)
     ]
     body = ast.parse(inspect.getsource(importlib.import_module(homes[0]))).body if homes else tree.body
     defined = [

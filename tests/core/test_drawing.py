@@ -46,10 +46,12 @@ def test_groups_are_those_of_the_device_mesh() -> None:
 
 def test_the_svg_is_whole_and_marks_what_crosses() -> None:
     root = ElementTree.fromstring(mesh_svg(MeshSpec("dp_replicate=2,dp_shard=4"), 4))
-    lines = [each.attrib for each in root.iter() if each.tag.endswith("polyline")]
-    assert len([each for each in lines if "stroke-dasharray" in each]) == 4, "four groups of replicas cross"
+    lines = [element.attrib for element in root.iter() if element.tag.endswith("polyline")]
+    assert len([line for line in lines if "stroke-dasharray" in line]) == 4, "four groups of replicas cross"
     assert len(lines) == 6
-    numbers = [each.text for each in root.iter() if each.tag.endswith("text") and (each.text or "").isdigit()]
+    numbers = [
+        element.text for element in root.iter() if element.tag.endswith("text") and (element.text or "").isdigit()
+    ]
     assert sorted(map(int, numbers)) == sorted([*range(8), *range(8)]), "every rank, in each of two panels"
 
 
@@ -62,11 +64,12 @@ def test_the_command_draws_and_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "nodes", "told"), [("dp_shard=-1", 1, "has an axis of size -1"), ("dp_shard=6", 4, "do not divide evenly")]
+    ("text", "nodes", "message"),
+    [("dp_shard=-1", 1, "has an axis of size -1"), ("dp_shard=6", 4, "do not divide evenly")],
 )
-def test_what_cannot_be_drawn_is_told(text: str, nodes: int, told: str) -> None:
+def test_what_cannot_be_drawn_is_told(text: str, nodes: int, message: str) -> None:
     done = CliRunner().invoke(app, ["mesh", text, "--nodes", str(nodes)])
-    assert done.exit_code == 78 and told in done.output
+    assert done.exit_code == 78 and message in done.output
 
 
 def test_many_nodes_are_drawn_in_part() -> None:

@@ -124,8 +124,8 @@ def test_the_pictures_of_the_styles_are_as_drawn():
 
 def test_the_pass_of_the_guide(capsys):
     example("own_pass").main()
-    told = capsys.readouterr().out
-    assert told.strip() in page("own_pass")
+    output = capsys.readouterr().out
+    assert output.strip() in page("own_pass")
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("trainer.yaml", 2), ("accelerate.yaml", None)])

@@ -165,7 +165,7 @@ def test_ranks_are_kept_unless_a_test_says_why_not():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "on_ranks":
                 unknown = {keyword.arg for keyword in node.keywords} - known
-                found += [f"{path.name}:{node.lineno}: {each}" for each in unknown]
+                found += [f"{path.name}:{node.lineno}: {word}" for word in unknown]
     assert not found, "ranks run one test after another; write fresh='the reason' where they must not"
 
 
@@ -274,7 +274,7 @@ def test_the_core_knows_no_pass_by_name():
             for node in ast.walk(tree)
             if isinstance(node, ast.For | ast.comprehension) and "passes" in ast.unparse(node.iter)
         ]
-        each = {target.id for loop in loops for target in ast.walk(loop.target) if isinstance(target, ast.Name)}
+        loop_names = {target.id for loop in loops for target in ast.walk(loop.target) if isinstance(target, ast.Name)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Compare) and any(
                 isinstance(side, ast.Constant) and side.value in PASSES for side in node.comparators
@@ -285,7 +285,7 @@ def test_the_core_knows_no_pass_by_name():
                 and isinstance(node.func, ast.Name)
                 and node.func.id in ("getattr", "hasattr")
             )
-            if asked and isinstance(node.args[0], ast.Name) and node.args[0].id in each:
+            if asked and isinstance(node.args[0], ast.Name) and node.args[0].id in loop_names:
                 found.append(f"{name} asks {ast.unparse(node)}")
     assert not found
 
@@ -313,11 +313,11 @@ def test_one_place_asks_what_kind_of_device_it_is():
         for node in ast.walk(ast.parse(path.read_text())):
             sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             asks = any(
-                isinstance(each, ast.Constant) and each.value == "cpu" for side in sides for each in ast.walk(side)
+                isinstance(inner, ast.Constant) and inner.value == "cpu" for side in sides for inner in ast.walk(side)
             )
             if asks and not HOST_WORDS.fullmatch(ast.unparse(node.left)):
                 askers.append(f"{name} asks {ast.unparse(node)}")
-    assert [each for each in askers if not each.startswith("meshpar.core.runtime ")] == []
+    assert [asker for asker in askers if not asker.startswith("meshpar.core.runtime ")] == []
 
 
 def test_the_core_needs_torch_alone():
@@ -431,11 +431,11 @@ def test_a_start_loads_no_more_than_it_needs(module, unneeded):
 def constants(path):
     """The numbers and texts that a module's code writes; its docstrings are not code."""
     tree = ast.parse(path.read_text())
-    told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
             yield -node.operand.value
-        elif isinstance(node, ast.Constant) and id(node) not in told:
+        elif isinstance(node, ast.Constant) and id(node) not in docstrings:
             yield node.value
 
 
@@ -507,7 +507,9 @@ def test_a_name_means_one_thing():
         for node in ast.parse(path.read_text()).body:
             names = [node.name] if isinstance(node, ast.ClassDef) else []
             names += (
-                [each.id for each in node.targets if isinstance(each, ast.Name)] if isinstance(node, ast.Assign) else []
+                [target.id for target in node.targets if isinstance(target, ast.Name)]
+                if isinstance(node, ast.Assign)
+                else []
             )
             for name in names:
                 found.get(name, set()).add(str(path.relative_to(ROOT)))

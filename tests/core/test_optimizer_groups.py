@@ -22,16 +22,18 @@ def job(mesh):
 
 def told(par, optimizer):
     """What the optimizer is told of each parameter."""
-    names = {id(each): name for name, each in par.module.named_parameters()}
+    names = {id(parameter): name for name, parameter in par.module.named_parameters()}
     return {
-        names[id(each)]: (group["lr"], group["weight_decay"])
+        names[id(parameter)]: (group["lr"], group["weight_decay"])
         for group in optimizer.param_groups
-        for each in group["params"]
+        for parameter in group["params"]
     }
 
 
 def moments(par, optimizer):
-    return {name: optimizer.state[each]["exp_avg"].full_tensor() for name, each in par.module.named_parameters()}
+    return {
+        name: optimizer.state[parameter]["exp_avg"].full_tensor() for name, parameter in par.module.named_parameters()
+    }
 
 
 @on_ranks(4)
@@ -86,8 +88,8 @@ def test_the_state_of_one_process_is_divided_and_saved_and_other_shapes_are_refu
         assert torch.equal(mine.state[parameter]["exp_avg"].full_tensor(), want)
 
     part = before.state_dict()
-    for each in part["state"].values():
-        each["exp_avg"] = each["exp_avg"][:3]
+    for slots in part["state"].values():
+        slots["exp_avg"] = slots["exp_avg"][:3]
     par.module(torch.ones(1, 4)).sum().backward()
     mine.step()  # from here on meshpar sees a load
     refused = r"AdamW's exp_avg has the shape \(3, 4\); expected \(6, 4\).*CheckpointManager"

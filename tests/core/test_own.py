@@ -133,8 +133,8 @@ def test_own_classes_are_checked_described_and_forecast(folder: Path) -> None:
     described = run("describe", "mesh=dp_shard=2").stdout
     assert "layers.0..1 (x2)" in described and "128 x 32" in described  # the data's 100 tokens, rounded up
     assert "optimizer state of unknown size" in described
-    told = run("plan", "mesh=dp_shard=2", "--json", "plan.json")
-    assert told.exit_code == 0, told.output
+    done = run("plan", "mesh=dp_shard=2", "--json", "plan.json")
+    assert done.exit_code == 0, done.output
     forecast = json.loads((folder / "plan.json").read_text())[0]
     assert forecast["rank_bytes"]["optimizer"] == forecast["rank_bytes"]["parameters"], (
         "one moment, where AdamW has two"
@@ -146,7 +146,7 @@ def test_own_classes_train_on_ranks_and_resume_from_the_resolved_recipe(folder: 
     done = run("train", "mesh=dp_shard=2", "--quiet")
     assert done.exit_code == 0, done.output
     records = [json.loads(line) for line in (folder / "runs/job/metrics.jsonl").read_text().splitlines()]
-    assert {4, 8} <= {each["step"] for each in records} and any("val/loss" in each for each in records)
+    assert {4, 8} <= {record["step"] for record in records} and any("val/loss" in record for record in records)
     resolved = folder / "runs/job/recipe.yaml"
     assert f"code: {folder / 'code'}" in resolved.read_text()
     assert load_recipe(resolved) == load_recipe("code/job.yaml", ["mesh=dp_shard=2"])
@@ -157,7 +157,7 @@ def test_own_classes_train_on_ranks_and_resume_from_the_resolved_recipe(folder: 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["model.class=my_partz.Model"], "model.class: there is no module my_partz; put it next to the recipe"),
         (["model.class=my_parts.Modell"], "model.class: my_parts has no Modell; nearest: Model"),
@@ -198,8 +198,10 @@ def test_own_classes_train_on_ranks_and_resume_from_the_resolved_recipe(folder: 
         (["passes=[my_parts.NoPass]"], "passes.0: my_parts has no NoPass"),
     ],
 )
-def test_what_is_wrong_with_an_own_class_is_told_with_its_place(folder: Path, overrides: list[str], told: str) -> None:
+def test_what_is_wrong_with_an_own_class_is_told_with_its_place(
+    folder: Path, overrides: list[str], message: str
+) -> None:
     done = run("check", *overrides)
     assert (done.exit_code, done.stdout) == (78, "")
-    assert told in done.stderr and f"override {overrides[-1]!r}: " in done.stderr
+    assert message in done.stderr and f"override {overrides[-1]!r}: " in done.stderr
     assert "Traceback" not in done.stderr

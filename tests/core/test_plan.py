@@ -57,8 +57,8 @@ class Chain(nn.ModuleList):
     """A list with a forward is called, unlike a ModuleList."""
 
     def forward(self, x):
-        for each in self:
-            x = each(x)
+        for block in self:
+            x = block(x)
         return x
 
 
@@ -339,7 +339,7 @@ def test_check_is_the_same_on_every_rank_and_touches_nothing():
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_on_a_parameter_whose_place_a_shard_takes_is_refused(register):
     module = linear()
-    getattr(module.weight, register)(lambda each: None)
+    getattr(module.weight, register)(lambda gradient: None)
     assert "weight has a hook on its gradient" in only("dp_shard=8", [FullyShard()], module)
     Plan("dp_replicate=8", [Replicate()]).check(module, None, 8)
 

@@ -71,7 +71,7 @@ def fresh_registry():
 
 def test_it_is_short():
     source = (STRANGER / "stranger.py").read_text()
-    assert all(len(each.splitlines()) < 30 for each in source.split("\nclass "))
+    assert all(len(part.splitlines()) < 30 for part in source.split("\nclass "))
 
 
 def test_it_is_found_beside_the_projects_own(stranger):
@@ -183,34 +183,39 @@ def split_wrongly():
 
 def test_a_strangers_split_that_cannot_be_tried_is_said_to_be_untried(stranger, caplog):
     split = registry.plugin("meshpar.passes", "SplitFeedForward")()
-    told = Plan("tp=2", [split]).prove(transformer(), {"input_ids": torch.zeros(1, 4, dtype=torch.int64)}, world_size=2)
-    assert told.modules == {} and "axis 'tp'" in told.skipped[""]
+    verification = Plan("tp=2", [split]).prove(
+        transformer(), {"input_ids": torch.zeros(1, 4, dtype=torch.int64)}, world_size=2
+    )
+    assert verification.modules == {} and "axis 'tp'" in verification.skipped[""]
     assert "the split of the model was not verified" in caplog.text
 
 
 def whole_of(value):
     every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     dist.all_gather(every, value)
-    return [float(each) for each in every]
+    return [float(number) for number in every]
 
 
 def test_a_strangers_passes_are_forecast(stranger):
     passes = [registry.plugin("meshpar.passes", name)() for name in ("SplitFeedForward", "HostShard")]
     with torch.device("meta"):
         model = transformer()
-    told = forecast(Plan("dp_shard=4,tp=2", passes), model, Batch(sequence=16, micro_batch=1), hardware="h100")
-    assert {event.collective.axis for _, event in told.trace.events() if event.collective} >= {"dp_shard", "tp"}
+    made_forecast = forecast(Plan("dp_shard=4,tp=2", passes), model, Batch(sequence=16, micro_batch=1), hardware="h100")
+    assert {event.collective.axis for _, event in made_forecast.trace.events() if event.collective} >= {
+        "dp_shard",
+        "tp",
+    }
     with torch.device("meta"):
         model = transformer()
     positions = registry.plugin("meshpar.passes", "SplitPositions")()
-    told = forecast(
+    made_forecast = forecast(
         Plan("dp_shard=2,cp=2", [positions, FullyShard()]), model, Batch(sequence=16, micro_batch=1), hardware="h100"
     )
-    sent = [event.collective for _, event in told.trace.events() if event.collective]
-    assert {(each.axis, each.ranks) for each in sent} == {("cp", 2), ("dp_shard", 4)}, (
+    sent = [event.collective for _, event in made_forecast.trace.events() if event.collective]
+    assert {(collective.axis, collective.ranks) for collective in sent} == {("cp", 2), ("dp_shard", 4)}, (
         "what is sharded is gathered over positions, too"
     )
-    assert told.trace.tokens * told.trace.data_size == 32
+    assert made_forecast.trace.tokens * made_forecast.trace.data_size == 32
 
 
 BOTH = {
@@ -246,11 +251,11 @@ def test_a_search_keeps_a_strangers_passes(stranger, mesh, names, expected):
         micro_batches=[1],
         top=1,
     )
-    assert {str(each.settings.mesh()) for each in found.fitting} == expected
-    for each in found.fitting:
-        used = {axis for one in each.settings.passes() for axis in one.axes}
-        assert used == set(each.settings.mesh().axes), f"{each.settings}: every axis has its pass"
-        assert {one.name for one in each.settings.passes()} >= {one.name for one in passes if "tp" not in one.axes}
+    assert {str(candidate.settings.mesh()) for candidate in found.fitting} == expected
+    for candidate in found.fitting:
+        used = {axis for one in candidate.settings.passes() for axis in one.axes}
+        assert used == set(candidate.settings.mesh().axes), f"{candidate.settings}: every axis has its pass"
+        assert {one.name for one in candidate.settings.passes()} >= {one.name for one in passes if "tp" not in one.axes}
 
 
 @pytest.mark.parametrize("mesh", ["dp_shard=1,cp=3", "dp_shard=2,cp=-1"])

@@ -108,8 +108,8 @@ def test_every_split_has_the_values_of_the_whole_tensor():
         torch.manual_seed(0)
         plain = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape, _ in SPLITS]
         split = [
-            distribute_tensor(each.clone(), mesh, placements)
-            for each, (_, placements) in zip(plain, SPLITS, strict=True)
+            distribute_tensor(tensor.clone(), mesh, placements)
+            for tensor, (_, placements) in zip(plain, SPLITS, strict=True)
         ]
         alone, divided = torch.optim.Adafactor(plain, lr=0.1), torch.optim.Adafactor(split, lr=0.1)
         for _ in range(3):
@@ -212,14 +212,14 @@ def test_whole_plain_state_of_one_process_is_divided_by_the_next_step():
     state = optimizer.state_dict()
     plain = {
         "param_groups": state["param_groups"],
-        "state": {key: {name: whole(each) for name, each in kept.items()} for key, kept in state["state"].items()},
+        "state": {key: {name: whole(value) for name, value in kept.items()} for key, kept in state["state"].items()},
     }
     other = sharded()
     train_steps(other, STEPS[:2], optimizer=FACTORS(other.module.parameters()))
     again = FACTORS(other.module.parameters())
     again.load_state_dict(plain)
-    for each, resumed in ((par, optimizer), (other, again)):
-        train_steps(each, STEPS[2:], optimizer=resumed)
+    for parallel, resumed in ((par, optimizer), (other, again)):
+        train_steps(parallel, STEPS[2:], optimizer=resumed)
     same_bits(weights(other) | moments(other, again), weights(par) | moments(par, optimizer))
     largest = max(again.state, key=torch.Tensor.numel)
     again.state[largest]["col_var"] = torch.zeros(3, 4)

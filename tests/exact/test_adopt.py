@@ -136,14 +136,14 @@ def nothing(net):
 
 
 def adapters(net):
-    for each in net.blocks:
-        each.down = Adapter(each.down)
+    for layer in net.blocks:
+        layer.down = Adapter(layer.down)
     return ["blocks"]
 
 
 def sides(net):
-    for each in net.blocks:
-        each.side = nn.Linear(8, 8)
+    for layer in net.blocks:
+        layer.side = nn.Linear(8, 8)
     return ["blocks.0.side", "blocks.1.side"]
 
 
@@ -161,10 +161,10 @@ def change(how, net, optimizer=None):
 def renew(optimizer, net):
     """Let an optimizer of one process train what the net has now."""
     kept = set(net.parameters())
-    known = {each for group in optimizer.param_groups for each in group["params"]}
+    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for group in optimizer.param_groups:
-        group["params"] = [each for each in group["params"] if each in kept]
-    optimizer.add_param_group({"params": [each for each in net.parameters() if each not in known]})
+        group["params"] = [parameter for parameter in group["params"] if parameter in kept]
+    optimizer.add_param_group({"params": [parameter for parameter in net.parameters() if parameter not in known]})
 
 
 def step(par, net, optimizer, seed):
@@ -175,7 +175,7 @@ def step(par, net, optimizer, seed):
     loss.backward()
     mean = loss.detach() if par is None else par.data_sum(loss.detach()) / par.loss_size
     norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5) if par is None else par.clip_grad_norm_(0.5)
-    grads = {name: whole(each.grad) for name, each in net.named_parameters()}
+    grads = {name: whole(parameter.grad) for name, parameter in net.named_parameters()}
     optimizer.step()
     optimizer.zero_grad()
     return {"loss": mean, "norm": norm} | grads
@@ -183,8 +183,8 @@ def step(par, net, optimizer, seed):
 
 def check(got, expected, *where):
     assert got.keys() == expected.keys(), where
-    for name, each in expected.items():
-        assert torch.allclose(got[name], each, atol=1e-9), (*where, name, got[name], each)
+    for name, value in expected.items():
+        assert torch.allclose(got[name], value, atol=1e-9), (*where, name, got[name], value)
 
 
 def check_changes(plans, chains):
@@ -203,7 +203,7 @@ def check_changes(plans, chains):
             with torch.no_grad():
                 ids = torch.arange(12)[None]
                 assert torch.allclose(par.module(ids), alone(ids), atol=1e-9)
-            assert sum(each.numel() for each in alone.parameters()) == par.describe().parameters
+            assert sum(parameter.numel() for parameter in alone.parameters()) == par.describe().parameters
 
 
 CHAINS = (probe, block, more_blocks, removed, grown), (tied_to_placed, adapters, nothing, sides, tied)
@@ -262,7 +262,9 @@ def test_adopted_modules_are_described_saved_restored_on_other_meshes_and_export
             again, late = grown_after(other)  # also into a module that adopted them
             manager.restore(again, late)
         export_module(par, folder / "exported")
-        exported = {name: each.clone() for name, each in load_file(folder / "exported" / "model.safetensors").items()}
+        exported = {
+            name: tensor.clone() for name, tensor in load_file(folder / "exported" / "model.safetensors").items()
+        }
         for name, parameter in par.module.named_parameters():
             assert torch.equal(whole(parameter), exported[name])
         assert exported.keys() == par.state_dict(full=True, everywhere=True).keys()
@@ -342,17 +344,17 @@ def test_modules_that_cannot_be_adopted_are_refused_and_nothing_changes():
     for (name, how), match in REFUSED.items():
         par, optimizer = applied()
         before = dict(par.module.named_modules())
-        children = {each: dict(each._modules) for each in before.values()}
-        parameters = {each: dict(each._parameters) for each in before.values()}
+        children = {child: dict(child._modules) for child in before.values()}
+        parameters = {child: dict(child._parameters) for child in before.values()}
         how(par.module)
         if how is not other_dtype:
             par.module.head.double()
         with pytest.raises(MeshparError, match=match):
             par.adopt(name)
-        for each in before.values():
-            each._modules.clear(), each._parameters.clear()
-            each._modules.update(children[each])
-            each._parameters.update(parameters[each])
+        for child in before.values():
+            child._modules.clear(), child._parameters.clear()
+            child._modules.update(children[child])
+            child._parameters.update(parameters[child])
         alone = Net()
         one = torch.optim.AdamW(alone.parameters(), 0.05)
         check(step(par, par.module, optimizer, 0), step(None, alone, one, 0), name, how.__name__)
@@ -448,7 +450,9 @@ def test_the_calls_that_messages_say_are_exact():
                 ):
                     optimizer.step()
             renew(optimizer, par.module)
-            assert {id(each) for each in added} <= {id(each) for each in optimizer.param_groups[-1]["params"]}
+            assert {id(parameter) for parameter in added} <= {
+                id(parameter) for parameter in optimizer.param_groups[-1]["params"]
+            }
             check(step(par, par.module, optimizer, 1), step(None, alone, one, 1), plan, how.__name__)
 
 
@@ -496,38 +500,40 @@ COMBINED = {
 @on_ranks(2)
 def test_adopted_modules_are_exact_under_every_pass_in_micro_batches_and_in_averages():
     for plan, (mesh, passes) in COMBINED.items():
-        patterns = tuple(each for one in passes for each in getattr(one, "whole", ()))
+        patterns = tuple(pattern for one in passes for pattern in getattr(one, "whole", ()))
         net, alone = Net(), Net()
         if "probe" in patterns:  # the pattern matches something from the start
             change(probe, net), change(probe, alone)
         par = Plan(mesh, passes).apply(net, LAYOUT)
-        one, ours = (torch.optim.AdamW(each.parameters(), 0.05) for each in (alone, par.module))
+        one, ours = (torch.optim.AdamW(module.parameters(), 0.05) for module in (alone, par.module))
         average = par.averaged(0.5)
-        expected = {name: each.detach().clone() for name, each in alone.named_parameters()}
+        expected = {name: parameter.detach().clone() for name, parameter in alone.named_parameters()}
         for place, how in enumerate((None, probe, block, adapters if "tp" not in plan else probe)):
             if how is not None:
                 kept = dict(alone.named_parameters())
                 change(how, alone, one)
                 ours.add_param_group({"params": par.adopt(*change(how, par.module), optimizer=ours)})
                 now = dict(alone.named_parameters())
-                same = {id(each): name for name, each in kept.items()}
+                same = {id(parameter): name for name, parameter in kept.items()}
                 expected = {
-                    name: expected[same[id(each)]] if id(each) in same else each.detach().clone()
-                    for name, each in now.items()
+                    name: expected[same[id(tensor)]] if id(tensor) in same else tensor.detach().clone()
+                    for name, tensor in now.items()
                 }
             ids = torch.randint(12, (2, 8, 4), generator=torch.Generator().manual_seed(place))
-            for each in ids:
-                (F.cross_entropy(alone(each).flatten(0, 1), each.flatten()) / 2).backward()
-            for each in par.accumulate([each.chunk(par.data_size)[par.data_rank] for each in ids]):
-                (F.cross_entropy(par.module(each).flatten(0, 1), each.flatten()) / 2).backward()
+            for row_ids in ids:
+                (F.cross_entropy(alone(row_ids).flatten(0, 1), row_ids.flatten()) / 2).backward()
+            for micro_batch in par.accumulate([row_ids.chunk(par.data_size)[par.data_rank] for row_ids in ids]):
+                (F.cross_entropy(par.module(micro_batch).flatten(0, 1), micro_batch.flatten()) / 2).backward()
             for optimizer in (one, ours):
                 optimizer.step()
                 optimizer.zero_grad()
-            for name, each in alone.named_parameters():
-                expected[name] = each.detach().clone() if place == 0 else 0.5 * expected[name] + 0.5 * each.detach()
+            for name, parameter in alone.named_parameters():
+                expected[name] = (
+                    parameter.detach().clone() if place == 0 else 0.5 * expected[name] + 0.5 * parameter.detach()
+                )
             average.update()
             averages = average.state_dict()["averages"]
             assert averages.keys() == expected.keys()
-            for name, each in alone.named_parameters():
-                assert torch.allclose(whole(par.module.get_parameter(name)), each, atol=1e-8), (plan, how, name)
+            for name, parameter in alone.named_parameters():
+                assert torch.allclose(whole(par.module.get_parameter(name)), parameter, atol=1e-8), (plan, how, name)
                 assert torch.allclose(whole(averages[name]), expected[name], atol=1e-8), (plan, how, name)

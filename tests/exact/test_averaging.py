@@ -132,17 +132,17 @@ def test_a_decay_that_depends_on_the_step():
 def test_an_average_from_the_start_weighs_the_first_values():
     par = Plan("dp_shard=2", [FullyShard()]).apply(build())
     averaged = par.averaged(0.8, from_start=True)
-    wanted = {name: whole(each).clone() for name, each in par.module.named_parameters()}
+    wanted = {name: whole(parameter).clone() for name, parameter in par.module.named_parameters()}
 
     def update():
         averaged.update()
-        for name, each in par.module.named_parameters():
-            wanted[name].lerp_(whole(each).detach(), 1 - 0.8)
+        for name, trained in par.module.named_parameters():
+            wanted[name].lerp_(whole(trained).detach(), 1 - 0.8)
 
     train(par.module, range(2), update)
     with averaged.swapped():
-        for name, each in par.module.named_parameters():
-            torch.testing.assert_close(whole(each), wanted[name])
+        for name, parameter in par.module.named_parameters():
+            torch.testing.assert_close(whole(parameter), wanted[name])
 
 
 @on_ranks(2)

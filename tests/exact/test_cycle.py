@@ -187,7 +187,7 @@ def failing():
 
 def fail_in_backward(*modules):
     for module in modules:
-        (net,) = (each for each in module.modules() if hasattr(each, "fails"))
+        (net,) = (child for child in module.modules() if hasattr(child, "fails"))
         net.fails = True
         with pytest.raises(MemoryError):
             module(x_of()).square().mean().backward()
@@ -198,9 +198,9 @@ def after_a_failed_backward(mesh="dp_shard=2", passes=None):
     """Return a module in one process and on a mesh after a backward and one that failed, and an optimizer of each."""
     plain, par = failing(), applied(failing(), mesh, passes or [FullyShard()])
     modules = plain, par.module
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in modules]
-    for each in modules:
-        each(x_of()).square().mean().backward()
+    optimizers = [torch.optim.SGD(child.parameters(), lr=0.5) for child in modules]
+    for child in modules:
+        child(x_of()).square().mean().backward()
     fail_in_backward(*modules)
     return plain, par, *optimizers
 
@@ -255,7 +255,7 @@ def test_a_forward_from_before_an_error_has_no_backward_after_it():
 def test_a_step_of_another_thread_leaves_a_backward_of_another_model_alone():
     plain, other = Net(), applied(Net(), "dp_shard=1", [FullyShard()]).module
     module = applied(plain, "dp_shard=1", [FullyShard()]).module
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, module, other)]
+    optimizers = [torch.optim.SGD(network.parameters(), lr=0.5) for network in (plain, module, other)]
     errors = []
 
     def step(optimizer):
@@ -270,8 +270,8 @@ def test_a_step_of_another_thread_leaves_a_backward_of_another_model_alone():
         thread.join()
 
     other(x_of()).square().mean().backward()
-    for each in (plain, module):
-        output = each(x_of())
+    for network in (plain, module):
+        output = network(x_of())
         output.register_hook(step_elsewhere)
         output.square().mean().backward()
     for optimizer in optimizers[:2]:
@@ -289,24 +289,24 @@ def test_after_a_backward_that_failed_everything_works_on_the_shards():
 
     _, par, *_ = after_a_failed_backward()
     assert par.clip_grad_norm_(float("inf")) > 0
-    assert all(isinstance(each, DTensor) for each in par.module.parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in par.module.parameters())
 
     plain, par, *_ = after_a_failed_backward()
-    changed = {name: 0.5 * each for name, each in plain.state_dict().items()}
+    changed = {name: 0.5 * tensor for name, tensor in plain.state_dict().items()}
     par.load_state_dict(changed)
     state = par.state_dict(full=True, everywhere=True)
-    assert all(torch.equal(state[name], each) for name, each in changed.items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in changed.items())
 
     _, par, _, optimizer = after_a_failed_backward()
     with torch.no_grad():
-        for each in optimizer.param_groups[0]["params"]:
-            each.zero_()
-    assert not any(each.any() for each in par.state_dict(full=True, everywhere=True).values())
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.zero_()
+    assert not any(tensor.any() for tensor in par.state_dict(full=True, everywhere=True).values())
 
     _, par, *_ = after_a_failed_backward()
     par.materialize(weights=Given(changed))
     par.reshard()
-    assert all(torch.equal(whole(each), changed[name]) for name, each in par.module.named_parameters())
+    assert all(torch.equal(whole(parameter), changed[name]) for name, parameter in par.module.named_parameters())
 
     _, par, _, optimizer = after_a_failed_backward("dp_replicate=2", [Replicate()])
     if par.data_rank:
@@ -324,8 +324,8 @@ def test_weights_that_were_gathered_ahead_of_a_change_are_not_used_after_it():
         torch.testing.assert_close(
             par.module.blocks[0](x_of()), net.blocks[0](x_of())
         )  # asks for the second block, too
-        for each in (net, par.module):
-            each.load_state_dict({name: 0.5 * value for name, value in Net().state_dict().items()})
+        for network in (net, par.module):
+            network.load_state_dict({name: 0.5 * value for name, value in Net().state_dict().items()})
         torch.testing.assert_close(par.module(x_of()), net(x_of()))
 
 
@@ -336,11 +336,11 @@ def test_no_call_sees_the_weights_of_an_earlier_one():
     with torch.no_grad():
         for part in (lambda module: module.blocks[0], lambda module: module):
             par.module(x_of())
-            for each in (
+            for parameter in (
                 *net.parameters(),
                 *par.module.parameters(),
             ):  # as an optimizer does; load_state_dict frees what is gathered
-                each.mul_(0.5)
+                parameter.mul_(0.5)
             torch.testing.assert_close(part(par.module)(x_of()), part(net)(x_of()))
 
 
@@ -353,10 +353,10 @@ def test_gradients_are_reduced_with_the_last_micro_batch_alone_also_after_a_step
         break
     par.module.zero_grad()
     par.module(x).sum().backward()
-    assert all(each.grad is not None for each in par.module.parameters())
+    assert all(parameter.grad is not None for parameter in par.module.parameters())
     par.module.zero_grad()
     for number, micro in enumerate(par.accumulate([x, x])):
-        assert all(each.grad is None for each in par.module.parameters()), number
+        assert all(parameter.grad is None for parameter in par.module.parameters()), number
         par.module(micro).square().mean().backward()
         net(x_of()).square().mean().backward()
     for name, parameter in par.module.named_parameters():
@@ -495,7 +495,7 @@ def test_gradients_of_what_data_ranks_share_are_not_taken_by_autograd():
         loss.backward(inputs=list(par.module.parameters()))
     (found,) = torch.autograd.grad(loss, [x])
     assert found.abs().sum() > 0
-    assert all(each.grad is None for each in par.module.parameters())
+    assert all(parameter.grad is None for parameter in par.module.parameters())
 
 
 @pytest.mark.parametrize("compiled", [[], [Compile(backend="eager")]], ids=["eager", "compiled"])
@@ -515,10 +515,10 @@ def test_two_backwards_through_one_recomputed_forward_add_up():
     par = applied(Net(), "tp=2", [TensorParallel(), ActivationCheckpoint()])
     loss = par.module(x_of()).square().sum()
     loss.backward(retain_graph=True)
-    once = [whole(each.grad).clone() for each in par.module.parameters()]
+    once = [whole(parameter.grad).clone() for parameter in par.module.parameters()]
     loss.backward()
-    for first, each in zip(once, par.module.parameters(), strict=True):
-        torch.testing.assert_close(whole(each.grad), 2 * first)
+    for first, parameter in zip(once, par.module.parameters(), strict=True):
+        torch.testing.assert_close(whole(parameter.grad), 2 * first)
     par = applied(Net(), "tp=2", [TensorParallel(), ActivationCheckpoint(mode="selective")])
     loss = par.module(x_of()).square().sum()
     loss.backward(retain_graph=True)
@@ -682,8 +682,8 @@ def test_gradients_of_gradients_of_weights_equal_one_process():
     for module in (net, par.module):
         loss = module(ids).square().mean()
         grads = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
-        norms = [each.square().sum() for each in grads]
-        sum(each.full_tensor() if isinstance(each, DTensor) else each for each in norms).backward()
+        norms = [grad.square().sum() for grad in grads]
+        sum(one_norm.full_tensor() if isinstance(one_norm, DTensor) else one_norm for one_norm in norms).backward()
     for (name, expected), got in zip(net.named_parameters(), par.module.parameters(), strict=True):
         torch.testing.assert_close(whole(got.grad), expected.grad, msg=name)
 
@@ -766,15 +766,15 @@ class Recurrent(nn.Module):
 
 def packed(module):
     """Do what a recurrent layer does on CUDA: give its weights other memory, where they stand side by side."""
-    weights = [each for each in module._flat_weights if isinstance(each, torch.Tensor) and not each.is_meta]
+    weights = [weight for weight in module._flat_weights if isinstance(weight, torch.Tensor) and not weight.is_meta]
     with torch.no_grad():
         memory = (
-            torch.cat([each.reshape(-1) for each in weights]).split([each.numel() for each in weights])
+            torch.cat([weight.reshape(-1) for weight in weights]).split([weight.numel() for weight in weights])
             if weights
             else ()
         )
-        for each, part in zip(weights, memory):
-            each.data = part.view_as(each)
+        for weight, part in zip(weights, memory):
+            weight.data = part.view_as(weight)
 
 
 @on_ranks(2)
@@ -794,13 +794,13 @@ def recurrent_layers_equal_one_process():
     ):
         one = Recurrent(kind)
         par = applied(one, mesh, data, ModelLayout(tensor={"inlet": "colwise_gather"}))
-        steps = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (one, par.module)]
+        steps = [torch.optim.SGD(network.parameters(), lr=0.1) for network in (one, par.module)]
         for _ in range(3):
             one(x_of()).square().mean().backward()
             par.module(x_of()[par.data_rank :: par.data_size]).square().mean().backward()
-            for each in steps:
-                each.step()
-                each.zero_grad()
+            for optimizer in steps:
+                optimizer.step()
+                optimizer.zero_grad()
         for name, parameter in par.module.named_parameters():
             torch.testing.assert_close(
                 whole(parameter.detach()), one.get_parameter(name).detach(), msg=f"{kind} {mesh} {name}"
@@ -825,7 +825,7 @@ class Probed(nn.Module):
         self.before = []
 
     def forward(self, x):
-        x = x + sum(0.1 * each.aux for each in self.before)
+        x = x + sum(0.1 * earlier.aux for earlier in self.before)
         x = x + self.down(torch.relu(self.up(x)))
         self.aux = self.probe(x.detach() if self.detached else x).square().mean(-1, keepdim=True)
         return x
@@ -912,10 +912,10 @@ def test_a_loss_that_leaves_a_block_by_an_attribute_equals_one_process():
                 run(one, x)
                 run(par.module, x[part])
                 got = {
-                    name: None if each.grad is None else whole(each.grad)
-                    for name, each in par.module.named_parameters()
+                    name: None if parameter.grad is None else whole(parameter.grad)
+                    for name, parameter in par.module.named_parameters()
                 }
-                want = {name: each.grad for name, each in one.named_parameters()}
+                want = {name: parameter.grad for name, parameter in one.named_parameters()}
                 torch.testing.assert_close(got, want, msg=lambda said: f"{run.__name__}, {options}, {name}: {said}")  # noqa: B023
 
 
@@ -986,7 +986,7 @@ def check_kept(passes, mesh):
                 if factor == 2.0:
                     assert torch.equal(evaluated(par, tokens)[1], evaluated(par, tokens)[1])
         loss.backward()
-        grads.append([whole(each.grad) for each in par.module.parameters()])
+        grads.append([whole(parameter.grad) for parameter in par.module.parameters()])
         par.module.zero_grad()
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
 

@@ -36,9 +36,9 @@ def test_slow_habits_are_exact_or_refused_as_the_page_says(title):
 
 
 def holds(title, names):
-    told = columns_of(PAGE.read_text(encoding="utf-8"))[title]
+    documented = columns_of(PAGE.read_text(encoding="utf-8"))[title]
     names = [name for name in names if not (BEFORE_2_13 and name == "lbfgs")]  # refused under more plans there
-    found = differences(title, run_plan(title, names), told)
+    found = differences(title, run_plan(title, names), documented)
     assert not found, "\n".join([f"{len(found)} cells; `python docs/write_loops.py` rewrites the page:", *found])
 
 

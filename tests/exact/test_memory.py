@@ -173,7 +173,7 @@ def verbs(build, mesh, passes, folder, memory, later):
     par.materialize(seed=0)
     check("materialize")
     mine = [[par.split(micro[place]) for place in range(par.data_rank, 4, par.data_size)] for micro in STEP]
-    given += [each for micro in mine for batch in micro for each in batch.values()]
+    given += [tensor for micro in mine for batch in micro for tensor in batch.values()]
     with torch.no_grad():
         token_loss_sum(par.module, mine[0][0])
     check("an evaluation")
@@ -318,11 +318,11 @@ def miscounted(folder):
     with profile(profile_memory=True) as seen:
         every_verb(MODELS["gpt2"], "dp_shard=1,tp=1", [TensorParallel(), FullyShard()], folder, counted, later=False)
     given, off, odd = 0, [0], set()
-    for each in sorted(seen.kineto_results.events(), key=lambda each: each.start_ns()):
-        if each.name() == "[memory]":
-            given += each.nbytes()
-        elif each.name().startswith("found "):
-            off.append(given - int(each.name().split()[1]))
+    for event in sorted(seen.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            given += event.nbytes()
+        elif event.name().startswith("found "):
+            off.append(given - int(event.name().split()[1]))
             odd |= {len(off)} if abs(off[-1] - off[-2]) > 256 else set()
     assert len(off) > counted.places > 20
     return odd
@@ -357,7 +357,7 @@ def test_a_tensor_that_is_kept_is_found():
     module = Blocks()
     par = Plan("dp_shard=2", [FullyShard()]).apply(module, LAYOUT)
     memory.check(par, "apply")
-    kept = [each.detach().to_local().clone() for each in module.parameters()][:1]
+    kept = [parameter.detach().to_local().clone() for parameter in module.parameters()][:1]
     with pytest.raises(
         AssertionError,
         match=r"after a step:\n  . tensors that the description does not know, .*: \(1024, 512\) 2,097,152",

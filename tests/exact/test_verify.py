@@ -175,14 +175,14 @@ def test_a_right_split_is_verified_and_leaves_nothing_behind():
         torch.manual_seed(0)
         par = Plan(mesh, passes).apply(transformer(qk_norm=True))
         before = {name: value.clone() for name, value in par.module.state_dict().items()}
-        told = par.verify({"input_ids": torch.arange(16)[None] % VOCAB})
-        assert set(told.modules) >= {"layers.0", "embed", "head"}, told
-        assert max(told.modules.values()) < 1e-4 and not told.skipped, told
+        verification = par.verify({"input_ids": torch.arange(16)[None] % VOCAB})
+        assert set(verification.modules) >= {"layers.0", "embed", "head"}, verification
+        assert max(verification.modules.values()) < 1e-4 and not verification.skipped, verification
         assert all(
             torch.equal(value.to_local(), before[name].to_local()) for name, value in par.module.state_dict().items()
         )
         par.module(input_ids=torch.arange(16)[None] % VOCAB).logits.sum().backward()
-        assert all(each.grad is not None for each in par.module.parameters())
+        assert all(parameter.grad is not None for parameter in par.module.parameters())
 
 
 class Gained(Block):
@@ -259,8 +259,10 @@ def test_the_first_forward_logs_no_advice_of_torch():
 def test_a_split_is_proved_without_processes(passes):
     torch.manual_seed(0)
     module = transformer(qk_norm=True)
-    told = Plan("tp=4", passes).prove(module, {"input_ids": torch.arange(16)[None] % VOCAB})
-    assert set(told.modules) >= {"layers.0", "embed", "head"} and max(told.modules.values()) < 1e-4, told
+    verification = Plan("tp=4", passes).prove(module, {"input_ids": torch.arange(16)[None] % VOCAB})
+    assert set(verification.modules) >= {"layers.0", "embed", "head"} and max(verification.modules.values()) < 1e-4, (
+        verification
+    )
     assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
 
 
@@ -385,8 +387,8 @@ def first_step(module=None):
     )
     loss.backward()
     grads = {
-        name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
-        for name, each in module.named_parameters()
+        name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        for name, parameter in module.named_parameters()
     }
     left = [block.left() for block in module.blocks]
     return loss.detach(), grads, [left, len(heard), module.tally.calls, torch.rand(()).item(), random.random()]
@@ -404,7 +406,7 @@ def test_the_test_in_the_first_forward_leaves_no_trace():
         torch.testing.assert_close((got, have), (loss, grads))
         del got, have
         gc.collect()
-        held.append(sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()))
+        held.append(sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects()))
         del par
     assert held[0] == held[1]
 
@@ -440,16 +442,16 @@ def test_a_loss_that_takes_in_what_a_rank_has_a_part_of_is_refused_and_exact_whe
     par = Plan("tp=2", [TensorParallel(styles=whole)]).apply(Penalised(), LAYOUT)
     step(one, 0.1)
     step(par.module, 0.1)
-    for name, each in par.module.blocks.named_parameters():
-        torch.testing.assert_close(each.grad.full_tensor(), one.blocks.get_parameter(name).grad)
+    for name, parameter in par.module.blocks.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), one.blocks.get_parameter(name).grad)
 
 
 @on_ranks(2)
 def test_a_block_that_holds_what_cannot_be_put_back_is_not_tried_and_is_named():
     model = Model()
-    model.blocks[0].numbers = (each for each in range(3))
-    told = Plan("tp=2", [TensorParallel()]).apply(model, LAYOUT).verify(IDS)
-    assert told.skipped == {"blocks.0": "it reaches an iterator (generator), which cannot be put back"}
+    model.blocks[0].numbers = (number for number in range(3))
+    verification = Plan("tp=2", [TensorParallel()]).apply(model, LAYOUT).verify(IDS)
+    assert verification.skipped == {"blocks.0": "it reaches an iterator (generator), which cannot be put back"}
     assert next(model.blocks[0].numbers) == 0
 
 
@@ -457,15 +459,17 @@ def test_a_block_that_holds_what_cannot_be_put_back_is_not_tried_and_is_named():
 def test_a_large_batch_is_tried_on_its_first_samples_and_a_long_one_on_a_shorter_batch():
     par = Plan("tp=2", [TensorParallel()]).apply(Model(), LAYOUT)
     with mock.patch("meshpar.exact.verify.INPUTS", 200):
-        told = par.verify(IDS.expand(6, -1))
+        verification = par.verify(IDS.expand(6, -1))
         kept = split_test(par.module, par.resolved.blocks, par.device)._short(
             (torch.zeros(6, 12, 8), torch.zeros(12, 8)), {}, whole=True
         )
-    assert not told.skipped and set(told.modules) == {"blocks.0", "embed", "head"}
-    assert [each.shape for each in kept.args] == [(1, 12, 8), (12, 8)]
+    assert not verification.skipped and set(verification.modules) == {"blocks.0", "embed", "head"}
+    assert [argument.shape for argument in kept.args] == [(1, 12, 8), (12, 8)]
     with mock.patch("meshpar.exact.verify.INPUTS", 40):
-        told = par.verify(IDS.expand(6, -1))
-        assert told.skipped["blocks.0"].startswith("its input has 96 elements in one sample, expected at most 80")
+        verification = par.verify(IDS.expand(6, -1))
+        assert verification.skipped["blocks.0"].startswith(
+            "its input has 96 elements in one sample, expected at most 80"
+        )
         assert "blocks.0" in par.verify(IDS[:, :5]).modules
 
 

@@ -82,7 +82,7 @@ def bytes_of_a_rank(model, tp, shards):
 def probes_of(name):
     big = job(TransformerConfig.preset(name), "dp_shard=48,tp=8", [SP, ActivationCheckpoint(), FullyShard(**BF16)])
     return {
-        (name, place): each for place, each in enumerate(probes(big, Depths(big.model, big.model.meshpar_layout())))
+        (name, place): probe for place, probe in enumerate(probes(big, Depths(big.model, big.model.meshpar_layout())))
     }
 
 
@@ -106,17 +106,17 @@ def traces():
         "kept": job(SMALL, "dp_shard=4", [FullyShard(reshard_after_forward=False)], accumulate=2),
     }
     jobs = {}
-    for name, each in deep.items():
+    for name, made in deep.items():
         jobs |= {
-            (name, depth): replace(each, model=Depths(each.model, each.model.meshpar_layout()).shallow(depth))
+            (name, depth): replace(made, model=Depths(made.model, made.model.meshpar_layout()).shallow(depth))
             for depth in (2, 3)
         }
-        jobs[name, 5] = each
+        jobs[name, 5] = made
     wide = [
         (size, job(replace(SMALL, layers=2), "dp_shard=2", [FullyShard(**BF16)], micro_batch=size))
         for size in (1, 2, 5)
     ]
-    jobs |= {("wide", size): replace(each, device="cpu") for size, each in wide}  # whose allocator does not round
+    jobs |= {("wide", size): replace(made, device="cpu") for size, made in wide}  # whose allocator does not round
     jobs["alone"] = job(
         replace(SMALL, layers=2),
         "tp=2",
@@ -134,7 +134,7 @@ def traces():
     jobs |= probes_of("llama-405b")
     counts = []
     found = simulate(list(jobs.values()), workers=2, progress=lambda *counted: counts.append(counted))
-    done = [each for each, _ in counts]
+    done = [done_so_far for done_so_far, _ in counts]
     assert {total for _, total in counts} == {len(jobs)} and done == sorted(done) and len(set(done)) > 2
     return dict(zip(jobs, found))
 
@@ -144,7 +144,7 @@ def test_a_batch_of_tensors_forecasts_like_its_shape():
     plan, model = Plan("dp_shard=2", [FullyShard()]), transformer(replace(SMALL, layers=2))
     given = meshpar.forecast(plan, model, {"input_ids": ids, "labels": ids}, hardware="h100")
     assert given.batch == Batch(sequence=64, micro_batch=2)
-    assert given.trace.parameters == sum(each.numel() for each in model.parameters())
+    assert given.trace.parameters == sum(parameter.numel() for parameter in model.parameters())
     with pytest.raises(MeshparError, match=r"needs input_ids of \(batch, length\), got none"):
         meshpar.forecast(plan, model, {"pixels": ids}, hardware="h100")
 
@@ -215,20 +215,24 @@ def test_a_step_of_experts_counts_the_chosen_ones():
 
 @pytest.mark.parametrize("name", ["recomputed", "kept"])
 def test_probes_tell_the_full_depth_to_the_byte(name):
-    told, replayed = deepened(traces()[name, 2], traces()[name, 3], 5), traces()[name, 5]
-    assert told.collectives() == replayed.collectives()
-    assert (told.exact, told.held, told.parameters) == (replayed.exact, replayed.held, replayed.parameters)
-    assert told.flops() == replayed.flops()
-    one, other = told.memory(), replayed.memory()
+    extrapolated, replayed = deepened(traces()[name, 2], traces()[name, 3], 5), traces()[name, 5]
+    assert extrapolated.collectives() == replayed.collectives()
+    assert (extrapolated.exact, extrapolated.held, extrapolated.parameters) == (
+        replayed.exact,
+        replayed.held,
+        replayed.parameters,
+    )
+    assert extrapolated.flops() == replayed.flops()
+    one, other = extrapolated.memory(), replayed.memory()
     assert (one.peak, one.held, one.end, len(one.curve)) == (other.peak, other.held, other.end, len(other.curve))
     hardware = Hardware.load("h100")
-    assert cost(told, hardware).seconds == pytest.approx(cost(replayed, hardware).seconds, rel=1e-3)
+    assert cost(extrapolated, hardware).seconds == pytest.approx(cost(replayed, hardware).seconds, rel=1e-3)
 
 
 def test_one_sample_and_two_tell_five():
-    told, replayed = widened(traces()["wide", 1], traces()["wide", 2], 5), traces()["wide", 5]
-    assert told.collectives() == replayed.collectives() and told.flops() == replayed.flops()
-    assert told.memory().peak == replayed.memory().peak
+    extrapolated, replayed = widened(traces()["wide", 1], traces()["wide", 2], 5), traces()["wide", 5]
+    assert extrapolated.collectives() == replayed.collectives() and extrapolated.flops() == replayed.flops()
+    assert extrapolated.memory().peak == replayed.memory().peak
 
 
 def test_a_trace_survives_json():
@@ -275,9 +279,9 @@ def test_a_search_tries_ep_for_mixtures(monkeypatch):
     """
     heard = []
 
-    def traced(jobs, workers, told):
-        told(len(jobs), len(jobs))
-        meshes = [(dict(each.plan.mesh.axes), each.batch.micro_batch) for each in jobs]
+    def traced(jobs, workers, progress):
+        progress(len(jobs), len(jobs))
+        meshes = [(dict(simulation.plan.mesh.axes), simulation.batch.micro_batch) for simulation in jobs]
         work = [
             Event(kind="compute", name="mm", flops=10**11 if "ep" in axes else 10**12, shape=(1, 64, 64, 64))
             for axes, _ in meshes
@@ -294,7 +298,7 @@ def test_a_search_tries_ep_for_mixtures(monkeypatch):
     for experts, mesh in ((6, {"dp_shard": 3, "ep": 2}), (0, {"dp_shard": 6})):
         model = transformer(replace(SMALL, experts=experts, qk_norm=True))
         node = replace(Hardware.load("h100"), node=6)
-        asked = {"recompute": ("none",), "micro_batches": (1, 2), "told": lambda *told: heard.append(told)}
+        asked = {"recompute": ("none",), "micro_batches": (1, 2), "progress": lambda *counts: heard.append(counts)}
         found = search_module.search(model, model.meshpar_layout(), Batch(sequence=64), node, 6, **asked)
         assert found.fitting[0].settings.mesh().axes == found.best[0].mesh.axes == mesh
         assert found.fitting[0].tokens_per_second == pytest.approx(found.best[0].cost.tokens_per_second)
@@ -312,7 +316,7 @@ def test_groups_lie_where_rank_order_puts_them():
 def found(name):
     """The lints of a trace by name, on a card small enough for these models to matter."""
     small = replace(Hardware.load("h100"), memory=2e7)
-    return {each.name: each for each in lints(traces()[name], cost(traces()[name], small), small)}
+    return {lint.name: lint for lint in lints(traces()[name], cost(traces()[name], small), small)}
 
 
 def test_float32_is_the_first_lever():
@@ -320,7 +324,7 @@ def test_float32_is_the_first_lever():
     assert name == "float32" and lint.text.startswith(
         "100% of the operations are in float32, which h100 computes at 1/"
     )
-    assert lint.seconds == max(each.seconds for each in found("gpt2").values()) > 0
+    assert lint.seconds == max(other.seconds for other in found("gpt2").values()) > 0
     assert "float32" not in found(("recomputed", 3))
 
 
@@ -362,8 +366,8 @@ def test_communication_that_computing_waits_for_is_told_by_axis():
 
 
 def test_reports_hold_the_same_figures():
-    each = job(SMALL, "dp_replicate=2,dp_shard=2,tp=2", [SP, ActivationCheckpoint(), HybridShard(**BF16)])
-    whole = evaluated(traces()["recomputed", 5], Hardware.load("h200"), each, "all")
+    simulated = job(SMALL, "dp_replicate=2,dp_shard=2,tp=2", [SP, ActivationCheckpoint(), HybridShard(**BF16)])
+    whole = evaluated(traces()["recomputed", 5], Hardware.load("h200"), simulated, "all")
     data = json.loads(json.dumps(as_data(whole)))
     assert data["peak"]["bytes"] == sum(data["peak"]["held"].values()) == whole.memory.peak
     assert sum(row["count"] for row in data["collectives"]) == len(whole.trace.collectives())
@@ -373,8 +377,8 @@ def test_reports_hold_the_same_figures():
 
 
 def test_feedback_warns_where_forecast_and_job_part():
-    each = job(SMALL, "dp_replicate=2,dp_shard=2,tp=2", [SP, ActivationCheckpoint(), HybridShard(**BF16)])
-    plan = evaluated(traces()["recomputed", 5], Hardware.load("h100"), each, "all")
+    simulated = job(SMALL, "dp_replicate=2,dp_shard=2,tp=2", [SP, ActivationCheckpoint(), HybridShard(**BF16)])
+    plan = evaluated(traces()["recomputed", 5], Hardware.load("h100"), simulated, "all")
     near = feedback(plan, peak=plan.memory.peak, seconds=plan.cost.seconds * 1.1)
     far = feedback(plan, peak=2 * plan.memory.peak, seconds=plan.cost.seconds * 3)
     assert not near.warnings and "+10.0%" in near.lines[0]
@@ -409,16 +413,16 @@ def test_a_ranking_groups_what_the_forecast_cannot_tell_apart():
         candidate(8, 80.0, "may fit"),
     ]
     groups = alike(found)
-    assert [[each.settings.micro_batch for each in group] for group in groups] == [[2, 4], [1, 8]]
-    told = ranking_text(
+    assert [[candidate_.settings.micro_batch for candidate_ in group] for group in groups] == [[2, 4], [1, 8]]
+    output = ranking_text(
         Ranking(best=(), groups=groups, out=(candidate(16, 0.0, "does not fit", "needs 90 to 114 GiB of 75"),))
     )
-    assert told.startswith(
+    assert output.startswith(
         "2 settings fit, 2 may fit, 1 do not (an allocator reserves 1.07 to 1.35 times the peak of tensors)"
     )
-    assert "the fastest, 2 settings within 15%, the error of the forecast: it cannot tell which is faster" in told
-    assert "16% to 20% slower, 2 settings that it cannot tell apart:" in told
-    assert "100 tokens/s    50.0 GiB, reserved   54 to 68 GiB  may fit  dp_shard=8; micro-batch 4" in told
+    assert "the fastest, 2 settings within 15%, the error of the forecast: it cannot tell which is faster" in output
+    assert "16% to 20% slower, 2 settings that it cannot tell apart:" in output
+    assert "100 tokens/s    50.0 GiB, reserved   54 to 68 GiB  may fit  dp_shard=8; micro-batch 4" in output
 
 
 def test_every_profile_reads_and_a_wrong_one_says_what_is_wrong(tmp_path):
@@ -465,7 +469,7 @@ if __name__ == "__main__":
 """)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    until(lambda: not running(done.stdout.strip()), told=lambda: "the simulation goes on without who asked")
+    until(lambda: not running(done.stdout.strip()), report=lambda: "the simulation goes on without who asked")
 
 
 def running(pid):
@@ -495,8 +499,8 @@ if __name__ == "__main__":
 
 def test_an_automatic_mesh_is_forecast_on_nodes_of_the_hardware():
     plan, model = Plan("auto", [HybridShard()]), transformer(SMALL)
-    told = forecast(plan, model, Batch(sequence=64), hardware="h100", world_size=16)
-    assert dict(told.mesh.axes) == {"dp_replicate": 2, "dp_shard": 8}
+    made_forecast = forecast(plan, model, Batch(sequence=64), hardware="h100", world_size=16)
+    assert dict(made_forecast.mesh.axes) == {"dp_replicate": 2, "dp_shard": 8}
     for mesh in ("auto", "dp_replicate=2,dp_shard=-1"):
         with pytest.raises(MeshparError, match="does not say how many ranks there are; give world_size="):
             forecast(Plan(mesh, plan.passes), model, Batch(sequence=64), hardware="h100")

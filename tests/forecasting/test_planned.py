@@ -70,7 +70,7 @@ def folder_with_a_model():
 
 def recipe_of(case, folder):
     name, overrides = CASES[case]
-    return load_recipe(name, [each.replace("{config}", str(folder)) for each in overrides])
+    return load_recipe(name, [override.replace("{config}", str(folder)) for override in overrides])
 
 
 def real_step(case, folder, expected):
@@ -89,7 +89,7 @@ def real_step(case, folder, expected):
     optimizer = build_adamw(par.module, AdamWSettings(fused=True))
     batch = batch_of(recipe)
     batches = [
-        {name: each.zero_() for name, each in batch.tensors(par.device).items()} for _ in range(batch.accumulate)
+        {name: tensor.zero_() for name, tensor in batch.tensors(par.device).items()} for _ in range(batch.accumulate)
     ]
     options = {
         "loss": ObjectiveLoss(objective),
@@ -143,7 +143,7 @@ def test_a_loss_of_whole_logits_is_planned_with_all_of_them():
         forecast_job(load_recipe("quickstart", [*large, f"training.objective_options.chunk={chunk}"]), "h100", 2)
         for chunk in (0, "null")
     ]
-    whole, chunked = (each.memory.peak for each in peaks)
+    whole, chunked = (peak.memory.peak for peak in peaks)
     assert whole - chunked > 1.5 * 16 * 256 * 50304 * 4, "logits and their gradient, but for a chunk's"
 
 
@@ -164,9 +164,9 @@ def test_parameters_in_bfloat16_are_trained_with_their_state_in_it(tmp_path):
         .state_dict_metadata
     )
     kinds = {
-        name: each.properties.dtype
-        for name, each in state.items()
-        if hasattr(each, "properties") and each.size.numel() > 1
+        name: value.properties.dtype
+        for name, value in state.items()
+        if hasattr(value, "properties") and value.size.numel() > 1
     }
     assert any("exp_avg" in name for name in kinds)
     assert {dtype for name, dtype in kinds.items() if "layers" in name} == {torch.bfloat16}
@@ -175,7 +175,9 @@ def test_parameters_in_bfloat16_are_trained_with_their_state_in_it(tmp_path):
 def test_a_recipe_with_adapters_is_described_with_them():
     name, overrides = CASES["adapters"]
     folder = str(folder_with_a_model())
-    with_adapters = describe_recipe(name, [each.replace("{config}", folder) for each in overrides], world_size=2)
+    with_adapters = describe_recipe(
+        name, [override.replace("{config}", folder) for override in overrides], world_size=2
+    )
     without = describe_recipe(name, MOE, world_size=2)
     kib = [
         float(re.search(r"([\d.]+) (KiB|MiB) of AdamW state", text)[1]) * {"KiB": 1, "MiB": 1024}[unit(text)]

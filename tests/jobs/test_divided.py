@@ -95,14 +95,14 @@ class Job:
         return self
 
     def __exit__(self, *error):
-        for each in self.replicas:
-            each.close()
+        for replica in self.replicas:
+            replica.close()
         self.lighthouse.close()
 
     def net(self):
         net = Net()
-        for name, each in net.named_parameters():
-            each.requires_grad_(not self.frozen or not name.startswith(self.frozen))
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(not self.frozen or not name.startswith(self.frozen))
         return net
 
     def new(self, name):
@@ -126,7 +126,7 @@ class Job:
 
     def errors(self, act):
         with ThreadPoolExecutor(len(self.replicas)) as pool:
-            return [each.exception() for each in [pool.submit(act, replica) for replica in self.replicas]]
+            return [future.exception() for future in [pool.submit(act, replica) for replica in self.replicas]]
 
     def reduced(self, replica):
         """Go through a step up to the sum that counts."""
@@ -170,12 +170,12 @@ class Job:
                     assert value is optimizer.state[one][key] or torch.allclose(
                         value, optimizer.state[one][key], rtol=0, atol=1e-12
                     ), key
-        assert len(seen) == sum(each.requires_grad for each in net.parameters())
+        assert len(seen) == sum(parameter.requires_grad for parameter in net.parameters())
 
     def lose(self, *numbers):
         for replica in [self.replicas[number] for number in numbers]:
             replica.close()
-        self.replicas = [each for number, each in enumerate(self.replicas) if number not in numbers]
+        self.replicas = [replica for number, replica in enumerate(self.replicas) if number not in numbers]
 
 
 def nbytes(replica):
@@ -244,10 +244,12 @@ def test_a_state_counts_if_its_members_hold_all_of_it():
 
 class Coupled(torch.optim.SGD):
     def step(self, closure=None):
-        trained = [each for group in self.param_groups for each in group["params"] if each.grad is not None]
-        norm = sum(each.grad.norm() for each in trained)
-        for each in trained:
-            each.data.sub_(each.grad / norm)
+        trained = [
+            parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
+        ]
+        norm = sum(parameter.grad.norm() for parameter in trained)
+        for parameter in trained:
+            parameter.data.sub_(parameter.grad / norm)
 
 
 def test_an_optimizer_that_couples_parameters_is_refused():
@@ -270,7 +272,7 @@ def test_an_optimizer_that_couples_parameters_is_refused():
         check_separable(torch.optim.Adagrad(net.parameters(), lr=1e-3))
     scheduled = torch.optim.SGD(net.parameters(), lr=1e-3)
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
-    before = [each.detach().clone() for each in net.parameters()]
+    before = [parameter.detach().clone() for parameter in net.parameters()]
     check_separable(scheduled)
     assert all(map(torch.equal, before, net.parameters())) and not scheduled.state
     with pytest.raises(MeshparError, match="step that Coupled makes of one parameter depends on others"):
@@ -292,7 +294,7 @@ def test_divided_replicas_match_one_process(count, copies, optimizer):
         job.train(5)
         job.check()
         if optimizer != "Adafactor":
-            whole = sum(each.nbytes for each in Net().parameters()) * (2 if optimizer == "AdamW" else 1)
+            whole = sum(parameter.nbytes for parameter in Net().parameters()) * (2 if optimizer == "AdamW" else 1)
             assert sum(map(nbytes, job.replicas)) == copies * whole
             assert (
                 max(map(nbytes, job.replicas)) <= 1.15 * whole * copies / count
@@ -311,7 +313,7 @@ def test_a_step_that_all_skip_changes_nothing():
         job.train(2)
         job.check()
         assert {replica.optimizer_sent for replica in job.replicas} <= set(
-            range(sum(each.nbytes for each in Net().parameters()) // 3)
+            range(sum(parameter.nbytes for parameter in Net().parameters()) // 3)
         )
 
 
@@ -355,15 +357,15 @@ def test_a_replica_that_is_lost_takes_no_state_along(where):
         job.check()
         job.train(2)
         job.check()
-        assert all(each.optimizer.state.keys() == set(each.par.module.parameters()) for each in job.replicas)
+        assert all(replica.optimizer.state.keys() == set(replica.par.module.parameters()) for replica in job.replicas)
         job.replicas.append(job.new("3"))
-        *found, joined = job.all(lambda each: each.join() if each is job.replicas[2] else job.stepped(each))
+        *found, joined = job.all(lambda replica: replica.join() if replica is job.replicas[2] else job.stepped(replica))
         assert joined
         job.counted.append([row for rows, _ in found for row in rows])
         job.train(2)
         job.check()
-        assert [each.slots for each in job.replicas] == [3, 3, 3]
-        assert sum(map(nbytes, job.replicas)) == 4 * sum(each.nbytes for each in Net().parameters())
+        assert [replica.slots for replica in job.replicas] == [3, 3, 3]
+        assert sum(map(nbytes, job.replicas)) == 4 * sum(parameter.nbytes for parameter in Net().parameters())
 
 
 @needs_torchft
@@ -388,8 +390,8 @@ def test_a_checkpoint_has_all_optimizer_state(tmp_path):
         manager = CheckpointManager(tmp_path)
         known = {}
         for replica in job.replicas:
-            for number, each in enumerate(replica.par.module.parameters()):
-                for key, value in replica.optimizer.state.get(each, {}).items():
+            for number, parameter in enumerate(replica.par.module.parameters()):
+                for key, value in replica.optimizer.state.get(parameter, {}).items():
                     assert torch.equal(known.setdefault((number, key), value.clone()), value)
 
         def save(replica):
@@ -408,8 +410,8 @@ def test_a_checkpoint_has_all_optimizer_state(tmp_path):
         par = Plan("dp_shard=1", []).apply(Net())
         optimizer = job.make(par.module.parameters())
         manager.restore(par, optimizer)
-        for number, each in enumerate(par.module.parameters()):
-            for key, value in optimizer.state[each].items():
+        for number, parameter in enumerate(par.module.parameters()):
+            for key, value in optimizer.state[parameter].items():
                 assert torch.equal(value, known[number, key])
         counted = job.counted
     with Job(3) as job:
@@ -419,7 +421,7 @@ def test_a_checkpoint_has_all_optimizer_state(tmp_path):
         job.counted = counted
         job.train(2)
         job.check()
-        assert sum(map(nbytes, job.replicas)) == 4 * sum(each.nbytes for each in Net().parameters())
+        assert sum(map(nbytes, job.replicas)) == 4 * sum(parameter.nbytes for parameter in Net().parameters())
 
 
 def saved(job, manager, step):
@@ -458,7 +460,7 @@ def restored(job, manager, **options):
 @on_ranks(1)
 @pytest.mark.parametrize("copies", [1, 2])
 def test_a_restore_reads_the_share_that_a_replica_holds(tmp_path, copies):
-    manager, whole = CheckpointManager(tmp_path), 2 * sum(each.nbytes for each in Net().parameters())
+    manager, whole = CheckpointManager(tmp_path), 2 * sum(parameter.nbytes for parameter in Net().parameters())
     with Job(3, copies=copies) as job:
         job.train(3)
         saved(job, manager, 3)
@@ -534,7 +536,7 @@ def test_replicas_that_fall_back_read_all_so_that_the_others_can_join_them(tmp_p
         stream.write(bytes([value ^ 1]))
     with Job(3) as job, pytest.MonkeyPatch.context() as patch:
         patch.setattr(elastic, "_MOST_S", patient(3.0))  # the two wait for the third
-        whole = 2 * sum(each.nbytes for each in Net().parameters())
+        whole = 2 * sum(parameter.nbytes for parameter in Net().parameters())
         restored(job, manager, fallback=True)
         assert sorted(replica.step for replica in job.replicas) == [2, 2, 4]
         ahead = next(number for number, replica in enumerate(job.replicas) if replica.step == 4)
@@ -574,8 +576,8 @@ def test_what_would_differ_from_one_process_is_refused():
             with pytest.raises(MeshparError, match=r"trains 1 parameters that it did not .*\(2,\)"):
                 replica.optimizer.step()
 
-        for each in job.replicas:  # not at once: a step unwinds what any backward of this process has left
-            wrong(each)
+        for replica in job.replicas:  # not at once: a step unwinds what any backward of this process has left
+            wrong(replica)
         with pytest.raises(PlanError, match="optimizer_copies=0"):
             Replicas(job.replicas[0].par, job.replicas[0].optimizer, job.replicas[0].data, optimizer_copies=0)
 
@@ -587,17 +589,17 @@ def test_replicas_that_save_together_stop_together():
     and the others go on.
     """
     with Job(2) as job:
-        told = []
+        stops = []
         for asked in ([True, False], [True, True], [True, True]):
             job.train(1)
-            told.append([replica.stops(each) for replica, each in zip(job.replicas, asked)])
-        assert told == [[False, False], [False, False], [True, True]]
+            stops.append([replica.stops(asks) for replica, asks in zip(job.replicas, asked)])
+        assert stops == [[False, False], [False, False], [True, True]]
     with Job(2) as job:
-        told = []
+        stops = []
         for _ in range(3):
             job.train(1)
-            told.append([replica.stops(each) for replica, each in zip(job.replicas, (True, False))])
-        assert told == [[False, False], [False, False], [True, False]]
+            stops.append([replica.stops(asks) for replica, asks in zip(job.replicas, (True, False))])
+        assert stops == [[False, False], [False, False], [True, False]]
         with job.replicas[0].saving() as writes:
             assert not writes
 
@@ -619,7 +621,7 @@ def uneven(optimizer="world", layers=2):
 
 
 def bytes_of(tensors):
-    return sum(local_tensor(each).nbytes for each in tensors)
+    return sum(local_tensor(tensor).nbytes for tensor in tensors)
 
 
 @on_ranks(6)
@@ -646,10 +648,10 @@ def note_bytes(folder, make, copies, port):
             (loss_sum * par.token_scale(tokens)).backward()
             replicas.reduce(tokens)
             optimizer.step()
-            gradients = bytes_of(each.grad for each in par.module.parameters())
+            gradients = bytes_of(parameter.grad for parameter in par.module.parameters())
             optimizer.zero_grad()
         parameters, sent = bytes_of(par.module.parameters()), replicas.optimizer_sent
-        got = bytes_of(each for each in par.module.parameters() if not optimizer.state.get(each))
+        got = bytes_of(parameter for parameter in par.module.parameters() if not optimizer.state.get(parameter))
         state = [value for states in optimizer.state.values() for value in states.values() if value.ndim]
         held = {
             "parameters": parameters,
@@ -670,24 +672,26 @@ def test_ranks_hold_and_exchange_the_bytes_that_were_forecast(tmp_path, make, co
     finally:
         lighthouse.close()
     ranks = [json.loads(path.read_text()) for path in tmp_path.glob("held-*")]
-    fullest = {name: max(each[name] for each in ranks) for name in ranks[0]}
+    fullest = {name: max(rank[name] for rank in ranks) for name in ranks[0]}
     plan, module = uneven()
     made = forecast(
         plan, module, Batch(sequence=8), hardware="h100", replicas=3, optimizer_copies=copies, optimizer=make
     )
-    sent = [each.size for _, each in made.trace.collectives() if each.kind == "send"]
+    sent = [collective.size for _, collective in made.trace.collectives() if collective.kind == "send"]
     assert dict(made.trace.exact) | {"exchanged": sum(sent)} == fullest | {"buffers": 0}
     assert made.world_size == 6 and dict(made.mesh.axes) == {"dp_replicate": 3, "dp_shard": 2}
     summed = [
-        each.size
-        for _, each in made.trace.collectives()
-        if (each.axis, each.ranks, each.kind) == ("dp_replicate", 3, "all_reduce")
+        collective.size
+        for _, collective in made.trace.collectives()
+        if (collective.axis, collective.ranks, collective.kind) == ("dp_replicate", 3, "all_reduce")
     ]
     assert sum(summed) == fullest["gradients"]
     if make is adamw:
-        told = plan.describe(module, replicas=3, optimizer_copies=copies)
-        assert [told.parameter_bytes, told.gradient_bytes, told.optimizer_bytes] == list(fullest.values())[:3]
-        assert f"the largest of 3 replicas' shares, {copies} of which hold" in str(told)
+        description = plan.describe(module, replicas=3, optimizer_copies=copies)
+        assert [description.parameter_bytes, description.gradient_bytes, description.optimizer_bytes] == list(
+            fullest.values()
+        )[:3]
+        assert f"the largest of 3 replicas' shares, {copies} of which hold" in str(description)
 
 
 def test_a_search_lets_replicas_divide_state_that_does_not_fit():
@@ -702,20 +706,21 @@ def test_a_search_lets_replicas_divide_state_that_does_not_fit():
     asked = {"recompute": ("none",), "micro_batches": (1,), "optimizer_copies": 2}
     found = search(model, model.meshpar_layout(), Batch(sequence=8), node, 6, top=1, **asked)
     assert all(
-        each.settings.world and each.settings.replicas > 1 and each.settings.job().size <= 2 for each in found.fitting
+        candidate.settings.world and candidate.settings.replicas > 1 and candidate.settings.job().size <= 2
+        for candidate in found.fitting
     )
     (best,), settings = found.best, found.fitting[0].settings
     assert best.world_size == 6 and best.mesh.axes == settings.mesh().axes
-    told = Plan(settings.job(), settings.passes()).describe(uneven(layers=5)[1], replicas=settings.replicas)
-    assert best.trace.exact["optimizer"] == told.optimizer_bytes < 2 * told.parameter_bytes
+    description = Plan(settings.job(), settings.passes()).describe(uneven(layers=5)[1], replicas=settings.replicas)
+    assert best.trace.exact["optimizer"] == description.optimizer_bytes < 2 * description.parameter_bytes
     with pytest.raises(MeshparError, match="2 ranks are one replica, in nodes of 2"):
         search(model, model.meshpar_layout(), Batch(sequence=8), node, 2, **asked)
 
 
 def test_undivided_replicas_hold_all_optimizer_state():
     plan, module = uneven("replica")
-    told, one = (plan.describe(uneven()[1], replicas=count) for count in (3, 1))
-    assert told.optimizer_bytes == one.optimizer_bytes and "replicas" not in str(told)
+    description, one = (plan.describe(uneven()[1], replicas=count) for count in (3, 1))
+    assert description.optimizer_bytes == one.optimizer_bytes and "replicas" not in str(description)
     with pytest.raises(PlanError, match="dp_replicate=2 inside of one replica"):
         Plan("dp_replicate=2,dp_shard=2", [HybridShard()]).describe(module, replicas=2)
 
@@ -733,8 +738,8 @@ training: {steps: 10}
 def test_the_commands_know_elastic_replicas_of_a_recipe(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(RECIPE)
-    told = describe_recipe(str(path), ["optimizer_copies=1"], elastic="replicas")
-    assert "the largest of 3 replicas' shares, 1 of which hold" in told and "dp_replicate=1,dp_shard=2" in told
+    output = describe_recipe(str(path), ["optimizer_copies=1"], elastic="replicas")
+    assert "the largest of 3 replicas' shares, 1 of which hold" in output and "dp_replicate=1,dp_shard=2" in output
     assert "dp_replicate+dp_shard" in describe_recipe(str(path)), "one job splits parameters over both axes"
     assert "fits 3 replicas of 2 ranks" in check_recipe(str(path), elastic="replicas")
     coupled = ["optimizer={class: tests.jobs.test_divided.Coupled, lr: 1e-3}"]

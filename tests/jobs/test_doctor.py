@@ -74,23 +74,23 @@ def test_a_healthy_cluster_has_no_findings() -> None:
     ("ranks", "limit", "enough"), [(16, 1024, True), (32, 1024, False), (1024, 4096, False), (8192, 65536, True)]
 )
 def test_the_limit_of_open_files_grows_with_the_ranks(ranks: int, limit: int, enough: bool) -> None:
-    facts = [each | {"open_files": limit} for each in healthy(ranks, ranks // 8)]
-    found = [each.do for each in all_findings(facts)]
+    facts = [fact | {"open_files": limit} for fact in healthy(ranks, ranks // 8)]
+    found = [finding.do for finding in all_findings(facts)]
     assert found == ([] if enough else ["raise it: ulimit -n 65536"])
 
 
 def on_second_host(key: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
     def change(facts: list[dict[str, Any]]) -> None:
-        for each in facts[2:]:
-            each[key] = value
+        for fact in facts[2:]:
+            fact[key] = value
 
     return change
 
 
 def setting(name: str, value: str, ranks: slice = slice(None)) -> Callable[[list[dict[str, Any]]], None]:
     def change(facts: list[dict[str, Any]]) -> None:
-        for each in facts[ranks]:
-            each["settings"][name] = value
+        for fact in facts[ranks]:
+            fact["settings"][name] = value
 
     return change
 
@@ -200,7 +200,7 @@ def test_an_axis_inside_a_host_that_is_slower_than_the_network_is_found(
         for axis, bus in (("dp_replicate", across), ("dp_shard", inside))
     )
     findings = list(_speed_findings(Report(facts=tuple(healthy()), findings=(), speeds=speeds), spec))
-    assert [each.what for each in findings] == [
+    assert [finding.what for finding in findings] == [
         "axis dp_shard, inside hosts, reaches 1 GB/s; one between hosts reaches 2.1 GB/s"
     ] * found
 
@@ -221,7 +221,7 @@ def test_a_slow_link_is_found_in_either_direction(
     pairs += [PairSpeed(axis="dp_replicate", first=n + 2, second=n, rate=rate) for n, rate in enumerate(back)]
     pairs += [PairSpeed(axis="dp_shard", first=0, second=1, rate=5e10)]  # inside a host
     findings = list(_link_findings(Report(facts=tuple(healthy()), findings=(), pairs=tuple(pairs))))
-    assert [each.where for each in findings] == ([] if where is None else [where])
+    assert [finding.where for finding in findings] == ([] if where is None else [where])
 
 
 @pytest.mark.parametrize(("slow", "taken"), [(0, 1), (2, 3), (9, 3)])
@@ -327,7 +327,7 @@ def test_what_the_management_library_says_of_a_device_is_found(
     facts = healthy()
     facts[3]["device"]["health"] = devices_module.health("GPU-3")
     found = list(devices_module.health_findings(facts))
-    assert [each.where for each in found] == ([] if what is None else ["rank 3 (n2)"])
+    assert [finding.where for finding in found] == ([] if what is None else ["rank 3 (n2)"])
     assert what is None or what in found[0].what
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(answers={"nvmlInit": None}))
     assert devices_module.health("GPU-3") is None, "another machine's device"
@@ -337,8 +337,8 @@ def test_what_the_management_library_says_of_a_device_is_found(
 
 def test_a_link_that_is_down_is_found_beside_devices_whose_links_are_up() -> None:
     facts = healthy()
-    for each in facts:
-        each["device"]["health"] = {
+    for fact in facts:
+        fact["device"]["health"] = {
             "uncorrected": 0,
             "rows_pending": 0,
             "rows_failed": 0,
@@ -346,7 +346,7 @@ def test_a_link_that_is_down_is_found_beside_devices_whose_links_are_up() -> Non
             "width": None,
             "most_width": None,
         }
-        each["device"]["health"]["links_up"] = 17 if each["rank"] == 2 else 18
+        fact["device"]["health"]["links_up"] = 17 if fact["rank"] == 2 else 18
     (found,) = devices_module.health_findings(facts)
     assert found.where == "rank 2 (n2)" and "NVLinks are down: other devices have 18" in found.what
 
@@ -368,7 +368,7 @@ def test_all_to_all_is_measured_on_the_axis_over_which_tokens_travel() -> None:
     with MeshSpec("dp_shard=1,ep=2").opened("cpu") as mesh:
         speeds, _ = measure_module.measure(mesh, torch.device("cpu"))
     assert open_groups() == before, "a job needs its communicators, and not those of a measurement"
-    assert [(each.axis, each.operation) for each in speeds] == [
+    assert [(speed.axis, speed.operation) for speed in speeds] == [
         ("ep", "all_reduce"),
         ("ep", "all_gather"),
         ("ep", "all_to_all"),
@@ -377,9 +377,9 @@ def test_all_to_all_is_measured_on_the_axis_over_which_tokens_travel() -> None:
     assert sent.bus * sent.seconds == pytest.approx(sent.bytes / 2)  # a rank keeps its own half
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         measure_module._prepared("all_gather", 1 << 10, dist.group.WORLD, 2, torch.device("cpu"))()
-    assert {each.key for each in seen.key_averages() if each.key.startswith("c10d::")} == {"c10d::_allgather_base_"}, (
-        "a list is copied"
-    )
+    assert {average.key for average in seen.key_averages() if average.key.startswith("c10d::")} == {
+        "c10d::_allgather_base_"
+    }, "a list is copied"
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,11 +419,11 @@ def examine(hosts: Hosts, folder: Path, names: list[str], *options: str) -> tupl
         for n, name in enumerate(names)
     ]
     try:
-        told = [process.communicate(timeout=150)[0] for process in started]
+        outputs = [process.communicate(timeout=150)[0] for process in started]
     finally:
         for process in started:  # where one hangs, none is left
             process.kill()
-    return started[0].returncode, *told
+    return started[0].returncode, *outputs
 
 
 @pytest.mark.parametrize(("slow", "other"), [pytest.param("n1", "n2", marks=pytest.mark.long), ("n2", "n1")])
@@ -434,7 +434,7 @@ def test_on_two_hosts_a_link_that_is_slow_in_one_direction_is_found(
     hosts.shape("110mbit", slow)
     try:
         for _ in range(3):  # other work on this machine may hold the fast direction back
-            code, told, *_ = examine(
+            code, outputs, *_ = examine(
                 hosts, tmp_path, ["n1", "n2"], "--nodes", "2", "--nproc", "1", "--head", "n1:29412"
             )
             if code == 1:
@@ -442,25 +442,25 @@ def test_on_two_hosts_a_link_that_is_slow_in_one_direction_is_found(
     finally:
         hosts.shape(None)
     assert code == 1 and re.search(
-        rf"links between hosts are slow: .*\n +where: {slow} to {other}: 0.0\d+ GB/s\n", told
-    ), told
+        rf"links between hosts are slow: .*\n +where: {slow} to {other}: 0.0\d+ GB/s\n", outputs
+    ), outputs
 
 
 def test_on_two_hosts_a_misplaced_mesh_is_flagged_at_full_speed(hosts: Hosts, tmp_path: Path) -> None:
     options = ["--mesh", "dp_replicate=2,dp_shard=2", "--nodes", "4", "--nproc", "1", "--head", "n1:29411"]
-    code, *told = examine(hosts, tmp_path, IN_TURN, *options)
-    assert code == 1, told
-    assert "4 ranks on 2 hosts: ranks 0, 2 (n1), 1, 3 (n2)" in told[0]
-    assert "axis dp_shard (size 2) should be inside a host and spans 2" in told[0]
-    assert [line.split()[0] for line in told[0].splitlines() if "all_gather" in line] == [
+    code, *outputs = examine(hosts, tmp_path, IN_TURN, *options)
+    assert code == 1, outputs
+    assert "4 ranks on 2 hosts: ranks 0, 2 (n1), 1, 3 (n2)" in outputs[0]
+    assert "axis dp_shard (size 2) should be inside a host and spans 2" in outputs[0]
+    assert [line.split()[0] for line in outputs[0].splitlines() if "all_gather" in line] == [
         "dp_replicate=2",
         "dp_shard=2",
     ]
-    found = re.findall(r"^ *\d+\. (.*)", told[0], re.MULTILINE)
-    assert len(found) == told[0].count("where:")
+    found = re.findall(r"^ *\d+\. (.*)", outputs[0], re.MULTILINE)
+    assert len(found) == outputs[0].count("where:")
     # On a busy machine speeds may well differ; when that is a finding, tests with numbers of their own decide.
     uneven = "axis dp_replicate, inside hosts, reaches "
-    assert len([each for each in found if not each.startswith(uneven)]) == 1, "and nothing else is wrong"
+    assert len([finding for finding in found if not finding.startswith(uneven)]) == 1, "and nothing else is wrong"
 
 
 RECIPE = """\

@@ -72,11 +72,11 @@ def train(home: Path, name: str, *overrides: str, ranks: int = 2, **options: Any
         "training.log_every=1",
         *overrides,
     ]
-    given = [each.replace("output=", "output_dir=") for each in given] if "distillation" in name else given
+    given = [override.replace("output=", "output_dir=") for override in given] if "distillation" in name else given
     given = [
-        each
-        for each in given
-        if "distillation" not in name or not each.startswith(("training.tensorboard", "training.log_every"))
+        override
+        for override in given
+        if "distillation" not in name or not override.startswith(("training.tensorboard", "training.log_every"))
     ]
     assert train_recipe(name, given, nproc=ranks, quiet=True, **options) == 0
     return load_recipe(name, given)
@@ -196,18 +196,18 @@ def test_a_student_learns_from_a_frozen_teacher_both_sharded_from_a_trainers_fil
     folder = export_run(teacher.folder, teacher.folder / "export")
     taught = ["teacher.model.config", "teacher.model.weights"]
     student = (
-        [each for each in data if not each.startswith("data.micro")]
-        + [f"{each}={folder}" for each in taught]
+        [override for override in data if not override.startswith("data.micro")]
+        + [f"{key}={folder}" for key in taught]
         + [config]
     )
-    missing = [each.replace(str(folder), str(home / "nowhere")) for each in student]
+    missing = [override.replace(str(folder), str(home / "nowhere")) for override in student]
     with pytest.raises(
         PlanError, match=r"teacher\.model\.weights: .*nowhere does not exist; train and export the teacher first"
     ):
         train_recipe("qwen3_moe_distillation", missing, nproc=2, quiet=True)
     steps = ["max_steps=4", "logging_steps=1", "eval_steps=2", "save_steps=2", "per_device_train_batch_size=2"]
     recipe = train(home, "qwen3_moe_distillation", *student, *steps)
-    assert [next(iter(each)) for each in recipe.passes] == ["FullyShard"] and recipe.teacher is not None
+    assert [next(iter(pass_)) for pass_ in recipe.passes] == ["FullyShard"] and recipe.teacher is not None
     assert len(values(recipe, "val/kl")) == 2
     parts = zip(*(values(recipe, f"val/{name}") for name in ("loss", "cross_entropy", "kl")))
     for loss, cross_entropy, kl in parts:

@@ -112,8 +112,8 @@ def test_mesh_auto_makes_hybrid_sharding_of_full(folder: Path) -> None:
     Path("job.yaml").write_text(text)
     resolved = load_recipe(render("slurm", nproc=2) / "recipe.resolved.yaml")
     assert resolved.passes == ({"HybridShard": {"prefetch_forward": 1}},)
-    told = launch_job("slurm", "job.yaml", ["output=runs/again"], nodes=2, gpus_per_node=0, nproc=2, mesh="auto")
-    assert "note: mesh auto: FullyShard became HybridShard" in told
+    output = launch_job("slurm", "job.yaml", ["output=runs/again"], nodes=2, gpus_per_node=0, nproc=2, mesh="auto")
+    assert "note: mesh auto: FullyShard became HybridShard" in output
 
 
 def test_an_elastic_batch_script_outlives_a_node(folder: Path) -> None:
@@ -245,7 +245,7 @@ def strict(schema: Any) -> Any:
 def checked(path: Path) -> dict[str, Any]:
     """The documents of a job file by kind, each as its newest schema has it."""
     validation = pytest.importorskip("kubernetes_validate", reason="pip install 'meshpar[test]'")
-    documents = {each["kind"]: each for each in yaml.safe_load_all(path.read_text())}
+    documents = {document["kind"]: document for document in yaml.safe_load_all(path.read_text())}
     for kind, document in documents.items():
         known = document
         if kind in SCHEMAS:
@@ -264,7 +264,7 @@ def test_kubernetes_takes_the_files(folder: Path) -> None:
     service, recipe, job = checked(made / "job.yaml").values()
     assert service["spec"]["clusterIP"] == "None" and job["spec"]["completionMode"] == "Indexed"
     assert recipe["data"]["recipe.yaml"] == (made / "recipe.resolved.yaml").read_text()
-    assert {each["metadata"]["namespace"] for each in (service, recipe, job)} == {"team"}
+    assert {document["metadata"]["namespace"] for document in (service, recipe, job)} == {"team"}
     assert [rule["action"] for rule in job["spec"]["podFailurePolicy"]["rules"]] == ["Ignore", "FailJob"], (
         "an eviction is no failure"
     )
@@ -336,11 +336,11 @@ def run_as_hosts(hosts: Hosts, folder: Path, command: list[str], variables: list
         for name, more in zip(hosts.names, variables)
     ]  # fmt: skip
     try:
-        told = [process.communicate(timeout=150)[0] for process in started]
+        outputs = [process.communicate(timeout=150)[0] for process in started]
     finally:
         for process in started:  # where one hangs, none is left
             process.kill()
-    assert [process.returncode for process in started] == [0, 0], told
+    assert [process.returncode for process in started] == [0, 0], outputs
 
 
 @pytest.mark.timeout(400)
@@ -356,8 +356,8 @@ def test_the_commands_run_as_two_hosts(folder: Path) -> None:
             command = [
                 *homeless,
                 *(
-                    each.replace("/job/", f"{mounted}/")
-                    for each in job["spec"]["template"]["spec"]["containers"][0]["command"]
+                    word.replace("/job/", f"{mounted}/")
+                    for word in job["spec"]["template"]["spec"]["containers"][0]["command"]
                 ),
             ]
             run_as_hosts(hosts, folder, command, [{"JOB_COMPLETION_INDEX": str(node)} for node in range(2)])
@@ -453,10 +453,10 @@ def test_a_script_is_run_here_before_its_job_is_rendered(folder: Path) -> None:
     (folder / "train.py").write_text(
         "import sys; sys.exit(0 if sys.argv[1:] == ['--lr', '3', '--dry-run', 'a b'] else 3)"
     )
-    told = launch_script()
+    output = launch_script()
     assert (
-        told.startswith("train: 4 ranks on 2 x 2\n")
-        and "note: the script is not checked here; --check ARGUMENTS" in told
+        output.startswith("train: 4 ranks on 2 x 2\n")
+        and "note: the script is not checked here; --check ARGUMENTS" in output
     )
     assert "not checked" not in launch_script(check="--dry-run 'a b'")
     launches = len(list(Path("runs/train/launches").iterdir()))
@@ -485,7 +485,7 @@ def test_a_script_is_launched_with_its_arguments(folder: Path) -> None:
         "SKYPILOT_TASK_ID": "t",
     }
     environment = os.environ | variables | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SKYPILOT_NODE_IPS": "n1"}
-    for what, module, told in (
+    for what, module, message in (
         ("train.py", False, "train.py|--lr|3 '4|"),
         ("jobs.train", True, "-m|jobs.train|--lr|3 '4|"),
     ):
@@ -503,7 +503,7 @@ def test_a_script_is_launched_with_its_arguments(folder: Path) -> None:
                 "skypilot": lambda job: ["bash", "-c", job["run"]],
             }[target](job)
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-            assert done.stdout.startswith("run|") and done.stdout.endswith(told), (target, done)
+            assert done.stdout.startswith("run|") and done.stdout.endswith(message), (target, done)
             assert not (made / "mesh.json").exists(), "a script makes its own mesh"
     for options, refused in (
         ({"mesh": "auto"}, "--mesh is for recipes"),
@@ -520,12 +520,12 @@ def test_further_options_of_sbatch_are_passed_on_and_those_that_meshpar_writes_a
         (render("slurm", "sbatch=--mem=0 --exclude=n7", "sbatch=--array=0-9%1") / "job.sbatch").read_text().splitlines()
     )
     assert {"#SBATCH --mem=0", "#SBATCH --exclude=n7", "#SBATCH --array=0-9%1"} <= set(lines)
-    told = {
+    messages = {
         "-x n7": "'-x' is not a long option", "--mem 0": "'0' is not a long option", "--time=5:00": "write -o time=5:00",
         "--nodes=3": "meshpar writes --nodes", "--array=0-9": "would train in one folder; write --array=0-9%1",
         "--array=1,2%2": "write --array=1,2%1 to", '--comment="a': "No closing quotation in '--comment=\"a'; close the quotes",
     }  # fmt: skip
-    for given, expected in told.items():
+    for given, expected in messages.items():
         with pytest.raises(LaunchError, match=re.escape(expected)):
             make_target("slurm", Slurm, [f"sbatch={given}"])
 
@@ -533,7 +533,7 @@ def test_further_options_of_sbatch_are_passed_on_and_those_that_meshpar_writes_a
 def test_a_patch_adds_to_a_kubernetes_job_and_changes_nothing(folder: Path) -> None:
     """The page's patch has what admins ask for."""
     page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
-    (patch,) = [each for each in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "tolerations" in each]
+    (patch,) = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "tolerations" in block]
     Path("patch.yaml").write_text(f"{patch}---\nkind: Service\nmetadata: {{labels: {{team: me}}}}\n")
     documents = checked(render("kubernetes", "patch=patch.yaml") / "job.yaml")
     plain = list(yaml.safe_load_all((render("kubernetes") / "job.yaml").read_text()))[2]
@@ -554,19 +554,19 @@ def test_a_patch_adds_to_a_kubernetes_job_and_changes_nothing(folder: Path) -> N
         train["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
         and "rdma/hca" in train["resources"]["limits"]
     )
-    assert train["command"] == [each.replace("002", "001") for each in as_before["command"]] and train["envFrom"]
-    assert [each["name"] for each in train["env"]] == ["MESHPAR_JOB_ID", "NCCL_DEBUG"]
-    told = {
+    assert train["command"] == [word.replace("002", "001") for word in as_before["command"]] and train["envFrom"]
+    assert [variable["name"] for variable in train["env"]] == ["MESHPAR_JOB_ID", "NCCL_DEBUG"]
+    messages = {
         "spec: {completions: 3}": "sets Job.spec.completions to 3, and meshpar writes 2",
         "spec: {template: {spec: {containers: [{name: train, command: [sh]}]}}}": "containers.train.command to ['sh'], and meshpar writes",
         "kind: Secret": "is a patch of a Secret; expected one of Service, ConfigMap, Job",
         "- a": "is not a mapping", "a: [": "cannot read patch",
     }  # fmt: skip
     if importlib.util.find_spec("kubernetes_validate") is not None:
-        told["spec: {ttlSeconds: 3}"] = (
+        messages["spec: {ttlSeconds: 3}"] = (
             "the patched Job is not valid: spec: Additional properties are not allowed ('ttlSeconds'"
         )
-    for text, expected in told.items():
+    for text, expected in messages.items():
         Path("patch.yaml").write_text(text)
         with pytest.raises(LaunchError, match=re.escape(expected)):
             render("kubernetes", "patch=patch.yaml")
@@ -578,9 +578,9 @@ def test_a_patch_adds_to_a_kubernetes_job_and_changes_nothing(folder: Path) -> N
 def test_files_of_the_cluster_are_checked_there_and_the_launch_says_so(folder: Path) -> None:
     there = ["data.paths=[/cluster/text]", "model.weights=/cluster/weights", "output=runs/x"]
     shape = {"nodes": 2, "gpus_per_node": 0, "nproc": 1, "mesh": "auto"}
-    told = launch_job("kubernetes", "job.yaml", there, **shape)
-    assert "note: data.paths: /cluster/text is not on this machine; the job checks it when it starts" in told
-    assert "note: model.weights: /cluster/weights is not on this machine; the job checks it when it starts" in told
+    output = launch_job("kubernetes", "job.yaml", there, **shape)
+    assert "note: data.paths: /cluster/text is not on this machine; the job checks it when it starts" in output
+    assert "note: model.weights: /cluster/weights is not on this machine; the job checks it when it starts" in output
     with pytest.raises(RecipeError, match="weights: /cluster/weights does not exist"):
         launch_job("slurm", "job.yaml", there, **shape)
     with pytest.raises(PlanError, match=r"tp"):
@@ -682,7 +682,7 @@ def test_no_text_changes_the_structure_of_a_job_file(
 def _texts(node: Any) -> list[str]:
     if isinstance(node, dict):
         return [text for key, value in node.items() for text in (str(key), *_texts(value))]
-    return [text for each in node for text in _texts(each)] if isinstance(node, list) else [str(node)]
+    return [text for inner in node for text in _texts(inner)] if isinstance(node, list) else [str(node)]
 
 
 def test_setup_runs_as_scripts_of_conda_expect(folder: Path) -> None:
@@ -772,7 +772,7 @@ def test_ranks_that_make_no_legal_mesh_are_refused(folder: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("mesh", "micro_batch", "accumulate", "left", "now", "told"),
+    ("mesh", "micro_batch", "accumulate", "left", "now", "message"),
     [
         ("dp_shard=-1", 3, 1, 3, ("dp_shard=3", 2, 2), "2 x 2 a data rank instead of 1 x 3: 12 in all as before"),
         ("", 6, 2, 2, ("dp_shard=2", 6, 4), "48 in all as before"),
@@ -789,7 +789,7 @@ def test_the_batch_of_an_elastic_job_is_kept_or_its_change_is_told(
     accumulate: int,
     left: int,
     now: tuple[object, ...],
-    told: str,
+    message: str,
 ) -> None:
     monkeypatch.setenv("MESHPAR_ELASTIC", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -798,15 +798,15 @@ def test_the_batch_of_an_elastic_job_is_kept_or_its_change_is_told(
     )
     fitted = elastic.fitted(recipe, left)
     assert (fitted.mesh, fitted.data.micro_batch, fitted.data.accumulate) == now
-    assert told in fitted.notes[-1]
+    assert message in fitted.notes[-1]
 
 
 def test_a_preflight_of_another_name_is_refused_before_anything_is_rendered(folder: Path) -> None:
     with pytest.raises(RecipeError, match="preflight"):
         render("slurm", preflight="sometimes")
     assert not (folder / "runs").exists()
-    for wanted, told in (("off", "preflight: 'off'"), ("fail", "preflight: fail"), (None, "preflight: warn")):
-        assert told in (render("slurm", preflight=wanted) / "recipe.resolved.yaml").read_text()
+    for wanted, message in (("off", "preflight: 'off'"), ("fail", "preflight: fail"), (None, "preflight: warn")):
+        assert message in (render("slurm", preflight=wanted) / "recipe.resolved.yaml").read_text()
 
 
 def test_the_launch_advises_its_own_options(folder: Path) -> None:
@@ -815,11 +815,11 @@ def test_the_launch_advises_its_own_options(folder: Path) -> None:
         match=r"needs 2 ranks, got 4; pass --mesh auto, or a --mesh of 2 x 2 ranks, or other --nodes and --nproc",
     ):
         render("slurm", mesh=None, nproc=2)
-    told = CliRunner().invoke(app, ["launch", "slurm", "--help"]).output
+    output = CliRunner().invoke(app, ["launch", "slurm", "--help"]).output
     assert (
-        "Options of slurm, as -o KEY=VALUE:" in told
-        and "signal_s: seconds before" in told
-        and "Options of skypilot" not in told
+        "Options of slurm, as -o KEY=VALUE:" in output
+        and "signal_s: seconds before" in output
+        and "Options of skypilot" not in output
     )
 
 
@@ -877,8 +877,8 @@ def test_jobs_of_a_slurm_that_has_forgotten_them(folder: Path, monkeypatch: pyte
     assert "no launches in elsewhere" in CliRunner().invoke(app, ["jobs", "ls", "elsewhere"]).output
     (fakes / "squeue").write_text("#!/bin/bash\nexec sleep 60\n")
     monkeypatch.setattr("meshpar.launchers.targets.slurm.ask", lambda command: job_module.ask(command, limit_s=0.2))
-    told = CliRunner().invoke(app, ["jobs", "ls"]).output
-    assert "note: squeue did not answer within 0 s" in told and "?" in told
+    output = CliRunner().invoke(app, ["jobs", "ls"]).output
+    assert "note: squeue did not answer within 0 s" in output and "?" in output
 
 
 def test_the_thousandth_launch_is_newer_than_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -889,8 +889,8 @@ def test_the_thousandth_launch_is_newer_than_the_one_before(tmp_path: Path, monk
         note = {"target": "skypilot", "options": [], "file": "job.yaml", "label": f"r-{number}"}
         (folder / "launch.json").write_text(json.dumps(note))
     monkeypatch.setattr("meshpar.launchers.targets.skypilot.ask", lambda command: "[]")
-    told = CliRunner().invoke(app, ["jobs", "ls"]).output
-    assert re.findall(r"launches/(\d+)", told) == ["998", "999", "1000"]
+    output = CliRunner().invoke(app, ["jobs", "ls"]).output
+    assert re.findall(r"launches/(\d+)", output) == ["998", "999", "1000"]
     assert CliRunner().invoke(app, ["jobs", "status", "runs/r"]).output.startswith("runs/r/launches/1000: ")
 
 
@@ -918,10 +918,10 @@ class ApiServer(http.server.BaseHTTPRequestHandler):
         if path == "api":
             self.answer({"kind": "APIVersions", "versions": ["v1"]})
         elif path == "apis":
-            versions = [{"groupVersion": each, "version": each.partition("/")[2]} for each in self.kinds if "/" in each]
+            versions = [{"groupVersion": kind, "version": kind.partition("/")[2]} for kind in self.kinds if "/" in kind]
             groups = [
-                {"name": each["groupVersion"].partition("/")[0], "versions": [each], "preferredVersion": each}
-                for each in versions
+                {"name": version["groupVersion"].partition("/")[0], "versions": [version], "preferredVersion": version}
+                for version in versions
             ]
             self.answer({"kind": "APIGroupList", "apiVersion": "v1", "groups": groups})
         elif group in self.kinds:
@@ -934,11 +934,11 @@ class ApiServer(http.server.BaseHTTPRequestHandler):
             self.answer(f"said in {path.split('/')[-2]}\n".encode())
         elif path.endswith("/pods"):
             selected = urllib.parse.parse_qs(self.path.partition("?")[2])["labelSelector"][0]
-            pods = [each for each in self.objects.values() if each["kind"] == "Pod"]
+            pods = [resource for resource in self.objects.values() if resource["kind"] == "Pod"]
             pods = [
-                each
-                for each in pods
-                if selected in [f"{key}={value}" for key, value in each["metadata"]["labels"].items()]
+                resource
+                for resource in pods
+                if selected in [f"{key}={value}" for key, value in resource["metadata"]["labels"].items()]
             ]
             self.answer({"kind": "PodList", "apiVersion": "v1", "items": pods})
         else:
@@ -995,14 +995,18 @@ def test_jobs_of_kubernetes_by_the_real_kubectl(
             {"metadata": {"name": f"p{node}", "namespace": "team", "labels": {label: "my-job-001"}}}
             for node in range(2)
         ]
-        for each in pods:
-            pod = {"kind": "Pod", "apiVersion": "v1", **each, "spec": {"containers": [{"name": "train"}]}}
-            ApiServer.objects[f"api/v1/namespaces/team/pods/{each['metadata']['name']}"] = pod
+        for resource in pods:
+            pod = {"kind": "Pod", "apiVersion": "v1", **resource, "spec": {"containers": [{"name": "train"}]}}
+            ApiServer.objects[f"api/v1/namespaces/team/pods/{resource['metadata']['name']}"] = pod
         assert states("runs") == ["my-job-001 Running", "my-job-002 not submitted"]
         running["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
         assert states("runs")[0] == "my-job-001 Failed"
-        told = CliRunner().invoke(app, ["jobs", "status", str(first)]).output
-        assert "runs/kubernetes/launches/001: kubernetes my-job-001, Failed" in told and "p0" in told and "p1" in told
+        output = CliRunner().invoke(app, ["jobs", "status", str(first)]).output
+        assert (
+            "runs/kubernetes/launches/001: kubernetes my-job-001, Failed" in output
+            and "p0" in output
+            and "p1" in output
+        )
         with pytest.raises(SystemExit) as left:
             app(["jobs", "logs", str(first)])
         printed = capfd.readouterr().out.splitlines()
@@ -1015,11 +1019,11 @@ def test_jobs_of_kubernetes_by_the_real_kubectl(
             and "api/v1/namespaces/team/configmaps/my-job-001-recipe" in ApiServer.deleted
         )
         server.shutdown()
-    told = CliRunner().invoke(app, ["jobs", "status", str(first)])
-    assert told.exit_code == 1 and "refused" in told.output
+    output = CliRunner().invoke(app, ["jobs", "status", str(first)])
+    assert output.exit_code == 1 and "refused" in output.output
     monkeypatch.setenv("PATH", "/nowhere")
-    told = CliRunner().invoke(app, ["jobs", "status", str(first)])
-    assert "kubectl is not installed here; on a machine that has it, run: kubectl get" in told.output
+    output = CliRunner().invoke(app, ["jobs", "status", str(first)])
+    assert "kubectl is not installed here; on a machine that has it, run: kubectl get" in output.output
 
 
 def test_kubectl_is_what_hands_kubernetes_files_over() -> None:

@@ -88,9 +88,9 @@ def start(folder: Path, output: str, *overrides: str, before: Sequence[str] = ()
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    _, told = process.communicate(timeout=150)
-    assert process.returncode == 0, told
-    return told
+    _, output = process.communicate(timeout=150)
+    assert process.returncode == 0, output
+    return output
 
 
 def run(folder: Path, output: str, *overrides: str) -> str:
@@ -167,12 +167,12 @@ def weights(folder: Path, output: str) -> dict[str, torch.Tensor]:
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder: Path) -> None:
     whole = start(folder, "whole")  # beside the rest, to save time
     with running(folder, "stopped", until_step=5, before=["nohup"]) as process:
-        for each in (process.pid, *ranks_of(process.pid)):  # as when the terminal is closed
-            os.kill(each, signal.SIGHUP)
+        for pid in (process.pid, *ranks_of(process.pid)):  # as when the terminal is closed
+            os.kill(pid, signal.SIGHUP)
         wait_for_step(process, 10)
-        told = stop(process)
-    assert "asked to stop (SIGTERM)" in told
-    assert "saved" in told
+        output = stop(process)
+    assert "asked to stop (SIGTERM)" in output
+    assert "saved" in output
     (step,) = sorted((folder / "stopped" / "checkpoints").glob("step-*"))
     assert 10 <= int(step.name.removeprefix("step-")) < STEPS
     subprocess.run(["cp", "-r", folder / "stopped", folder / "moved"], check=True)
@@ -194,7 +194,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder: Path) -> N
 
 def test_a_terminal_that_is_closed_during_validation_stops_the_run_with_a_checkpoint(folder: Path) -> None:
     """A validation of minutes does not hold a stop up, and a terminal that is gone loses lines, not the run."""
-    told = []
+    shown = []
     terminal, end = pty.openpty()
 
     def own() -> None:
@@ -213,12 +213,12 @@ def test_a_terminal_that_is_closed_during_validation_stops_the_run_with_a_checkp
 
     def at_step_five() -> bool:
         while select.select([terminal], [], [], 0)[0]:
-            told.append(os.read(terminal, 1 << 16).decode())
-        assert process.poll() is None, "".join(told)
+            shown.append(os.read(terminal, 1 << 16).decode())
+        assert process.poll() is None, "".join(shown)
         return (folder / "closed" / "metrics.jsonl").exists() and len(metrics(folder / "closed")) == 5
 
     try:
-        until(at_step_five, told=lambda: "".join(told))
+        until(at_step_five, report=lambda: "".join(shown))
         os.close(terminal)
         assert process.wait(60) == 128 + signal.SIGHUP
     finally:
@@ -449,11 +449,11 @@ def test_a_resume_with_other_data_or_another_batch_says_so(tmp_path: Path, monke
     kept = Path("runs/job/recipe.yaml").read_bytes()
     assert train("training.steps=2", "training.log_every=2").exit_code == 0
     assert Path("runs/job/recipe.yaml").read_bytes() == kept, "a complete run keeps the recipe that made it"
-    told = train("training.steps=3", "data.micro_batch=2")
-    assert "WARNING: a step had 8 samples before and has 4 from now on, on 1 data ranks" in told.stderr
+    done = train("training.steps=3", "data.micro_batch=2")
+    assert "WARNING: a step had 8 samples before and has 4 from now on, on 1 data ranks" in done.stderr
     assert (
         "to keep it, set data.micro_batch=2 data.accumulate=4; the 1 steps that are left of training.steps have 4 "
-        "samples" in told.stderr
+        "samples" in done.stderr
     )
     with Path("text.txt").open("a") as file:
         file.write("more\n")
@@ -484,18 +484,18 @@ def test_an_epoch_that_began_on_one_rank_ends_on_two(folder: Path) -> None:
     records = metrics(folder / "grown")
     begun = len(records)
     assert [record["step"] for record in records] == list(range(1, begun + 1)) and begun < 60
-    told = run(folder, "grown", *epoch, "mesh=dp_shard=2", "passes=null")
+    grown = run(folder, "grown", *epoch, "mesh=dp_shard=2", "passes=null")
     left, size = (
         len(metrics(folder / "grown")) - begun,
-        int(re.findall(r"cosine over (\d+) steps of 16 samples", told)[0]),
+        int(re.findall(r"cosine over (\d+) steps of 16 samples", grown)[0]),
     )
     assert left == math.ceil((size - begun) / 2)
     assert (
         "WARNING: a step had 16 samples before and has 32 from now on, on 2 data ranks; to keep it, set "
-        "data.micro_batch=8 data" in told
+        "data.micro_batch=8 data" in grown
     )
-    assert f"; {left} steps are left instead of {size - begun}, and the learning rate follows the samples" in told
-    assert f"step {begun + left}/{begun + left}  loss" in told
+    assert f"; {left} steps are left instead of {size - begun}, and the learning rate follows the samples" in grown
+    assert f"step {begun + left}/{begun + left}  loss" in grown
     schedule = Schedule(lr=1e-3, warmup_steps=60).over(size)
     places = [*range(begun), *(begun + 2 * step for step in range(left))]
     assert [record["lr"] for record in metrics(folder / "grown")] == [schedule.rate(at) for at in places]
@@ -530,8 +530,8 @@ def test_a_run_of_joined_documents_goes_on_with_separate_ones_only_if_told(
         "data.documents was 'joined' and is 'separate'; restore the files and settings that changed, set "
         "checkpoint.allow: [data.documents]" in refused.stderr
     )
-    told = train("training.steps=3", "checkpoint.allow=[data.documents]")
-    assert told.exit_code == 0, told.stderr
+    done = train("training.steps=3", "checkpoint.allow=[data.documents]")
+    assert done.exit_code == 0, done.stderr
     assert train("training.steps=4").exit_code == 0, "from here on the run's documents are separate"
     with Path("a.txt").open("a") as file:
         file.write("more\n")

@@ -31,12 +31,12 @@ class Replica:
         """Let nodes gather at the same time; by default all."""
         meetings = meetings or tuple(self.meetings)
         with ThreadPoolExecutor(len(meetings)) as pool:
-            return list(pool.map(lambda each: each.gather(lambda: False, wait_s), meetings))
+            return list(pool.map(lambda member: member.gather(lambda: False, wait_s), meetings))
 
     def until(self, true: Callable[[], object]) -> None:
         def kept() -> object:
-            for each in self.meetings:
-                each.keep()
+            for member in self.meetings:
+                member.keep()
             return true()
 
         patience.until(kept, 20)
@@ -45,7 +45,7 @@ class Replica:
 def leave(*meetings: Meeting) -> None:
     """Let nodes end at the same time: each waits a while for the others."""
     with ThreadPoolExecutor(len(meetings)) as pool:
-        list(pool.map(lambda each: each.__exit__(None, None, None), meetings))
+        list(pool.map(lambda member: member.__exit__(None, None, None), meetings))
 
 
 @pytest.fixture
@@ -61,15 +61,15 @@ def test_a_start_is_the_same_on_all_nodes_and_so_is_its_end(replica: Replica) ->
     for node, code in ((2, -9), (0, 1)):
         replica.meetings[node].tell(code)
     assert replica.meetings[0].verdict() is None
-    replica.until(lambda: all(len(each.codes) == 2 for each in replica.meetings))
+    replica.until(lambda: all(len(member.codes) == 2 for member in replica.meetings))
     replica.meetings[1].tell(75)
-    replica.until(lambda: all(each.verdict() == 75 for each in replica.meetings))
+    replica.until(lambda: all(member.verdict() == 75 for member in replica.meetings))
     second, *others = replica.gather()
     assert second is not None and others == [second, second]
     assert second.run_id != first.run_id and second.series != first.series  # 75 is not the fault of these ranks
-    for each in replica.meetings:
-        each.tell(1)
-    replica.until(lambda: all(each.verdict() == 1 for each in replica.meetings))
+    for member in replica.meetings:
+        member.tell(1)
+    replica.until(lambda: all(member.verdict() == 1 for member in replica.meetings))
     third = replica.gather()[0]
     assert third is not None and third.series == second.series and third.run_id != second.run_id
 
@@ -79,9 +79,9 @@ def test_a_start_is_the_same_on_all_nodes_and_so_is_its_end(replica: Replica) ->
     [((0, 0, 0), 0), ((0, 1, 0), 1), ((143, 1, -9), 143), ((78, 143, 1), 78), ((-9, -9, -9), 1), ((75, 1, 1), 75)],
 )
 def test_the_end_that_counts(replica: Replica, codes: tuple[int, ...], verdict: int) -> None:
-    for each in replica.meetings:
-        each.codes = dict(enumerate(codes))
-    assert {each.verdict() for each in replica.meetings} == {verdict}
+    for member in replica.meetings:
+        member.codes = dict(enumerate(codes))
+    assert {member.verdict() for member in replica.meetings} == {verdict}
 
 
 @pytest.mark.parametrize("lost", [0, 2])
@@ -95,7 +95,7 @@ def test_all_hear_of_a_lost_node_and_go_on_when_it_is_back(
     gone._links = {}
     if gone._server is not None:
         gone._server.close()
-    replica.until(lambda: all(each.lost == lost for each in replica.meetings))
+    replica.until(lambda: all(member.lost == lost for member in replica.meetings))
     assert replica.gather(*replica.meetings, wait_s=0.2) == [None, None]
     assert (
         f"{replica.meetings[0].names(lost)} at" in capfd.readouterr().err
@@ -104,7 +104,7 @@ def test_all_hear_of_a_lost_node_and_go_on_when_it_is_back(
     replica.meetings.insert(lost, replica.node(lost))
     found = replica.gather()
     assert found[0] is not None and found == [found[0]] * 3
-    assert [each.lost for each in replica.meetings] == [None] * 3
+    assert [member.lost for member in replica.meetings] == [None] * 3
 
 
 def test_a_silent_node_is_lost(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_silent_node_is_lost(replica: Replica, monkeypatch: pytest.MonkeyPatch
     replica.gather()
     monkeypatch.setattr(meeting, "SILENT_S", 2.5)
     silent, began = replica.meetings.pop(), time.monotonic()
-    replica.until(lambda: all(each.lost == 2 for each in replica.meetings))
+    replica.until(lambda: all(member.lost == 2 for member in replica.meetings))
     assert time.monotonic() - began > 2 and silent.lost is None
     silent.keep()
     assert silent.lost == 0  # which has closed the connection

@@ -108,7 +108,7 @@ def restore_both(store: Store, roots: list[str], mesh: str) -> None:
             ]
         )
     for left, right in zip(found[0][0].values(), found[1][0].values()):
-        left, right = (each.full_tensor() if hasattr(each, "full_tensor") else each for each in (left, right))
+        left, right = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for tensor in (left, right))
         assert torch.equal(left, right)
 
 
@@ -197,7 +197,7 @@ def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket
         target = f"{run}/checkpoints/step-00000006" if words in ("pin", "rm") else run
         assert said in CliRunner().invoke(app, ["checkpoints", words, target, *options]).output, words
     assert not [
-        each for each in tmp_path.rglob("*") if each.is_file() and object_store.SECRET.encode() in each.read_bytes()
+        path for path in tmp_path.rglob("*") if path.is_file() and object_store.SECRET.encode() in path.read_bytes()
     ]
     same = f"{bucket}/imported"
     import_safetensors(f"{bucket}/hf", same)
@@ -224,8 +224,8 @@ def test_what_other_libraries_read_and_write_is_read_and_written_at_urls_as_on_a
             place(f"{bucket}/.hf/module.tmp-{host}-4194304-0123456789abcdef/step-00000000")
             for host in (host_name(), "elsewhere")
         )
-        for each in (dead, living):
-            (each / "x").write_durably(b"")
+        for folder in (dead, living):
+            (folder / "x").write_durably(b"")
         for home in (tmp_path, place(bucket)):
             export_module(par, home / "hf")
             config = {**json.loads((tmp_path / "hf" / "config.json").read_text()), "vocab_size": 96}
@@ -233,10 +233,10 @@ def test_what_other_libraries_read_and_write_is_read_and_written_at_urls_as_on_a
         for name in ("hf/model.safetensors", "hf/config.json", "gguf/model-f16.gguf"):
             stored = functools.reduce(lambda folder, part: folder / part, name.split("/"), place(bucket))
             assert stored.read_small() == (tmp_path / name).read_bytes(), name
-        assert {each.name for each in place(f"{bucket}/hf").iterdir()} == {
-            each.name for each in (tmp_path / "hf").iterdir()
+        assert {path.name for path in place(f"{bucket}/hf").iterdir()} == {
+            path.name for path in (tmp_path / "hf").iterdir()
         }
-        assert [each.name for each in place(f"{bucket}/.hf").iterdir()] == [living.parent.name]
+        assert [path.name for path in place(f"{bucket}/.hf").iterdir()] == [living.parent.name]
         with pytest.raises(CheckpointError, match="already exists and is not empty"):
             export_module(par, f"{bucket}/hf")
 
@@ -254,7 +254,7 @@ def value_of(folder: Place) -> float:
     verify_step(folder)
     source = DistributedCheckpoint(folder)
     values = set()
-    for name in (each for each in source.tensors if each.startswith("model.")):
+    for name in (tensor for tensor in source.tensors if tensor.startswith("model.")):
         whole = torch.empty(source.shapes()[name])
         source.read(name, (), whole)
         values |= set(whole.unique().tolist())
@@ -264,7 +264,7 @@ def value_of(folder: Place) -> float:
 
 @pytest.mark.parametrize("store", ["s3", "az", "gs"], indirect=True)
 def test_of_two_writers_one_wins_each_step_and_the_other_is_told(bucket):
-    told, together = [], threading.Barrier(2)
+    messages, together = [], threading.Barrier(2)
 
     def write(number: int) -> None:
         manager = CheckpointManager(f"{bucket}/run", keep=None)
@@ -273,9 +273,9 @@ def test_of_two_writers_one_wins_each_step_and_the_other_is_told(bucket):
             together.wait()
             try:
                 manager.save(step, job)
-                told.append((step, number, ""))
+                messages.append((step, number, ""))
             except CheckpointError as error:
-                told.append((step, number, str(error)))
+                messages.append((step, number, str(error)))
 
     threads = [threading.Thread(target=write, args=(number,)) for number in (1, 2)]
     for thread in threads:
@@ -283,11 +283,11 @@ def test_of_two_writers_one_wins_each_step_and_the_other_is_told(bucket):
     for thread in threads:
         thread.join()
     for step in range(6):
-        (winner,) = [number for at, number, error in told if at == step and not error]
-        (loser,) = [error for at, _, error in told if at == step and error]
+        (winner,) = [number for at, number, error in messages if at == step and not error]
+        (loser,) = [error for at, _, error in messages if at == step and error]
         assert value_of(place(f"{bucket}/run/step-{step:08d}")) == winner
         assert "another writer committed step" in loser or "is already saved" in loser
-    assert any("another writer committed step" in error for *_, error in told)
+    assert any("another writer committed step" in error for *_, error in messages)
 
 
 @pytest.mark.parametrize("when", ["before a save", "while files are written", "at the commit"])
@@ -391,7 +391,7 @@ def last_good(root: Place, committed: int) -> int:
     step = CheckpointManager(root).restore(job, random=False).step
     right = Drawn(step).state_dict()
     assert step >= committed and all(
-        torch.equal(each, right[name]) for name, each in job.module.state_dict().items()
+        torch.equal(tensor, right[name]) for name, tensor in job.module.state_dict().items()
     ), (step, committed)
     return step
 
@@ -432,9 +432,9 @@ def under_failures(
                 for key, out in whole.items():
                     source.read(key, (), out)
                 fits = [
-                    each
-                    for each in {newest, exported}
-                    if all(torch.equal(whole[key], w) for key, w in Drawn(each).state_dict().items())
+                    place_
+                    for place_ in {newest, exported}
+                    if all(torch.equal(whole[key], w) for key, w in Drawn(place_).state_dict().items())
                 ]
                 assert fits == [newest] if ended else fits, (fits, newest, exported)
                 exported = fits[0]
@@ -470,17 +470,17 @@ def test_failures_of_the_store_end_in_success_or_in_one_error_and_lose_nothing(s
     for _, proxy in lanes:
         proxy.close()
     objects._store.cache_clear()
-    told = [f"{'failure':12} injected  in operations that ended well  in an error"]
-    for each in faults:
-        good, bad = (sum(injected[each] for _, ended, injected, _ in found if ended is well) for well in (True, False))
-        told.append(f"{each:12} {good + bad:8}  {good:29}  {bad:11}")
+    table = [f"{'failure':12} injected  in operations that ended well  in an error"]
+    for fault in faults:
+        good, bad = (sum(injected[fault] for _, ended, injected, _ in found if ended is well) for well in (True, False))
+        table.append(f"{fault:12} {good + bad:8}  {good:29}  {bad:11}")
     counts, longest = Counter((name, ended) for name, ended, _, _ in found), max(seconds for *_, seconds in found)
     ends = ", ".join(
         f"{name} {counts[name, True]} well and {counts[name, False]} in an error"
         for name in ("save", "restore", "export")
     )
-    failures = sum(each.total() for _, _, each, _ in found)
-    print("\n".join([*told, f"{failures} failures: {ends}; the longest {longest:.1f} s"]))  # noqa: T201
+    failures = sum(injected.total() for _, _, injected, _ in found)
+    print("\n".join([*table, f"{failures} failures: {ends}; the longest {longest:.1f} s"]))  # noqa: T201
     assert longest < BOUND_S and sum(count for (_, ended), count in counts.items() if ended) > 1
 
 
@@ -504,7 +504,7 @@ def test_damage_in_a_store_is_found_named_and_passed_over(bucket, damage):
     assert (
         restored.step == 1
         and named in restored.passed_over[0]
-        and all((each == 1.0).all() for each in job.module.parameters())
+        and all((parameter == 1.0).all() for parameter in job.module.parameters())
     )
     manager.save(2, Job(Filled(2.0)), replace=True)
     assert value_of(newer) == 2.0
@@ -560,7 +560,7 @@ def test_who_may_only_read_reads_and_is_told_that_nothing_was_deleted(bucket, mo
 
 
 def test_missing_and_damaged_credentials_are_named_as_such(monkeypatch):
-    for name in (each for each in os.environ if each.startswith(("AWS_", "AZURE_", "GOOGLE_"))):
+    for name in (variable for variable in os.environ if variable.startswith(("AWS_", "AZURE_", "GOOGLE_"))):
         monkeypatch.delenv(name)
     monkeypatch.setattr(objects, "RETRY", {**objects.RETRY, "max_retries": 0})
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")  # where a machine's role would be asked for
@@ -621,10 +621,10 @@ def test_data_is_copied_once_with_what_belongs_to_it_and_again_when_it_has_chang
     for name in ("tokens.bin", "tokens.json", "other.json", "folder/a.txt", "folder/deep/b.txt"):
         functools.reduce(lambda folder, part: folder / part, name.split("/"), data).write_durably(name.encode())
     tokens = fetched(data / "tokens.bin", tmp_path, (".json", ".marks"))
-    assert sorted(each.name for each in tokens.parent.iterdir()) == ["tokens.bin", "tokens.json"]
+    assert sorted(path.name for path in tokens.parent.iterdir()) == ["tokens.bin", "tokens.json"]
     assert fetched(data / "tokens.bin", tmp_path, (".json", ".marks")) == tokens and tokens.read_text() == "tokens.bin"
     folder = fetched(data / "folder", tmp_path)
-    assert {str(each.relative_to(folder)) for each in folder.rglob("*.txt")} == {"a.txt", "deep/b.txt"}
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*.txt")} == {"a.txt", "deep/b.txt"}
     (data / "tokens.bin").write_durably(b"others")
     assert (
         fetched(data / "tokens.bin", tmp_path, (".json",)).read_text() == "others"

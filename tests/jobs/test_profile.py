@@ -59,7 +59,9 @@ def test_a_job_profiles_itself_and_trains_as_without(tmp_path: Path) -> None:
     assert losses["with"] == losses["without"] and len(losses["with"]) == 9
     assert not (tmp_path / "without" / "profile").exists()
     trace = json.loads((tmp_path / "with" / "profile" / "trace.json").read_text())
-    assert sum(each.get("name") == "data" for each in trace["traceEvents"] if each.get("ph") == "X") == 3
+    assert (
+        sum(traceevent.get("name") == "data" for traceevent in trace["traceEvents"] if traceevent.get("ph") == "X") == 3
+    )
     page = (tmp_path / "with" / "profile" / "summary.md").read_text()
     for wanted in (
         "compute",
@@ -108,7 +110,7 @@ def test_gloos_threads_are_their_groups_also_when_others_start_in_between(tmp_pa
         path = tmp_path / f"{axis}-{dist.get_rank()}.json"
         tracer.export_chrome_trace(str(path))
         trace = json.loads(path.read_text())
-        assert sum(each["name"] == "gloo:all_reduce" for each in trace["traceEvents"]) == 20
+        assert sum(traceevent["name"] == "gloo:all_reduce" for traceevent in trace["traceEvents"]) == 20
         assert set(times_of(trace, threads).communication) == ({axis} if axis else set())
 
 

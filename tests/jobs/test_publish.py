@@ -67,7 +67,7 @@ def test_the_loss_and_the_logits_are_measured_before_and_after(run, tmp_path, ho
         want = sum(float(model(row[None], labels=row[None]).loss) for row in ids) / 3
     assert tokens == ids.numel() and abs(before - want) < 1e-3
     assert 1e-3 < worst < 2 and abs(after - before) < 0.2
-    assert {each.name for each in tmp_path.iterdir()} == {"q", "plain"}, "the plain export beside it is deleted"
+    assert {path.name for path in tmp_path.iterdir()} == {"q", "plain"}, "the plain export beside it is deleted"
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -84,14 +84,14 @@ class Hub(BaseHTTPRequestHandler):
         elif self.path == "/api/validate-yaml":
             self.answer({"errors": [], "warnings": []})
         elif "/preupload/" in self.path:
-            names = [each["path"] for each in json.loads(body)["files"]]
+            names = [file["path"] for file in json.loads(body)["files"]]
             modes = ["lfs" if name.endswith(".safetensors") else "regular" for name in names]
             self.answer({"files": [{"path": n, "uploadMode": m, "shouldIgnore": False} for n, m in zip(names, modes)]})
         elif self.path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
             actions = [
-                {**each, "actions": {"upload": {"href": f"{self.server.url}/lfs/{each['oid']}", "header": {}}}}
-                for each in objects
+                {**file_, "actions": {"upload": {"href": f"{self.server.url}/lfs/{file_['oid']}", "header": {}}}}
+                for file_ in objects
             ]
             self.answer({"transfer": "basic", "objects": actions})
         else:
@@ -146,14 +146,14 @@ def test_a_push_uploads_every_byte_and_a_card_that_says_where_it_comes_from(run,
     )
     assert {key for _, key in hub.seen} == {"Bearer secret-of-a-test"}
     arrived = {
-        each["value"]["path"]: base64.b64decode(each["value"]["content"])
-        for each in hub.commit
-        if each["key"] == "file"
+        entry["value"]["path"]: base64.b64decode(entry["value"]["content"])
+        for entry in hub.commit
+        if entry["key"] == "file"
     }
     arrived |= {
-        each["value"]["path"]: hub.large[each["value"]["oid"]] for each in hub.commit if each["key"] == "lfsFile"
+        entry["value"]["path"]: hub.large[entry["value"]["oid"]] for entry in hub.commit if entry["key"] == "lfsFile"
     }
-    assert arrived == {each.name: each.read_bytes() for each in (tmp_path / "hf").iterdir()}
+    assert arrived == {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
     card = arrived["README.md"].decode()
     for text in (
         "# me/tiny",
@@ -185,8 +185,8 @@ def test_a_push_that_is_refused_keeps_the_export_and_says_why(run, tmp_path, hub
 def test_a_dry_run_names_what_it_would_push_and_calls_nobody(run, tmp_path, hub):
     done = export(run, tmp_path / "hf", "--push", "me/tiny", "--dry-run")
     assert done.exit_code == 0 and "would push to me/tiny:" in done.stdout and not hub.seen
-    for each in (tmp_path / "hf").iterdir():
-        assert f"  {each.name}  {each.stat().st_size:,} bytes" in done.stdout
+    for path in (tmp_path / "hf").iterdir():
+        assert f"  {path.name}  {path.stat().st_size:,} bytes" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,8 @@ def test_a_watch_exports_each_new_best_and_holds_it_against_retention(run, tmp_p
 def test_the_watch_command_names_each_export_after_its_step(run, tmp_path):
     done = export(run, tmp_path / "all", "--watch", "--every", "2", "--quantize", "int8")
     assert done.exit_code == 0, done.output
-    assert sorted(each.name for each in (tmp_path / "all").iterdir()) == [f"step-{step:08d}" for step in (2, 4, 6)]
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == [f"step-{step:08d}" for step in (2, 4, 6)]
     assert all(
-        Safetensors(each).dtypes()["model.layers.0.mlp.up_proj.weight"] == torch.int8
-        for each in (tmp_path / "all").iterdir()
+        Safetensors(path).dtypes()["model.layers.0.mlp.up_proj.weight"] == torch.int8
+        for path in (tmp_path / "all").iterdir()
     )

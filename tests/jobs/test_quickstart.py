@@ -46,18 +46,18 @@ def test_the_quickstart_trains_resumes_elsewhere_exports_and_completes(tmp_path:
     small = [*SMALL, "data.source=files", source(tmp_path), "data.separator='\\n\\n\\n'"]
     done = subprocess.run([*command, *small], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
-    told = done.stdout
-    assert "1  Train on dp_replicate=2,dp_shard=1: 18 steps" in told
-    assert "2  Resume from the checkpoint on another mesh, tp=2, to step 20" in told
+    output = done.stdout
+    assert "1  Train on dp_replicate=2,dp_shard=1: 18 steps" in output
+    assert "2  Resume from the checkpoint on another mesh, tp=2, to step 20" in output
     assert "step-00000018, saved on another mesh" in done.stderr
-    fell = re.search(r"the training loss fell from ([\d.]+) to ([\d.]+)", told)
+    fell = re.search(r"the training loss fell from ([\d.]+) to ([\d.]+)", output)
     assert fell is not None
     assert float(fell[2]) < float(fell[1])
-    differ = re.search(r"loaded as LlamaForCausalLM; .* by at most (\S+)\n", told)
+    differ = re.search(r"loaded as LlamaForCausalLM; .* by at most (\S+)\n", output)
     assert differ is not None
     assert float(differ[1]) < 1e-4
-    assert len(re.findall(r"(?m)^  .+ ».*$", told)) == 4
-    assert f"tensorboard --logdir {out / 'tensorboard'}" in told
+    assert len(re.findall(r"(?m)^  .+ ».*$", output)) == 4
+    assert f"tensorboard --logdir {out / 'tensorboard'}" in output
     for name in (
         "checkpoints/latest",
         "tokenizer/tokenizer.json",

@@ -94,16 +94,16 @@ def test_samples_of_a_lost_replica_come_again_and_each_counts_once_an_epoch():
     position = json.loads(json.dumps(data.state_dict()))
     assert position["returned"] and data.epoch == 0
     plain = [batches(47, data_rank=rank, data_size=2) for rank in range(2)]
-    for each in plain:
-        each.load_state_dict(position)
-        seen += [row for step in each.one_epoch() for row in rows(step)]
+    for record in plain:
+        record.load_state_dict(position)
+        seen += [row for step in record.one_epoch() for row in rows(step)]
     assert sorted(seen) == list(range(47))
     assert plain[0].position() == {"epoch": 1, "samples": 0}
 
 
 def test_the_whole_order_is_the_plain_jobs_where_nothing_is_lost():
     data, plain = batches(), [batches(data_rank=rank, data_size=3) for rank in range(3)]
-    for steps in zip(*(each.one_epoch() for each in plain)):
+    for steps in zip(*(record.one_epoch() for record in plain)):
         assert [rows(data.share(number, 3)) for number in range(3)] == [rows(step) for step in steps]
         data.count([True] * 3)
     assert data.epoch == 1
@@ -137,13 +137,13 @@ def test_what_cannot_be_lost_is_refused_by_name():
     mixed = Numbers(8)
     mixed.mix = Interleave(sizes=(4, 4), weights=(1.0, 1.0), epochs=(1, 1))
     data = batches(loader=LoaderSettings(workers=1)), Batches(mixed, micro_batch=1)
-    told = ""
-    for each in data:
+    message = ""
+    for override in data:
         with pytest.raises(PlanError) as raised:
-            Replicas(par, optimizer, each)
-        told += str(raised.value)
+            Replicas(par, optimizer, override)
+        message += str(raised.value)
     for reason in ("dp_replicate=2 inside", "norm.1 (BatchNorm1d)", "workers=1", "a mix of sources"):
-        assert reason in told
+        assert reason in message
     par = Plan("dp_shard=2", [FullyShard()]).apply(lab.model())
     with pytest.raises(ReplicaError, match="meshpar run --elastic=replicas"):
         Replicas(par, optimizer, batches())
@@ -254,8 +254,10 @@ def test_what_never_succeeds_ends_with_its_error():
             small(lighthouse, data, name="1", replicas=2, same=options.get("same"), patience_s=patience_s) as second,
         ):
             with ThreadPoolExecutor(2) as pool:
-                errors = [each.exception() for each in [pool.submit(each.begin) for each in (first, second)]]
-            assert all("differ in the position in the data, the batch or the settings" in str(each) for each in errors)
+                errors = [future.exception() for future in [pool.submit(replica.begin) for replica in (first, second)]]
+            assert all(
+                "differ in the position in the data, the batch or the settings" in str(error) for error in errors
+            )
         lighthouse.close()
 
 
@@ -290,7 +292,7 @@ def test_the_last_samples_of_an_epoch_are_shared_anew_when_their_replica_is_lost
     torch.manual_seed(0)
     with small(lighthouse, batches(2), name="1", replicas=2, patience_s=1.0) as second:
         with ThreadPoolExecutor(2) as pool:
-            assert [rows(each) for each in pool.map(Replicas.begin, (first, second))] in ([[0, 1], []], [[1, 0], []])
+            assert [rows(batch) for batch in pool.map(Replicas.begin, (first, second))] in ([[0, 1], []], [[1, 0], []])
         first.close()
         before = second.par.module.weight.detach().clone()
         second.par.module(torch.tensor([1])).sum().backward()
@@ -402,7 +404,9 @@ def test_a_long_validation_costs_no_checkpoint():
 def test_a_replica_that_leads_again_opens_its_files_again(tmp_path):
     """Another one has written in between, to a new file of that name."""
     here, there = (SimpleNamespace(leads=True, term=1, step=1, counted=()) for _ in range(2))
-    mine, other = (Elected(each, lambda step: [JsonLines(tmp_path / "m.jsonl", step=step)]) for each in (here, there))
+    mine, other = (
+        Elected(replica, lambda step: [JsonLines(tmp_path / "m.jsonl", step=step)]) for replica in (here, there)
+    )
     mine.report({"step": 1})
     other.report({"step": 2})  # this one stood still
     other.close()
@@ -458,15 +462,15 @@ def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path, more):
     Steps without a replica have fewer samples: an epoch then has more of them, and the learning rate falls to its end
     all the same.
     """
-    seconds, told = lab.killed_recipe(tmp_path, ["--elastic", "replicas"], "out/logs/replica-0", overrides=more)
+    seconds, outputs = lab.killed_recipe(tmp_path, ["--elastic", "replicas"], "out/logs/replica-0", overrides=more)
     records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     left = next(record["replicas"] for record in records if "replicas" in record)
-    assert left in (1, 2) and "lost 0" in told, told  # 2: it was back before the others had a step without it
+    assert left in (1, 2) and "lost 0" in outputs, outputs  # 2: it was back before the others had a step without it
     trained = [record for record in records if "train/loss" in record]
     steps, rates = [record["step"] for record in trained], [record["lr"] for record in trained]
-    assert steps == list(range(1, len(steps) + 1)), told
+    assert steps == list(range(1, len(steps) + 1)), outputs
     if "training.epochs=1" in more:
-        assert trained[-1]["epoch"] == 1 and f"step {steps[-1]}/{steps[-1]}  loss" in told, told
+        assert trained[-1]["epoch"] == 1 and f"step {steps[-1]}/{steps[-1]}  loss" in outputs, outputs
         assert all(before > after for before, after in itertools.pairwise(rates)) and 0 < rates[-1] < 1e-6, rates
     else:
         assert len(steps) == 150
@@ -518,7 +522,7 @@ def test_a_drill_on_two_hosts(tmp_path):
     """
     (tmp_path / "meshpar-drill").mkdir()
     earlier = [{"step": 50}, {"step": 70, "replicas": 1}, {"step": 80, "replicas": 2}]
-    (tmp_path / "meshpar-drill/metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in earlier))
+    (tmp_path / "meshpar-drill/metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in earlier))
     command = [
         sys.executable,
         "-m",
@@ -539,18 +543,20 @@ def test_a_drill_on_two_hosts(tmp_path):
                 )
                 for node in range(2)
             ]  # fmt: skip
-            told = [job.communicate(timeout=400)[0] for job in jobs]
+            outputs = [job.communicate(timeout=400)[0] for job in jobs]
     except Unavailable as reason:
         pytest.skip(str(reason))
-    assert [job.returncode for job in jobs] == [0, 0], told
-    assert "lost: after step" in told[0] and "back: " in told[0] and "killed the ranks of replica 1" in told[1], told
+    assert [job.returncode for job in jobs] == [0, 0], outputs
+    assert (
+        "lost: after step" in outputs[0] and "back: " in outputs[0] and "killed the ranks of replica 1" in outputs[1]
+    ), outputs
 
 
 class ByHand:
     """A job of four nodes of one rank each, whose commands are given one by one."""
 
     def __init__(self, folder, replicas, steps):
-        self.folder, self.until = folder, functools.partial(patience.until, seconds=180, every=0.1, told=self.told)
+        self.folder, self.until = folder, functools.partial(patience.until, seconds=180, every=0.1, report=self.told)
         mesh = f"mesh: dp_replicate={replicas},dp_shard={4 // replicas}"
         recipe = lab.RECIPE.replace("mesh: dp_replicate=2,dp_shard=1", mesh).replace("steps: 150", f"steps: {steps}")
         (folder / "job.yaml").write_text(recipe)

@@ -95,7 +95,7 @@ def test_the_first_failing_rank_is_shown_and_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "message"),
     [
         ("sys.exit('no data for me')", "meshpar: rank 1 failed with SystemExit: no data for me\n"),
         pytest.param("sys.exit(3)", "meshpar: rank 1 failed with SystemExit: 3\n", marks=pytest.mark.long),
@@ -108,7 +108,9 @@ def test_the_first_failing_rank_is_shown_and_no_other(tmp_path: Path) -> None:
         ("ctypes.CDLL(None)._exit(5)", "meshpar: rank 1 ended with exit code 5 and without a Python error"),
     ],
 )
-def test_a_rank_that_ends_without_an_exception_is_named_and_not_its_victim(tmp_path: Path, end: str, told: str) -> None:
+def test_a_rank_that_ends_without_an_exception_is_named_and_not_its_victim(
+    tmp_path: Path, end: str, message: str
+) -> None:
     script = (
         "import ctypes, glob, os, sys, time, torch.distributed as dist, meshpar\n"
         "with meshpar.distributed('cpu'):\n"
@@ -116,7 +118,7 @@ def test_a_rank_that_ends_without_an_exception_is_named_and_not_its_victim(tmp_p
         "    dist.barrier()\n"
     )
     done = run(tmp_path, script, "--nproc", "2")
-    assert done.returncode == 1 and done.stderr.startswith(told)
+    assert done.returncode == 1 and done.stderr.startswith(message)
     if end in ("os._exit(0)", "sys.exit()"):
         assert "\nThen rank 0 failed with" in done.stderr, "alone it is no failure"
     if "CDLL" not in end:
@@ -124,7 +126,7 @@ def test_a_rank_that_ends_without_an_exception_is_named_and_not_its_victim(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("fills", "told"),
+    ("fills", "message"),
     [
         (
             "raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')",
@@ -133,9 +135,9 @@ def test_a_rank_that_ends_without_an_exception_is_named_and_not_its_victim(tmp_p
         ("torch.empty(1 << 60)", "RuntimeError: "),
     ],
 )
-def test_a_full_memory_comes_with_what_to_do(tmp_path: Path, fills: str, told: str) -> None:
+def test_a_full_memory_comes_with_what_to_do(tmp_path: Path, fills: str, message: str) -> None:
     done = run(tmp_path, f"import torch\n{fills}\n", "--nproc", "1")
-    assert done.returncode == 1 and f"rank 0 failed with {told}" in done.stderr
+    assert done.returncode == 1 and f"rank 0 failed with {message}" in done.stderr
     assert "memory is full; use a smaller data.micro_batch" in done.stderr.splitlines()[-1]
 
 
@@ -214,9 +216,9 @@ def test_a_script_that_does_not_listen_is_no_job_that_stopped_in_time(tmp_path: 
         process = subprocess.Popen([*RUN, "--nproc", "2", "job.py"], cwd=folder, stderr=subprocess.PIPE, text=True)
         until(lambda folder=folder: all((folder / name).exists() for name in "01"))
         process.send_signal(signal.SIGUSR1)
-        _, told = process.communicate(timeout=90)
+        _, output = process.communicate(timeout=90)
         codes.append(process.returncode)
-        assert ("the script has no handler for it" in told) == (script is deaf), told
+        assert ("the script has no handler for it" in output) == (script is deaf), output
     assert codes == [1, 138]
 
 
@@ -227,17 +229,17 @@ def test_control_c_ends_all_ranks(tmp_path: Path) -> None:
     process = subprocess.Popen([*RUN, "--nproc", "2", "job.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"))
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode in (130, 1), told
-    assert "Traceback" not in told or told.count("Traceback") == 1
+    _, output = process.communicate(timeout=60)
+    assert process.returncode in (130, 1), output
+    assert "Traceback" not in output or output.count("Traceback") == 1
     assert not [pid for pid in ((tmp_path / name).read_text() for name in "01") if Path(f"/proc/{pid}").exists()]
 
 
 def test_ranks_that_leave_without_an_error_fail_nothing_by_themselves(tmp_path: Path) -> None:
     left, failed = (Failure(rank=rank, host=socket.gethostname(), kind=kind, message="0", trace="x", seconds=at)
                     for rank, kind, at in ((1, "sys.exit", 5.0), (0, "ValueError", 4.0)))  # fmt: skip
-    for each in (left, failed):
-        error_file(tmp_path, each.rank).write_text(json.dumps(asdict(each)))
+    for outcome in (left, failed):
+        error_file(tmp_path, outcome.rank).write_text(json.dumps(asdict(outcome)))
     assert str(first_error(tmp_path, {0: 1})).startswith("rank 0 failed with ValueError"), "the other one left later"
     error_file(tmp_path, 0).unlink()
     assert recorded(tmp_path) == [] and error_file(tmp_path, 1).exists(), "after a signal: no failure"
@@ -356,9 +358,9 @@ def test_a_node_that_does_not_come_is_named_within_the_bound() -> None:
 
     began = time.monotonic()
     with ThreadPoolExecutor() as pool:  # processes would have to be equally quick to start
-        told = list(pool.map(come, (0, 2)))
+        outputs = list(pool.map(come, (0, 2)))
     here = socket.gethostname()
-    assert told == [f"these nodes did not connect to {head} within 3 s: 1; connected: 0 ({here}), 2 ({here})"] * 2
+    assert outputs == [f"these nodes did not connect to {head} within 3 s: 1; connected: 0 ({here}), 2 ({here})"] * 2
     assert time.monotonic() - began < patient(20)
 
 
@@ -385,8 +387,8 @@ def test_a_wait_says_for_whom_and_ends_at_control_c(
         ends.clear()
         with pytest.raises(KeyboardInterrupt), checked_in(head, node, 3, "", 900.0):
             pass
-        told = capfd.readouterr().err
-        assert ends.is_set() and f"meshpar: waiting for {whom}" in told and " of 900 s\n" in told
+        output = capfd.readouterr().err
+        assert ends.is_set() and f"meshpar: waiting for {whom}" in output and " of 900 s\n" in output
 
 
 def test_nodes_of_an_elastic_job_say_for_whom_they_wait(
@@ -400,10 +402,10 @@ def test_nodes_of_an_elastic_job_say_for_whom_they_wait(
         with _identified(Placement(ranks=1, nodes=3, least_nodes=2, node_rank=1, head=head, meeting_s=1)):
             pass
     assert f"meshpar: waiting for node 0 at {head} (" in capfd.readouterr().err
-    told = ""
+    message = ""
     with _identified(Placement(ranks=1, nodes=3, least_nodes=2, node_rank=0, head=head)):
-        while "meshpar: waiting for 2 to 3 nodes to join at" not in told:
-            told += capfd.readouterr().err
+        while "meshpar: waiting for 2 to 3 nodes to join at" not in message:
+            message += capfd.readouterr().err
         started.append(1)
         while any(thread.name == "meshpar-joining" for thread in threading.enumerate()):
             time.sleep(0.01)
@@ -462,14 +464,14 @@ def test_of_several_srun_tasks_the_first_to_fail_shows_its_traceback(tmp_path: P
         )
         for rank in range(3)
     ]  # fmt: skip
-    told = [task.communicate(timeout=90)[0] for task in tasks]
+    outputs = [task.communicate(timeout=90)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [1, 1, 1]
-    assert ["Traceback" in each for each in told] == [False, True, False]
+    assert ["Traceback" in output for output in outputs] == [False, True, False]
     first = (
         f"meshpar: rank 1 on {socket.gethostname()} failed first, with ValueError: on purpose\nthen this one, rank 0, "
         "with RuntimeError\n"
     )
-    assert told[0].endswith(first)
+    assert outputs[0].endswith(first)
 
 
 def test_options_that_start_ranks_are_refused_in_a_rank(tmp_path: Path) -> None:
@@ -511,8 +513,8 @@ def test_nodes_without_an_id_agree_on_one(tmp_path: Path) -> None:
         )
         for node in (1, 0)
     ]
-    assert [each.communicate(timeout=90)[0] for each in both] == ["", "0 of 2\n"]
-    assert [each.returncode for each in both] == [0, 0]
+    assert [process.communicate(timeout=90)[0] for process in both] == ["", "0 of 2\n"]
+    assert [process.returncode for process in both] == [0, 0]
     assert logs(tmp_path) == {"rank-0.log": "0 of 2\n", "rank-1.log": "1 of 2\n"}
 
 
@@ -530,7 +532,7 @@ def test_placements() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"nodes": "2"}, "2 nodes require --head HOST:PORT"),
         ({"nodes": "2", "head": "n1"}, "--head is 'n1'; expected HOST:PORT"),
@@ -540,6 +542,6 @@ def test_placements() -> None:
         ({"nproc": "many"}, "--nproc is 'many'"),
     ],
 )
-def test_placements_that_cannot_be(given: dict[str, object], told: str) -> None:
-    with pytest.raises(LaunchError, match=told.replace("(", r"\(")):
+def test_placements_that_cannot_be(given: dict[str, object], message: str) -> None:
+    with pytest.raises(LaunchError, match=message.replace("(", r"\(")):
         placed({"nproc": "1", **given})

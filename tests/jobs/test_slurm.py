@@ -128,7 +128,7 @@ def test_hybrid_sharding_on_two_nodes_trains_as_one_process_does(
     slurm.wait(job)
     assert_losses(folder, "whole", expected)
     ranks = json.loads((folder / "whole" / "launches" / "001" / "mesh.json").read_text())["ranks"]
-    assert [(each["node"], each["dp_replicate"], each["dp_shard"]) for each in ranks] == [
+    assert [(rank["node"], rank["dp_replicate"], rank["dp_shard"]) for rank in ranks] == [
         (0, 0, 0),
         (0, 0, 1),
         (1, 1, 0),
@@ -167,8 +167,8 @@ def test_launched_jobs_are_listed_shown_and_cancelled(
     ).stdout
     assert printed.endswith("at work\n")
     assert (
-        re.search(r"^runs/sleep/launches/001: slurm \d+, RUNNING\n", told := jobs("jobs", "status", first))
-        and " on n" in told
+        re.search(r"^runs/sleep/launches/001: slurm \d+, RUNNING\n", output := jobs("jobs", "status", first))
+        and " on n" in output
     )
     jobs("jobs", "cancel", "runs/sleep")  # the newest launch
     assert states() == ["RUNNING", "CANCELLED"]
@@ -250,7 +250,9 @@ def test_a_script_trains_on_two_nodes_as_in_one_process(slurm: Slurm, folder: Pa
     done = subprocess.run(command, cwd=folder, env=slurm.environment, capture_output=True, text=True, check=True)
     slurm.wait(re.findall(r"Submitted batch job (\d+)", done.stdout)[0])
     output = "".join(path.read_text() for path in folder.glob("runs/own_loop/launches/*/slurm-*.out"))
-    numbers = [[float(each) for each in re.findall(r"loss ([\d.]+), gradient norm", text)] for text in (alone, output)]
+    numbers = [
+        [float(number) for number in re.findall(r"loss ([\d.]+), gradient norm", text)] for text in (alone, output)
+    ]
     assert len(numbers[0]) == 3 and numbers[0] == pytest.approx(numbers[1], abs=2e-5), output
 
 

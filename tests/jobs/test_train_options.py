@@ -51,9 +51,9 @@ def test_the_largest_micro_batch_keeps_the_step(tmp_path: Path, capsys: pytest.C
     found = find_batch_size(recipe(tmp_path), run, 9 << 30)
     assert (found.data.micro_batch, found.data.accumulate) == (8, 3)
     assert len(tried) <= 4 and 8 in tried
-    told = capsys.readouterr().err
-    assert "12: 12.00 GiB a rank, too much" in told
-    assert "found: data.micro_batch=8 data.accumulate=3, 24 samples per data rank and step, as before" in told
+    output = capsys.readouterr().err
+    assert "12: 12.00 GiB a rank, too much" in output
+    assert "found: data.micro_batch=8 data.accumulate=3, 24 samples per data rank and step, as before" in output
     assert found.training == recipe(tmp_path).training
 
 
@@ -84,7 +84,7 @@ def test_where_nothing_fits_or_nothing_is_said(tmp_path: Path) -> None:
         find_batch_size(recipe(tmp_path), broken, 1 << 30)
     tried: list[Recipe] = []
     with pytest.raises(SystemExit, match="143"):  # a trial that a signal stopped is the last one
-        find_batch_size(recipe(tmp_path), lambda each: tried.append(each) or 143, 1 << 30)
+        find_batch_size(recipe(tmp_path), lambda candidate: tried.append(candidate) or 143, 1 << 30)
     assert len(tried) == 1
 
 
@@ -104,7 +104,7 @@ RECORD = {"step": 1, "tokens_per_second": 1000.0, "memory_gib": 2.0}
 
 def wait_for_forecast(seconds: float) -> None:
     """Wait until the reporter's own thread is done."""
-    until(lambda: not any(each.is_alive() and each.name == "forecast" for each in threading.enumerate()), seconds)
+    until(lambda: not any(thread.is_alive() and thread.name == "forecast" for thread in threading.enumerate()), seconds)
 
 
 def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forecast: Any, records: int = 4) -> list[str]:

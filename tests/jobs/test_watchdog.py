@@ -87,7 +87,7 @@ def ended(mode: str, folder: Path) -> tuple[list[int | None], list[str], float]:
         for process in ranks:
             process.join(patient(60))
         return (
-            [each.exitcode for each in ranks],
+            [rank.exitcode for rank in ranks],
             [(folder / f"rank-{n}").read_text() for n in range(RANKS)],
             time.monotonic() - began,
         )
@@ -126,8 +126,8 @@ def test_a_job_that_moves_is_left_alone(mode: str, tmp_path: Path) -> None:
 
 
 def test_the_verdict_when_nobody_is_behind() -> None:
-    told = {rank: {"step": "3", "groups": {"default_pg (ranks 0, 1)": [7, "gloo:barrier"]}} for rank in range(2)}
-    assert "none is behind in a collective (rank 0 at step 3, rank 1 at step 3)" in verdict_of(told, [], {})
+    answers = {rank: {"step": "3", "groups": {"default_pg (ranks 0, 1)": [7, "gloo:barrier"]}} for rank in range(2)}
+    assert "none is behind in a collective (rank 0 at step 3, rank 1 at step 3)" in verdict_of(answers, [], {})
 
 
 def test_writing_counts_as_a_move(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_the_group_waits_longer_than_the_watchdog(monkeypatch: pytest.MonkeyPatc
 def test_a_verdict_without_the_others_stands_after_what_came_before_it(tmp_path: Path) -> None:
     record(tmp_path, 0, ValueError("the first"))
     record_stall(tmp_path, 1, "the store does not answer", cause=False)
-    assert [each.rank for each in recorded(tmp_path)] == [0, 1]
+    assert [failure.rank for failure in recorded(tmp_path)] == [0, 1]
     record_stall(tmp_path, 2, "rank 0 did not arrive")
     assert recorded(tmp_path)[0].rank == 2
 
@@ -186,12 +186,12 @@ def test_a_stalled_run_ends_and_its_restart_goes_on(tmp_path: Path) -> None:
         until(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text().count("\n") >= 30), 150)
         assert process.poll() is None
         os.kill(ranks_of(process.pid)[1], signal.SIGSTOP)
-        _, told = process.communicate(timeout=200)
+        _, output = process.communicate(timeout=200)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, told
-    assert "ranks that do not answer, stopped or dead or their host is lost: 1 (" in told
-    assert "resuming after step" in told
+    assert process.returncode == 0, output
+    assert "ranks that do not answer, stopped or dead or their host is lost: 1 (" in output
+    assert "resuming after step" in output
     steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "train/loss" in line]
     assert steps[-1] == 200

@@ -94,9 +94,9 @@ def broken(changes: dict[str, object]) -> str:
     return to_yaml(document.data)
 
 
-@pytest.mark.parametrize(("changes", "place", "told"), CASES, ids=[str(case[0]) for case in CASES])
+@pytest.mark.parametrize(("changes", "place", "message"), CASES, ids=[str(case[0]) for case in CASES])
 def test_a_broken_recipe_gets_one_error_with_its_place(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], place: str, told: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], place: str, message: str
 ) -> None:
     monkeypatch.chdir(folder)
     nproc = changes.pop("--nproc", None)
@@ -113,11 +113,11 @@ def test_a_broken_recipe_gets_one_error_with_its_place(
         assert (done.exit_code, done.stderr) == (0, "")
         return
     lines = parse_document(text, "job.yaml").lines
-    parts = tuple(int(each) if each.isdigit() else each for each in place.split("."))
+    parts = tuple(int(part) if part.isdigit() else part for part in place.split("."))
     known = next((parts[:size] for size in range(len(parts), 0, -1) if parts[:size] in lines), None)
     where = "job.yaml" if known is None else f"job.yaml:{lines[known]}"
     assert (done.exit_code, done.stdout) == (78, "")
-    assert f"{where}: {place}: " in done.stderr and told in done.stderr, done.stderr
+    assert f"{where}: {place}: " in done.stderr and message in done.stderr, done.stderr
     problems = [line for line in done.stderr.splitlines() if line.startswith("  ")]
     assert all(place in line for line in problems) and "Traceback" not in done.stderr, done.stderr
 
@@ -127,7 +127,7 @@ def test_there_are_a_hundred_broken_recipes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ("hidden_size: many", "transformers cannot use these values: StrictDataclassFieldValidationError"),
         ("num_attention_heads: 0", "transformers cannot use these values: "),
@@ -136,15 +136,15 @@ def test_there_are_a_hundred_broken_recipes() -> None:
     ],
 )
 def test_values_that_transformers_cannot_use_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, change: str, told: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: str, message: str
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(folder)
     Path("job.yaml").write_text(BASE)
     check_recipe("job.yaml", [f"model={{kind: huggingface, config: {{{LLAMA}, attn_implementation: flex_attention}}}}"])
     name = change.partition(":")[0]
-    kept = ", ".join(each for each in LLAMA.split(", ") if not each.startswith(name))
-    with pytest.raises(PlanError, match=re.escape(told)):
+    kept = ", ".join(part for part in LLAMA.split(", ") if not part.startswith(name))
+    with pytest.raises(PlanError, match=re.escape(message)):
         check_recipe("job.yaml", [f"model={{kind: huggingface, config: {{{kept}, {change}}}}}"])
 
 
@@ -191,7 +191,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("folder", "told"),
+    ("folder", "message"),
     [
         ("whole", ""),
         ("bin", ""),
@@ -214,14 +214,14 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_check_opens_the_weights_that_the_ranks_will_open(
-    weights: Path, monkeypatch: pytest.MonkeyPatch, folder: str, told: str
+    weights: Path, monkeypatch: pytest.MonkeyPatch, folder: str, message: str
 ) -> None:
     monkeypatch.chdir(weights)
     done = CliRunner().invoke(
         app, ["check", "job.yaml", f"model.weights={folder}", "data.tokenizer=bytes"], catch_exceptions=False
     )
-    assert done.exit_code == (78 if told else 0) and told in done.stderr, done.stderr
-    assert not told or ": model.weights: " in done.stderr, done.stderr
-    if "remove the index" in told:
+    assert done.exit_code == (78 if message else 0) and message in done.stderr, done.stderr
+    assert not message or ": model.weights: " in done.stderr, done.stderr
+    if "remove the index" in message:
         Path(folder, "model.safetensors.index.json").unlink()
         check_recipe("job.yaml", [f"model.weights={folder}", "data.tokenizer=bytes"])

@@ -113,10 +113,10 @@ def test_describe_of_70b_on_512_ranks_is_right_to_the_byte() -> None:
     assert f"{matrices + norms:,} parameters" in done.stdout
     assert f"{bytes_ / 2**30:,.2f} GiB of parameters" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if "float32" in line]
-    each = [
+    counts = [
         int(row[-1].replace(",", "")) if row[-1] != "each" else c.layers * int(row[-2].replace(",", "")) for row in rows
     ]
-    assert sum(each) == bytes_
+    assert sum(counts) == bytes_
     assert math.isclose(bytes_, 4.41e9, rel_tol=0.01)
 
 
@@ -163,7 +163,7 @@ def test_sizes_are_read_with_their_units() -> None:
 
 def test_a_stopped_run_ends_with_128_and_the_signal() -> None:
     reasons = (None, "SIGTERM", "SIGINT", "SIGHUP", "another rank was asked to stop")
-    assert [exit_code_of(each) for each in reasons] == [0, 143, 130, 129, 143]
+    assert [exit_code_of(reason) for reason in reasons] == [0, 143, 130, 129, 143]
 
 
 def write_error(folder: Path, rank: int, kind: str, message: str, seconds: float) -> None:

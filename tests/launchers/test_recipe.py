@@ -253,7 +253,7 @@ def test_an_unknown_recipe_names_those_that_come_with_meshpar() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["data={mix: [{source: files}]}"], "data.mix: source: files with paths []; expected none for stdlib"),
         (
@@ -297,7 +297,7 @@ def test_an_unknown_recipe_names_those_that_come_with_meshpar() -> None:
         (
             [
                 "data={tokenizer: bpe, mix: ["
-                + ", ".join(f"{{source: chat, paths: [stdlib], template: {each}}}" for each in TEMPLATES)
+                + ", ".join(f"{{source: chat, paths: [stdlib], template: {template}}}" for template in TEMPLATES)
                 + "]}"
             ],
             "data.mix: the conversations have several templates, chatml and llama3, and a model learns one",
@@ -310,10 +310,10 @@ def test_an_unknown_recipe_names_those_that_come_with_meshpar() -> None:
         ),
     ],
 )
-def test_mixtures_and_packing_that_cannot_be_are_refused(overrides: list[str], told: str) -> None:
+def test_mixtures_and_packing_that_cannot_be_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         read(SMALL, *overrides)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_mixture_reads_back_and_is_checked(tmp_path: Path) -> None:
@@ -442,9 +442,9 @@ def test_old_names_are_translated_and_told(options: dict[str, Any], expected: An
     text = SMALL + f"passes: [fsdp: {options}]\n"
     recipe = read(text)
     assert make_passes(recipe.passes) == [expected]
-    told = " ".join(recipe.notes)
+    output = " ".join(recipe.notes)
     for name in options:
-        assert name.removeprefix("fsdp_") in told
+        assert name.removeprefix("fsdp_") in output
 
 
 def test_an_old_name_without_a_counterpart_is_told_to_have_no_effect() -> None:

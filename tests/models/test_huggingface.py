@@ -123,7 +123,7 @@ def test_experts_are_spread_whole_or_split_inside() -> None:
 
 
 def test_a_sum_over_what_is_whole_is_refused() -> None:
-    whole = dict.fromkeys((f"{LAYER}.self_attn", *(f"{LAYER}.self_attn.{each}_proj" for each in "qkvo")))
+    whole = dict.fromkeys((f"{LAYER}.self_attn", *(f"{LAYER}.self_attn.{letter}_proj" for letter in "qkvo")))
     model = from_config(config("qwen3"))
     problems = list(TensorParallel(styles=whole).problems(model, layout_of(model), MeshSpec("tp=2")))
     assert [problem.partition(" sums its gradient")[0] for problem in problems] == [
@@ -135,7 +135,7 @@ def test_a_sum_over_what_is_whole_is_refused() -> None:
 
 
 def test_what_a_plan_leaves_whole_is_told() -> None:
-    attention = dict.fromkeys((f"{LAYER}.self_attn", *(f"{LAYER}.self_attn.{each}_proj" for each in "qkvo")))
+    attention = dict.fromkeys((f"{LAYER}.self_attn", *(f"{LAYER}.self_attn.{letter}_proj" for letter in "qkvo")))
     model = from_config(config("llama", intermediate_size=8, vocab_size=32))
     assert not list(TensorParallel().warnings(model, layout_of(model), MeshSpec("tp=2")))
     (warning,) = TensorParallel(styles=attention).warnings(model, layout_of(model), MeshSpec("tp=2"))
@@ -155,7 +155,7 @@ def test_what_other_packages_warn_of_at_import_is_not_shown(caplog: pytest.LogCa
         logger.warning("Failed to load a file")
         logger.error("an error")
     logger.warning("later")
-    assert [each.message for each in caplog.records] == ["an error", "later"]
+    assert [record.message for record in caplog.records] == ["an error", "later"]
 
 
 def test_models_whose_masks_count_positions_leave_sequence_parallelism_out() -> None:
@@ -209,7 +209,7 @@ def test_a_verified_structure_takes_the_place_of_a_plan() -> None:
     layer = "model.decoder.layers.*"
     assert layout.tensor == {
         f"{layer}.self_attn": Heads(("position_bias",)),
-        **dict.fromkeys((f"{layer}.self_attn.{each}_proj" for each in "qkv"), "colwise"),
+        **dict.fromkeys((f"{layer}.self_attn.{letter}_proj" for letter in "qkv"), "colwise"),
         f"{layer}.self_attn.out_proj": "rowwise",
         f"{layer}.fc1": "colwise",
         f"{layer}.fc2": "rowwise",

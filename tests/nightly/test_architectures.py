@@ -65,21 +65,21 @@ def test_every_plan_equals_one_process(pool, case):
         plan: "refused" if plan in UNSPLIT.get(case[0], ()) else "exact"
         for plan in ("one process", *architectures.PLANS)
     }
-    assert {plan: each["verdict"] for plan, each in plans.items()} == expected, plans
-    assert {each.get("export", "exact") for each in plans.values()} == {"exact"}
+    assert {plan: result["verdict"] for plan, result in plans.items()} == expected, plans
+    assert {plan.get("export", "exact") for plan in plans.values()} == {"exact"}
 
 
 @pytest.mark.parametrize("case", WHOLE_OVER_TP, ids="-".join)
 def test_what_has_no_exact_split_is_refused_and_shards_over_data(pool, case):
     plans = architectures.measure(pool, case)["plans"]
-    verdicts = {plan: each["verdict"] for plan, each in plans.items()}
+    verdicts = {plan: result["verdict"] for plan, result in plans.items()}
     exact = (
         (*DATA_PLANS, *POSITIONS) if case == ("doge", "causal") else DATA_PLANS
     )  # a recurrence without attention is refused over cp
     assert verdicts == {
         plan: "exact" if plan in exact else "refused" for plan in ("one process", *architectures.PLANS)
     }, plans
-    why = {plan: each["why"] for plan, each in plans.items() if each["verdict"] == "refused"}
+    why = {plan: result["why"] for plan, result in plans.items() if result["verdict"] == "refused"}
     said = dict.fromkeys(POSITIONS, "position") | dict.fromkeys(EXPERTS, "experts") | {"documents": "document"}
     assert all(said.get(plan, "TensorParallel") in text for plan, text in why.items()), why
 
@@ -185,7 +185,7 @@ def test_published_weights_are_loaded_and_exported_as_they_were(published, name)
     model = tiny.tiny_model(name, task).eval()
     exported, report = type(model).from_pretrained(published / name / "ours", output_loading_info=True)
     assert not any(report.values()), report
-    theirs, ours = (Safetensors(published / name / each).shapes() for each in ("theirs", "ours"))
+    theirs, ours = (Safetensors(published / name / side).shapes() for side in ("theirs", "ours"))
     assert theirs.items() <= ours.items(), "Marian's positions are computed, and not stored by transformers"
     batch = tiny.tiny_batch(task)
     with torch.no_grad():

@@ -31,8 +31,8 @@ def test_an_optimizer_over_the_world_equals_one_process_with_and_without_tensor_
         "dp_replicate=2,dp_shard=2,tp=2": [SEQUENCE, ActivationCheckpoint(), WORLD],
     }.items():
         par = assert_parity(ODD, mesh, passes, steps, expected=expected)
-        held = torch.tensor(sum(local_tensor(each).numel() for each in par.module.parameters()))
-        total = sum(each.numel() for each in par.module.parameters())
+        held = torch.tensor(sum(local_tensor(parameter).numel() for parameter in par.module.parameters()))
+        total = sum(parameter.numel() for parameter in par.module.parameters())
         dist.all_reduce(held)
         assert held == total if "tp" not in mesh else held < 1.1 * total, (
             "an element is trained by one rank, but for what tp keeps whole"

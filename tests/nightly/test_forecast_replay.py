@@ -150,7 +150,7 @@ def real_step(case, expected):
     par = Plan(*CASES[case]).apply(on_meta(case)).materialize(seed=0)
     optimizer = build_adamw(par.module, AdamWSettings(fused=True))
     batches = [
-        {name: each.zero_() for name, each in BATCH.tensors(par.device).items()} for _ in range(BATCH.accumulate)
+        {name: tensor.zero_() for name, tensor in BATCH.tensors(par.device).items()} for _ in range(BATCH.accumulate)
     ]
     for _ in range(2):
         for batch in par.accumulate(map(par.split, batches)):

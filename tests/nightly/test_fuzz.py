@@ -86,6 +86,6 @@ def test_a_failing_case_shrinks_to_what_makes_it_fail():
         for spec in map(fuzz_draw.draw, range(1000))
         if spec["model"]["counter"] == "block" and len(spec["passes"]) > 1
     )
-    small = fuzz_shrink.shrink(spec, lambda each: each["model"]["counter"] == "block")
+    small = fuzz_shrink.shrink(spec, lambda drawn: drawn["model"]["counter"] == "block")
     assert small["model"]["counter"] == "block" and small["loop"]["habits"] == [] and small["model"]["layers"] == 1
     assert fuzz_script.ranks(small) == 2 and len(small["passes"]) == 1

@@ -130,4 +130,4 @@ def test_what_fails_in_one_process_must_fail_on_ranks(pool):
 def test_a_failing_case_shrinks_to_the_habits_that_make_it_fail():
     spec = next(spec for spec in map(fuzz.draw, range(1000)) if len(spec["habits"]) == 4)
     wanted = spec["habits"][2]
-    assert fuzz.shrink(spec, lambda each: wanted in each["habits"])["habits"] == [wanted]
+    assert fuzz.shrink(spec, lambda spec_: wanted in spec_["habits"])["habits"] == [wanted]

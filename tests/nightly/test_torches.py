@@ -22,7 +22,7 @@ from meshpar.checkpoints import CheckpointManager
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import launch, random_tokens, token_loss_sum, whole
 
-OTHERS = [each for each in os.environ.get("MESHPAR_TORCHES", "").split(os.pathsep) if each]
+OTHERS = [part for part in os.environ.get("MESHPAR_TORCHES", "").split(os.pathsep) if part]
 PLANS = {
     "fsdp": ("dp_shard=4", [FullyShard()]),
     "fsdp-bf16": ("dp_shard=4", [FullyShard(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)]),
@@ -80,7 +80,7 @@ def load(root: str) -> None:
         expected = torch.load(f"{root}/{name}.pt")
         folder = f"{root}/{name}/step-00000001"
         names = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        assert {each for each in names if not each.startswith("random.")} == expected.keys()
+        assert {saved_name for saved_name in names if not saved_name.startswith("random.")} == expected.keys()
         found = {key: torch.full_like(value, 7) for key, value in expected.items()}
         dcp.load(found, checkpoint_id=folder, no_dist=True)
         assert_same(found, expected, f"dcp.load, {name}")
@@ -88,7 +88,7 @@ def load(root: str) -> None:
 
 
 def saved(root: str) -> list[str]:
-    return [each.stem for each in sorted(Path(root).glob("*.pt"))]
+    return [path.stem for path in sorted(Path(root).glob("*.pt"))]
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], where: str) -> None:

@@ -24,7 +24,10 @@ def check(expected):
     for make, size in zip(MAKES, expected, strict=True):
         states = trained(par.module, make, 1).state.values()
         assert size == sum(
-            local_tensor(each).nbytes for state in states for each in state.values() if isinstance(each, torch.Tensor)
+            local_tensor(value).nbytes
+            for state in states
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
         )
 
 
@@ -32,4 +35,4 @@ def test_a_rank_holds_the_bytes_of_the_forecast():
     with torch.device("meta"):
         module = BUILD()
     plan, batch = Plan("dp_shard=2", [FullyShard()]), Batch(sequence=16)
-    check([forecast(plan, module, batch, hardware="h100", optimizer=each).trace.exact["optimizer"] for each in MAKES])
+    check([forecast(plan, module, batch, hardware="h100", optimizer=make).trace.exact["optimizer"] for make in MAKES])

@@ -50,11 +50,11 @@ class Torchs:
                 self.matrices[name] = parameter
         self.pieces = pieces
         self.copies = {
-            name: [nn.Parameter(each.detach().clone()) for each in pieces(name, value)]
+            name: [nn.Parameter(piece.detach().clone()) for piece in pieces(name, value)]
             for name, value in self.matrices.items()
         }
-        self.muon = torch.optim.Muon([each for one in self.copies.values() for each in one], lr=lr, **options)
-        decayed, others = ([each for each in rest if (each.ndim > 1) is wide] for wide in (True, False))
+        self.muon = torch.optim.Muon([copy_ for one in self.copies.values() for copy_ in one], lr=lr, **options)
+        decayed, others = ([parameter for parameter in rest if (parameter.ndim > 1) is wide] for wide in (True, False))
         options = {"lr": ADAMW["lr"], "eps": ADAMW["eps"], "betas": (0.9, 0.95)}
         self.adamw = torch.optim.AdamW(
             [{"params": decayed, "weight_decay": ADAMW["weight_decay"]}, {"params": others, "weight_decay": 0.0}],
@@ -73,8 +73,8 @@ class Torchs:
         self.adamw.step()
 
     def zero_grad(self):
-        for each in self.matrices.values():
-            each.grad = None
+        for matrix in self.matrices.values():
+            matrix.grad = None
         self.adamw.zero_grad()
 
 
@@ -221,9 +221,9 @@ def test_a_group_has_options_and_matrices_of_its_own():
     )
     found = {
         name: {key: group.get(key) for key in ("rule", "lr", "lr_scale", "parts")}
-        for name, each in module.named_parameters()
+        for name, parameter in module.named_parameters()
         for group in optimizer.param_groups
-        if any(each is other for other in group["params"])
+        if any(parameter is other for other in group["params"])
     }
     assert found["qkv.weight"] == {"rule": "muon", "lr": 0.01, "lr_scale": 0.5, "parts": (4, 1, 1)}
     assert found["embed.weight"] == {"rule": "muon", "lr": 0.02, "lr_scale": 1.0, "parts": 1}

@@ -83,12 +83,12 @@ def test_states_take_a_quarter_and_half_of_float32():
         give(layer, 0)
         optimizer.step()
         held = sum(
-            each.nbytes
+            value.nbytes
             for state in optimizer.state.values()
-            for each in state.values()
-            if isinstance(each, torch.Tensor)
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
         )
-        assert held <= most * 8 * sum(each.numel() for each in layer.parameters())
+        assert held <= most * 8 * sum(parameter.numel() for parameter in layer.parameters())
 
 
 @pytest.mark.parametrize("states", ["8bit", "bfloat16"])

@@ -94,7 +94,7 @@ def trains(root, mesh, passes, name):
     records = JsonLines(file.with_suffix(".jsonl"))
     optimizer = build_adamw(module, AdamWSettings(lr=1e-2, eps=1e-3))
     Trainer(par, CausalLM(), data, optimizer, Schedule(lr=1e-2, steps=3), settings, reporters=[records]).run()
-    state = {key: whole(each) for key, each in module.state_dict().items()}
+    state = {key: whole(tensor) for key, tensor in module.state_dict().items()}
     if dist.get_rank() == 0:
         lines = [json.loads(line) for line in file.with_suffix(".jsonl").read_text().splitlines()]
         torch.save((state, lines), file.with_suffix(".pt"))
@@ -113,20 +113,20 @@ def test_balance_by_bias_and_by_loss_equals_one_process(tmp_path, name):
         launch(__name__, "train_all", ranks, (str(tmp_path), ranks, name))
     for mesh, _, names in MESHES[many]:
         if name in names:
-            (want, expected), (have, got) = (torch.load(tmp_path / f"{name}-{each}-0.pt") for each in ("", mesh))
+            (want, expected), (have, got) = (torch.load(tmp_path / f"{name}-{part}-0.pt") for part in ("", mesh))
             for key, value in want.items():
                 torch.testing.assert_close(
                     have[key], value, rtol=0, atol=1e-5 * float(value.abs().max()), msg=f"{name} on {mesh}: {key}"
                 )
-            assert any(each.abs().max() > 0.01 for key, each in want.items() if key.endswith("bias")) == (
+            assert any(tensor.abs().max() > 0.01 for key, tensor in want.items() if key.endswith("bias")) == (
                 "balance_rate" in BUILDS[name][1]
             )
-            told = [key for key in expected[0] if key.startswith(("experts/", "train/", "grad"))]
-            assert {"experts/entropy", "experts/dropped", "train/loss"} <= {*told}
+            reported = [key for key in expected[0] if key.startswith(("experts/", "train/", "grad"))]
+            assert {"experts/entropy", "experts/dropped", "train/loss"} <= {*reported}
             for one, other in zip(expected, got, strict=True):
-                assert {key: other[key] for key in told} == pytest.approx({key: one[key] for key in told}, rel=2e-5), (
-                    f"{name} on {mesh}"
-                )
+                assert {key: other[key] for key in reported} == pytest.approx(
+                    {key: one[key] for key in reported}, rel=2e-5
+                ), f"{name} on {mesh}"
 
 
 def test_the_balance_loss_is_switch_s_and_the_bias_deepseek_s():
@@ -164,13 +164,15 @@ def test_the_balance_loss_is_switch_s_and_the_bias_deepseek_s():
         before = mixture.bias.clone()
         load.step(moved=False)
         par.module.eval()(torch.randint(VOCAB, (3, 7)))
-        told = load.take()
+        reported = load.take()
         assert (
             torch.equal(mixture.bias, before)
-            and told["experts/dropped"] == 0.0
-            and 0.9 < told["experts/entropy"] <= 1.0
+            and reported["experts/dropped"] == 0.0
+            and 0.9 < reported["experts/entropy"] <= 1.0
         )
-        assert float(told["experts/most"]) <= 21.0  # a token chooses an expert once, and the evaluation is not counted
+        assert (
+            float(reported["experts/most"]) <= 21.0
+        )  # a token chooses an expert once, and the evaluation is not counted
         mixture.experts(
             torch.randn(4, 32), torch.zeros(4, 2, dtype=torch.int64), torch.tensor([[1.0, 0.0]]).expand(4, 2)
         )
@@ -187,8 +189,8 @@ def test_an_export_with_shared_experts_is_glm4_moe(tmp_path):
     torch.manual_seed(0)
     model, ids = with_shared(), torch.randint(VOCAB, (2, 9))
     with torch.no_grad():
-        for each in (*model.parameters(), *model.buffers()):
-            each.add_(0.2 * torch.randn_like(each))
+        for parameter in (*model.parameters(), *model.buffers()):
+            parameter.add_(0.2 * torch.randn_like(parameter))
     with distributed("cpu"):
         export_module(Plan().apply(model), tmp_path / "hf")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")

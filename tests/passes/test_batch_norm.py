@@ -192,10 +192,10 @@ def test_a_rank_without_samples_equals_one_process():
 
 
 def gathered(mine, like):
-    found = [torch.empty_like(each) for each in like]
-    for rank, each in enumerate(found):
-        each.copy_(mine.detach()) if rank == dist.get_rank() else None
-        dist.broadcast(each, rank)
+    found = [torch.empty_like(tensor) for tensor in like]
+    for rank, tensor in enumerate(found):
+        tensor.copy_(mine.detach()) if rank == dist.get_rank() else None
+        dist.broadcast(tensor, rank)
     return found
 
 

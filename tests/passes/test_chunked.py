@@ -51,7 +51,7 @@ def chunked(model, ids, labels, chunk=7):
 
 def gradients(model, loss):
     (0.37 * loss).backward()
-    found = {name: each.grad.clone() for name, each in model.named_parameters()}
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     return found
 
@@ -60,7 +60,7 @@ def compare(found, expected, tolerance):
     """Each to ``tolerance`` of its largest value; where that is nothing beside the others' (a key bias'), of a
     hundredth of theirs.
     """
-    floor = max(float(each.abs().max()) for each in expected.values()) / 100
+    floor = max(float(tensor.abs().max()) for tensor in expected.values()) / 100
     for key, gradient in expected.items():
         assert (found[key] - gradient).abs().max() <= tolerance * max(float(gradient.abs().max()), floor), key
 
@@ -108,7 +108,10 @@ def test_every_plan_gives_the_plain_gradients(mesh, passes):
         one = plain(par.module, ids[rows], labels[rows])
         torch.testing.assert_close(other, one)
         compare(
-            *({key: local_tensor(each) for key, each in part.items()} for part in (found, gradients(par.module, one))),
+            *(
+                {key: local_tensor(tensor) for key, tensor in part.items()}
+                for part in (found, gradients(par.module, one))
+            ),
             1e-6,
         )
 
@@ -124,8 +127,8 @@ def test_a_model_that_names_no_head_is_refused_until_it_is_told():
     model, (ids, labels) = Masked(), batch()
     with pytest.raises(MeshparError, match=r"Masked does not say which module makes its logits; name it \(head=\)"):
         chunked(model, ids, labels)
-    told = chunked_token_loss(model, {"input_ids": ids}, labels, head=model.head)
-    torch.testing.assert_close(told, token_loss(model(input_ids=ids).logits, labels))
+    loss = chunked_token_loss(model, {"input_ids": ids}, labels, head=model.head)
+    torch.testing.assert_close(loss, token_loss(model(input_ids=ids).logits, labels))
 
 
 @pytest.mark.parametrize("head", [torch.nn.Identity(), torch.nn.Linear(3, 3)])

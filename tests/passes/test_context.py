@@ -167,7 +167,7 @@ def test_blocks_of_the_mask_hold_what_the_mask_holds():
         begins = torch.rand(2, length, generator=chance) < 4 / length
         numbers = begins.long().cumsum(1)
         for rank in range(2):
-            rows = torch.cat([torch.arange(each.start, each.stop) for each in runs(length, 2, rank, balance=True)])
+            rows = torch.cat([torch.arange(run.start, run.stop) for run in runs(length, 2, rank, balance=True)])
             blocks = block_mask(numbers, rows, window)
             sees = causal_mask(numbers, None, window=window)[:, :, rows]
             tiles = (
@@ -193,7 +193,7 @@ def test_blocks_of_the_mask_hold_what_the_mask_holds():
 
 
 def test_the_blocks_of_32768_tokens_are_made_without_their_matrix():
-    positions = torch.cat([torch.arange(each) for each in (9000, 13000, 10768)])[None]
+    positions = torch.cat([torch.arange(length) for length in (9000, 13000, 10768)])[None]
     largest = Largest()
     with mock.patch("meshpar.positions._FLEX", ("cpu",)), largest:
         mask = attention_mask(Bare(), positions)
@@ -206,7 +206,9 @@ def test_the_compiled_kernel_attends_by_these_blocks():
     q, k, v = (torch.randn(1, heads, 1500, 16, generator=drawn) for heads in (4, 2, 2))
     with mock.patch("meshpar.positions._FLEX", ("cpu",)), torch.no_grad():
         mask = attention_mask(Bare(), torch.cat([torch.arange(500), torch.arange(1000)])[None], window=300)
-        found, want = (attention(Bare(), q, k, v, each) for each in (mask, dataclasses.replace(mask, blocks=None)))
+        found, want = (
+            attention(Bare(), q, k, v, one_mask) for one_mask in (mask, dataclasses.replace(mask, blocks=None))
+        )
     assert mask.blocks.sparsity() > 60
     torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
 
@@ -218,8 +220,8 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        for each in tree_leaves(made):
-            self.bytes = max(self.bytes, each.numel() * each.element_size() if isinstance(each, torch.Tensor) else 0)
+        for leaf in tree_leaves(made):
+            self.bytes = max(self.bytes, leaf.numel() * leaf.element_size() if isinstance(leaf, torch.Tensor) else 0)
         return made
 
 
@@ -234,10 +236,10 @@ def test_flex_attention_on_a_gpu_gives_the_gradients_of_a_mask(window):
     assert mask.blocks is not None
     found, want = (
         (out, *torch.autograd.grad(out.square().sum(), (q, k, v)))
-        for out in (attention(Bare(), q, k, v, each) for each in (mask, dataclasses.replace(mask, blocks=None)))
+        for out in (attention(Bare(), q, k, v, one_mask) for one_mask in (mask, dataclasses.replace(mask, blocks=None)))
     )
-    for have, each in zip(found, want, strict=True):
-        torch.testing.assert_close(have, each, rtol=1e-5, atol=1e-5 * float(each.abs().max()))
+    for have, wanted in zip(found, want, strict=True):
+        torch.testing.assert_close(have, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
     torch.cuda.reset_peak_memory_stats()
     long = torch.randn(1, 1, 32768, 32, device="cuda", requires_grad=True)
     attention(
@@ -281,7 +283,7 @@ class Convolved(nn.Module):
         self.near = nn.Conv1d(dim, dim, reach, padding=reach - 1)
 
     def forward(self, x, mask):
-        q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         x = x + self.out(attention(self, q, k, v, mask).transpose(1, 2).flatten(2))
         return x + self.near(x.transpose(1, 2)).transpose(1, 2)[:, : x.shape[1]]
 
@@ -331,8 +333,8 @@ def strange():
     assert_parity(Strange, "dp_shard=1,cp=2", plan, with_documents(token_steps(VOCAB, parts=2)))
     par = Plan("dp_shard=1,cp=2", plan).apply(Strange())
     par.module(**par.split({"input_ids": torch.arange(16)[None]}))
-    assert [each.shape[1] for each in par.module.kept] == [8], "the test of positions leaves no trace"
-    for model, balance, told in (
+    assert [tensor.shape[1] for tensor in par.module.kept] == [8], "the test of positions leaves no trace"
+    for model, balance, message in (
         (Strange(reaches=(3, 3)), True, r"layers.0.near \(Conv1d\) mixes positions"),
         (Strange(reaches=(1, 3)), True, r"layers.1.near \(Conv1d\) mixes positions"),
         (Strange(shifted=True), True, "Strange mixes positions, or counts them itself"),
@@ -344,7 +346,7 @@ def strange():
         (Counted(), True, "Counted computes other values without position_ids than with the 0, 1, 2, ... of par.split"),
     ):
         par = Plan("dp_shard=1,cp=2", [ContextParallel(balance=balance), FullyShard()]).apply(model)
-        with pytest.raises(MeshparError, match=told), torch.no_grad():
+        with pytest.raises(MeshparError, match=message), torch.no_grad():
             par.module(**par.split({"input_ids": torch.arange(16)[None]}))
 
 
@@ -354,9 +356,9 @@ def test_a_packed_row_is_its_documents_one_by_one():
         module = model().double() if name == "gpt2" else model()
         ids = torch.randint(0, VOCAB, (1, 14))
         lengths = [5, 1, 8]
-        positions = torch.cat([torch.arange(each) for each in lengths])[None]
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
         packed = module(input_ids=ids, position_ids=positions).logits
-        alone = torch.cat([module(input_ids=each).logits for each in ids.split(lengths, 1)], 1)
+        alone = torch.cat([module(input_ids=part).logits for part in ids.split(lengths, 1)], 1)
         torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
         other = ids.clone()
         other[:, :5] = torch.randint(0, VOCAB, (1, 5))
@@ -532,7 +534,7 @@ def test_models_of_one_config_do_not_exchange_for_each_other():
 def shared_config():
     one = huggingface("Llama")
     other = type(one)(one.config)
-    plans = [Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).apply(each) for each in (one, other)]
+    plans = [Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).apply(network) for network in (one, other)]
     assert one.config is not other.config
     ids, documents = torch.arange(16)[None], torch.cat([torch.arange(5), torch.arange(11)])[None]
     for par, positions in (
@@ -541,7 +543,7 @@ def shared_config():
         (plans[0], torch.arange(16)[None]),
     ):
         alone = type(one)(huggingface("Llama").config)
-        alone.load_state_dict({name: each.full_tensor() for name, each in par.module.state_dict().items()})
+        alone.load_state_dict({name: tensor.full_tensor() for name, tensor in par.module.state_dict().items()})
         want = alone(input_ids=ids, position_ids=positions).logits
         have = par.module(**par.split({"input_ids": ids, "position_ids": positions})).logits
         torch.testing.assert_close(have, par.split(want), atol=1e-5, rtol=1e-5)
@@ -570,7 +572,7 @@ def refused():
                 if model is transformer
                 else ("input_ids", "none", "position_ids", "none", "none", "labels")
             )
-            par.module(*(part.get(each) for each in places))
+            par.module(*(part.get(place) for place in places))
         par.module(**par.split({"input_ids": torch.arange(8)[None]}))
         with pytest.raises(MeshparError, match=r"got 8 positions, and par.split gave parts of \[4\]"):
             par.module(input_ids=torch.arange(8)[None], position_ids=torch.arange(8)[None])

@@ -46,7 +46,7 @@ MODELS = {
 
 def documents(*lengths, seed=0):
     chance = np.random.default_rng(seed)
-    return [[*chance.integers(0, END, each - 1).tolist(), END] for each in lengths]
+    return [[*chance.integers(0, END, length - 1).tolist(), END] for length in lengths]
 
 
 def packed(folder, written, length, **options):
@@ -59,7 +59,9 @@ def loss_and_gradients(model, batches):
     for batch in batches:
         loss = CausalLM().loss(model, batch)[0]
         loss.backward()
-    return sum(CausalLM().loss(model, batch)[0].item() for batch in batches), [each.grad for each in model.parameters()]
+    return sum(CausalLM().loss(model, batch)[0].item() for batch in batches), [
+        parameter.grad for parameter in model.parameters()
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -68,15 +70,15 @@ def test_a_packed_row_has_the_loss_and_gradients_of_its_documents(name, tmp_path
     model, written = MODELS[name]().eval(), documents(9, 1, 14, 8)
     row = packed(tmp_path, written, 31).__getitems__([0])
     alone = [
-        {"input_ids": torch.tensor([each[:-1]]), "labels": torch.tensor([each[1:]])}
-        for each in written
-        if len(each) > 1
+        {"input_ids": torch.tensor([document[:-1]]), "labels": torch.tensor([document[1:]])}
+        for document in written
+        if len(document) > 1
     ]
     loss, gradients = loss_and_gradients(model, [row])
     want, wanted = loss_and_gradients(model, alone)
     assert loss == pytest.approx(want, rel=1e-5)
-    for have, each in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(have, each, rtol=1e-5, atol=1e-5 * float(each.abs().max()))
+    for have, expected in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(have, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
     other = {**row, "labels": row["labels"].clone(), "input_ids": row["input_ids"].clone()}
     row["labels"][:, :10] = other["labels"][:, :10] = -100
     other["input_ids"][:, :8] = (other["input_ids"][:, :8] + 1) % END
@@ -94,10 +96,12 @@ def test_documents_are_counted_in_the_ids(tmp_path):
     (tmp_path / "a.txt").write_text("one story<|endoftext|>two<|endoftext|>three")
     file = prepare_tokens(TextSource(inputs=(str(tmp_path / "a.txt"),)), byte_tokenizer(), tmp_path / "cache").train
     assert (file.documents, PackedTokens(file, 64).separates) == (3, True)
-    told = PackedTokens(replace(file, documents=1), 64)
-    assert told.separates and "position_ids" in told.__getitems__([0]), "a .json of someone else may count files"
+    counted = PackedTokens(replace(file, documents=1), 64)
+    assert counted.separates and "position_ids" in counted.__getitems__([0]), "a .json of someone else may count files"
     other = PackedTokens(replace(file, eos_id=ord("o")), 64)
-    assert other.fingerprint != told.fingerprint and other.fingerprint_of("joined") == told.fingerprint_of("joined")
+    assert other.fingerprint != counted.fingerprint and other.fingerprint_of("joined") == counted.fingerprint_of(
+        "joined"
+    )
     (tmp_path / "a.txt").write_text("one story")
     assert not PackedTokens(
         prepare_tokens(TextSource(inputs=(str(tmp_path / "a.txt"),)), byte_tokenizer(), tmp_path).train, 64
@@ -108,12 +112,12 @@ def test_every_token_but_the_first_of_a_document_is_a_label_once(tmp_path):
     written = documents(5, 1, 12, 3, 2, 1, 7)
     separate, joined = packed(tmp_path, written, 6), packed(tmp_path, written, 6, documents="joined")
     batch = separate.__getitems__(range(len(separate)))
-    assert batch["labels"][batch["labels"] != -100].tolist() == [id_ for each in written for id_ in each[1:]]
+    assert batch["labels"][batch["labels"] != -100].tolist() == [id_ for document in written for id_ in document[1:]]
     assert batch["position_ids"][0].tolist() == [0, 1, 2, 3, 4, 0]
     assert batch["position_ids"][2].tolist() == [0, 1, 2, 3, 4, 5]
     assert "position_ids" not in separate.__getitems__([1]), "a sample of one document needs no mask"
     whole = joined.__getitems__(range(len(joined)))
-    assert whole["labels"][whole["labels"] != -100].tolist() == [id_ for each in written for id_ in each][1:]
+    assert whole["labels"][whole["labels"] != -100].tolist() == [id_ for document in written for id_ in document][1:]
     assert separate.fingerprint != joined.fingerprint and "position_ids" not in whole
 
 
@@ -160,7 +164,7 @@ def refused():
         vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2, conv_kernel=3, expand=2, time_step_rank=4
     )
     mamba = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, use_cache=False))
-    for model, told in (
+    for model, message in (
         (
             Carried("recurrent"),
             "Carried does not keep the documents of a packed row separate: .*data.documents: joined",
@@ -170,9 +174,9 @@ def refused():
         (Masked(), "Masked takes no position_ids"),
         (mamba, "MambaForCausalLM does not keep the documents of a packed row separate"),
     ):
-        with pytest.raises(MeshparError, match=told):
+        with pytest.raises(MeshparError, match=message):
             check_documents(Plan("", []).apply(model), model, VOCAB, 64)
-    for model in (Carried("none"), *(each() for each in MODELS.values())):
+    for model in (Carried("none"), *(model() for model in MODELS.values())):
         par = Plan("", []).apply(model)
         model.train()
         check_documents(par, model, VOCAB, 64)
@@ -187,7 +191,7 @@ def test_a_trainer_tries_its_model_and_its_teacher(tmp_path):
 def trained(folder):
     one, samples = packed(folder / "one", documents(40), 16), packed(folder, documents(9, 1, 14, 8), 16)
     unlabelled = MappedSamples([{"input_ids": torch.arange(8), "labels": torch.full((8,), -100)}] * 4, "unlabelled")
-    for model, objective, data, told in (
+    for model, objective, data, message in (
         (Carried("recurrent"), CausalLM(), samples, "Carried does not keep the documents"),
         (Carried("recurrent"), CausalLM(), one, "Carried does not keep the documents"),
         (transformer(), CausalLM(), unlabelled, "no label of the first 2 steps counted"),
@@ -205,7 +209,7 @@ def trained(folder):
         trainer = Trainer(
             par, objective, batches, optimizer, Schedule(lr=1e-3, steps=2), TrainSettings(steps=2), validation=held
         )
-        with nullcontext() if told is None else pytest.raises(MeshparError, match=told):
+        with nullcontext() if message is None else pytest.raises(MeshparError, match=message):
             trainer.run()
     row = samples.__getitems__([0])
     other = {**row, "input_ids": row["input_ids"].clone()}

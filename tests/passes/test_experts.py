@@ -114,8 +114,8 @@ def test_a_mesh_that_equals_one_whose_groups_are_closed_has_its_own(tmp_path):
         batch = {"input_ids": torch.arange(8)[None] + par.data_rank}
         par.module(**batch).logits.sum().backward()
         par.clip_grad_norm_(1.0)
-        told = par.verify(batch)
-        assert told.modules and not told.skipped
+        verification = par.verify(batch)
+        assert verification.modules and not verification.skipped
         rank = dist.get_rank()
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / str(number)), 4), rank=rank, world_size=4)
@@ -137,8 +137,8 @@ def test_the_reference_mixture_is_qwen3_moe(tmp_path):
     torch.manual_seed(0)
     model, ids = own_mixture(), torch.randint(VOCAB, (2, 9))
     with torch.no_grad():
-        for each in model.parameters():
-            each.add_(0.1 * torch.randn_like(each))
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
     with distributed("cpu"):
         export_module(Plan().apply(model), tmp_path / "hf")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -402,7 +402,7 @@ def test_experts_of_ones_own_that_ranks_cannot_repeat_are_refused_in_the_first_f
     run_own(OwnMixture(Residual), verify=False)
     for verify in (True, False):
         kept = run_own(OwnMixture(Keeping), verify).module.layers[0]["experts"].kept
-        assert [each.requires_grad for each in kept] == [True], "the comparison leaves no trace"
+        assert [tensor.requires_grad for tensor in kept] == [True], "the comparison leaves no trace"
     run_own(OwnMixture(Dropping))  # what draws random numbers is compared in evaluation alone
 
 
@@ -437,15 +437,15 @@ class Around(nn.Module):
 @on_ranks(2)
 def test_experts_compute_in_the_dtypes_that_they_would_have_without_ep():
     for fp32 in ((), ("*.experts",), ("0", "1"), ("0",)):
-        told = []
+        dtypes = []
         for mesh, passes in (("dp_shard=2", []), ("dp_shard=1,ep=2", [ExpertParallel()])):
             plan = Plan(mesh, [*passes, FullyShard(param_dtype=torch.bfloat16)], verify=False)
             par = plan.apply(
                 nn.Sequential(Around(), Around()), ModelLayout(blocks=("*",), experts=("*.experts",), fp32=fp32)
             )
             par.module(torch.randn(16, 32))
-            told.append([block.experts.seen for block in par.module])
-        assert told[0] == told[1], fp32
+            dtypes.append([block.experts.seen for block in par.module])
+        assert dtypes[0] == dtypes[1], fp32
 
 
 class Sized(Own):
@@ -668,10 +668,10 @@ def fresh(ranks, seed):
 
 
 def state_of(par, optimizer):
-    names = {id(each): name for name, each in par.module.named_parameters()}
-    values = {name: whole(each) for name, each in par.module.named_parameters()}
-    for each, state in optimizer.state.items():
-        values |= {f"{names[id(each)]}/{key}": whole(value) for key, value in state.items() if value.ndim}
+    names = {id(parameter): name for name, parameter in par.module.named_parameters()}
+    values = {name: whole(parameter) for name, parameter in par.module.named_parameters()}
+    for name, state in optimizer.state.items():
+        values |= {f"{names[id(name)]}/{key}": whole(value) for key, value in state.items() if value.ndim}
     return values
 
 
@@ -689,7 +689,7 @@ def test_a_checkpoint_of_divided_experts_restores_bitwise_on_tensor_parallelism_
     exported = export_safetensors(tmp_path / "from-4", tmp_path / "hf")
     loaded = type(mixture()).from_pretrained(exported)
     expected = torch.load(tmp_path / "values.pt")
-    assert all(torch.equal(each, expected[name]) for name, each in loaded.named_parameters())
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in loaded.named_parameters())
 
 
 def problems_of(mesh, passes, module, layout=None):

@@ -72,7 +72,7 @@ def test_a_machine_without_it_refuses_to_apply_but_not_to_check() -> None:
     plan.check(module, world_size=1)
     with pytest.raises(PlanError, match="needs an NVIDIA GPU"):
         plan.apply(module)
-    assert all(installed(each) is None for each in module.modules())
+    assert all(installed(child) is None for child in module.modules())
 
 
 @needs_torchao
@@ -81,7 +81,9 @@ def test_a_layer_whose_part_float8_cannot_hold_stays_as_it_is() -> None:
     torch.manual_seed(0)
     module = transformer(dim=64, hidden=48, heads=4, kv_heads=4)  # 24 of the hidden features a rank
     Plan("tp=2", [TensorParallel(), Float8(emulate=True)]).apply(module)
-    held = {name.split(".")[2] for name, each in module.named_modules() if (known := installed(each)) and known.product}
+    held = {
+        name.split(".")[2] for name, child in module.named_modules() if (known := installed(child)) and known.product
+    }
     assert held == {"attn"}, "and not mlp"
 
 
@@ -154,6 +156,6 @@ def test_under_tensor_parallelism_it_differs_by_its_own_rounding() -> None:
     assert abs(float(split - loss)) < 2e-3 * float(loss)
     for name, gradient in gradients(par.module).items():
         assert (gradient - exact[name]).norm() < 0.1 * exact[name].norm(), name
-    assert all(local_tensor(each).dtype == torch.float32 for each in par.module.parameters())
+    assert all(local_tensor(parameter).dtype == torch.float32 for parameter in par.module.parameters())
     assert [name for name, _ in par.module.named_parameters()] == [name for name, _ in model().named_parameters()]
     assert meshpar.Float8 is Float8

@@ -54,7 +54,7 @@ def test_values_and_gradients_are_those_of_whole_logits(temperature):
     expected = plain(model, given, temperature)
     for one, other in zip(found, expected):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
-    grads = [torch.autograd.grad(objective(*each), list(model.parameters())) for each in (found, expected)]
+    grads = [torch.autograd.grad(objective(*outputs), list(model.parameters())) for outputs in (found, expected)]
     for one, other in zip(*grads):
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
@@ -82,7 +82,7 @@ def on_a_mesh(mesh: str) -> None:
         par = meshpar.Plan(mesh.partition(" ")[0], PLANS[mesh]).apply(model)
         weights = torch.linspace(0.5, 1.5, 64).view(4, 16)
         rows = slice(par.data_rank * 4 // par.data_size, (par.data_rank + 1) * 4 // par.data_size)
-        mine = {name: each[rows] for name, each in (given | {"weights": weights}).items()}
+        mine = {name: tensor[rows] for name, tensor in (given | {"weights": weights}).items()}
         mine |= {"log_probs": expected[0][rows].detach(), "entropy": expected[1][rows].detach()}
         mine = par.split(mine)
         weight, log_probs, entropy = (mine.pop(name) for name in ("weights", "log_probs", "entropy"))

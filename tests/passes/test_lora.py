@@ -96,7 +96,7 @@ def check(build: Any, settings: LoRA, folder: Path, plans: tuple[str, ...]) -> P
         got = train_steps(par, steps)
         if dist.get_rank() == 0:
             assert_records_match(expected, got)
-            assert {each for each in got.gradients if ".lora_" not in each} == set()
+            assert {gradient for gradient in got.gradients if ".lora_" not in gradient} == set()
             assert float(max(value.abs().max() for key, value in got.weights.items() if ".lora_B." in key)) > 0
         dist.barrier()
     return par
@@ -225,11 +225,12 @@ def test_adapters_on_experts_that_are_stored_transposed_compute_as_pefts_own() -
         peft.LoraConfig(r=2, lora_alpha=16, target_modules=[], target_parameters=list(settings.parameters)), theirs
     )
     values = {
-        name: torch.randn_like(each) if ".lora_" in name else each.detach() for name, each in model.named_parameters()
+        name: torch.randn_like(parameter) if ".lora_" in name else parameter.detach()
+        for name, parameter in model.named_parameters()
     }
-    for each in (model, theirs):
-        each.load_state_dict(values, strict=False)
-    assert {name for name, each in theirs.named_parameters() if each.requires_grad} == {
+    for network in (model, theirs):
+        network.load_state_dict(values, strict=False)
+    assert {name for name, parameter in theirs.named_parameters() if parameter.requires_grad} == {
         name for name in values if ".lora_" in name
     }
     ids = torch.arange(12)[None]
@@ -241,7 +242,7 @@ def test_a_layout_with_adapters_can_be_sent_to_a_forecasts_process() -> None:
         model = qwen3()
     model, layout = pickle.loads(pickle.dumps((model, add_adapters(model, SETTINGS))))
     layer = next(
-        each for name, each in model.to_empty(device="cpu").named_modules() if name.endswith("q_proj.lora_B.default")
+        child for name, child in model.to_empty(device="cpu").named_modules() if name.endswith("q_proj.lora_B.default")
     )
     layout.init(layer)
     assert not layer.weight.any(), "its modules are those of the model that was sent with it"

@@ -71,7 +71,7 @@ def ranks_of(plan):
 
 def with_recomputation(passes, **options):
     """The same passes with recomputation where its stage is."""
-    place = sum(each.stage < ActivationCheckpoint.stage for each in passes)
+    place = sum(pass_.stage < ActivationCheckpoint.stage for pass_ in passes)
     return [*passes[:place], ActivationCheckpoint(**options), *passes[place:]]
 
 
@@ -147,8 +147,8 @@ class Own(nn.Module):
         self.up, self.down, self.bias = (nn.Parameter(torch.empty(shape)) for shape in ((48, 32), (32, 48), (32,)))
 
     def reset_parameters(self):
-        for each in (self.up, self.down, self.bias):
-            nn.init.normal_(each, std=0.3)
+        for parameter in (self.up, self.down, self.bias):
+            nn.init.normal_(parameter, std=0.3)
 
     def forward(self, x):
         return torch.tanh(x @ self.up.T) @ self.down.T + self.bias
@@ -167,7 +167,7 @@ class Heads(nn.Module):
         nn.init.normal_(self.sinks)
 
     def forward(self, x):
-        q, k, v = (each(x).unflatten(-1, (-1, 8)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (projection(x).unflatten(-1, (-1, 8)).transpose(1, 2) for projection in (self.q, self.k, self.v))
         scores = torch.cat([q * self.scale @ k.transpose(2, 3), self.sinks[:, None, None].expand(*q.shape[:3], 1)], -1)
         return self.out((scores.softmax(-1)[..., :-1] @ v).transpose(1, 2).flatten(2))
 

@@ -197,7 +197,7 @@ def test_gradients_are_reduced_in_param_dtype_by_default(make):
     """FSDP2's own default has changed with torch 2.15."""
     half, single = torch.bfloat16, torch.float32
     given = make(param_dtype=half)
-    assert [each.reduce_dtype for each in (given.inner(), given.outer(), given.kept(), make().inner())] == [
+    assert [policy.reduce_dtype for policy in (given.inner(), given.outer(), given.kept(), make().inner())] == [
         half,
         half,
         single,
@@ -282,11 +282,11 @@ def test_selective_recomputation_keeps_attention_that_is_compiled_by_itself():
     counts, grads = [], []
     for run in (torch.compile(products), as_one_operator(products)):
         leaves = [torch.linspace(-1, 1, 256).view(1, 2, 8, 16).requires_grad_() for _ in range(3)]
-        scaled = lambda *each, run=run: run(*(one * 2 for one in each)).sin()  # noqa: E731
+        scaled = lambda *arguments, run=run: run(*(one * 2 for one in arguments)).sin()  # noqa: E731
         out = torch.utils.checkpoint.checkpoint(scaled, *leaves, use_reentrant=False, context_fn=_selective_contexts)
         with torch.profiler.profile() as trace:
             out.sum().backward()
-        counts.append(sum(each.name == "aten::bmm" for each in trace.events()))
-        grads.append([each.grad for each in leaves])
+        counts.append(sum(event.name == "aten::bmm" for event in trace.events()))
+        grads.append([leaf.grad for leaf in leaves])
     assert counts[1] < counts[0], "the products of the forward are not computed again"
     torch.testing.assert_close(*grads)

@@ -494,7 +494,7 @@ def test_a_module_may_be_collected_in_the_step_of_another():
         held.clear()
         gc.collect()
 
-    hooks = [register_optimizer_step_pre_hook(each) for each in (collect, lambda *_: None)]
+    hooks = [register_optimizer_step_pre_hook(hook) for hook in (collect, lambda *_: None)]
     try:
         torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
     finally:

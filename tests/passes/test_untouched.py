@@ -83,11 +83,11 @@ class Writes(nn.Module):
             self.iterates.left,
             repr(self.numbers),
         ]
-        return [*plain, *((each.tolist(), each._version, id(each)) for each in self.tensors())]
+        return [*plain, *((tensor.tolist(), tensor._version, id(tensor)) for tensor in self.tensors())]
 
     def forward(self, x, pair):
-        for each in (x, *pair, *self.tensors()):
-            each.add_(1)
+        for tensor in (x, *pair, *self.tensors()):
+            tensor.add_(1)
         x.unsqueeze_(0)
         self.array[0][0] = self.dice.random()
         next(self.iterates)
@@ -101,7 +101,7 @@ def test_what_a_forward_writes_is_put_back_wherever_it_stands():
     with untouched(module, x, pair):
         module(x, pair)
         assert x.tolist() == [[1, 1]] and pair.left.tolist() == [1, 1]
-        assert all(each.tolist() in ([1, 1], 3.0) for each in module.tensors())
+        assert all(tensor.tolist() in ([1, 1], 3.0) for tensor in module.tensors())
     assert module.left() == before
     assert x.tolist() == pair.left.tolist() == pair.right.tolist() == [0, 0]
     saved.backward()
@@ -117,22 +117,22 @@ def test_what_other_threads_may_use_is_refused_and_left_alone():
         filled = queue.Queue()
         filled.put(1)
         shared = [filled, queue.SimpleQueue(), threading.Event(), threading.Thread(), pool, file, Locked()]
-        for each in shared:
+        for value in shared:
             module = nn.Linear(2, 2)
-            module.held = (each,)
+            module.held = (value,)
             with (
-                pytest.raises(CannotKeep, match=rf"it reaches a {type(each).__name__}, which other threads"),
+                pytest.raises(CannotKeep, match=rf"it reaches a {type(value).__name__}, which other threads"),
                 untouched(module),
             ):
                 raise AssertionError
         assert filled.get_nowait() == 1
     batches = iter(DataLoader(range(2)))
-    for each in (batches, zip([1], [2]), (number for number in range(2)), iter({1})):
+    for iterator in (batches, zip([1], [2]), (number for number in range(2)), iter({1})):
         module = nn.Linear(2, 2)
-        module.held = [each]
+        module.held = [iterator]
         with pytest.raises(CannotKeep, match=r"it reaches an iterator \("), untouched(module):
             raise AssertionError
-        assert len(list(each)) >= 1
+        assert len(list(iterator)) >= 1
 
 
 def test_a_lock_that_a_cached_property_holds_is_no_objects_own():

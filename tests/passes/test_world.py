@@ -90,7 +90,7 @@ MIXTURE = functools.partial(transformer, experts=8, expert_hidden=16, qk_norm=Tr
 @on_ranks(4)
 def test_divided_experts_equal_one_process_and_resume_on_replicas_that_each_have_an_optimizer_and_back():
     steps = token_steps(VOCAB, parts=4, micro_batches=2)
-    meshes = [("dp_replicate=2,dp_shard=1,ep=2", [ExpertParallel(), each]) for each in (WORLD, HybridShard(), WORLD)]
+    meshes = [("dp_replicate=2,dp_shard=1,ep=2", [ExpertParallel(), pass_]) for pass_ in (WORLD, HybridShard(), WORLD)]
     assert_parity(MIXTURE, *meshes[0], steps)
     root = [tempfile.mkdtemp(prefix="meshpar-world-")]
     dist.broadcast_object_list(root)
@@ -126,16 +126,16 @@ def has_the_bits(dtype):
         record = train_steps(par, steps, optimizer=sgd(par))  # unclipped: the norm adds up in another order
         runs.append(record.weights | {str(number): torch.tensor(value) for number, value in enumerate(record.losses)})
     same_bits(*runs)
-    assert {each.dtype for each in applied(par.module).replica_shards.tensors()} == {dtype or torch.float32}
+    assert {tensor.dtype for tensor in applied(par.module).replica_shards.tensors()} == {dtype or torch.float32}
 
 
 @on_ranks(4)
 def test_micro_batches_that_are_reduced_each_add_up_in_slices():
     batches = [random_tokens(99, 1, 8, seed=10 * dist.get_rank() + number) for number in range(3)]
     found = []
-    for each in (False, True):
+    for reduces in (False, True):
         par = sharded()
-        for batch in par.accumulate(batches, reduce_each=each):
+        for batch in par.accumulate(batches, reduce_each=reduces):
             token_loss_sum(par.module, batch)[0].backward()
         found.append({name: whole(parameter.grad) for name, parameter in par.module.named_parameters()})
     for name, grad in found[0].items():
@@ -260,7 +260,9 @@ def test_slices_of_all_units_travel_from_the_start_of_a_forward_in_a_group_of_th
     assert (
         axis == "dp_replicate" and (axis, group) in list(par.groups()) and group is not dict(par.groups())["dp_shard"]
     )
-    par.module.layers[0].register_forward_pre_hook(lambda *_: begun.append([each.fresh for each in shards._gathers]))
+    par.module.layers[0].register_forward_pre_hook(
+        lambda *_: begun.append([gather.fresh for gather in shards._gathers])
+    )
     token_loss_sum(par.module, random_tokens(99, 1, 8, seed=0))
     assert all(begun[0]) and len(begun[0]) > 2
 
@@ -279,22 +281,24 @@ def test_weights_swapped_for_an_evaluation_leave_the_backward_around_it_alone():
                     with torch.no_grad():
                         token_loss_sum(par.module, micro)
             loss.backward()
-        found.append({name: whole(each.grad) for name, each in par.module.named_parameters()})
+        found.append({name: whole(parameter.grad) for name, parameter in par.module.named_parameters()})
     for name, grad in found[0].items():
         torch.testing.assert_close(grad, found[1][name])
 
 
 def moments(par, optimizer):
     named = par.module.named_parameters()
-    return {f"{name}/{key}": whole(value) for name, each in named for key, value in optimizer.state[each].items()}
+    return {
+        f"{name}/{key}": whole(value) for name, parameter in named for key, value in optimizer.state[parameter].items()
+    }
 
 
 def test_optimizer_state_is_divided_by_the_replicas_and_described_to_the_byte():
-    passes = {each: [HybridShard(optimizer=each, param_dtype=torch.bfloat16)] for each in ("replica", "world")}
+    passes = {scope: [HybridShard(optimizer=scope, param_dtype=torch.bfloat16)] for scope in ("replica", "world")}
     described = {}
-    for each, chosen in passes.items():
+    for scope, chosen in passes.items():
         with torch.device("meta"):
-            described[each] = Plan("dp_replicate=2,dp_shard=2", chosen).describe(transformer())
+            described[scope] = Plan("dp_replicate=2,dp_shard=2", chosen).describe(transformer())
     plain, world = described["replica"], described["world"]
     assert 2 * world.optimizer_bytes == plain.optimizer_bytes and 2 * world.parameter_bytes == plain.parameter_bytes
     assert world.shard_bytes == world.parameter_bytes and plain.shard_bytes == 0, (
@@ -305,15 +309,15 @@ def test_optimizer_state_is_divided_by_the_replicas_and_described_to_the_byte():
 
 
 def real_bytes(passes, expected):
-    for each, chosen in passes.items():
+    for scope, chosen in passes.items():
         par = sharded(chosen, build=transformer)
         optimizer = torch.optim.AdamW(par.module.parameters())
         train_steps(par, token_steps(VOCAB, parts=4, steps=1), optimizer=optimizer)
         state = [value for states in optimizer.state.values() for value in states.values() if value.ndim]
         shards = applied(par.module).replica_shards
-        assert par.describe() == expected[each]
-        assert sum(local_tensor(value).untyped_storage().nbytes() for value in state) == expected[each].optimizer_bytes
-        assert (0 if shards is None else sum(value.nbytes for value in shards.tensors())) == expected[each].shard_bytes
+        assert par.describe() == expected[scope]
+        assert sum(local_tensor(value).untyped_storage().nbytes() for value in state) == expected[scope].optimizer_bytes
+        assert (0 if shards is None else sum(value.nbytes for value in shards.tensors())) == expected[scope].shard_bytes
 
 
 @pytest.mark.long
@@ -323,14 +327,16 @@ def test_the_search_proposes_it_where_replicas_cannot_each_have_an_optimizer():
     """
     with torch.device("meta"):
         model = transformer(dim=256, hidden=1024, layers=8)
-    count = sum(each.numel() for each in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
     h100 = Hardware.load("h100")
     small = replace(h100, node=2, memory=h100.reserved + RESERVED_RANGE[1] * 6 * count)
     found = search(
         model, model.meshpar_layout(), Batch(sequence=16), small, 8, recompute=("full",), micro_batches=(1,), top=0
     )
     mesh = MeshSpec(dp_replicate=4, dp_shard=2)
-    proposed = next(each for each in found.fitting if each.settings.mesh() == mesh and each.settings.reshard)
+    proposed = next(
+        candidate for candidate in found.fitting if candidate.settings.mesh() == mesh and candidate.settings.reshard
+    )
     assert proposed.settings.world and "optimizer=world" in str(proposed.settings)
     exact = forecast(Plan(mesh, proposed.settings.passes()), model, Batch(sequence=16), hardware=small, depth="all")
     assert exact.verdict != "does not fit" and abs(proposed.peak - exact.memory.peak) < 0.1 * exact.memory.peak, (
@@ -338,9 +344,11 @@ def test_the_search_proposes_it_where_replicas_cannot_each_have_an_optimizer():
         exact.memory.peak,
     )
     hybrids = [
-        each.settings for each in (*found.fitting, *found.out) if each.settings.replicas > 1 and each.settings.tp == 1
+        candidate.settings
+        for candidate in (*found.fitting, *found.out)
+        if candidate.settings.replicas > 1 and candidate.settings.tp == 1
     ]
-    assert {each.shards: each.world for each in hybrids} == {2: True, 4: False}
+    assert {hybrid.shards: hybrid.world for hybrid in hybrids} == {2: True, 4: False}
 
 
 def test_what_cannot_be_is_refused():

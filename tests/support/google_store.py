@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer_it(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         url = urlsplit(self.path)
-        bucket, key = (unquote(each) for each in url.path[1:].partition("/")[::2])
+        bucket, key = (unquote(part) for part in url.path[1:].partition("/")[::2])
         query = {name: values[0] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
         upload, parts = query.get("uploadId", ""), self.server.parts
         if self.command in ("GET", "HEAD") or not key or url.path.startswith("/storage/"):
@@ -127,12 +127,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, "", {"ETag": f'"{upload}-{query["partNumber"]}"'})
         elif self.command == "POST" and upload:
             numbers = [
-                int(each.text or "") for each in ElementTree.fromstring(body).iter() if each.tag.endswith("PartNumber")
+                int(element.text or "")
+                for element in ElementTree.fromstring(body).iter()
+                if element.tag.endswith("PartNumber")
             ]
             if (kept := parts.pop(upload, None)) is None:
                 self._answer(404, "<Error><Code>NoSuchUpload</Code></Error>")
                 return
-            status, text, headers = self._uploaded(bucket, key, b"".join(kept[each] for each in numbers))
+            status, text, headers = self._uploaded(bucket, key, b"".join(kept[number] for number in numbers))
             tag = (
                 f"<CompleteMultipartUploadResult><ETag>{headers.get('ETag', '')}</ETag></CompleteMultipartUploadResult>"
             )

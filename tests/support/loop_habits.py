@@ -179,7 +179,7 @@ def new_head(side):
     old, net.head = list(net.head.parameters()), nn.Linear(DIM, CLASSES).double()
     if side.alone:
         group = optimizer.param_groups[0]
-        group["params"] = [each for each in group["params"] if not any(each is one for one in old)]
+        group["params"] = [parameter for parameter in group["params"] if not any(parameter is one for one in old)]
     new = list(net.head.parameters()) if side.alone else side.par.adopt("head", optimizer=optimizer)
     optimizer.add_param_group({"params": new})
     train(side, net, optimizer)
@@ -751,8 +751,8 @@ def closure(side):
 def parameter_groups(side):
     net = side.apply(side.net())
     groups = [
-        {"params": [each for each in net.parameters() if each.ndim > 1], "weight_decay": 0.1},
-        {"params": [each for each in net.parameters() if each.ndim == 1], "lr": 0.02},
+        {"params": [parameter for parameter in net.parameters() if parameter.ndim > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in net.parameters() if parameter.ndim == 1], "lr": 0.02},
     ]
     train(side, net, torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0, eps=1e-3))
 
@@ -793,7 +793,7 @@ def unfreezing(side):
     net = side.net()
     net.blocks[0].requires_grad_(False)
     net = side.apply(net)
-    optimizer = torch.optim.SGD([each for each in net.parameters() if each.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD([parameter for parameter in net.parameters() if parameter.requires_grad], lr=0.1)
     number = 0
 
     def switch(x):
@@ -1214,7 +1214,7 @@ def smaller_last_batch(side):
     net = side.apply(side.net())
     optimizer = sgd(net)
     for seed, rows in ((0, 8), (1, 8), (2, 4)):
-        x, y = (side.part(each[:rows]) for each in batch(seed))
+        x, y = (side.part(tensor[:rows]) for tensor in batch(seed))
         mse_loss(net(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -1266,8 +1266,8 @@ def control_wrong(side):
     net = side.apply(side.net())
     train(side, net, sgd(net, lr=0.1))
     with torch.no_grad():
-        for each in net.parameters():
-            each.mul_(2.0 if side.rank == 1 else 1.0)
+        for parameter in net.parameters():
+            parameter.mul_(2.0 if side.rank == 1 else 1.0)
     side.weights(net)
 
 

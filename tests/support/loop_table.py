@@ -76,13 +76,13 @@ def _read(path: Path) -> dict[str, Outcome]:
 
 def _joined(outcomes: list[Outcome]) -> Outcome:
     """One outcome of all ranks: theirs where they agree, and otherwise a fault."""
-    kinds = {each.kind for each in outcomes}
-    slowest = max(each.seconds for each in outcomes)
+    kinds = {outcome.kind for outcome in outcomes}
+    slowest = max(outcome.seconds for outcome in outcomes)
     if len(kinds) == 1:
-        first = min(outcomes, key=lambda each: each.message)
+        first = min(outcomes, key=lambda outcome: outcome.message)
         return Outcome(kind=first.kind, message=first.message, seconds=slowest)
     kind = next(kind for kind in ("hang", "raw", "wrong", "refused") if kind in kinds)
-    listed = "; ".join(f"rank {rank} {each}" for rank, each in enumerate(outcomes))
+    listed = "; ".join(f"rank {rank} {outcome}" for rank, outcome in enumerate(outcomes))
     return Outcome(kind="wrong" if kind == "refused" else kind, message=listed, seconds=slowest)
 
 
@@ -103,7 +103,7 @@ def run_habits(title: str, names: list[str], folder: str) -> None:
             outcomes = _of_all_ranks(folder, name)
             torch._dynamo.reset()
             gc.collect()
-            if len({(each.kind, each.message if each.kind in ("raw", "torch") else "") for each in outcomes}) > 1:
+            if len({(one.kind, one.message if one.kind in ("raw", "torch") else "") for one in outcomes}) > 1:
                 return
 
 
@@ -112,7 +112,7 @@ def _of_all_ranks(folder: str, name: str) -> list[Outcome]:
     files = [Path(folder, str(rank)) for rank in range(dist.get_world_size())]
     while True:
         outcomes = [_read(file).get(name) for file in files]
-        if all(each is not None and each.kind != "hang" for each in outcomes):
+        if all(outcome is not None and outcome.kind != "hang" for outcome in outcomes):
             return outcomes
         time.sleep(0.005)
 
@@ -226,7 +226,7 @@ def columns_of(text: str) -> dict[str, dict[str, Outcome]]:
     titles = {habit.title: name for name, habit in HABITS.items()}
     found: dict[str, dict[str, Outcome]] = {title: {} for title in PLANS}
     for line in text.splitlines():
-        title, *cells = [each.strip() for each in line.strip("|").split(" | ")]
+        title, *cells = [part.strip() for part in line.strip("|").split(" | ")]
         if not line.startswith("| ") or title not in titles:
             continue
         for plan, cell in zip(PLANS, cells, strict=True):
@@ -242,13 +242,13 @@ def _said(outcome: Outcome) -> tuple[str, str]:
     )  # whose words change from release to release
 
 
-def differences(title: str, outcomes: Mapping[str, Outcome], told: Mapping[str, Outcome]) -> list[str]:
+def differences(title: str, outcomes: Mapping[str, Outcome], documented: Mapping[str, Outcome]) -> list[str]:
     """What a run under a plan found that no loop may meet, or that the page does not say."""
     found = []
     for name, outcome in outcomes.items():
         where = f"{name} under {title}"
         if outcome.kind not in ALLOWED:
             found.append(f"{where}: {outcome}")
-        elif name not in told or _said(told[name]) != _said(outcome):
-            found.append(f"{where}: {outcome}\n    docs/loops.md says: {told.get(name, 'nothing')}")
+        elif name not in documented or _said(documented[name]) != _said(outcome):
+            found.append(f"{where}: {outcome}\n    docs/loops.md says: {documented.get(name, 'nothing')}")
     return found

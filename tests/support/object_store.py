@@ -83,7 +83,7 @@ def served(folder: Path) -> Iterator[int]:
         f"-s3.config={folder / 'identities.json'}",
     ]
     command += [f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"]
-    command += [f"-{each}.port.grpc={port}" for each, port in zip(("s3", "master", "volume", "filer"), inner)]
+    command += [f"-{server}.port.grpc={port}" for server, port in zip(("s3", "master", "volume", "filer"), inner)]
     command += [
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
@@ -114,9 +114,9 @@ def free_ports(count: int) -> list[int]:
             tried.close()
         else:
             opened.append(tried)
-    found = [each.getsockname()[1] for each in opened]
-    for each in opened:
-        each.close()
+    found = [socket_.getsockname()[1] for socket_ in opened]
+    for socket_ in opened:
+        socket_.close()
     return found
 
 

@@ -34,11 +34,11 @@ def patient(seconds: float) -> float:
 
 
 def until(
-    true: Callable[[], object], seconds: float = 180, *, every: float = 0.02, told: Callable[[], str] = str
+    true: Callable[[], object], seconds: float = 180, *, every: float = 0.02, report: Callable[[], str] = str
 ) -> None:
-    """Wait until something is true, and fail with what is ``told`` after so many seconds of a quiet machine."""
+    """Wait until something is true, or fail with what ``report`` returns after so many seconds of a quiet machine."""
     while not true():
-        assert seconds > 0, f"it is not so in time\n{told()}"
+        assert seconds > 0, f"it is not so in time\n{report()}"
         began = time.monotonic()
         time.sleep(every)
         seconds -= (time.monotonic() - began) / PATIENCE.factor()

@@ -11,7 +11,7 @@ import pytest
 def daily(cases: Iterable[Any], *chosen: Any, ids: Callable[[Any], str] | None = None) -> list[Any]:
     """Return the cases of a parametrization, of which ``make test`` runs the chosen ones; a tuple is several values."""
     cases = list(cases)
-    missing = [each for each in chosen if each not in cases]
+    missing = [name for name in chosen if name not in cases]
     assert not missing, f"{missing} are no cases of {cases}"
     return [
         pytest.param(

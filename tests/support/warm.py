@@ -219,15 +219,15 @@ def _serve(asked: socket.socket) -> None:
             if child := os.fork():
                 os.write(writing, str(child).encode())
                 os._exit(0)
-            for each in (reading, writing):
-                os.close(each)
+            for stream in (reading, writing):
+                os.close(stream)
             asked.close()
             _become(**pickle.loads(data), streams=streams)
             return
         os.waitpid(between, 0)
         asked.send(os.read(reading, 100))
-        for each in (reading, writing, *streams):
-            os.close(each)
+        for stream in (reading, writing, *streams):
+            os.close(stream)
 
 
 def _become(
@@ -239,9 +239,9 @@ def _become(
     while os.getppid() != owner:
         time.sleep(0.001)
     _name(args)
-    for number, each in enumerate(streams[:3]):
-        os.dup2(each, number)
-        os.close(each)
+    for number, stream in enumerate(streams[:3]):
+        os.dup2(stream, number)
+        os.close(stream)
     if session:
         os.setsid()
     os.chdir(folder)
@@ -311,7 +311,7 @@ def _forked_server() -> socket.socket | None:
 def _name(args: Sequence[str]) -> None:
     """Show ``args`` as this process's command line, which is read from its own memory."""
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    line = b"".join(os.fsencode(each) + b"\0" for each in args)
+    line = b"".join(os.fsencode(argument) + b"\0" for argument in args)
     if len(line) <= end - begin:
         ctypes.memmove(begin, line.ljust(end - begin, b"\0"), end - begin)
 
@@ -330,4 +330,4 @@ def _open_streams() -> None:
 def ranks_of(launcher: int) -> list[int]:
     """Return the ranks that a launcher has started, without the server that it has here."""
     started = map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split())
-    return [each for each in started if RANKS[0].encode() in Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")]
+    return [pid for pid in started if RANKS[0].encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]

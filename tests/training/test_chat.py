@@ -91,19 +91,19 @@ def test_the_assistants_tokens_alone_count_turn_by_turn(template, begin, turn, t
     (tmp_path / "chat.jsonl").write_text(
         json.dumps({"messages": messages(said)}) + "\n" + json.dumps({"messages": messages()}) + "\n"
     )
-    parts = [[(begin, False), *(part for each in written for part in turn(*each))] for written in (said, SAID)]
-    want = [np.concatenate([np.full(len(text.encode()), counts) for text, counts in each]) for each in parts]
+    parts = [[(begin, False), *(part for message in written for part in turn(*message))] for written in (said, SAID)]
+    want = [np.concatenate([np.full(len(text.encode()), counts) for text, counts in part]) for part in parts]
     source = ChatSource(inputs=(str(tmp_path / "chat.jsonl"),), template=template)
     pieces = list(source.token_pieces(byte_tokenizer()))
     assert [bytes(ids.tolist()).decode() for ids, _, _ in pieces] == [
-        "".join(text for text, _ in each) for each in parts
+        "".join(text for text, _ in part) for part in parts
     ]
-    for (_, _, counted), each in zip(pieces, want, strict=True):
-        np.testing.assert_array_equal(counted, each)
+    for (_, _, counted), expected in zip(pieces, want, strict=True):
+        np.testing.assert_array_equal(counted, expected)
     file = prepare_tokens(source, byte_tokenizer(), tmp_path / "cache").train
     batch = PackedTokens(file, 4096).__getitems__([0, FILLER])
     labels = batch["labels"][0][batch["labels"][0] != -100].tolist()
-    assert bytes(labels).decode() == "".join(text for each in parts for text, counts in each if counts)
+    assert bytes(labels).decode() == "".join(text for part in parts for text, counts in part if counts)
     second = int((batch["position_ids"][0] == 0).nonzero()[1])
     assert second == len(want[0]), "each conversation is a document"
 
@@ -192,7 +192,7 @@ def test_the_first_word_counts_behind_a_prompt_that_ends_in_a_space():
 
 
 @pytest.mark.parametrize(
-    "text,told",
+    "text,message",
     [
         (
             f"{{% macro turn(m) %}}<{{{{ m.role }}}}>{BLOCK}\n{{% endmacro %}}{{% for m in messages %}}{{{{ turn(m) "
@@ -213,9 +213,9 @@ def test_the_first_word_counts_behind_a_prompt_that_ends_in_a_space():
     ],
     ids=["macro", "set", "comment", "filter", "none", "no prompt"],
 )
-def test_generation_blocks_are_found_wherever_they_are_or_refused(text, told):
-    if told is not None:
-        with pytest.raises(RecipeError, match=told):
+def test_generation_blocks_are_found_wherever_they_are_or_refused(text, message):
+    if message is not None:
+        with pytest.raises(RecipeError, match=message):
             ChatTemplate(text=text).conversation(messages())
         return
     found, spans = ChatTemplate(text=text).conversation(messages())
@@ -256,11 +256,11 @@ def test_forms_of_conversations_and_tools_pass_through():
         "It is 4.<|im_end|>",
     ]
     TEMPLATES["chatml"].check("<|im_end|>", None)
-    for template, told in (
+    for template, message in (
         (TEMPLATES["llama3"], "no token <|begin_of_text|>"),
         (ChatTemplate(text=PLAIN), "no <|endoftext|> behind"),
     ):
-        with pytest.raises(RecipeError, match=re.escape(told)):
+        with pytest.raises(RecipeError, match=re.escape(message)):
             template.check("<|endoftext|>", byte_tokenizer().fast.token_to_id)
     outside = ChatTemplate(text="{% for m in messages %}" + BLOCK + "<|endoftext|>{% endfor %}")
     with pytest.raises(
@@ -275,11 +275,11 @@ def test_forms_of_conversations_and_tools_pass_through():
     for tools in ([{"name": "add"}], '[{"name": "add"}]'):
         with pytest.raises(RecipeError, match="leaves out the tools; use a template that writes them"):
             ChatTemplate(text=PLAIN).conversation(*messages_of({"messages": messages(), "tools": tools}))
-    for tools, told in (
+    for tools, message in (
         ("add", "tools is a text that is not JSON"),
         ({"name": "add"}, "tools is {'name': 'add'}; expected a list of objects"),
     ):
-        with pytest.raises(RecipeError, match=told):
+        with pytest.raises(RecipeError, match=message):
             messages_of({"messages": messages(), "tools": tools})
     with pytest.raises(RecipeError, match=r"leaves out the tool_calls of turn 3, so .*; use a template that writes it"):
         ChatTemplate(text=PLAIN).conversation(said)
@@ -315,8 +315,8 @@ def test_what_the_assistant_says_is_written_by_the_template_or_refused(name, tmp
         file.write_text(json.dumps(said) + "\n" + json.dumps({"messages": messages()}) + "\n")
         return [text for text, _ in ChatSource(inputs=(str(file),), template=template, reading=reading).conversations()]
 
-    told = rf"chat\.jsonl:1: the chat template leaves out the {name} of turn 2, so the model would not learn it; use a template that writes it"
-    with pytest.raises(RecipeError, match=told):
+    message = rf"chat\.jsonl:1: the chat template leaves out the {name} of turn 2, so the model would not learn it; use a template that writes it"
+    with pytest.raises(RecipeError, match=message):
         texts({"messages": thought}, TEMPLATES["chatml"], Reading())
     if name == "reasoning_content":
         assert (
@@ -342,7 +342,7 @@ def test_fields_that_no_template_reads_are_named_once(tmp_path):
     rows = [
         {
             "id": 1,
-            "messages": [{**each, "name": "Ann", "time": 5} for each in messages()],
+            "messages": [{**turn_, "name": "Ann", "time": 5} for turn_ in messages()],
             "source": "web",
             "empty": None,
         }
@@ -354,11 +354,11 @@ def test_fields_that_no_template_reads_are_named_once(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         source = ChatSource(inputs=(str(tmp_path / f"{name}.jsonl"),), template=ChatTemplate(text=template))
         assert len(list(source.conversations())) == 3
-        told = (
+        message = (
             f"nothing reads these fields of the data, so they are not trained on: {unused} (first in "
             f"{tmp_path / name}.jsonl:1)"
         )
-        assert list(source.reading.notes()) == [told]
+        assert list(source.reading.notes()) == [message]
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     source = ChatSource(inputs=(str(tmp_path / "a.parquet"),), template=ChatTemplate(text=CHATML))
@@ -368,7 +368,7 @@ def test_fields_that_no_template_reads_are_named_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line,told",
+    "line,message",
     [
         ('{"messages": [', "is not JSON"),
         ('{"messages": []}', "the conversation is empty; .* remove the line, or write its turns"),
@@ -399,10 +399,10 @@ def test_fields_that_no_template_reads_are_named_once(tmp_path):
         ("[1]", "got a list; expected an object"),
     ],
 )
-def test_what_is_no_conversation_is_told_with_file_and_line(line, told, tmp_path):
+def test_what_is_no_conversation_is_told_with_file_and_line(line, message, tmp_path):
     file = tmp_path / "chat.jsonl"
     file.write_text(json.dumps({"messages": messages()}) + "\n" + line + "\n")
-    with pytest.raises(RecipeError, match=rf"chat\.jsonl:2:? {told}"):
+    with pytest.raises(RecipeError, match=rf"chat\.jsonl:2:? {message}"):
         list(ChatSource(inputs=(str(file),), template=TEMPLATES["chatml"]).conversations())
 
 
@@ -428,13 +428,13 @@ def test_best_fit_cuts_no_document_that_fits(tmp_path):
                 part = [int(ids[row, at]), *labels[row, at:to].tolist()]
                 found += part[1:]
                 whole += [tuple(part)] if to - at < length else []
-        assert sorted(found) == sorted(id_ for each in written for id_ in each[1:])
-        assert not {tuple(each) for each in written if 1 < len(each) <= length} - set(whole), (
+        assert sorted(found) == sorted(id_ for message in written for id_ in message[1:])
+        assert not {tuple(message) for message in written if 1 < len(message) <= length} - set(whole), (
             "a document that fits was cut"
         )
         assert samples.padding == pytest.approx(float((labels == -100).mean()))
         assert f"{samples.padding:.1%} padding" in str(samples)
-    small = write_tokens(tmp_path / "small.bin", [[1] * each + [0] for each in (6, 4, 3, 3)], vocab_size=100, eos_id=0)
+    small = write_tokens(tmp_path / "small.bin", [[1] * size + [0] for size in (6, 4, 3, 3)], vocab_size=100, eos_id=0)
     samples = PackedTokens(small, 8, packing="best_fit")
     assert (len(samples), samples.padding) == (3, pytest.approx(1 / 3))
     with pytest.raises(RecipeError, match="use one of the two"):
@@ -474,9 +474,9 @@ def test_parquet_and_arrow_are_read_by_columns_as_a_stream(tmp_path):
             file.flush()
             sizes.append(file.tell())
     assert len(list(TextSource(inputs=(str(tmp_path / "cut.arrow"),)).documents())) == 3
-    for size, told in ((sizes[1], "it was cut, and rows are missing"), (sizes[1] - 40, "it is damaged")):
+    for size, message in ((sizes[1], "it was cut, and rows are missing"), (sizes[1] - 40, "it is damaged")):
         (tmp_path / "cut.arrow").write_bytes((tmp_path / "cut.arrow").read_bytes()[:size])
-        with pytest.raises(RecipeError, match=rf"cut.arrow .*{told}"):
+        with pytest.raises(RecipeError, match=rf"cut.arrow .*{message}"):
             list(TextSource(inputs=(str(tmp_path / "cut.arrow"),)).documents())
     with pytest.raises(RecipeError, match=r"a.parquet:1 has no text under 'body'; it has \['label', 'more', 'text'\]"):
         list(TextSource(inputs=(str(tmp_path / "a.parquet"),), field="body").documents())

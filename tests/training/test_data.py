@@ -349,7 +349,7 @@ def test_what_a_dead_process_left_is_deleted_by_the_next_build(tmp_path: Path) -
     own.mkdir()
     assert len(list(tmp_path.glob("one.tmp-*"))) == 1
     build_once(tmp_path / "three", lambda made: (made / "data").write_text("x"))
-    assert sorted(each.name for each in tmp_path.iterdir() if each.suffix != ".lock") == ["three", "two.tmp-not-ours"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".lock") == ["three", "two.tmp-not-ours"]
 
 
 def test_a_full_disk_is_told_with_the_remedy_and_leaves_nothing(tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ def test_an_epoch_is_whole_on_every_mesh_and_across_changes_of_mesh(tmp_path: Pa
                 )
                 seen += counted(steps)
                 positions.append(batches.state_dict())
-            assert all(each == positions[0] for each in positions)
+            assert all(place == positions[0] for place in positions)
             position = positions[0]
         assert sorted(seen) == list(range(1, tokens)), (tokens, length)
         assert position["epoch"] == 1 and position["samples"] == 0
@@ -554,10 +554,14 @@ def test_a_json_array_is_refused_with_the_command_that_converts_it(tmp_path, nam
         TextSource(inputs=(str(tmp_path / name),), suffixes=(".jsonl",), reading=Reading(skip=True)),
         TextSource(inputs=(str(tmp_path),), suffixes=(".jsonl",)),
     ):
-        with pytest.raises(RecipeError, match="it is one JSON array: write one object a line with: python -c") as told:
+        with pytest.raises(
+            RecipeError, match="it is one JSON array: write one object a line with: python -c"
+        ) as raised:
             list(source.documents())
-    subprocess.run(str(told.value).partition("with: ")[2].replace("python", sys.executable, 1), shell=True, check=True)
-    made = next(each for each in tmp_path.glob("*.jsonl") if each.name != name)
+    subprocess.run(
+        str(raised.value).partition("with: ")[2].replace("python", sys.executable, 1), shell=True, check=True
+    )
+    made = next(path for path in tmp_path.glob("*.jsonl") if path.name != name)
     assert list(TextSource(inputs=(str(made),)).documents()) == [row["text"] for row in rows]
     (tmp_path / "lines.json").write_text('{"text": "a"}\n')
     with pytest.raises(

@@ -101,8 +101,8 @@ def harmless(key: str) -> Any:
 
 @pytest.mark.parametrize("key", sorted({*TRAINER.refused, *ACCELERATE.refused}))
 def test_what_cannot_be_had_is_refused_with_a_reason_and_its_default_passes(key: str) -> None:
-    told = problems(f"name: a\ntraining: {{steps: 2}}\n{key}: something\n")
-    assert re.search(rf"run.yaml:5: {key}: 'something' is refused: \w+.{{10}}", told), told
+    found_problems = problems(f"name: a\ntraining: {{steps: 2}}\n{key}: something\n")
+    assert re.search(rf"run.yaml:5: {key}: 'something' is refused: \w+.{{10}}", found_problems), found_problems
     import json
 
     recipe = read(f"name: a\ntraining: {{steps: 2}}\n{key}: {json.dumps(harmless(key))}\n")
@@ -302,16 +302,16 @@ def test_accelerates_file_is_read_as_it_is() -> None:
         HybridShard(prefetch_backward=0, offload="cpu", param_dtype=half, reduce_dtype=half)
     ]
     assert recipe.mesh == "dp_replicate=2,dp_shard=8"
-    told = " ".join(recipe.notes)
+    output = " ".join(recipe.notes)
     for line in ACCELERATE_1.splitlines():
         key = line.partition(":")[0].strip().removeprefix("fsdp_")
-        assert key == "config" or f"{key}: " in told, key
+        assert key == "config" or f"{key}: " in output, key
 
 
 def test_fp8_of_accelerate_becomes_float8() -> None:
     fp8 = ACCELERATE_1.replace("mixed_precision: bf16", "mixed_precision: fp8\nfp8_config: {backend: AO}")
     recipe = read("training: {steps: 3}\n" + fp8 + "dynamo_config: {dynamo_backend: INDUCTOR}\n")
-    assert [type(each).__name__ for each in make_passes(recipe.passes)] == ["Float8", "Compile", "HybridShard"]
+    assert [type(pass_).__name__ for pass_ in make_passes(recipe.passes)] == ["Float8", "Compile", "HybridShard"]
     assert make_passes(recipe.passes)[-1] == make_passes(read("training: {steps: 3}\n" + ACCELERATE_1).passes)[0]
 
 
@@ -437,12 +437,12 @@ def test_values_that_cannot_be_read() -> None:
 def test_a_key_without_a_value_asks_for_nothing(key: str) -> None:
     recipe = read(f"training: {{steps: 3}}\n{key}:\n")
     assert f"{key}: has no effect: null is the default" in recipe.notes
-    told = (
+    found_problems = (
         problems(f"training: {{steps: 3}}\n{key}: [[]]\n")
         if key not in ("run_name", "output_dir", "eval_steps", "report_to", "resume_from_checkpoint")
         else ""
     )
-    assert key in told or not told
+    assert key in found_problems or not found_problems
 
 
 def test_a_file_of_fsdp_options(tmp_path: Path) -> None:

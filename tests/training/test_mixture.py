@@ -46,9 +46,11 @@ def rows(step, samples):
     """The source and the first label of each row of a step."""
     names = list(samples.sources)
     found = [
-        (names[each["source"][row]], int(each["labels"][row, 0])) for each in step for row in range(len(each["source"]))
+        (names[batch["source"][row]], int(batch["labels"][row, 0]))
+        for batch in step
+        for row in range(len(batch["source"]))
     ]
-    return [each for each in found if each[1] >= 0]
+    return [pair for pair in found if pair[1] >= 0]
 
 
 def test_a_mix_is_one_order_on_any_ranks_and_across_stops(tmp_path):
@@ -87,7 +89,7 @@ def test_a_mix_is_one_order_on_any_ranks_and_across_stops(tmp_path):
                     [[rows([micro], samples) for micro in step] for step in itertools.islice(batches.one_epoch(), stop)]
                 )
                 positions.append(json.loads(json.dumps(batches.state_dict())))
-            assert all(each == positions[0] for each in positions)
+            assert all(place == positions[0] for place in positions)
             position = positions[0]
             micros = [micro for together in zip(*steps, strict=True) for micro in zip(*together, strict=True)]
             seen += [row for micro in micros for rank in micro for row in rank]
@@ -129,7 +131,7 @@ def test_a_resume_may_change_documents_and_nothing_else(tmp_path):
         PackedTokens(tokens, LENGTH, **more)
         for more in ({"documents": "joined"}, {}, {"documents": "separate", "packing": "best_fit"})
     )
-    for wrap in (lambda each: each, lambda each: MixedSamples({"one": each}, [1], [None])):
+    for wrap in (lambda samples: samples, lambda samples: MixedSamples({"one": samples}, [1], [None])):
         assert same_but_documents(wrap(joined).fingerprint, wrap(apart)) and same_but_documents(
             wrap(apart).fingerprint, wrap(joined)
         )
@@ -177,8 +179,8 @@ def losses(mesh, split, chunk, folder: Path):
         0.25 * first["train/loss/low"] + 0.75 * first["train/loss/wide"], rel=1e-5
     )
     assert last["val/loss"] == pytest.approx((last["val/loss/low"] + last["val/loss/wide"]) / 2, rel=1e-5)
-    for name, each in parts.items():
-        whole = each.__getitems__(range(len(each)))
+    for name, part in parts.items():
+        whole = part.__getitems__(range(len(part)))
         alone = transformer()
         alone.load_state_dict({key: value.full_tensor() for key, value in par.module.state_dict().items()})
         want = CausalLM().loss(alone, whole)[0].item() / whole["labels"].numel()

@@ -175,7 +175,7 @@ def test_the_divergence_is_torchs_and_zero_of_equals() -> None:
     student_logits, teacher_logits = torch.randn(2, 3, 7), torch.randn(2, 3, 7)
     counts = torch.tensor([[True, True, False], [True, False, False]])
     got = divergence(student_logits, teacher_logits, counts, 2.0)
-    log_student, log_teacher = ((each[counts] / 2).log_softmax(-1) for each in (student_logits, teacher_logits))
+    log_student, log_teacher = ((logits[counts] / 2).log_softmax(-1) for logits in (student_logits, teacher_logits))
     expected = nn.functional.kl_div(log_student, log_teacher, log_target=True, reduction="sum")
     torch.testing.assert_close(got, expected)
     assert float(divergence(student_logits, student_logits, counts, 2.0)) == pytest.approx(0.0, abs=1e-6)

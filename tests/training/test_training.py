@@ -197,9 +197,9 @@ def test_norms_and_biases_do_not_decay(group: None) -> None:
 def test_fused_adamw_takes_split_and_whole_parameters_together() -> None:
     par, alone = parallel("tp=2", [TensorParallel()]), parallel_alone()
     assert {type(parameter.data) for parameter in par.module.parameters()} == {DTensor}
-    for each in (par.module, alone):
-        optimizer = build_adamw(each, AdamWSettings(fused=True))
-        for parameter in each.parameters():
+    for network in (par.module, alone):
+        optimizer = build_adamw(network, AdamWSettings(fused=True))
+        for parameter in network.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     for name, parameter in alone.named_parameters():
@@ -496,7 +496,7 @@ def check_stop_in_validation(folder: Path, par: Parallelized, last: Parallelized
     outcome, kept, records = train(par := last, batch=3)
     assert (outcome.stopped, outcome.steps, sorted(kept.steps)) == ("SIGHUP", 2, [2])
     assert records.notes[0] == "asked to stop (SIGHUP) after step 2, during its validation"
-    assert par.module.training and not any("val/loss" in each for each in records.records)
+    assert par.module.training and not any("val/loss" in record for record in records.records)
     found, saved = records.records, kept.steps
     for batch, steps in (
         (1, []),
@@ -509,11 +509,11 @@ def check_stop_in_validation(folder: Path, par: Parallelized, last: Parallelized
     outcome, kept, records = train(par, saved[4])
     assert outcome.stopped is None and sorted(kept.steps) == [4]
     found += records.records
-    told = [
-        [(each["step"], each.get("train/loss"), each.get("val/loss")) for each in records]
+    logged = [
+        [(record["step"], record.get("train/loss"), record.get("val/loss")) for record in records]
         for records in (found, expected.records)
     ]
-    assert told[0] == told[1]
+    assert logged[0] == logged[1]
     assert kept.steps[4][2] == whole.steps[4][2]
 
 
@@ -670,7 +670,9 @@ def test_half_precision_keeps_masters_in_float32(dtype: torch.dtype) -> None:
             run.run()
             moved = weights(par)
             assert all(parameter.dtype == torch.float32 for parameter in par.module.parameters())
-            assert all(each.dtype == torch.float32 for state in run.optimizer.state.values() for each in state.values())
+            assert all(
+                value.dtype == torch.float32 for state in run.optimizer.state.values() for value in state.values()
+            )
             losses[computed] = [record["train/loss"] for record in records.records]
         moves = torch.cat([(moved[name] - before[name]).flatten() for name in before])
         same = torch.cat([(moved[name].to(dtype) == before[name].to(dtype)).flatten() for name in before])

@@ -67,7 +67,9 @@ class Trace:
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     # AdamW divides a gradient by its own size: a large eps keeps rounding noise where the gradient is zero by theory
     # from becoming a step.
-    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2, eps=1e-3)
+    return torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2, eps=1e-3
+    )
 
 
 def inferred(
@@ -98,15 +100,17 @@ def alone(name: str) -> Trace:
         loss.backward()
         trace.losses.append(loss.detach())
         trace.gradients.append(
-            {key: each.grad.clone() for key, each in model.named_parameters() if each.grad is not None}
+            {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None}
         )
         trace.norms.append(
-            torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+            torch.nn.utils.get_total_norm(
+                [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            )
         )
         optimizer.step()
         optimizer.zero_grad()
         trace.weights.append(
-            {key: each.detach().clone() for key, each in (*model.named_parameters(), *model.named_buffers())}
+            {key: tensor.detach().clone() for key, tensor in (*model.named_parameters(), *model.named_buffers())}
         )
     trace.inferred.append(inferred(stranger, model, torch.no_grad))
     return trace
@@ -139,7 +143,11 @@ def trained(
         loss.backward()
         trace.losses.append(par.data_sum(loss.detach().clone()) / par.data_size)
         trace.gradients.append(
-            {key: whole(each.grad) for key, each in par.module.named_parameters() if each.grad is not None}
+            {
+                key: whole(parameter.grad)
+                for key, parameter in par.module.named_parameters()
+                if parameter.grad is not None
+            }
         )
         trace.norms.append(par.clip_grad_norm_(math.inf))
         optimizer.step()
@@ -158,7 +166,7 @@ def differences(expected: Trace, got: Trace, tolerance: float) -> Iterator[str]:
     yield from compared("loss", expected.losses, got.losses, tolerance)
     yield from compared("norm", expected.norms, got.norms, tolerance)
     for step, (want, have) in enumerate(zip(expected.gradients, got.gradients, strict=True)):
-        largest = max(float(each.abs().max()) for each in want.values())
+        largest = max(float(tensor.abs().max()) for tensor in want.values())
         yield from compared_by_name(f"gradient in step {step}", want, have, tolerance, floor=1e-3 * largest)
     for step, (want, have) in enumerate(zip(expected.weights, got.weights, strict=True)):
         yield from compared_by_name(f"after step {step}", want, have, tolerance, floor=WEIGHT)
@@ -246,7 +254,9 @@ def goes_on_elsewhere(name: str, mesh: str, folder: Path) -> None:
     check(
         compared_by_name("as restored", expected.weights[0], state_of(other.module), stranger.tolerance, floor=WEIGHT)
     )
-    remaining = Trace(*(list(getattr(expected, each))[1:] for each in ("losses", "norms", "gradients", "weights")))
+    remaining = Trace(
+        *(list(getattr(expected, attribute))[1:] for attribute in ("losses", "norms", "gradients", "weights"))
+    )
     check(differences(remaining, trained(stranger, other, optimizer, range(1, STEPS)), stranger.tolerance))
 
 
@@ -264,11 +274,13 @@ def exports(name: str, mesh: str, folder: Path) -> None:
     if dist.get_rank() == 0:
         export_safetensors(folder / "to export", folder / "exported")
         found = {
-            key: each for file in (folder / "exported").glob("*.safetensors") for key, each in load_file(file).items()
+            key: tensor
+            for file in (folder / "exported").glob("*.safetensors")
+            for key, tensor in load_file(file).items()
         }
         report = plain.load_state_dict(found, strict=False)
         assert not report.unexpected_keys, f"the export has {report.unexpected_keys}, which the module lacks"
-        shared = {id(each): key for key, each in plain.state_dict(keep_vars=True).items() if key in found}
+        shared = {id(tensor): key for key, tensor in plain.state_dict(keep_vars=True).items() if key in found}
         absent = [key for key in report.missing_keys if id(plain.state_dict(keep_vars=True)[key]) not in shared]
         assert not absent, f"the export lacks {absent}"
         check(
@@ -282,8 +294,8 @@ def exports(name: str, mesh: str, folder: Path) -> None:
 
 
 CLAIMS: dict[str, Callable[[str, str, Path], None]] = {
-    each.__name__: each
-    for each in (trains, evaluates_without_grad, evaluates_in_inference_mode, goes_on_elsewhere, exports)
+    claim.__name__: claim
+    for claim in (trains, evaluates_without_grad, evaluates_in_inference_mode, goes_on_elsewhere, exports)
 }
 
 
@@ -309,11 +321,13 @@ def run_cases(cases: Sequence[tuple[str, str, str]], folder: str) -> None:
         faulthandler.dump_traceback_later(
             SECONDS, exit=True
         )  # a rank that waits for others that went another way ends with its group
-        told = _told(claim, name, mesh, Path(folder) / str(number))
+        outputs = _told(claim, name, mesh, Path(folder) / str(number))
         every: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(every, told)
+        dist.all_gather_object(every, outputs)
         if dist.get_rank() == 0:
-            report.write_text(json.dumps(next((f"rank {rank}: {each}" for rank, each in enumerate(every) if each), "")))
+            report.write_text(
+                json.dumps(next((f"rank {rank}: {error}" for rank, error in enumerate(every) if error), ""))
+            )
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -322,6 +336,8 @@ def _told(claim: str, name: str, mesh: str, folder: Path) -> str:
         CLAIMS[claim](name, mesh, folder)
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        where = " < ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in reversed(frames[-6:]))
+        where = " < ".join(
+            f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames[-6:])
+        )
         return f"{type(error).__name__}: {str(error)[:1500]}\n  at {where}"
     return ""

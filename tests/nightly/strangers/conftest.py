@@ -9,4 +9,4 @@ vision_operators.declared()
 if not vision_operators.loadable():
     # The server from which ranks are forked would import transformers, and that torchvision, before anything could
     # declare its operators.
-    PRELOAD[:] = [each for each in PRELOAD if not each.startswith("transformers")]
+    PRELOAD[:] = [module_name for module_name in PRELOAD if not module_name.startswith("transformers")]

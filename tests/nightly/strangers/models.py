@@ -404,10 +404,10 @@ class FusedAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.counts_heads:  # the guide's edit: the head's size is the model's, the number of heads the tensor's
-            parts = [each.unflatten(-1, (-1, self.n_embd // self.n_head)) for each in self.c_attn(x).chunk(3, -1)]
+            parts = [part.unflatten(-1, (-1, self.n_embd // self.n_head)) for part in self.c_attn(x).chunk(3, -1)]
         else:
-            parts = [each.view(*x.shape[:2], self.n_head, -1) for each in self.c_attn(x).split(self.n_embd, dim=2)]
-        q, k, v = (each.transpose(1, 2) for each in parts)
+            parts = [part.view(*x.shape[:2], self.n_head, -1) for part in self.c_attn(x).split(self.n_embd, dim=2)]
+        q, k, v = (part.transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         return self.drop(self.c_proj(mixed.flatten(2) if self.counts_heads else mixed.contiguous().view(x.shape)))
 
@@ -500,13 +500,13 @@ class RotaryAttention(nn.Module):
 
     def forward(self, x: Tensor, extra: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v, extra = (
-            each.unflatten(-1, (-1, self.head_dim)) for each in (self.c_q(x), self.c_k(x), self.c_v(x), extra)
+            tensor.unflatten(-1, (-1, self.head_dim)) for tensor in (self.c_q(x), self.c_k(x), self.c_v(x), extra)
         )
         v = (
             v + 2 * torch.sigmoid(self.gate(x[..., :8]))[..., None] * extra
         )  # the values of the token itself, smeared into every layer
-        q, k = (rms(self.rotated(each, cos, sin)) for each in (q, k))
-        mixed = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), is_causal=True)
+        q, k = (rms(self.rotated(tensor, cos, sin)) for tensor in (q, k))
+        mixed = F.scaled_dot_product_attention(*(tensor.transpose(1, 2) for tensor in (q, k, v)), is_causal=True)
         return self.c_proj(mixed.transpose(1, 2).flatten(2))
 
     @staticmethod

@@ -47,7 +47,7 @@ def verdict_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     one group.
     """
     selected = [
-        each.callspec.params["case"] for each in request.session.items if getattr(each, "originalname", "") == CLAIM
+        item.callspec.params["case"] for item in request.session.items if getattr(item, "originalname", "") == CLAIM
     ]
     known: dict[Case, str] = {}
 
@@ -55,11 +55,13 @@ def verdict_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         if case not in known:
             ranks = MESHES[case[2]][0]
             pending = [
-                each for each in selected if MESHES[each[2]][0] == ranks and each not in known and installed(each[1])
+                other
+                for other in selected
+                if MESHES[other[2]][0] == ranks and other not in known and installed(other[1])
             ]
             while pending:
                 known.update(measured(pending, ranks, tmp_path_factory.mktemp("strangers")))
-                pending = [each for each in pending if each not in known]
+                pending = [other for other in pending if other not in known]
         return known[case]
 
     return look_up
@@ -87,10 +89,10 @@ def measured(pending: list[Case], ranks: int, folder: Path) -> dict[Case, str]:
     found: dict[Case, str] = {}
     for number, case in enumerate(pending):
         report = folder / f"{number}.json"
-        told = json.loads(report.read_text()) if report.exists() else None
-        if told is None:
+        result = json.loads(report.read_text()) if report.exists() else None
+        if result is None:
             break
-        found[case] = f"broke its group of ranks: {failure}" if told == "began" else told
+        found[case] = f"broke its group of ranks: {failure}" if result == "began" else result
     # Ranks that do not start will not start for the next case either.
     return found or dict.fromkeys(pending, f"the ranks did not start: {failure}")
 
@@ -99,7 +101,7 @@ CLAIM = "test_it_equals_one_process"
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("case", [marked(each) for each in cases()])
+@pytest.mark.parametrize("case", [marked(case) for case in cases()])
 def test_it_equals_one_process(case: Case, verdict_of: Callable[[Case], str]) -> None:
     needs = STRANGERS[case[1]].needs
     if needs and not installed(case[1]):

@@ -84,7 +84,7 @@ class SplitPositions(Pass):
                 child.register_forward_hook(lambda module, args, output: output.chunk(group.size(), 1)[group.rank()])
 
     def whole(self, attn, args, group):
-        x, positions = (self.gathered(each, group) for each in args[:2])
+        x, positions = (self.gathered(argument, group) for argument in args[:2])
         return x, positions, attention_mask(attn, positions)
 
     def gathered(self, part, group):
