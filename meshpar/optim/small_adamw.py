@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.placements import held_by_this_rank, local_gradient, local_tensor, placed_like, shard_dim
 from meshpar.state.full import BLOCKS
@@ -22,7 +23,7 @@ BLOCK = 256
 """Consecutive numbers of a row that share a scale."""
 SMALLEST = 4096
 """Elements of the smallest parameter whose moments are small; those of others, and of vectors, are in float32."""
-_CHUNK = 1 << 20  # elements whose moments are in float32 at a time
+_CHUNK = 1 << 16  # elements whose moments are in float32 at a time: what stays in a core's cache
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -87,6 +88,7 @@ class SmallAdamW(torch.optim.Optimizer):
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not trained:
             raise MeshparError("no parameter of the model requires a gradient; there is nothing to train")
+        self._codes: dict[tuple[bool, torch.device], _Codes] = {}
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         wide = [parameter for parameter in trained if parameter.ndim > 1]
         narrow = [parameter for parameter in trained if parameter.ndim < 2]
@@ -109,9 +111,8 @@ class SmallAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        codes: dict[tuple[bool, torch.device], tuple[Tensor, Tensor]] = {}
         work = [
-            _Parameter(parameter, group, self.state[parameter], self._names.get(id(parameter), ""), codes)
+            _Parameter(parameter, group, self.state[parameter], self._names.get(id(parameter), ""), self._codes)
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
@@ -139,7 +140,7 @@ class _Parameter:
         group: dict[str, Any],
         state: dict[str, Any],
         name: str,
-        codes: dict[tuple[bool, torch.device], tuple[Tensor, Tensor]],
+        codes: dict[tuple[bool, torch.device], _Codes],
     ) -> None:
         self.parameter, self.group, self.state, self._name, self._known = parameter, group, state, name, codes
         small = parameter.ndim > 1 and parameter.numel() >= SMALLEST
@@ -222,7 +223,7 @@ class _Parameter:
         if part.numel() == 0:
             return
         rows, width = self._rows(part).shape
-        few = max(1, _CHUNK // width)
+        few = max(1, (_CHUNK if runtime.on_host(part.device) else 256 * _CHUNK) // width)
         for start in range(0, rows, few):
             yield slice(start, min(start + few, rows)), self._places[-1]
 
@@ -237,8 +238,7 @@ class _Parameter:
         stored = self._rows(local_tensor(self.state[key]))[rows]
         if self.kind != "8bit":
             return stored.to(torch.float32, copy=True)
-        values, _ = self._codes(key)
-        return values[stored.to(torch.int32)].mul_(_spread(self._blocks(key)[rows], columns))
+        return self._codes(key).values[stored.to(torch.int32)].mul_(_spread(self._blocks(key)[rows], columns))
 
     def _largest_of(self, moment: Tensor, columns: slice) -> Tensor:
         """Return the largest absolute number of each block of the whole rows, (rows, blocks); 0 for what others
@@ -251,12 +251,12 @@ class _Parameter:
         return found
 
     def _coded(self, moment: Tensor, scales: Tensor, key: str, rows: slice, columns: slice) -> Tensor:
-        values, middles = self._codes(key)
+        codes = self._codes(key)
         scaled = moment.div(_spread(scales, columns).clamp_(min=torch.finfo(torch.float32).tiny))
         if not self.group["stochastic"]:
-            return torch.bucketize(scaled, middles, out_int32=True).to(torch.uint8)
-        below = torch.bucketize(scaled, values, out_int32=True, right=True).sub_(1).clamp_(0, len(values) - 2)
-        low, high = values[below], values[below + 1]
+            return codes.nearest(scaled).to(torch.uint8)
+        below = codes.below(scaled)
+        low, high = codes.values[below], codes.values[below + 1]
         chance = self._bits(key, rows, columns).bitwise_and_((1 << 24) - 1).to(torch.float32).mul_(2.0**-24)
         return below.add_(chance < (scaled - low).div_(high - low)).to(torch.uint8)
 
@@ -267,12 +267,10 @@ class _Parameter:
         added = bits.add(self._bits(key, rows, columns).bitwise_and_(0xFFFF).to(torch.int32)).bitwise_and_(-65536)
         return torch.where(values.isfinite(), added.view(torch.float32), values).to(dtype)
 
-    def _codes(self, key: str) -> tuple[Tensor, Tensor]:
-        """Return the 256 values of a byte, ascending, and the middles between them."""
+    def _codes(self, key: str) -> _Codes:
         kind = key == "exp_avg", local_tensor(self.parameter).device
         if kind not in self._known:
-            found = torch.tensor(_tree(kind[0]), dtype=torch.float32, device=kind[1])
-            self._known[kind] = found, (found[1:] + found[:-1]) / 2
+            self._known[kind] = _Codes(*kind)
         return self._known[kind]
 
     def _bits(self, key: str, rows: slice, columns: slice) -> Tensor:
@@ -292,6 +290,38 @@ class _Parameter:
             mixed = mixed.bitwise_xor_((mixed >> shift) & ((1 << (64 - shift)) - 1))
             mixed = mixed if factor is None else mixed.mul_(_signed(factor))
         return mixed
+
+
+@final
+class _Codes:
+    """The values of a byte.
+
+    Attributes:
+        values: all 256, ascending.
+    """
+
+    def __init__(self, signed: bool, device: torch.device) -> None:
+        self.values = torch.tensor(_tree(signed), dtype=torch.float32, device=device)
+        middles = (self.values[1:] + self.values[:-1]) / 2
+        end = self.values.new_tensor([math.inf])
+        self._bounds = torch.cat([middles, end]), torch.cat([self.values, end])
+        # The smallest number of each upper half of a float's bits. No two bounds share an upper half.
+        halves = torch.arange(1 << 16, dtype=torch.int32, device=device).sub_(1 << 15)
+        smallest = halves.mul(1 << 16).bitwise_or_(torch.where(halves < 0, 0xFFFF, 0)).view(torch.float32)
+        self._first = [torch.bucketize(smallest, each, out_int32=True) for each in self._bounds]
+
+    def _smaller(self, numbers: Tensor, kind: int) -> Tensor:
+        """Return how many bounds are smaller than each number: a search of 256 bounds takes ten times as long."""
+        first = self._first[kind][(numbers.view(torch.int32) >> 16).add_(1 << 15)]
+        return first.add_(self._bounds[kind][first] < numbers)
+
+    def nearest(self, numbers: Tensor) -> Tensor:
+        """Return the place of the nearest value; of two, the smaller."""
+        return self._smaller(numbers, 0)
+
+    def below(self, numbers: Tensor) -> Tensor:
+        """Return the place of the largest smaller value, which has a next one."""
+        return self._smaller(numbers, 1).sub_(1).clamp_(0, len(self.values) - 2)
 
 
 def _share_largest(parameters: Sequence[_Parameter]) -> None:

@@ -29,6 +29,7 @@ from meshpar.testing import assert_records_match, on_ranks, token_steps
 from meshpar.testing.parity import _alone, train_steps
 from meshpar.training import Schedule
 from tests.optim.given import Uneven, advance, alone, bits, initial, on, reset, same, trained
+from tests.passes.test_lora import SETTINGS, check, qwen3, shared_folder
 from tests.passes.test_world import MIXTURE, ODD, WORLD
 from tests.support.models_for_parity import VOCAB, gpt2
 from tests.support.tiers import daily
@@ -158,6 +159,11 @@ def test_experts_and_fused_projections_are_matrices_of_their_own():
         assert_equals(expected, MIXTURE, mesh, passes, steps)
     expected = one_process(gpt2, steps, functools.partial(Torchs, pieces=thirds))
     assert_equals(expected, gpt2, "dp_shard=2,tp=2", [TensorParallel(), FullyShard()], steps)
+
+
+@on_ranks(4, timeout_s=400)
+def test_adapters_equal_one_process():
+    check(qwen3, SETTINGS, shared_folder(), ("fsdp-tp", "world"), FLOAT32)
 
 
 HALF = functools.partial(Muon, lr=0.02, adamw=ADAMW, adjust_lr_fn="match_rms_adamw")

@@ -14,6 +14,7 @@ from torch import nn
 from meshpar import FullyShard, HybridShard, MeshparError, TensorParallel
 from meshpar.checkpoints import CheckpointManager
 from meshpar.optim import SmallAdamW
+from meshpar.optim.small_adamw import _Codes
 from meshpar.testing import on_ranks
 from tests.optim.given import advance, alone, bits, give, on, reset, same, trained
 from tests.passes.test_world import WORLD
@@ -118,6 +119,17 @@ def test_stochastic_rounding_is_right_on_average():
         optimizer.step()
     second = optimizer.state[layer.weight]["exp_avg_sq"].float()
     assert second.mean().item() == pytest.approx(1 - 0.999**1000, rel=0.01) and second.std() > 0
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_the_nearest_value_is_found(signed):
+    codes = _Codes(signed, torch.device("cpu"))
+    numbers = torch.cat([torch.randn(100_000), 10.0 ** -torch.rand(100_000).mul(9), codes.values, -codes.values])
+    numbers = torch.cat([numbers, (codes.values[1:] + codes.values[:-1]) / 2]).clamp(-1 if signed else 0, 1)
+    middles = (codes.values[1:] + codes.values[:-1]) / 2
+    assert torch.equal(codes.nearest(numbers), torch.bucketize(numbers, middles, out_int32=True))
+    below = torch.bucketize(numbers, codes.values, out_int32=True).sub(1).clamp(0, 254)
+    assert torch.equal(codes.below(numbers), below)
 
 
 def test_options_that_it_does_not_know_are_refused():

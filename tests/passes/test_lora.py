@@ -77,7 +77,7 @@ def shared_folder() -> Path:
     return Path(folder[0])
 
 
-def check(build: Any, settings: LoRA, folder: Path, plans: tuple[str, ...]) -> Parallelized:
+def check(build: Any, settings: LoRA, folder: Path, plans: tuple[str, ...], make: Any = None) -> Parallelized:
     base = folder / "base"
     if dist.get_rank() == 0:
         torch.manual_seed(1)
@@ -88,12 +88,13 @@ def check(build: Any, settings: LoRA, folder: Path, plans: tuple[str, ...]) -> P
     if dist.get_rank() == 0:
         with torch.device("meta"):
             model = build()
-        expected = train_steps(alone(model, settings, base), steps, optimizer=None)
+        par = alone(model, settings, base)
+        expected = train_steps(par, steps, optimizer=make and make(par))
     for name in plans:
         with torch.device("meta"):
             model = build()
         par = on_mesh(model, settings, name, base)
-        got = train_steps(par, steps)
+        got = train_steps(par, steps, optimizer=make and make(par))
         if dist.get_rank() == 0:
             assert_records_match(expected, got)
             assert {gradient for gradient in got.gradients if ".lora_" not in gradient} == set()
