@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.core.errors import MeshparError
+from meshpar.core.parallelized import Parallelized
 from meshpar.core.passes import unmatched
 from meshpar.core.patterns import covers
 from meshpar.core.registry import layout_for
@@ -75,7 +76,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | Parallelized,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -91,7 +92,7 @@ class Muon(torch.optim.Optimizer):
         groups: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         _check(lr, weight_decay, momentum, ns_steps, adjust_lr_fn, ns_dtype, adamw or {}, groups or {})
-        module = getattr(module, "module", module) if not isinstance(module, nn.Module) else module
+        module = module if isinstance(module, nn.Module) else module.module
         common = {"lr_scale": 1.0, "stacked": False, "dim": 0, "parts": 1}
         muon = {
             "rule": "muon",

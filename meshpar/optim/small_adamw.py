@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
+from meshpar.core.parallelized import Parallelized
 from meshpar.placements import held_by_this_rank, local_gradient, local_tensor, placed_like, shard_dim
 from meshpar.state.full import BLOCKS
 
@@ -67,7 +68,7 @@ class SmallAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | Parallelized,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -84,7 +85,7 @@ class SmallAdamW(torch.optim.Optimizer):
                 "SmallAdamW: expected lr >= 0, eps > 0, weight_decay >= 0 and betas from 0 to 1; got "
                 f"{lr}, {eps}, {weight_decay}, {tuple(betas)}"
             )
-        module = getattr(module, "module", module) if not isinstance(module, nn.Module) else module
+        module = module if isinstance(module, nn.Module) else module.module
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not trained:
             raise MeshparError("no parameter of the model requires a gradient; there is nothing to train")
