@@ -750,9 +750,15 @@ def gathered_bytes(unit: FSDPModule) -> int:
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """Return the one axis over all ranks of a mesh, named after its axes: ``"dp_replicate+dp_shard"``."""
-    flat = mesh._flatten("+".join(mesh.mesh_dim_names or ()))
+    own = mesh._get_root_mesh().__dict__.get("_meshpar_own", False)
+    flat = mesh._flatten("+".join(mesh.mesh_dim_names or ()), dist.get_backend() if own else None)
     share_timeout([flat.get_group()])
     return flat
+
+
+def own_groups(names: Iterable[str], own: bool) -> dict[str, Any]:
+    """Return the arguments of ``init_device_mesh`` by which an axis of all ranks gets a group of its own."""
+    return {"backend_override": dict.fromkeys(names, dist.get_backend())} if own else {}
 
 
 def gather_before_backward(unit: nn.Module, output: object, tensors: Iterable[Any]) -> None:

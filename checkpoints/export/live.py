@@ -92,6 +92,7 @@ class Published:
 
     Attributes:
         version: number of iterations that have begun.
+        to: the rank that gets the values.
 
     Raises:
         CheckpointError: a bucket that is no size, a rank that there is not, adapters of a module without any, or what
@@ -112,7 +113,7 @@ class Published:
     ) -> None:
         self._par, self._dtype, self._bucket = par, dtype, bytes_of(bucket)
         self._adapters, self._averaged = adapters, averaged
-        self._quantize, self._high, self._to = quantize, tuple(high), to
+        self._quantize, self._high, self.to = quantize, tuple(high), to
         self.version = 0
         if not 0 <= to < dist.get_world_size():
             raise CheckpointError(f"to is {to}; expected a rank from 0 to {dist.get_world_size() - 1}")
@@ -137,9 +138,9 @@ class Published:
         before = {name: _version(tensor.tensor) for name, tensor in held.items()}
         leaf = _Leaf(held, torch.device("meta"))
         source, dtypes, order = self._written(leaf)
-        parts = _Parts(held, self._to, self._par.device)
+        parts = _Parts(held, self.to, self._par.device)
         values = self._written(parts)[0]
-        here, shapes = dist.get_rank() == self._to, source.shapes()
+        here, shapes = dist.get_rank() == self.to, source.shapes()
         limit = max(1, self._bucket // 2)  # one bucket is read while the next one travels
         device = self._par.device if here else torch.device("meta")
         for bucket in parts.moved(_buckets(_tiles(source, dtypes, order, leaf, limit), limit)):
@@ -368,7 +369,9 @@ class _Parts(_Leaf):
                 for work in works:
                     work.wait()
                 self._waiting = iter(waiting)
+                del ahead, works, waiting
                 yield tiles
+                self._waiting = iter(())  # whose memory is free before the next one but one is begun
             ahead = begun
 
     def _begin(self, bucket: list[_Tile]) -> tuple[list[Any], list[tuple[_Need, list[tuple[_Piece, Tensor | None]]]]]:

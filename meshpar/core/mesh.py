@@ -225,15 +225,19 @@ class MeshSpec:
         firsts = [rank for rank in range(self.size) if rank // stride % size == 0]
         return [tuple(range(first, first + size * stride, stride)) for first in firsts]
 
-    def build(self, device_type: str) -> DeviceMesh:
+    def build(self, device_type: str, *, own: bool = False) -> DeviceMesh:
         """Return the DeviceMesh of a resolved spec. Ranks are numbered row-major over the axes.
 
         A spec without axes is the mesh of one process: it gets one axis of size 1. Every axis inherits the time-out of
         the open process group.
 
+        Args:
+            device_type: type of the devices.
+            own: an axis of all ranks gets a group of its own, too, and not the default one.
+
         Collective: every rank calls it.
         """
-        return _built(device_type, tuple((self.axes or {"dp_shard": 1}).items()))
+        return _built(device_type, tuple((self.axes or {"dp_shard": 1}).items()), own=own)
 
     @contextmanager
     def opened(self, device_type: str) -> Iterator[DeviceMesh]:
@@ -258,12 +262,17 @@ class MeshSpec:
         return {name: place[name] for name in self.axes}
 
 
-def _built(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
-    from meshpar._torch import forget_meshes, share_timeout  # loads FSDP2, which those who only name a mesh do without
+def _built(device_type: str, axes: tuple[tuple[str, int], ...], *, own: bool) -> DeviceMesh:
+    from meshpar._torch import (  # loads FSDP2, which those who only name a mesh do without
+        forget_meshes,
+        own_groups,
+        share_timeout,
+    )
 
     forget_meshes()
     names, sizes = zip(*axes)
-    mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names, **own_groups(names, own))
+    mesh.__dict__["_meshpar_own"] = own
     share_timeout(map(mesh.get_group, names))
     return mesh
 

@@ -7,7 +7,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, final
 
@@ -40,6 +40,7 @@ from meshpar.replicas import check_equal
 from meshpar.state import initialize
 from meshpar.state.averaging import Averaged, Decay
 from meshpar.state.full import gather_state, scatter_state
+from meshpar.state.offloading import on_the_host
 from meshpar.weights import WeightSource
 
 Micro = TypeVar("Micro")
@@ -568,6 +569,18 @@ class Parallelized:
         Collective: every rank calls it.
         """
         return token_log_probs(self.module, batch, temperature=temperature, **options)
+
+    def offloaded(self, optimizer: Optimizer | Collection[Optimizer] = ()) -> AbstractContextManager[None]:
+        """Give the memory of parameters, buffers, gradients and the optimizers' state to others for a ``with`` block,
+        such as an engine on the same device; their values are in host memory, and come back bit for bit.
+        """
+        self.reshard()
+        module, given = self.module, [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        tensors = [*module.parameters(), *module.buffers()]
+        tensors += [each.grad for each in tensors if each.grad is not None]
+        states = [state for each in given for state in each.state.values()]
+        tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        return on_the_host(module, tensors, self.device)
 
     def published(
         self,

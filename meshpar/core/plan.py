@@ -23,6 +23,7 @@ from meshpar.core.mesh import MeshSpec, default_device_type
 from meshpar.core.parallelized import Parallelized
 from meshpar.core.passes import Pass, Role
 from meshpar.core.resolved import Resolved, resolve
+from meshpar.exact.agreement import next_number
 from meshpar.exact.attach import attach
 from meshpar.exact.proving import prove
 from meshpar.exact.verify import Verification, verified
@@ -54,20 +55,30 @@ class Plan:
             steps, later without waiting. ``"first"``: in the first steps, later only what costs no exchange. ``"off"``:
             never, and no first forward tries the split; the passes run alone, and a loop that is not one process's
             trains something else, or hangs, without an error.
+        frozen: the module is used and never trained, such as a reference or a reward model: ``apply`` takes its
+            parameters out of autograd, so that a rank holds its part of them and nothing else.
     """
 
     mesh: MeshSpec | str
     passes: tuple[Pass, ...]
     verify: bool
     guards: Guards
+    frozen: bool
 
     def __init__(
-        self, mesh: MeshSpec | str = "", passes: Sequence[Pass] = (), *, verify: bool = True, guards: Guards = "always"
+        self,
+        mesh: MeshSpec | str = "",
+        passes: Sequence[Pass] = (),
+        *,
+        verify: bool = True,
+        guards: Guards = "always",
+        frozen: bool = False,
     ) -> None:
         check_arguments(mesh, passes)
         check_guards(guards)
         object.__setattr__(self, "guards", guards)
         object.__setattr__(self, "verify", verify)
+        object.__setattr__(self, "frozen", frozen)
         object.__setattr__(
             self, "mesh", mesh if isinstance(mesh, MeshSpec) or mesh.strip().startswith("auto") else MeshSpec(mesh)
         )
@@ -153,7 +164,10 @@ class Plan:
             raise MeshparError("no process group is open; wrap the job in `with meshpar.distributed():`")
         resolved = self.checked(module, layout, dist.get_world_size())
         device = self._device(module, resolved, device_type)
-        meshes = {spec: spec.build(device.type) for spec in resolved.meshes}
+        if self.frozen:
+            module.requires_grad_(False)
+        own = next_number() > 0 and not runtime.is_simulated()  # two models would mix the order of shared ones
+        meshes = {spec: spec.build(device.type, own=own) for spec in resolved.meshes}
         compares = self.guards != "off" and not runtime.is_simulated()
         applied(module).layout, applied(module).verify = resolved.layout, self.verify and compares
         replaced = run_passes(module, resolved, meshes, device)

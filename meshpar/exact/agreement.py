@@ -4,7 +4,7 @@ that keep one copy.
 
 from __future__ import annotations
 
-import itertools
+import threading
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ PLACES = (
     "par.state_dict(full=True)",
 )
 """Where ranks meet, besides the forwards of blocks: a message can name these places of other ranks, too."""
-_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """Of the models that all ranks of a default group made together: a rank may simulate others alone, or have made some
 in another group.
 """
@@ -81,7 +81,10 @@ class Agreement:
         self._split = split
         self._batches, self._wholes, self._looks = (Looks(always=always) for _ in range(3))
         self._backwards = 0
-        self._meeting = Meeting(type(module).__name__, _number())
+        number = models_made() - 1
+        alone = number > 0 and dist.get_world_size() > 1 and not runtime.is_simulated()
+        own = runtime.new_host_group(f"meshpar model {number}") if alone else None
+        self._meeting = Meeting(type(module).__name__, number, own)
         self._later: Later | None = None
 
     def begin(self, *, draws: bool) -> None:
@@ -321,9 +324,17 @@ class Agreement:
             )
 
 
-def _number() -> int:
-    world = dist.group.WORLD
-    return 0 if world is None else next(_NUMBERS.setdefault(world, itertools.count()))
+def models_made() -> int:
+    """Return the number of models that all ranks of the open process group have made together."""
+    return 0 if dist.group.WORLD is None else _NUMBERS.get(dist.group.WORLD, 0)
+
+
+def next_number() -> int:
+    """Return the number of a model that all ranks make now, from 0."""
+    number = models_made()
+    if dist.group.WORLD is not None:
+        _NUMBERS[dist.group.WORLD] = number + 1
+    return number
 
 
 @final
@@ -336,12 +347,13 @@ class Meeting:
     Args:
         model: the name of the module's class.
         number: of the model among those of this process, equal on all ranks: models of one class differ by it.
+        own: a group for this model alone.
     """
 
     NUMBERS = 2
 
-    def __init__(self, model: str, number: int) -> None:
-        self._model = f"{number} {model}"
+    def __init__(self, model: str, number: int, own: dist.ProcessGroup | None = None) -> None:
+        self._model, self.own = f"{number} {model}", own
         self._places = {self._tag(place): place for place in PLACES}
         self._history = 0
 
@@ -349,6 +361,14 @@ class Meeting:
         """Take a number into the digest of all that this rank has counted, and return the digest."""
         self._history = (self._history * FACTOR + number + 1) % (1 << 62)
         return self._history
+
+    @property
+    def hosts(self) -> dist.ProcessGroup:
+        """The group of the exchanges: all models' in the main thread, which sees when ranks call them in different
+        orders; in another one the model's own, where it has one.
+        """
+        here = threading.current_thread() is threading.main_thread()
+        return runtime.hosts() if here or self.own is None else self.own
 
     def _tag(self, place: str) -> int:
         return zlib.crc32(f"{self._model} {place}".encode())
@@ -361,7 +381,7 @@ class Meeting:
         self._places[tag] = place
         mine = torch.tensor([tag, *numbers, *[0] * (self.NUMBERS - len(numbers))], device="cpu")
         try:
-            here, *agree = _spans(mine)
+            here, *agree = _spans(mine, self.hosts)
         except RuntimeError as error:
             raise MeshparError(
                 f"this rank is at {place}, and the other ranks did not come there in time: every rank must call the "
@@ -394,7 +414,7 @@ class Later:
         mine = torch.tensor([meeting.counted(len(marks)), *marks], device="cpu")
         self._both, self._work = torch.cat([mine, -mine]), None
         if dist.get_world_size() > 1:
-            self._work = dist.all_reduce(self._both, dist.ReduceOp.MAX, runtime.hosts(), async_op=True)
+            self._work = dist.all_reduce(self._both, dist.ReduceOp.MAX, meeting.hosts, async_op=True)
 
     def check(self) -> list[int]:
         """Wait for the exchange, and return the largest mark of each parameter.
@@ -435,10 +455,10 @@ def _plain(value: object) -> object:
     return value
 
 
-def _spans(mine: Tensor) -> list[tuple[int, int]]:
+def _spans(mine: Tensor, hosts: dist.ProcessGroup) -> list[tuple[int, int]]:
     """Return of each number the largest and the least of all ranks."""
     both = torch.cat([mine, -mine])
-    dist.all_reduce(both, dist.ReduceOp.MAX, runtime.hosts())
+    dist.all_reduce(both, dist.ReduceOp.MAX, hosts)
     most, least = both.view(2, -1).tolist()
     return [(high, -low) for high, low in zip(most, least)]
 

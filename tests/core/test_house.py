@@ -32,7 +32,7 @@ FLOORS = [
     {"parallelized", "chunked", "log_probs"},
     {"plan"},
     {"testing", "forecasting", "training", "optim"},
-    {"models", "checkpoints"},
+    {"models", "checkpoints", "serving"},
     {"launchers"},
 ]
 """Lowest first. A part imports from its own floor only what is in no cycle, and from the floors below it."""
@@ -62,6 +62,7 @@ PUBLIC = (
     "meshpar.training",
     "meshpar.optim",
     "meshpar.forecasting",
+    "meshpar.serving",
     "meshpar.testing",
     "meshpar.launchers",
 )

@@ -40,3 +40,13 @@ def test_a_loop_of_ones_own_on_one_process_and_on_a_mesh(tmp_path):
     for (loss, norm), (same_loss, same_norm) in zip(alone, together, strict=True):
         assert (loss, norm) == (pytest.approx(same_loss, abs=2e-5), pytest.approx(same_norm, abs=2e-4))
     assert {"model.safetensors", "config.json"} <= {path.name for path in (tmp_path / "export").iterdir()}
+
+
+def test_the_reward_of_a_policy_rises(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLE.with_name("policy_gradient.py")), "100"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rewards = [float(each) for each in re.findall(r"reward ([\d.]+)", done.stdout)]
+    assert len(rewards) == 3 and rewards[-1] > rewards[0] + 0.15, rewards
