@@ -42,7 +42,7 @@ def token_log_probs(
 ) -> TokenLogProbs:
     """Run ``model`` and return the log-probability of each label and the entropy of each position, with gradients.
 
-    The logits of at most ``chunk`` positions, and of no more than a sixteenth of the batch, exist at a time, in forward
+    The logits of at most ``chunk`` positions, and of no more than a 64th of the batch, exist at a time, in forward
     and in backward, which computes them again. Over a split vocabulary three numbers of each position cross the axis.
     See :meth:`meshpar.Parallelized.token_log_probs`.
 
@@ -62,7 +62,7 @@ def token_log_probs(
     if not temperature > 0 or chunk < 1:
         raise MeshparError(f"temperature={temperature} and chunk={chunk} must be positive")
     labels_BL: Tensor = batch["labels"]
-    part = min(chunk, max(16, labels_BL.numel() // 16))
+    part = min(chunk, max(16, labels_BL.numel() // 64))
     compute = functools.partial(_of, part, ignore_index, 1.0 / temperature, labels_BL.flatten())
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     both_2N = run_with(model, inputs, labels_BL, head, compute)
