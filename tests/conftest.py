@@ -31,12 +31,12 @@ PRELOAD += [
 ]
 
 FIRST = (
-    "test_slurm.py",  # mostly waits for processes of its own, as the first of each line does
-    *("test_adafactor.py", "test_architectures.py"),
-    *("test_replicas.py", "test_parity.py", "test_experts.py"),
-    *("test_watchdog.py", "test_strangers.py", "test_world.py"),
-    *("test_main_job.py", "test_forecast.py", "test_passes.py"),
-    *("test_jobs.py", "test_profile.py", "test_quickstart.py"),
+    "test_slurm.py",  # mostly waits for processes of its own
+    *("test_architectures.py", "test_replicas.py", "test_watchdog.py", "test_strangers.py"),
+    *("test_parity.py", "test_context.py", "test_forecast.py", "test_experts.py", "test_muon.py"),
+    *("test_world.py", "test_passes.py", "test_adafactor.py", "test_adopt.py", "test_lora.py"),
+    *("test_nccl.py", "test_objectives_parallel.py", "test_training.py", "test_plugins.py", "test_cycle.py"),
+    *("test_main_job.py", "test_jobs.py", "test_profile.py", "test_quickstart.py", "test_loops.py"),
 )
 """The longest files: short ones come last, so that no worker is left alone at the end; beside one that waits others
 compute.
