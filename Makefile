@@ -20,7 +20,7 @@ BY_DAY := 'not long and not nightly'
 quickstart: $(QUICKSTART)
 	$(BIN)/meshpar quickstart
 
-# By folder: every pass, checkpoint and command on a few ranks; whole jobs, stores and schedulers; then both, fuzzers, strangers and many ranks.
+# By folder: every pass, checkpoint and command on a few ranks; whole jobs, stores and schedulers. Both leave out further cases of a claim (nightly). Then all.
 test: $(READY)
 	$(BIN)/python $(PYTEST) -m $(BY_DAY) --ignore=tests/jobs --ignore=tests/nightly
 

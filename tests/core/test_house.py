@@ -148,7 +148,9 @@ def part_of(module):
 
 
 def test_tests_lie_in_the_folder_of_what_they_test():
-    """`make test`, `test-jobs` and `test-all` choose by folder, and modules import each other by whole names."""
+    """`make test`, `test-jobs` and `test-all` choose by folder, and by `nightly` beside a case; modules import each other
+    by whole names.
+    """
     files = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path.parent.name != "stranger"]
     lost = [path.name for path in files if path.name.startswith("test_") and path.parent.name in ("tests", "support")]
     assert not lost, "move it into the folder of what it tests"
