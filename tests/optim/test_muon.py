@@ -193,7 +193,11 @@ EXPERTS = [
 
 
 @on_ranks(4, timeout_s=400)
-@pytest.mark.parametrize(("build", "meshes"), [(Uneven, MESHES), (MIXTURE, EXPERTS)], ids=["uneven", "experts"])
+@pytest.mark.parametrize(
+    ("build", "meshes"),
+    [(Uneven, MESHES), pytest.param(MIXTURE, EXPERTS, marks=pytest.mark.nightly)],
+    ids=["uneven", "experts"],
+)
 def test_given_the_same_gradients_every_mesh_has_the_bits_of_one_process_and_resumes_on_another(build, meshes):
     root = [tempfile.mkdtemp(prefix="meshpar-optim-")]
     dist.broadcast_object_list(root)
