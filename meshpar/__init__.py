@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         FullyShard,
         HybridShard,
         Pass,
+        PipelineParallel,
         Replicate,
         Role,
         Stage,
@@ -68,6 +69,7 @@ __all__ = [
     "ParallelError",
     "Parallelized",
     "Pass",
+    "PipelineParallel",
     "Plan",
     "PlanError",
     "PreflightError",
@@ -91,7 +93,7 @@ __all__ = [
 
 _PASSES = (
     "ActivationCheckpoint", "Compile", "ContextParallel", "ExpertParallel", "Float8", "FullyShard", "HybridShard",
-    "Pass", "Replicate", "Role", "Stage", "TensorParallel",
+    "Pass", "PipelineParallel", "Replicate", "Role", "Stage", "TensorParallel",
 )  # fmt: skip
 _HOMES = {
     **dict.fromkeys(("attention", "attention_mask"), "positions"),

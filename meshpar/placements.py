@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -126,12 +126,24 @@ def unevenly_split(tensor: Tensor) -> bool:
     return any(tensor.shape[dim] % math.prod(size for other, size in parts if other == dim) for dim, _ in parts)
 
 
+class Apart(Protocol):
+    """Ranks of which each has other parameters, or the same as another one."""
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+
+    def counted_elsewhere(self) -> set[int]:
+        """Return the ``id`` of this rank's parameters that another one counts."""
+        ...
+
+
 def clip_grad_norm_(
     parameters: Iterable[Tensor],
     groups: Mapping[str, dist.ProcessGroup],
     max_norm: float,
     norm_type: float,
     device: torch.device,
+    apart: Apart | None = None,
 ) -> Tensor:
     """Scale gradients so that their joint norm is at most ``max_norm``, and return the norm before: see
     ``Parallelized``.
@@ -142,14 +154,18 @@ def clip_grad_norm_(
         max_norm: largest norm. ``inf`` scales nothing.
         norm_type: p.
         device: where the norm is.
+        apart: ranks that have other parameters.
 
-    Collective over the groups of axes that split a parameter.
+    Collective over the groups of axes that split a parameter, and over that of ``apart``.
     """
     parameters = list(parameters)
+    elsewhere = set[int]() if apart is None else apart.counted_elsewhere()
     parts: dict[frozenset[str], list[Tensor]] = {}
+    twice = list[Tensor]()
     for parameter in parameters:
         if (grad := _whole_gradient(parameter)) is not None:
-            parts.setdefault(_split_over(grad, groups), []).append(local_tensor(grad))
+            over = twice if id(parameter) in elsewhere else parts.setdefault(_split_over(grad, groups), [])
+            over.append(local_tensor(grad))
     # A rank may have no gradient where another has: every rank joins the same reductions all the same.
     kinds = {_split_over(parameter, groups) for parameter in parameters if parameter.requires_grad}
     wide = (
@@ -159,11 +175,14 @@ def clip_grad_norm_(
     )
     powers = {axes: _power(parts.get(axes, []), norm_type, device).to(wide) for axes in kinds | set(parts)}
     total = _joined(powers, groups, norm_type, device)
+    if apart is not None:
+        dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=apart.group)
     norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
     if not math.isinf(max_norm):
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        scales = {place: scale.to(place) for place in by_device(grad for grads in parts.values() for grad in grads)}
-        for grads in parts.values():
+        every = [*parts.values(), twice]
+        scales = {place: scale.to(place) for place in by_device(grad for grads in every for grad in grads)}
+        for grads in every:
             for place, together in by_device(grads).items():
                 torch._foreach_mul_(together, scales[place])
     return norm

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar import _torch
 from meshpar.core.errors import MeshparError
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.passes import Stage
+from meshpar.core.passes import Role, Stage
 from meshpar.core.patterns import tied_names
 from meshpar.core.resolved import Resolved
 from meshpar.passes.batch_norm import synchronize_batch_norm
@@ -44,6 +44,9 @@ def run_passes(
     for applied_pass, seen in zip(resolved.passes, resolved.seen, strict=True):
         with _torch.parts_only():
             applied_pass.apply(module, resolved.layout, meshes[seen])
+        if Role.LAYERS in applied_pass.roles.values():  # other ranks have the others
+            held = {name for name, _ in module.named_parameters()}
+            names, ties = [name for name in names if name in held], tied_names(module)
         _check_kept(applied_pass.name, module, names, ties)
     elsewhere = any(tensor.device != device for tensor in (*module.parameters(), *module.buffers()))
     if elsewhere and not built_on_meta and resolved.data_pass is None:

@@ -110,11 +110,6 @@ def _axis_problems(passes: Sequence[Pass], mesh: MeshSpec) -> Iterator[str]:
                 yield f"axis {axis!r} is claimed by {claimed[axis]} and by {pass_.name}; keep one of them"
             else:
                 claimed[axis] = pass_.name
-            if pass_.roles[axis] == Role.LAYERS and mesh.axes.get(axis, 1) > 1:
-                yield (
-                    f"{pass_.name} gives axis {axis!r} the role LAYERS, for which there are no stages yet; use an axis "
-                    "of another role"
-                )
     try:
         held_mesh(passes, mesh)
     except MeshError as error:

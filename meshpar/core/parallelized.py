@@ -8,6 +8,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, final
 
@@ -45,6 +46,7 @@ from meshpar.weights import WeightSource
 
 Micro = TypeVar("Micro")
 Values = TypeVar("Values")
+Found = TypeVar("Found")
 
 
 class Planned(Protocol):
@@ -271,6 +273,7 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
+        self._refuse_divided_layers("par.adopt", "put new modules into the model before plan.apply")
         if self.cycle is None:
             return [parameter for name in names for parameter in self.module.get_submodule(name).parameters()]
         came = self._agreed_on(names)
@@ -349,17 +352,9 @@ class Parallelized:
                 reduces over ``dp_replicate`` once, except with ``optimizer="world"``, which then keeps slices of the
                 shards only.
         """
-        units = [unit for unit in (self.module,) if hasattr(unit, "set_requires_gradient_sync")]
+        self._refuse_divided_layers("par.accumulate", "run a step by par.backward(micro_batches, loss)")
         waiting: list[Micro] = []
-
-        def reduce(last: bool) -> None:
-            if self.cycle is not None:
-                self.cycle.reducing = last or reduce_each
-            for unit in units:
-                unit.set_requires_gradient_sync(last or reduce_each)  # type: ignore[operator]
-                if "dp_replicate" in self.data_axes and "dp_shard" in self.data_axes:
-                    unit.set_requires_all_reduce(last)  # type: ignore[operator]
-
+        reduce = partial(self._reduces, reduce_each)
         whole = False
         try:
             for batch in micro_batches:
@@ -376,6 +371,62 @@ class Parallelized:
             reduce(last=True)
             if not whole and self.cycle is not None:
                 self.cycle.leave_step()
+
+    def _reduces(self, always: bool, last: bool) -> None:
+        """Let the next backward reduce gradients where it is the last of a step, or ``always``."""
+        if self.cycle is not None:
+            self.cycle.reducing = last or always
+        if hasattr(self.module, "set_requires_gradient_sync"):
+            self.module.set_requires_gradient_sync(last or always)  # type: ignore[operator]
+            if "dp_replicate" in self.data_axes and "dp_shard" in self.data_axes:
+                self.module.set_requires_all_reduce(last)  # type: ignore[operator]
+
+    def backward(
+        self, micro_batches: Iterable[Micro], loss: Callable[[nn.Module, Micro], Tensor], *, reduce_each: bool = False
+    ) -> Tensor:
+        """Run the forwards and backwards of one optimizer step, on any mesh, and return the sum of the losses.
+
+        ``total = par.backward(micro_batches, lambda module, batch: loss_sum(module, batch) * scale)`` is the loop over
+        :meth:`accumulate`. Where a pass divides layers, it is the one way to train: a stage's part of ``loss`` ends
+        where its last block has run.
+
+        Args:
+            micro_batches: any iterable; every rank passes the same number, and ranks that share samples the same.
+            loss: ``(module, micro_batch) -> scalar``, of which the gradient is computed.
+            reduce_each: see :meth:`accumulate`.
+
+        Returns:
+            The sum of this rank's losses over the micro-batches, a scalar; the same on the ranks that share samples.
+
+        Collective: every rank calls it.
+        """
+        if (stage := applied(self.module).layers) is not None:
+            return stage.backward(micro_batches, loss, partial(self._reduces, reduce_each), self.device)
+        total = torch.zeros((), device=self.device)
+        for batch in self.accumulate(micro_batches, reduce_each=reduce_each):
+            value = loss(self.module, batch)
+            value.backward()  # type: ignore[no-untyped-call]
+            total += value.detach()
+        return total
+
+    def forward(self, micro_batches: Iterable[Micro], function: Callable[[nn.Module, Micro], Found]) -> list[Found]:
+        """Evaluate: return ``function(module, micro_batch)`` of each micro-batch, without gradients, on any mesh.
+
+        Args:
+            micro_batches: any iterable; ranks that share samples pass the same.
+            function: what it returns travels between the stages where a pass divides layers: return little.
+
+        Collective: every rank calls it.
+        """
+        if (stage := applied(self.module).layers) is not None:
+            return stage.forward(micro_batches, function)
+        with torch.no_grad():
+            return [function(self.module, batch) for batch in micro_batches]
+
+    def _refuse_divided_layers(self, verb: str, remedy: str) -> None:
+        """Refuse what needs the names of all layers on every rank."""
+        if axes := self.resolved.divided(Role.LAYERS):
+            raise MeshparError(f"{verb} needs every layer on every rank, and {axes[0]} divides them; {remedy}")
 
     def _meet(self, place: str) -> None:
         """See that every rank comes to ``place``, whose exchange would meet another one elsewhere."""
@@ -457,7 +508,8 @@ class Parallelized:
             )
         self.reshard()
         groups = {axis: self._held_on.get_group(axis) for axis in self.resolved.held.axes}
-        return clip_grad_norm_(self.module.parameters(), groups, max_norm, norm_type, self.device)
+        layers = applied(self.module).layers
+        return clip_grad_norm_(self.module.parameters(), groups, max_norm, norm_type, self.device, layers)
 
     def verify(self, batch: object) -> Verification:
         """Compare one split block of each kind with the unsplit block on a batch. The first forward runs this test
@@ -477,6 +529,7 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
+        self._refuse_divided_layers("par.verify", "try the split on a mesh without it, or by plan.prove")
         test = split_test(self.module, self.resolved.blocks, self.device)
         if test is None:
             return Verification(modules={}, differences=(), skipped={}, seconds=0.0)
@@ -523,6 +576,9 @@ class Parallelized:
         """
         if not full:
             return dict(self.module.state_dict())
+        self._refuse_divided_layers(
+            "par.state_dict(full=True)", "save by CheckpointManager and export the step (`meshpar export`)"
+        )
         self._meet("par.state_dict(full=True)")
         return gather_state(self.module, everywhere=everywhere)
 
@@ -539,6 +595,9 @@ class Parallelized:
 
         Collective where ``from_rank_0``: every rank calls it.
         """
+        self._refuse_divided_layers(
+            "par.load_state_dict", "restore by CheckpointManager, or par.materialize(weights=...)"
+        )
         scatter_state(self.module, state, self.device, from_rank_0=from_rank_0, strict=strict)
 
     def averaged(
@@ -547,6 +606,7 @@ class Parallelized:
         """Return a sharded exponential moving average of the parameters. See
         :class:`meshpar.state.averaging.Averaged`.
         """
+        self._refuse_divided_layers("par.averaged", "keep the average on a mesh without it")
         average = Averaged(self, decay, dtype=dtype, buffers=buffers, from_start=from_start)
         self._averages.add(average)
         return average
@@ -610,6 +670,7 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
+        self._refuse_divided_layers("par.check_replicas", "compare replicas on a mesh without it")
         self.reshard()
         self._meet("par.check_replicas")
         state = dict(initialize.state(self.module))

@@ -20,12 +20,13 @@ from meshpar.core.patterns import class_name, find_modules, is_called, suggestio
 class Stage(enum.IntEnum):
     """Declare when a pass applies, relative to other passes.
 
-    Whole experts are divided before tensor parallelism splits the features of each expert. Passes over positions wrap
-    modules before tensor parallelism splits their features. Tensor parallelism decides what a layer computes, so it
-    applies before all passes that wrap the layer. Data parallelism shards the parameters as the other passes left them,
-    so it applies last.
+    Layers are divided first: the other passes see those that a rank computes. Whole experts are divided before tensor
+    parallelism splits the features of each expert. Passes over positions wrap modules before tensor parallelism splits
+    their features. Tensor parallelism decides what a layer computes, so it applies before all passes that wrap the
+    layer. Data parallelism shards the parameters as the other passes left them, so it applies last.
     """
 
+    LAYERS = -1
     EXPERTS = 0
     POSITIONS = 1
     TENSOR = 2

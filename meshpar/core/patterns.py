@@ -53,9 +53,12 @@ def covers(pattern: str, name: str) -> bool:
 
 
 def find_modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield ``(name, submodule)`` for every submodule whose name fits, in the order of ``named_modules``."""
+    """Yield ``(name, submodule)`` for every submodule whose name fits, in the order of ``named_modules``.
+
+    Without those that stand in for what other ranks compute (``stands_in``).
+    """
     for name, child in module.named_modules():
-        if matches(pattern, name):
+        if matches(pattern, name) and not getattr(child, "stands_in", False):
             yield name, child
 
 

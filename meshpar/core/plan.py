@@ -175,6 +175,8 @@ class Plan:
             module, resolved, meshes, device, replaced, title=str(self), verify=self.verify, guards=self.guards
         )
         refuse_copies(module, patch=self.guards != "off")
+        for put_around in applied(module).outermost:
+            put_around()
         return Parallelized(module, self, resolved, meshes, device, cycle)
 
     def _device(self, module: nn.Module, resolved: Resolved, device_type: str | None) -> torch.device:

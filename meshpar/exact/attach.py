@@ -60,16 +60,20 @@ def attach(
     compared = () if resolved.splits_sequence else resolved.same
     always, reduced = guards == "always", resolved.reduced
     off = guards == "off"
+    layers = resolved.divided(Role.LAYERS)
+    silent = off or bool(layers)  # ranks of other layers call other units, and have no loss
+    alike = [axis for axis, size in resolved.held.axes.items() if size > 1 and axis not in layers]
+    stage = ([held_on.get_group(axis) for axis in alike], device) if layers else None
     groups = {axis: held_on.get_group(axis) for axis in compared}
     cycle = Cycle(
         module,
         None if off else explanation,
         replaced,
         resolved.same,
-        agreement=NoComparisons(module, reduced=bool(reduced))
-        if off
+        agreement=NoComparisons(module, reduced=bool(reduced), groups=stage)
+        if silent
         else Agreement(module, held_on, reduced, resolved.same, split, device, always=always),
-        losses=NoLosses() if off else Losses(groups, device, always=always),
+        losses=NoLosses() if silent else Losses(groups, device, always=always),
         splits_positions=bool(split),
         guards=guards,
     )
@@ -98,7 +102,8 @@ def renew(cycle: Cycle, resolved: Resolved, device: torch.device, *, verify: boo
     cycle.explain_calls(part for part in parts.values() if any(True for _ in part.children()))
     if verify and not runtime.is_simulated():
         cycle.split_test = split_test(module, resolved.blocks, device)
-        cycle.mixing_test = mixing_test(module, resolved.blocks)
+        if not resolved.divided(Role.LAYERS):  # it runs the model on other batches, which a stage cannot do alone
+            cycle.mixing_test = mixing_test(module, resolved.blocks)
     if cycle.agreement is not None:
         cycle.agreement.begin(draws=(resolved.layout.dropout or draws_random(module)) and not resolved.splits_sequence)
 

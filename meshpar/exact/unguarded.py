@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import final
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,12 +20,19 @@ class NoComparisons:
     Args:
         module: the outermost module.
         reduced: gradients are averaged over several ranks.
+        groups: see :class:`meshpar.passes.unused.Unused`.
     """
 
     meets_before_backward = False
 
-    def __init__(self, module: nn.Module, *, reduced: bool) -> None:
-        self._unused = Unused(module, reduced=reduced)
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        reduced: bool,
+        groups: tuple[Sequence[dist.ProcessGroup], torch.device] | None = None,
+    ) -> None:
+        self._unused = Unused(module, reduced=reduced, groups=groups)
 
     def begin(self, *, draws: bool) -> None:
         """Compare nothing."""

@@ -79,6 +79,8 @@ def forecast(
     size = _size(plan) if world_size is None else world_size
     plan = on_nodes(plan, profile, size)
     spec = plan.check(model, known, size)
+    if spec.axes.get("pp", 1) > 1:
+        raise PlanError(["a forecast replays a rank that has all layers, and pp divides them; measure the plan"])
     if replicas > 1 and (problems := list(plan_problems(spec, model, optimizer_copies))):
         raise PlanError(problems)
     settled = Plan(spec, plan.passes)

@@ -5,6 +5,7 @@ from meshpar.passes.compile import Compile
 from meshpar.passes.context import ContextParallel
 from meshpar.passes.experts import ExpertParallel
 from meshpar.passes.float8 import Float8
+from meshpar.passes.pipeline.parallel import PipelineParallel
 from meshpar.passes.recompute import ActivationCheckpoint
 from meshpar.passes.shard import FullyShard, HybridShard, Replicate
 from meshpar.passes.tensor.context import Style
@@ -19,6 +20,7 @@ __all__ = [
     "FullyShard",
     "HybridShard",
     "Pass",
+    "PipelineParallel",
     "Replicate",
     "Role",
     "Stage",

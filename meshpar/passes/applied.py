@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import final
 
@@ -10,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.core.layout import ModelLayout
 from meshpar.passes.local import WholeParameters
+from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.routing import Routing
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.world import ReplicaShards
@@ -29,6 +31,8 @@ class Applied:
         routing: what decides how many rows go to which experts.
         whole: the parameters that data ranks keep whole.
         replica_shards: what the ranks of a replica keep of parameters that all data ranks split.
+        layers: the layers that this rank computes, where other ranks compute the others.
+        outermost: put around the module's call what stays outside of the guards.
         recomputed: the blocks whose forward runs once more in backward.
         keeps_gathered: forwards leave weights gathered.
         selective: a recomputation uses results that the forward kept, which torch lets one backward do.
@@ -41,6 +45,8 @@ class Applied:
     routing: Routing = field(default_factory=Routing)
     whole: WholeParameters | None = None
     replica_shards: ReplicaShards | None = None
+    layers: Layers | None = None
+    outermost: list[Callable[[], None]] = field(default_factory=list)
     recomputed: list[nn.Module] = field(default_factory=list)
     keeps_gathered: bool = False
     selective: bool = False

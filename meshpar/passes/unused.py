@@ -23,10 +23,18 @@ class Unused:
     Args:
         module: the outermost module.
         reduced: gradients are averaged over several ranks.
+        groups: those of the axes over whose ranks the module has the same parameters, and the device of their
+            exchanges; None: all ranks have the same.
     """
 
-    def __init__(self, module: nn.Module, *, reduced: bool) -> None:
-        self._module, self._reduced = module, reduced
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        reduced: bool,
+        groups: tuple[Sequence[dist.ProcessGroup], torch.device] | None = None,
+    ) -> None:
+        self._module, self._reduced, self._groups = module, reduced, groups
         self._pending: dist.Work | None = None
         self._marks = torch.zeros(0, dtype=torch.uint8)
 
@@ -43,7 +51,15 @@ class Unused:
             zeros = {id(parameter) for parameter in unused}
             used = [parameter.grad is not None and id(parameter) not in zeros for parameter in parameters]
             self._marks = torch.tensor(used, dtype=torch.uint8, device="cpu")
-            self._pending = dist.all_reduce(self._marks, dist.ReduceOp.MAX, runtime.hosts(), async_op=True)
+            if self._groups is None:
+                self._pending = dist.all_reduce(self._marks, dist.ReduceOp.MAX, runtime.hosts(), async_op=True)
+            else:
+                groups, device = self._groups
+                self._marks = self._marks.to(device)
+                for group in groups:
+                    self._pending = dist.all_reduce(self._marks, dist.ReduceOp.MAX, group, async_op=True)
+                    if group is not groups[-1] and self._pending is not None:
+                        self._pending.wait()
         if not unused:
             return
         used_somewhere: set[int] = set()

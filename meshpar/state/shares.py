@@ -28,6 +28,8 @@ def plan_problems(spec: MeshSpec, module: nn.Module, optimizer_copies: int = 1) 
             f"the mesh has dp_replicate={inside} inside of one replica; write dp_replicate=1: each replica is a job "
             "of its own"
         )
+    if (stages := spec.axes.get("pp", 1)) > 1:
+        yield f"the mesh has pp={stages}, and a replica that comes back copies all layers; drop pp from the mesh"
     if optimizer_copies < 1:
         yield f"optimizer_copies={optimizer_copies} replicas hold each parameter's optimizer state; expected 1 or more"
     for name, child in module.named_modules():

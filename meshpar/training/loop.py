@@ -122,6 +122,11 @@ class Trainer:
             flops_per_token: training FLOPs of a token, for MFU; None: no MFU.
         """
         own = {id(parameter) for parameter in par.module.parameters()}
+        if par.spec.axes.get("pp", 1) > 1:
+            raise MeshparError(
+                "the training loop of recipes calls the whole module, and pp divides its layers; train by par.backward "
+                "in a loop of your own, or use a mesh without pp"
+            )
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
             raise MeshparError(
                 "the optimizer holds parameters that the module no longer has; build it after plan.apply and "

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: each rank computes some of the layers."""

@@ -1,0 +1,215 @@
+"""Where a model is cut into stages: which modules run before, between and behind its blocks, and what crosses a cut."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from meshpar.core.errors import brief
+from meshpar.core.layout import ModelLayout
+from meshpar.core.passes import find_blocks
+
+_SAMPLE = (2, 8)  # sequences and positions of the forward that is looked at
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anatomy:
+    """The order in which a model calls its modules.
+
+    Attributes:
+        blocks: names of the blocks, in the order of their calls.
+        head: names of the modules with parameters that run before the first block.
+        tail: names of those that run behind the last one.
+    """
+
+    blocks: tuple[str, ...]
+    head: tuple[str, ...]
+    tail: tuple[str, ...]
+
+
+def blocks_in_line(module: nn.Module, layout: ModelLayout) -> list[str]:
+    """Return the names of the blocks that are in no other block, in the model's order."""
+    found = {name for name, _ in find_blocks(module, layout)}
+    outer = {name for name in found if not any(name.startswith(f"{other}.") for other in found)}
+    return [name for name, _ in module.named_modules() if name in outer]
+
+
+def examine(module: nn.Module, layout: ModelLayout) -> tuple[Anatomy | None, list[str]]:
+    """Return the order in which a model calls its modules, and why it cannot be cut between its blocks.
+
+    Pure: a copy without values computes a forward of integers, as a language model gets them; where it cannot in the
+    model's dtype, for which a product of experts may have no kernel without values, in bfloat16.
+    """
+    names, failed = blocks_in_line(module, layout), ""
+    for dtype in (None, torch.bfloat16):
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), _quietly():
+            try:
+                return _examined(without_values(module, dtype), names)
+            except Exception as error:  # noqa: BLE001 - the code of a user
+                failed = failed or brief(error)
+    return None, [f"a forward of integers {_SAMPLE} cannot be looked at ({failed})"]
+
+
+def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, list[str]]:
+    calls, carried, taken = list[str](), list[Tensor](), list[Tensor | None]()
+    blocks = {name: twin.get_submodule(name) for name in names}
+    owners = {
+        name: child
+        for name, child in twin.named_modules()
+        if not any(name == block or name.startswith(f"{block}.") for block in names)
+        and any(True for _ in child.parameters(recurse=False))
+        and name
+    }
+
+    def before(name: str, child: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        calls.append(name)
+        if name in blocks:
+            taken.append(args[0] if args and isinstance(args[0], Tensor) else None)
+
+    def after(name: str, child: nn.Module, args: object, output: Any) -> None:
+        value = output[0] if isinstance(output, tuple) and output else output
+        carried.append(value if isinstance(value, Tensor) else torch.empty(0))
+
+    with ExitStack() as stack:
+        for name, child in {**blocks, **owners}.items():
+            stack.callback(child.register_forward_pre_hook(partial(before, name), with_kwargs=True).remove)
+        for name, child in blocks.items():
+            stack.callback(child.register_forward_hook(partial(after, name)).remove)
+        ids = torch.zeros(_SAMPLE, dtype=torch.int64)
+        output = twin(ids)
+    order = [name for name in calls if name in blocks]
+    problems = []
+    if order != names:
+        problems.append(f"it calls its blocks in the order {_some(order)}, and they stand in the order {_some(names)}")
+    if any(value is None for value in taken):
+        problems.append("its blocks do not get the value that passes from block to block as their first argument")
+    if problems:
+        return None, problems
+    first, last = calls.index(names[0]), calls.index(names[-1])
+    head = list(dict.fromkeys(calls[:first]))
+    tail = [name for name in dict.fromkeys(calls[last + 1 :]) if name not in blocks]
+    between = [name for name in dict.fromkeys(calls[first : last + 1]) if name not in blocks]
+    if between:
+        problems.append(f"{between[0]} runs between its blocks")
+    if both := sorted(set(head) & set(tail)):
+        problems.append(f"{both[0]} runs before and behind its blocks")
+    if uncalled := sorted(set(owners) - set(head) - set(tail) - set(between)):
+        problems.append(f"{uncalled[0]} has parameters and is not called")
+    if any(True for _ in twin.parameters(recurse=False)):
+        problems.append("the outermost module has parameters of its own")
+    problems += _kinds(twin, head)
+    problems += _crossings(twin, names, head, carried, output)
+    return Anatomy(blocks=tuple(names), head=tuple(head), tail=tuple(tail)), problems
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Let torch log nothing about operators that have no kernel without values."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def without_values(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a copy of a module whose tensors have shapes and no values; called in a ``FakeTensorMode``.
+
+    Args:
+        module: any module.
+        dtype: of its floating-point parameters; None: their own.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        memo[id(parameter)] = nn.Parameter(
+            torch.empty(parameter.shape, dtype=kind), requires_grad=parameter.requires_grad
+        )
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return copy.deepcopy(module, memo)
+
+
+def _kinds(twin: nn.Module, head: Iterable[str]) -> list[str]:
+    """Return the modules before the first block whose result has a shape that a stand-in cannot know."""
+    strange = [name for name in head if not isinstance(twin.get_submodule(name), nn.Embedding)]
+    return [f"{name}, which is no embedding, runs before its blocks" for name in strange[:1]]
+
+
+def _crossings(
+    twin: nn.Module, names: Sequence[str], head: Sequence[str], carried: Sequence[Tensor], output: object
+) -> list[str]:
+    """Return what leads from the first blocks to the output otherwise than by the value that the cut carries."""
+    leaves = [leaf for leaf in tree_leaves(_plain(output)) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    later = {id(parameter) for name in names for parameter in twin.get_submodule(name).parameters()}
+    owner: dict[int, tuple[int, str]] = {}
+    for place, name in enumerate(names):
+        owner.update({id(parameter): (place, name) for parameter in twin.get_submodule(name).parameters()})
+    ends = {id(parameter) for name in head for parameter in twin.get_submodule(name).parameters()} - later
+    for place in range(len(names) - 1):
+        seen, stack = {carried[place].grad_fn}, [leaf.grad_fn for leaf in leaves]
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                at = owner.get(id(variable))
+                if at is not None and at[0] <= place:
+                    return [f"its output uses something of {at[1]} beside what {at[1]} hands to the next block"]
+                if id(variable) in ends and not _tied(twin, variable):
+                    return ["a later part uses an embedding's result beside what its blocks hand on"]
+            stack += [further for further, _ in node.next_functions]
+    return []
+
+
+def _tied(twin: nn.Module, parameter: Tensor) -> bool:
+    return sum(held is parameter for _, held in twin.named_parameters(remove_duplicate=False)) > 1
+
+
+def _plain(output: object) -> object:
+    return dict(output) if isinstance(output, Mapping) else output
+
+
+def even_cuts(costs: Sequence[float], stages: int) -> list[int]:
+    """Return the first block of each stage, such that the dearest stage costs least.
+
+    Args:
+        costs: of each block, in any unit.
+        stages: number of stages, at most the number of blocks.
+    """
+    count = len(costs)
+    total = [0.0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    best = [[float("inf")] * (count + 1) for _ in range(stages + 1)]
+    cut = [[0] * (count + 1) for _ in range(stages + 1)]
+    best[0][0] = 0.0
+    for stage in range(1, stages + 1):
+        for end in range(stage, count + 1):
+            for begin in range(stage - 1, end):
+                value = max(best[stage - 1][begin], total[end] - total[begin])
+                if value < best[stage][end]:
+                    best[stage][end], cut[stage][end] = value, begin
+    firsts, end = list[int](), count
+    for stage in range(stages, 0, -1):
+        end = cut[stage][end]
+        firsts.append(end)
+    return firsts[::-1]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

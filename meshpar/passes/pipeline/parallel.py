@@ -1,0 +1,131 @@
+"""PipelineParallel: each rank of an axis computes some of the layers, by the model's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import final
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.passes import Pass, Role, Stage
+from meshpar.passes.applied import applied
+from meshpar.passes.pipeline.cuts import Anatomy, blocks_in_line, even_cuts, examine
+from meshpar.passes.pipeline.running import Layers
+from meshpar.passes.pipeline.schedule import SCHEDULES
+from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, EmbeddingStandIn, TailStandIn
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineParallel(Pass):  # type: ignore[override]
+    """Divide the layers over the ``pp`` axis: each rank runs the model's own forward with its blocks alone (arXiv
+    1811.06965).
+
+    Blocks of other ranks are stand-ins without parameters, at the same places, so that everything that the model does
+    between its blocks stays its own. All ranks of ``pp`` get the same micro-batches, and train by
+    ``par.backward(micro_batches, loss)``, which runs on any mesh.
+
+    >>> from meshpar import FullyShard, PipelineParallel, Plan
+    >>> print(Plan("pp=2,dp_shard=4", [PipelineParallel(), FullyShard()]))
+    pp=2,dp_shard=4 [PipelineParallel -> FullyShard]
+
+    Args:
+        schedule: ``"1f1b"``, or ``"gpipe"``: all forwards, then all backwards.
+        stages: number of blocks of each rank, such as ``(3, 5)``. Defaults to an even cost in parameters, embedding and
+            head included.
+    """
+
+    schedule: str = "1f1b"
+    stages: tuple[int, ...] | None = None
+
+    name = "PipelineParallel"
+    stage = Stage.LAYERS
+    roles = MappingProxyType({"pp": Role.LAYERS})
+
+    def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        ranks = mesh.axes["pp"]
+        if self.schedule not in SCHEDULES:
+            yield f"PipelineParallel(schedule={self.schedule!r}) is not known; use one of {', '.join(SCHEDULES)}"
+        count = len(blocks_in_line(module, layout))
+        if count < ranks:
+            yield f"pp={ranks} has more stages than the model has blocks ({count}); use pp={max(count, 1)} or fewer"
+            return
+        if self.stages is not None and (
+            len(self.stages) != ranks or sum(self.stages) != count or min(self.stages, default=0) < 1
+        ):
+            yield (
+                f"PipelineParallel(stages={self.stages}) must be {ranks} numbers of blocks that sum to {count}; leave "
+                "it out for an even cut"
+            )
+        if ranks > 1:
+            _, problems = examine(module, layout)
+            for problem in problems:
+                yield f"PipelineParallel cannot cut the model: {problem}; use a mesh without pp"
+
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        group, ranks, rank = mesh["pp"].get_group(), mesh["pp"].size(), mesh["pp"].get_local_rank()
+        if ranks == 1:
+            return
+        anatomy, _ = examine(module, layout)
+        assert anatomy is not None, "problems() has found it"
+        bounds = [*self._firsts(module, anatomy, ranks), len(anatomy.blocks)]
+        shared = _shared(module, anatomy, ranks)
+        mine = anatomy.blocks[bounds[rank] : bounds[rank + 1]]
+        carried = Carried()
+        for name in anatomy.blocks:
+            if name not in mine:
+                _put(module, name, BlockStandIn(carried))
+        kept = {name for name, at in shared.items() if rank in at}
+        for name in anatomy.head if rank > 0 else ():
+            old = module.get_submodule(name)
+            assert isinstance(old, nn.Embedding)
+            _put(module, name, EmbeddingStandIn(old, carried, keeps=f"{name}.weight" in kept))
+        for name in anatomy.tail if rank < ranks - 1 else ():
+            old = module.get_submodule(name)
+            first = {id(module.get_parameter(one)): one for one in kept}
+            stays = {leaf: value for leaf, value in old.named_parameters(recurse=False) if id(value) in first}
+            _put(module, name, TailStandIn(old, stays))
+        layers = Layers(
+            module,
+            module.get_submodule(mine[0]),
+            module.get_submodule(mine[-1]),
+            group,
+            self.schedule,
+            carried,
+            {name: at for name, at in shared.items() if rank in at},
+        )
+        applied(module).layers = layers
+        applied(module).outermost.append(layers.install)
+
+    def _firsts(self, module: nn.Module, anatomy: Anatomy, ranks: int) -> list[int]:
+        if self.stages is not None:
+            return [sum(self.stages[:rank]) for rank in range(ranks)]
+        costs = [
+            float(sum(parameter.numel() for parameter in module.get_submodule(name).parameters()))
+            for name in anatomy.blocks
+        ]
+        costs[-1] += float(
+            sum(parameter.numel() for name in anatomy.tail for parameter in module.get_submodule(name).parameters())
+        )
+        return even_cuts(costs, ranks)
+
+
+def _shared(module: nn.Module, anatomy: Anatomy, ranks: int) -> dict[str, tuple[int, ...]]:
+    """Return the parameters that both ends have, by their first names -> the ranks that have them."""
+    tail = {id(parameter) for name in anatomy.tail for parameter in module.get_submodule(name).parameters()}
+    head = {id(parameter) for name in anatomy.head for parameter in module.get_submodule(name).parameters()}
+    return {name: (0, ranks - 1) for name, parameter in module.named_parameters() if id(parameter) in tail & head}
+
+
+def _put(module: nn.Module, name: str, child: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(parent)
+    if isinstance(owner, nn.ModuleList):
+        owner[int(leaf)] = child
+    else:
+        setattr(owner, leaf, child)

@@ -1,0 +1,247 @@
+"""Run a stage: the model's own forward, with what comes from the stage before and what goes to the stage behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from typing import Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshpar import _torch
+from meshpar.core.errors import MeshparError
+from meshpar.passes.pipeline.schedule import actions
+from meshpar.passes.pipeline.stand_ins import Carried
+
+Micro = TypeVar("Micro")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MOST_DIMS = 6
+_HEADER = 5  # numbers before the sizes
+
+
+class _StageEndsError(BaseException):
+    """Leave a loss function whose module has handed its value to the next stage; no error, and nothing to catch."""
+
+
+@final
+class Layers:
+    """This rank's layers of one module, and the exchange with the ranks that have the others.
+
+    Args:
+        module: the outermost module.
+        first: this stage's first block.
+        last: its last block.
+        group: the stages.
+        schedule: see :func:`meshpar.passes.pipeline.schedule.actions`.
+        carried: the form of the value that passes from block to block, which the stand-ins return.
+        shared: parameters that other stages have, too -> the ranks of the group that do.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        first: nn.Module,
+        last: nn.Module,
+        group: dist.ProcessGroup,
+        schedule: str,
+        carried: Carried,
+        shared: dict[str, tuple[int, ...]],
+    ) -> None:
+        self._module, self._first, self._last, self._schedule = module, first, last, schedule
+        self.group, self._carried, self.shared = group, carried, shared
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._runs = False
+        self._number = self._count = 0
+        self._arrived: Tensor | None = None
+        self._left: Tensor | None = None
+        self._header: list[int] = []
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    @property
+    def begins(self) -> bool:
+        """This rank has the first blocks."""
+        return self.rank == 0
+
+    @property
+    def ends(self) -> bool:
+        """This rank has the last blocks, and the loss."""
+        return self.rank == self.ranks - 1
+
+    def counted_elsewhere(self) -> set[int]:
+        """Return the numbers of the parameters that the norm over all stages counts on another stage."""
+        return {id(self._module.get_parameter(name)) for name, ranks in self.shared.items() if ranks[0] != self.rank}
+
+    def backward(
+        self,
+        micro_batches: Iterable[Micro],
+        loss: Callable[[nn.Module, Micro], Tensor],
+        reduces: Callable[[bool], None],
+        device: torch.device,
+    ) -> Tensor:
+        """Run forwards and backwards of all micro-batches by the schedule; return the sum of their losses.
+
+        Args:
+            micro_batches: of one step, the same on all stages.
+            loss: ``(module, micro_batch) -> loss``.
+            reduces: is called before each backward: whether it is the last, in which gradients are reduced.
+            device: of this rank.
+
+        Collective over the stages.
+        """
+        batches, running = list(micro_batches), dict[int, tuple[Tensor | None, Tensor]]()
+        self._count = len(batches)
+        total = torch.zeros((), device=device)
+        for action in actions(self._schedule, self.rank, self.ranks, len(batches)):
+            if action.kind == "F":
+                self._number = action.number
+                value = self._forward(batches[action.number], loss)
+                left = value if self.ends else self._left
+                assert left is not None, "the last block of this stage has run"
+                if self.ends:
+                    total += left.detach()
+                running[action.number] = self._arrived, left
+            else:
+                reduces(action.number == len(batches) - 1)
+                self._backward(*running.pop(action.number))
+        self._settle()
+        self._add_shared()
+        dist.broadcast(total, group=self.group, group_src=self.ranks - 1)
+        return total
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Iterable[Micro], function: Callable[[nn.Module, Micro], Any]) -> list[Any]:
+        """Run forwards alone; return what ``function`` returns for each micro-batch, on all stages.
+
+        Collective over the stages.
+        """
+        batches, found = list(micro_batches), list[Any]()
+        self._count = len(batches)
+        for self._number, batch in enumerate(batches):
+            found.append(self._forward(batch, function))
+        self._settle()
+        dist.broadcast_object_list(found, group=self.group, group_src=self.ranks - 1)
+        return found
+
+    def _forward(self, batch: Micro, function: Callable[[nn.Module, Micro], Any]) -> Any:
+        self._arrived = self._left = None
+        with self._running():
+            try:
+                return function(self._module, batch)
+            except _StageEndsError:
+                return None
+
+    def _backward(self, arrived: Tensor | None, left: Tensor) -> None:
+        grad = None
+        if not self.ends:
+            grad = torch.empty_like(left, memory_format=torch.contiguous_format)
+            dist.recv(grad, group=self.group, group_src=self.rank + 1)
+        if left.requires_grad:
+            torch.autograd.backward([left], None if grad is None else [grad])
+        if arrived is not None:
+            back = torch.zeros_like(arrived) if arrived.grad is None else arrived.grad
+            self._send(back.contiguous(), self.rank - 1)
+
+    @contextmanager
+    def _running(self) -> Any:
+        self._runs = True
+        try:
+            yield
+        finally:
+            self._runs = False
+
+    def install(self) -> None:
+        """Put the exchange around what the passes behind this one, and the guards, have put on the module."""
+        module: Any = self._module
+        inner = module._call_impl
+
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            if not self._runs:
+                raise refused()
+            self._begin()
+            output = inner(*args, **kwargs)
+            if not self.ends:
+                raise _StageEndsError
+            return output
+
+        _torch.enter_by(module, enter)
+        if not self.begins:
+            self._first.register_forward_pre_hook(self._take, prepend=True)
+        if not self.ends:
+            self._last.register_forward_hook(self._hand_on)
+
+    def _begin(self) -> None:
+        """Learn the form of the value that comes, before the stand-ins of earlier blocks run."""
+        if self.begins:
+            return
+        header = torch.empty(_HEADER + _MOST_DIMS, dtype=torch.int64)
+        dist.recv(header, group=self.group, group_src=self.rank - 1)
+        self._header = header.tolist()
+        self._carried.dtype, self._carried.width = _DTYPES[self._header[0]], self._header[1]
+        number, count = self._header[3:_HEADER]
+        if (number, count) != (self._number, self._count):
+            raise MeshparError(
+                f"stage {self.rank - 1} is at micro-batch {number} of {count}, and stage {self.rank} at "
+                f"{self._number} of {self._count}; give all ranks of pp the same micro-batches, those of par.data_rank"
+            )
+
+    @_torch.eager
+    def _take(self, block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not self._runs:
+            return None
+        shape = self._header[_HEADER : _HEADER + self._header[2]]
+        arrived = torch.empty(shape, dtype=self._carried.dtype, device=args[0].device)
+        dist.recv(arrived, group=self.group, group_src=self.rank - 1)
+        if torch.is_grad_enabled():
+            self._arrived = arrived.requires_grad_()
+        return (arrived, *args[1:])
+
+    @_torch.eager
+    def _hand_on(self, block: nn.Module, args: object, output: Any) -> None:
+        if not self._runs:
+            return
+        value = output[0] if isinstance(output, tuple) else output
+        self._left, data = value, value.detach().contiguous()
+        width = len(output) - 1 if isinstance(output, tuple) else -1
+        header = [_DTYPES.index(data.dtype), width, data.ndim, self._number, self._count, *data.shape]
+        self._send(torch.tensor(header + [0] * (_HEADER + _MOST_DIMS - len(header))), self.rank + 1)
+        self._send(data, self.rank + 1)
+
+    def _send(self, value: Tensor, to: int) -> None:
+        work = dist.isend(value, group=self.group, group_dst=to)
+        assert work is not None, "this rank is in the group"
+        self._sent.append((work, value))
+
+    def _settle(self) -> None:
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+
+    @torch.no_grad()
+    def _add_shared(self) -> None:
+        """Add up the gradients of parameters that several stages have: each saw its own uses alone."""
+        for name, ranks in self.shared.items():
+            parameter = self._module.get_parameter(name)
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad: Any = parameter.grad
+            local = grad.to_local() if hasattr(grad, "to_local") else grad
+            (other,) = (rank for rank in ranks if rank != self.rank)
+            theirs = torch.empty_like(local)
+            work = dist.isend(local.contiguous(), group=self.group, group_dst=other)
+            dist.recv(theirs, group=self.group, group_src=other)
+            assert work is not None
+            work.wait()
+            first, second = (local, theirs) if self.rank < other else (theirs, local)
+            local.copy_(first + second)
+
+
+def refused() -> MeshparError:
+    """Return the error for a call of the module that no stage can run alone."""
+    return MeshparError(
+        "the module is called, and this rank has a part of its layers; run a step by par.backward(micro_batches, loss) "
+        "and an evaluation by par.forward(micro_batches, function)"
+    )

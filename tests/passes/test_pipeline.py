@@ -1,0 +1,307 @@
+"""Pipeline parallelism: loss, gradients, norm and weights are one process's, whatever a stage holds."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshpar import (
+    ActivationCheckpoint,
+    Compile,
+    ContextParallel,
+    ExpertParallel,
+    FullyShard,
+    HybridShard,
+    MeshparError,
+    PipelineParallel,
+    Plan,
+    PlanError,
+    Replicate,
+    TensorParallel,
+)
+from meshpar.checkpoints import CheckpointManager
+from meshpar.passes.applied import applied
+from meshpar.passes.pipeline.cuts import even_cuts
+from meshpar.passes.pipeline.schedule import SCHEDULES, actions
+from meshpar.placements import whole_tensor
+from meshpar.testing import on_ranks, token_loss_sum
+from tests.support.models_for_parity import VOCAB, huggingface, huggingface_gpt2, transformer
+from tests.support.tiers import daily
+
+LENGTHS = (6, 10, 4, 8)
+
+
+def batches(rank, seed=0):
+    """Return the micro-batches of one data rank, of different lengths and counts."""
+    draw = torch.Generator().manual_seed(100 * seed + rank)
+    found = []
+    for length in LENGTHS:
+        ids = torch.randint(VOCAB, (2, length), generator=draw)
+        labels = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1)
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def count(batch):
+    return int((batch["labels"] != -100).sum())
+
+
+def scaled_loss(scale):
+    return lambda module, batch: token_loss_sum(module, batch)[0] * scale
+
+
+def trained(make, mesh, passes, steps=3):
+    """Train and return losses, norms, first gradients and last weights by name, of all stages."""
+    torch.manual_seed(0)
+    par = Plan(mesh, passes).apply(make())
+    optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2, eps=1e-3)
+    losses, norms, gradients = [], [], {}
+    for step in range(steps):
+        mine = [par.split(batch) for batch in batches(par.data_rank, step)]
+        total = par.backward(mine, scaled_loss(par.token_scale(sum(map(count, mine)))))
+        if not step:
+            gradients = {name: whole_tensor(each.grad).clone() for name, each in par.module.named_parameters()}
+        norms.append(float(par.clip_grad_norm_(1.0)))
+        losses.append(float(par.data_sum(total.clone()) / par.loss_size))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: whole_tensor(each).clone() for name, each in par.module.named_parameters()}
+    return losses, norms, gradients, weights
+
+
+def one_process(make, data_ranks, steps=3):
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    losses, norms, gradients = [], [], {}
+    for step in range(steps):
+        every = [batch for rank in range(data_ranks) for batch in batches(rank, step)]
+        tokens = sum(int((batch["labels"] != -100).sum()) for batch in every)
+        total = 0.0
+        for batch in every:
+            loss = token_loss_sum(model, batch)[0] / tokens
+            loss.backward()
+            total += float(loss.detach())
+        if not step:
+            gradients = {name: each.grad.clone() for name, each in model.named_parameters()}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, gradients, {name: each.detach() for name, each in model.named_parameters()}
+
+
+def assert_as_one_process(make, mesh, passes, data_ranks=1):
+    losses, norms, gradients, weights = trained(make, mesh, passes)
+    expected = one_process(make, data_ranks)
+    torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(norms, expected[1], rtol=1e-5, atol=1e-6)
+    for name, value in gradients.items():
+        torch.testing.assert_close(
+            value, expected[2][name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name} {text}"
+        )
+    for name, value in weights.items():
+        torch.testing.assert_close(
+            value, expected[3][name], rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name} {text}"
+        )
+    names = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(weights))
+    assert set().union(*names) == set(expected[3])
+
+
+MODELS = {
+    "Llama": lambda: huggingface("Llama", num_hidden_layers=4),
+    "tied Llama": lambda: huggingface("Llama", num_hidden_layers=3, tie_word_embeddings=True),
+    "Granite": lambda: huggingface(
+        "Granite", num_hidden_layers=4, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0
+    ),
+    "Gemma2": lambda: huggingface("Gemma2", num_hidden_layers=4, sliding_window=4),
+    "Qwen3Moe": lambda: huggingface(
+        "Qwen3Moe", num_hidden_layers=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "GPT-2": lambda: huggingface_gpt2(),
+    "Transformer": lambda: transformer(layers=4),
+}
+
+
+TWO_STAGES = [(name, schedule) for name in MODELS for schedule in SCHEDULES]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "schedule"), daily(TWO_STAGES, ("tied Llama", "1f1b"), ("Gemma2", "1f1b"), ("Llama", "gpipe"))
+)
+def test_two_stages_train_as_one_process(name, schedule):
+    assert_as_one_process(MODELS[name], "pp=2", [PipelineParallel(schedule=schedule)])
+
+
+COMBINATIONS = {
+    "FSDP": ("pp=2,dp_shard=2", lambda: [FullyShard()], 2),
+    "FSDP, tied": ("pp=2,dp_shard=2", lambda: [FullyShard()], 2),
+    "recomputation": ("pp=2,dp_shard=2", lambda: [ActivationCheckpoint(), FullyShard()], 2),
+    "selective recomputation": ("pp=4", lambda: [ActivationCheckpoint(mode="selective")], 1),
+    "replicas": ("pp=2,dp_replicate=2", lambda: [Replicate()], 2),
+    "TP": ("pp=2,tp=2", lambda: [TensorParallel()], 1),
+    "TP without sequences": ("pp=2,tp=2", lambda: [TensorParallel(sequence_parallel=False)], 1),
+    "CP": ("pp=2,dp_shard=1,cp=2", lambda: [ContextParallel(), FullyShard()], 1),
+    "four stages": ("pp=4", list, 1),
+    "compiled blocks": ("pp=2,dp_shard=2", lambda: [Compile(), FullyShard()], 2),
+    "experts": ("pp=2,dp_shard=1,ep=2", lambda: [ExpertParallel(), FullyShard()], 2),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", daily(COMBINATIONS, "FSDP, tied", "TP", "recomputation"))
+def test_stages_with_other_passes_train_as_one_process(name):
+    mesh, others, data_ranks = COMBINATIONS[name]
+    make = MODELS["tied Llama" if "tied" in name else "Qwen3Moe" if name == "experts" else "Llama"]
+    assert_as_one_process(make, mesh, [PipelineParallel(), *others()], data_ranks)
+
+
+class Skips(torch.nn.Module):
+    """Blocks of linear layers, the last of which sees the result of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCAB, 8)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        self.skips = True
+
+    def forward(self, ids):
+        first = hidden = self.layers[0](self.embed(ids))
+        for layer in self.layers[1:]:
+            hidden = layer(hidden).tanh()
+        return hidden + first if self.skips else hidden
+
+
+def test_models_that_hand_on_more_than_one_value_are_refused():
+    plan, model = Plan("pp=2", [PipelineParallel()]), Skips()
+    with pytest.raises(PlanError, match=r"uses something of layers\.0 beside what layers\.0 hands to the next block"):
+        plan.check(model, world_size=2)
+    model.skips = False
+    plan.check(model, world_size=2)
+    model.embed = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 8), torch.nn.Linear(8, 8))
+    with pytest.raises(PlanError, match=r"embed\.1, which is no embedding, runs before its blocks"):
+        plan.check(model, world_size=2)
+    with pytest.raises(PlanError, match=r"pp=8 has more stages than the model has blocks \(4\); use pp=4 or fewer"):
+        Plan("pp=8", [PipelineParallel()]).check(model, world_size=8)
+    with pytest.raises(PlanError, match=r"must be 2 numbers of blocks that sum to 4"):
+        Plan("pp=2", [PipelineParallel(stages=(1, 2))]).check(Skips(), world_size=2)
+    with pytest.raises(PlanError, match=r"schedule='zb'\) is not known; use one of gpipe, 1f1b"):
+        Plan("pp=2", [PipelineParallel(schedule="zb")]).check(Skips(), world_size=2)
+
+
+@pytest.mark.parametrize(("costs", "stages", "firsts"), [((1, 1, 1, 1), 2, [0, 2]), ((1, 1, 1, 5), 2, [0, 3])])
+def test_the_dearest_stage_costs_least(costs, stages, firsts):
+    assert even_cuts(costs, stages) == firsts
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 7])
+def test_every_micro_batch_goes_forth_and_back_in_order(schedule, micro_batches):
+    for rank in range(3):
+        found = actions(schedule, rank, 3, micro_batches)
+        for kind in "FB":
+            assert [each.number for each in found if each.kind == kind] == list(range(micro_batches))
+        live = [sum(1 if each.kind == "F" else -1 for each in found[:end]) for end in range(len(found) + 1)]
+        assert min(live) == 0 and max(live) == min(micro_batches, micro_batches if schedule == "gpipe" else 3 - rank)
+
+
+@on_ranks(2)
+def test_a_stage_alone_is_refused():
+    par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]())
+    mine = batches(0)
+    remedy = r"run a step by par\.backward\(micro_batches, loss\)"
+    with pytest.raises(MeshparError, match=remedy):
+        par.module(mine[0]["input_ids"])
+    with pytest.raises(MeshparError, match=remedy):
+        list(par.accumulate(mine))
+    for verb in (
+        lambda: par.state_dict(full=True),
+        lambda: par.load_state_dict({}),
+        par.averaged,
+        par.check_replicas,
+        lambda: par.adopt("lm_head"),
+        lambda: par.verify(mine[0]),
+    ):
+        with pytest.raises(MeshparError, match="needs every layer on every rank, and pp divides them"):
+            verb()
+    losses = par.forward(mine, lambda module, batch: float(token_loss_sum(module, batch)[0]))
+    torch.manual_seed(0)
+    assert len(losses) == len(mine) and all(loss > 0 for loss in losses)
+
+
+@on_ranks(2, fresh="a message is never received")
+def test_different_numbers_of_micro_batches_are_told():
+    layers = applied(Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()).module).layers
+    layers._count = 2 - dist.get_rank()
+    with (
+        pytest.raises(MeshparError, match=r"stage 0 is at micro-batch 0 of 2, and stage 1 at 0 of 1")
+        if dist.get_rank()
+        else nullcontext()
+    ):
+        layers._forward(batches(0)[0], scaled_loss(1.0))
+
+
+@on_ranks(2)
+def test_seeds_give_the_weights_of_one_process():
+    def built(mesh, passes):
+        with torch.device("meta"):
+            model = transformer(layers=3)
+        return Plan(mesh, passes).apply(model).materialize(seed=3).module
+
+    whole = dict(built("dp_shard=2", [FullyShard()]).named_parameters())
+    expected = {name: whole_tensor(parameter) for name, parameter in whole.items()}
+    for name, parameter in built("pp=2", [PipelineParallel()]).named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+PLANS = {
+    "pp": ("pp=4", lambda: [PipelineParallel()]),
+    "pp and FSDP": ("pp=2,dp_shard=2", lambda: [PipelineParallel(), FullyShard()]),
+    "pp and TP": ("pp=2,tp=2", lambda: [PipelineParallel(), TensorParallel()]),
+    "FSDP and TP": ("dp_shard=2,tp=2", lambda: [TensorParallel(), FullyShard()]),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("saved", "restored"), [("pp", "FSDP and TP"), ("FSDP and TP", "pp and FSDP"), ("pp and FSDP", "pp and TP")]
+)
+def test_checkpoints_load_on_other_stages_bitwise(tmp_path, saved, restored):
+    def built(name):
+        mesh, passes = PLANS[name]
+        par = Plan(mesh, passes()).apply(MODELS["Llama"]())
+        return par, torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+
+    def state(par, optimizer):
+        return {
+            name: [whole_tensor(value).clone() for value in (each, optimizer.state[each]["exp_avg"])]
+            for name, each in par.module.named_parameters()
+        }
+
+    torch.manual_seed(0)
+    par, optimizer = built(saved)
+    par.backward(batches(par.data_rank), scaled_loss(par.token_scale(40)))
+    optimizer.step()
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, par, optimizer)
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, state(par, optimizer))
+        torch.manual_seed(1)
+        par, optimizer = built(restored)
+        manager.restore(par, optimizer)
+    for name, values in state(par, optimizer).items():
+        expected = next(rank[name] for rank in every if name in rank)
+        assert all(torch.equal(value, other) for value, other in zip(values, expected, strict=True)), name
+
+
+@pytest.mark.nightly
+@on_ranks(8)
+@pytest.mark.parametrize("mesh", ["pp=2,dp_replicate=2,dp_shard=2", "pp=2,dp_shard=2,tp=2"])
+def test_stages_of_hybrid_meshes_train_as_one_process(mesh):
+    passes = [TensorParallel(), FullyShard()] if "tp" in mesh else [HybridShard()]
+    assert_as_one_process(MODELS["Llama"], mesh, [PipelineParallel(), *passes], 2 if "tp" in mesh else 4)
