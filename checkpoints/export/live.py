@@ -113,7 +113,8 @@ class Published:
     ) -> None:
         self._par, self._dtype, self._bucket = par, dtype, bytes_of(bucket)
         self._adapters, self._averaged = adapters, averaged
-        self._quantize, self._high, self.to = quantize, tuple(high), to
+        self._quantize: Quantization | None = quantize
+        self._high, self.to = tuple(high), to
         self.version = 0
         if not 0 <= to < dist.get_world_size():
             raise CheckpointError(f"to is {to}; expected a rank from 0 to {dist.get_world_size() - 1}")
@@ -357,7 +358,10 @@ class _Parts(_Leaf):
 
     def expect(self, needs: Iterable[_Need]) -> None:
         """Let the next reads be of needs that this rank has whole."""
-        self._waiting = iter([(need, [(piece, None) for piece in self._pieces(need)]) for need in needs])
+        own: list[tuple[_Need, list[tuple[_Piece, Tensor | None]]]] = [
+            (need, [(piece, None) for piece in self._pieces(need)]) for need in needs
+        ]
+        self._waiting = iter(own)
 
     def moved(self, buckets: Iterator[list[_Tile]]) -> Iterator[list[_Tile]]:
         """Yield buckets whose parts can be read until the next one; what is yielded next is on its way meanwhile."""
@@ -521,7 +525,8 @@ def _factors(
     for layer, adapter in adapted.items():
         packed = adapter if isinstance(adapter, PackedAdapter) else None
         if packed is None:
-            weight, scale = f"{layer}.base_layer.weight", float(adapter.scaling[NAME])
+            scaling: Any = adapter.scaling
+            weight, scale = f"{layer}.base_layer.weight", float(scaling[NAME])
         else:
             below, weight = adapter, layer
             while isinstance(below, PackedAdapter):

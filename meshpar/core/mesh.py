@@ -272,7 +272,7 @@ def _built(device_type: str, axes: tuple[tuple[str, int], ...], *, own: bool) ->
     forget_meshes()
     names, sizes = zip(*axes)
     mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names, **own_groups(names, own))
-    mesh.__dict__["_meshpar_own"] = own
+    vars(mesh)["_meshpar_own"] = own
     share_timeout(map(mesh.get_group, names))
     return mesh
 

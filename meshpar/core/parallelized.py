@@ -653,6 +653,7 @@ class Parallelized:
         """Return the weights as a stream of whole tensors under their published names, for an inference engine. See
         :class:`meshpar.checkpoints.Published`, which takes the ``options``, too.
         """
+        self._refuse_divided_layers("par.published", "export a saved step (`meshpar export`)")
         return imported("meshpar.checkpoints.Published")(self, dtype, bucket, adapters, averaged, **options)
 
     def reshard(self) -> None:
