@@ -75,16 +75,13 @@ class Agreement:
         always: bool = True,
     ) -> None:
         self._always = always
-        self._unused = Unused(module, reduced=bool(data_axes))
         self._module, self._mesh, self._device, self._draws = module, mesh, device, False
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
         self._split = split
         self._batches, self._wholes, self._looks = (Looks(always=always) for _ in range(3))
         self._backwards = 0
-        number = models_made() - 1
-        alone = number > 0 and dist.get_world_size() > 1 and not runtime.is_simulated()
-        own = runtime.new_host_group(f"meshpar model {number}") if alone else None
-        self._meeting = Meeting(type(module).__name__, number, own)
+        self._meeting = Meeting.of(module)
+        self._unused = Unused(module, self._meeting.exchange if data_axes and dist.get_world_size() > 1 else None)
         self._later: Later | None = None
 
     def begin(self, *, draws: bool) -> None:
@@ -356,6 +353,17 @@ class Meeting:
         self._model, self.own = f"{number} {model}", own
         self._places = {self._tag(place): place for place in PLACES}
         self._history = 0
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Meeting:
+        """Return the exchanges of a module to which a plan was applied last. Collective: every rank calls it."""
+        number = models_made() - 1
+        alone = number > 0 and dist.get_world_size() > 1 and not runtime.is_simulated()
+        return cls(type(module).__name__, number, runtime.new_host_group(f"meshpar model {number}") if alone else None)
+
+    def exchange(self) -> tuple[list[dist.ProcessGroup], torch.device]:
+        """Return the group of all ranks' exchanges, and their device."""
+        return [self.hosts], torch.device("cpu")
 
     def counted(self, number: int) -> int:
         """Take a number into the digest of all that this rank has counted, and return the digest."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -14,7 +15,7 @@ from meshpar.core.guards import Guards
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Role, find_blocks
 from meshpar.core.resolved import Resolved
-from meshpar.exact.agreement import Agreement
+from meshpar.exact.agreement import Agreement, Meeting
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.explain import Explanation
 from meshpar.exact.losses import Losses
@@ -63,14 +64,17 @@ def attach(
     layers = resolved.divided(Role.LAYERS)
     silent = off or bool(layers)  # ranks of other layers call other units, and have no loss
     alike = [axis for axis, size in resolved.held.axes.items() if size > 1 and axis not in layers]
-    stage = ([held_on.get_group(axis) for axis in alike], device) if layers else None
+    exchange = None
+    if silent and reduced and dist.get_world_size() > 1:
+        stage = [held_on.get_group(axis) for axis in alike]
+        exchange = (lambda: (stage, device)) if layers else Meeting.of(module).exchange
     groups = {axis: held_on.get_group(axis) for axis in compared}
     cycle = Cycle(
         module,
         None if off else explanation,
         replaced,
         resolved.same,
-        agreement=NoComparisons(module, reduced=bool(reduced), groups=stage)
+        agreement=NoComparisons(module, exchange)
         if silent
         else Agreement(module, held_on, reduced, resolved.same, split, device, always=always),
         losses=NoLosses() if silent else Losses(groups, device, always=always),

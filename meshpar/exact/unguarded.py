@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import final
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from meshpar.passes.unused import Unused
+from meshpar.passes.unused import Exchange, Unused
 
 
 @final
@@ -19,20 +17,13 @@ class NoComparisons:
 
     Args:
         module: the outermost module.
-        reduced: gradients are averaged over several ranks.
-        groups: see :class:`meshpar.passes.unused.Unused`.
+        exchange: see :class:`meshpar.passes.unused.Unused`.
     """
 
     meets_before_backward = False
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        reduced: bool,
-        groups: tuple[Sequence[dist.ProcessGroup], torch.device] | None = None,
-    ) -> None:
-        self._unused = Unused(module, reduced=reduced, groups=groups)
+    def __init__(self, module: nn.Module, exchange: Exchange | None) -> None:
+        self._unused = Unused(module, exchange)
 
     def begin(self, *, draws: bool) -> None:
         """Compare nothing."""

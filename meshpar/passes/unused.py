@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshpar.core import runtime
+
+Exchange = Callable[[], tuple[Sequence[dist.ProcessGroup], torch.device]]
 
 
 @final
@@ -22,19 +24,12 @@ class Unused:
 
     Args:
         module: the outermost module.
-        reduced: gradients are averaged over several ranks.
-        groups: those of the axes over whose ranks the module has the same parameters, and the device of their
-            exchanges; None: all ranks have the same.
+        exchange: returns the groups over which ranks that have the same parameters tell one another, and the device of
+            the exchange; None: gradients are not averaged.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        reduced: bool,
-        groups: tuple[Sequence[dist.ProcessGroup], torch.device] | None = None,
-    ) -> None:
-        self._module, self._reduced, self._groups = module, reduced, groups
+    def __init__(self, module: nn.Module, exchange: Exchange | None) -> None:
+        self._module, self._exchange = module, exchange
         self._pending: dist.Work | None = None
         self._marks = torch.zeros(0, dtype=torch.uint8)
 
@@ -47,19 +42,15 @@ class Unused:
             self._pending.wait()
             self._pending = None
         parameters = list(self._module.parameters())
-        if self._reduced and dist.get_world_size() > 1:
+        if self._exchange is not None:
+            groups, device = self._exchange()
             zeros = {id(parameter) for parameter in unused}
             used = [parameter.grad is not None and id(parameter) not in zeros for parameter in parameters]
-            self._marks = torch.tensor(used, dtype=torch.uint8, device="cpu")
-            if self._groups is None:
-                self._pending = dist.all_reduce(self._marks, dist.ReduceOp.MAX, runtime.hosts(), async_op=True)
-            else:
-                groups, device = self._groups
-                self._marks = self._marks.to(device)
-                for group in groups:
-                    self._pending = dist.all_reduce(self._marks, dist.ReduceOp.MAX, group, async_op=True)
-                    if group is not groups[-1] and self._pending is not None:
-                        self._pending.wait()
+            self._marks = torch.tensor(used, dtype=torch.uint8, device=device)
+            for group in groups:
+                if self._pending is not None:
+                    self._pending.wait()
+                self._pending = dist.all_reduce(self._marks, dist.ReduceOp.MAX, group, async_op=True)
         if not unused:
             return
         used_somewhere: set[int] = set()
