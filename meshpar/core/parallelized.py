@@ -419,7 +419,7 @@ class Parallelized:
         Collective: every rank calls it.
         """
         if (stage := applied(self.module).layers) is not None:
-            return stage.forward(micro_batches, function)
+            return stage.forward(micro_batches, function, self.device)
         with torch.no_grad():
             return [function(self.module, batch) for batch in micro_batches]
 

@@ -326,6 +326,11 @@ def models_made() -> int:
     return 0 if dist.group.WORLD is None else _NUMBERS.get(dist.group.WORLD, 0)
 
 
+def count_models_anew() -> None:
+    """Forget the models that were made; for processes in which one job follows another. Every rank calls it."""
+    _NUMBERS.clear()
+
+
 def next_number() -> int:
     """Return the number of a model that all ranks make now, from 0."""
     number = models_made()

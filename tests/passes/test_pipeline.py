@@ -235,6 +235,23 @@ def test_a_stage_alone_is_refused():
     assert len(losses) == len(mine) and all(loss > 0 for loss in losses)
 
 
+@on_ranks(2)
+def test_steps_of_several_backwards_add_up():
+    """A tied embedding is on both stages, and has the sum of both from the backward before."""
+
+    def gradients(*parts):
+        torch.manual_seed(0)
+        par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["tied Llama"]())
+        for part in parts:
+            par.backward(part, scaled_loss(0.1))
+        return {name: parameter.grad for name, parameter in par.module.named_parameters()}
+
+    mine = batches(0)
+    whole = gradients(mine)
+    for name, grad in gradients(mine[:2], mine[2:]).items():
+        torch.testing.assert_close(grad, whole[name], msg=name)
+
+
 @on_ranks(2, fresh="a message is never received")
 def test_different_numbers_of_micro_batches_are_told():
     layers = applied(Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()).module).layers

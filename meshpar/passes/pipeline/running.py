@@ -14,6 +14,7 @@ from meshpar import _torch
 from meshpar.core.errors import MeshparError
 from meshpar.passes.pipeline.schedule import actions
 from meshpar.passes.pipeline.stand_ins import Carried
+from meshpar.placements import local_tensor
 
 Micro = TypeVar("Micro")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -52,12 +53,12 @@ class Layers:
         self._module, self._first, self._last, self._schedule = module, first, last, schedule
         self.group, self._carried, self.shared = group, carried, shared
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._runs = False
+        self._runs, self._device = False, torch.device("cpu")
         self._number = self._count = 0
         self._arrived: Tensor | None = None
         self._left: Tensor | None = None
         self._header: list[int] = []
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: list[tuple[dist.Work, Tensor]] = []  # on their way, the first that was sent first
 
     @property
     def begins(self) -> bool:
@@ -91,7 +92,8 @@ class Layers:
         Collective over the stages.
         """
         batches, running = list(micro_batches), dict[int, tuple[Tensor | None, Tensor]]()
-        self._count = len(batches)
+        self._count, self._device = len(batches), device
+        before = self._set_aside()
         total = torch.zeros((), device=device)
         for action in actions(self._schedule, self.rank, self.ranks, len(batches)):
             if action.kind == "F":
@@ -106,18 +108,20 @@ class Layers:
                 reduces(action.number == len(batches) - 1)
                 self._backward(*running.pop(action.number))
         self._settle()
-        self._add_shared()
+        self._add_shared(before)
         dist.broadcast(total, group=self.group, group_src=self.ranks - 1)
         return total
 
     @torch.no_grad()
-    def forward(self, micro_batches: Iterable[Micro], function: Callable[[nn.Module, Micro], Any]) -> list[Any]:
+    def forward(
+        self, micro_batches: Iterable[Micro], function: Callable[[nn.Module, Micro], Any], device: torch.device
+    ) -> list[Any]:
         """Run forwards alone; return what ``function`` returns for each micro-batch, on all stages.
 
         Collective over the stages.
         """
         batches, found = list(micro_batches), list[Any]()
-        self._count = len(batches)
+        self._count, self._device = len(batches), device
         for self._number, batch in enumerate(batches):
             found.append(self._forward(batch, function))
         self._settle()
@@ -175,7 +179,7 @@ class Layers:
         """Learn the form of the value that comes, before the stand-ins of earlier blocks run."""
         if self.begins:
             return
-        header = torch.empty(_HEADER + _MOST_DIMS, dtype=torch.int64)
+        header = torch.empty(_HEADER + _MOST_DIMS, dtype=torch.int64, device=self._device)
         dist.recv(header, group=self.group, group_src=self.rank - 1)
         self._header = header.tolist()
         self._carried.dtype, self._carried.width = _DTYPES[self._header[0]], self._header[1]
@@ -205,21 +209,34 @@ class Layers:
         self._left, data = value, value.detach().contiguous()
         width = len(output) - 1 if isinstance(output, tuple) else -1
         header = [_DTYPES.index(data.dtype), width, data.ndim, self._number, self._count, *data.shape]
-        self._send(torch.tensor(header + [0] * (_HEADER + _MOST_DIMS - len(header))), self.rank + 1)
+        header += [0] * (_HEADER + _MOST_DIMS - len(header))
+        self._send(torch.tensor(header, device=self._device), self.rank + 1)
         self._send(data, self.rank + 1)
 
     def _send(self, value: Tensor, to: int) -> None:
         work = dist.isend(value, group=self.group, group_dst=to)
         assert work is not None, "this rank is in the group"
         self._sent.append((work, value))
+        # A neighbour is behind by as many micro-batches as there are stages, each a header, a value and a gradient.
+        self._settle(3 * (self.ranks + 1))
 
-    def _settle(self) -> None:
-        for work, _ in self._sent:
+    def _settle(self, most: int = 0) -> None:
+        """Wait until at most so many of the values that this rank has sent are on their way."""
+        while len(self._sent) > most:
+            work, _ = self._sent.pop(0)
             work.wait()
-        self._sent.clear()
+
+    def _set_aside(self) -> dict[str, Tensor]:
+        """Take away the gradients that shared parameters have from before, which are sums over stages already."""
+        kept = dict[str, Tensor]()
+        for name in self.shared:
+            parameter = self._module.get_parameter(name)
+            if parameter.grad is not None:
+                kept[name], parameter.grad = parameter.grad, None
+        return kept
 
     @torch.no_grad()
-    def _add_shared(self) -> None:
+    def _add_shared(self, before: dict[str, Tensor]) -> None:
         """Add up the gradients of parameters that several stages have: each saw its own uses alone."""
         for name, ranks in self.shared.items():
             parameter = self._module.get_parameter(name)
@@ -227,16 +244,17 @@ class Layers:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            grad: Any = parameter.grad
-            local = grad.to_local() if hasattr(grad, "to_local") else grad
+            mine = local_tensor(parameter.grad)
             (other,) = (rank for rank in ranks if rank != self.rank)
-            theirs = torch.empty_like(local)
-            work = dist.isend(local.contiguous(), group=self.group, group_dst=other)
+            theirs = torch.empty_like(mine, memory_format=torch.contiguous_format)
+            work = dist.isend(mine.contiguous(), group=self.group, group_dst=other)
+            assert work is not None, "this rank is in the group"
             dist.recv(theirs, group=self.group, group_src=other)
-            assert work is not None
             work.wait()
-            first, second = (local, theirs) if self.rank < other else (theirs, local)
-            local.copy_(first + second)
+            first, second = (mine, theirs) if self.rank < other else (theirs, mine)
+            mine.copy_(first + second)
+            if name in before:
+                parameter.grad += before[name]
 
 
 def refused() -> MeshparError:
