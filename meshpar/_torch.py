@@ -1079,16 +1079,17 @@ reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_sin
 
 
 def collective_counts() -> dict[str, int]:
-    """Return how many collectives each process group of this rank has begun; groups are named by their axis and
-    ranks.
+    """Return how many collectives the process groups of this rank have begun, by their axis and ranks; groups of
+    several models may share them.
     """
     if not dist.is_initialized():
         return {}
-    found = {}
+    found = dict[str, int]()
     group: Any
     for group in open_groups():
         with suppress(RuntimeError):  # a backend without numbers (fake, mpi)
-            found[group_title(group)] = group._get_sequence_number_for_group()
+            title = group_title(group)
+            found[title] = found.get(title, 0) + group._get_sequence_number_for_group()
     return found
 
 

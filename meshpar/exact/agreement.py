@@ -326,6 +326,11 @@ def models_made() -> int:
     return 0 if dist.group.WORLD is None else _NUMBERS.get(dist.group.WORLD, 0)
 
 
+def own_group(number: int) -> dist.ProcessGroup:
+    """Return a new group of all ranks for one model's exchanges through the hosts. Collective: every rank calls it."""
+    return runtime.new_host_group(f"meshpar model {number}")
+
+
 def count_models_anew() -> None:
     """Forget the models that were made; for processes in which one job follows another. Every rank calls it."""
     _NUMBERS.clear()
@@ -364,7 +369,7 @@ class Meeting:
         """Return the exchanges of a module to which a plan was applied last. Collective: every rank calls it."""
         number = models_made() - 1
         alone = number > 0 and dist.get_world_size() > 1 and not runtime.is_simulated()
-        return cls(type(module).__name__, number, runtime.new_host_group(f"meshpar model {number}") if alone else None)
+        return cls(type(module).__name__, number, own_group(number) if alone else None)
 
     def exchange(self) -> tuple[list[dist.ProcessGroup], torch.device]:
         """Return the group of all ranks' exchanges, and their device."""

@@ -158,7 +158,7 @@ def record_step(
 
     Collective: every rank calls it.
     """
-    recorder = recorder or Recorder(axis_groups(par))
+    recorder = recorder or Recorder(axis_groups(par, beside))
     gc.collect()
     held, exact = hold_state(recorder, par, optimizer, batches, beside)
     with _collector_off(), _scopes(recorder, par), recorder:
@@ -212,9 +212,14 @@ def _step(
     optimizer.zero_grad(set_to_none=True)
 
 
-def axis_groups(par: Parallelized) -> dict[str, str]:
-    """Return the names of the mesh's process groups -> their axes."""
-    return {group.group_name: axis for axis, group in par.groups()}
+def axis_groups(par: Parallelized, beside: Sequence[nn.Module] = ()) -> dict[str, str]:
+    """Return the names of the process groups of ``par``, and of parallel modules beside it -> their axes."""
+    known = {group.group_name: axis for axis, group in par.groups()}
+    held = (parameter for module in beside for parameter in module.parameters() if isinstance(parameter, DTensor))
+    for mesh in dict.fromkeys(parameter.device_mesh for parameter in held):
+        for axis in mesh.mesh_dim_names or ():
+            known.setdefault(mesh.get_group(axis).group_name, axis)
+    return known
 
 
 def hold_state(

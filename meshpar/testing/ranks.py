@@ -199,7 +199,7 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
         )
         if keep:  # an equal mesh is the same one: its groups are open, and what DTensor has planned for it still holds
             mesh._built = functools.cache(mesh._built)
-            runtime.new_host_group = functools.cache(runtime.new_host_group)
+            agreement.own_group = functools.cache(agreement.own_group)
         found = Found() if keep else None
         while (job := _next(asked)) is not None:
             module, qualname, args, kwargs = job

@@ -73,7 +73,7 @@ def by_hand():
     return exchanges(lambda: step(module, optimizer, inputs(dist.get_rank())))
 
 
-@on_ranks(2)
+@on_ranks(2, fresh="counts the collectives of all groups")
 def test_without_guards_ranks_exchange_what_passes_do():
     unused = 1  # which parameters no rank used, beside other work
     found, alone = counted("dp_shard=2", [FullyShard()], "off"), by_hand()
@@ -83,7 +83,7 @@ def test_without_guards_ranks_exchange_what_passes_do():
     assert sum(found.values()) == outputs + gradients, f"{found}"
 
 
-@on_ranks(4)
+@on_ranks(4, fresh="counts the collectives of all groups")
 def test_after_the_first_steps_first_exchanges_no_more_than_off():
     plan = ("dp_replicate=2,dp_shard=2", [HybridShard()])
     always, first, off = (sum(counted(*plan, guards).values()) for guards in ("always", "first", "off"))
