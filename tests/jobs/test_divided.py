@@ -624,7 +624,7 @@ def bytes_of(tensors):
     return sum(local_tensor(tensor).nbytes for tensor in tensors)
 
 
-@on_ranks(6)
+@on_ranks(6, fresh="opens other process groups")
 def note_bytes(folder, make, copies, port):
     """Train three replicas of two ranks, and write down what each rank holds and exchanges."""
     rank = dist.get_rank()
