@@ -87,7 +87,8 @@ class Published:
         adapters: ``"merged"``: LoRA's products are added to the weights, slice by slice; ``"only"``: the adapters
             alone, by peft's names.
         averaged: a moving average of the parameters (``par.averaged``), whose values are taken.
-        quantize, high: as for :func:`meshpar.checkpoints.export_safetensors`.
+        quantize: as for :func:`meshpar.checkpoints.export_safetensors`.
+        high: as there.
         to: the rank that gets the values.
 
     Attributes:

@@ -214,7 +214,7 @@ def _step(
 
 def axis_groups(par: Parallelized, beside: Sequence[nn.Module] = ()) -> dict[str, str]:
     """Return the names of the process groups of ``par``, and of parallel modules beside it -> their axes."""
-    known = {group.group_name: axis for axis, group in par.groups()}
+    known: dict[str, str] = {group.group_name: axis for axis, group in par.groups()}
     held = (parameter for module in beside for parameter in module.parameters() if isinstance(parameter, DTensor))
     for mesh in dict.fromkeys(parameter.device_mesh for parameter in held):
         for axis in mesh.mesh_dim_names or ():

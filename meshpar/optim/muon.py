@@ -41,8 +41,8 @@ class Muon(torch.optim.Optimizer):
     >>> from torch import nn
     >>> from meshpar.optim import Muon
     >>> optimizer = Muon(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), lr=0.02, adamw={"lr": 3e-4})
-    >>> [(group["rule"], len(group["params"]), group["lr"]) for group in optimizer.param_groups]
-    [('muon', 1, 0.02), ('adamw', 3, 0.0003)]
+    >>> {group["rule"]: (len(group["params"]), group["lr"]) for group in optimizer.param_groups}
+    {'muon': (1, 0.02), 'adamw': (3, 0.0003)}
 
     Args:
         module: the parallel module or its ``Parallelized``; build the optimizer after ``plan.apply``.

@@ -44,7 +44,8 @@ class SmallAdamW(torch.optim.Optimizer):
     >>> layer = nn.Linear(64, 64)
     >>> optimizer = SmallAdamW(layer, lr=1e-3)
     >>> layer(layer.weight).sum().backward(); optimizer.step()
-    >>> optimizer.state[layer.weight]["exp_avg"].dtype
+    >>> state = optimizer.state[layer.weight]
+    >>> state["exp_avg"].dtype
     torch.uint8
 
     Args:
