@@ -330,13 +330,14 @@ class Parallelized:
         return came
 
     def manual_seed(self, seed: int) -> None:
-        """Seed this rank's random state for training. Ranks with different samples or positions get different states,
-        others the same.
+        """Seed this rank's random state for training. Ranks with different samples, positions or layers get different
+        states, others the same.
 
         Inside split layers each rank derives a state of its own from the shared state, so that dropout differs between
         shards. Under sequence parallelism the ranks compute different positions everywhere and get different states.
         """
         differing = [axis for pass_ in self.plan.passes if pass_.splits_sequence for axis in pass_.axes]
+        differing += self.resolved.divided(Role.LAYERS)
         differing += [axis for splitter in self._splits for axis in self._divided_by(splitter)]
         random.seed(self.device, random.mix(seed, self.data_rank, *(self._place[axis] for axis in differing)))
 
@@ -429,7 +430,7 @@ class Parallelized:
             raise MeshparError(f"{verb} needs every layer on every rank, and {axes[0]} divides them; {remedy}")
 
     def _meet(self, place: str) -> None:
-        """See that every rank comes to ``place``, whose exchange would meet another one elsewhere."""
+        """Check that every rank comes to ``place``, whose exchange would meet another one elsewhere."""
         if self.cycle is not None and self.cycle.agreement is not None:
             self.cycle.agreement.meet(place)
 

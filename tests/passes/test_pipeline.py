@@ -168,20 +168,31 @@ class Skips(torch.nn.Module):
         super().__init__()
         self.embed = torch.nn.Embedding(VOCAB, 8)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
-        self.skips = True
+        self.skips, self.head = "block", None
 
     def forward(self, ids):
-        first = hidden = self.layers[0](self.embed(ids))
+        embedded = self.embed(ids)
+        first = hidden = self.layers[0](embedded)
         for layer in self.layers[1:]:
             hidden = layer(hidden).tanh()
-        return hidden + first if self.skips else hidden
+        hidden = hidden + {"block": first, "embedding": embedded, "": 0}[self.skips]
+        return hidden if self.head is None else self.head(hidden)
 
 
 def test_models_that_hand_on_more_than_one_value_are_refused():
     plan, model = Plan("pp=2", [PipelineParallel()]), Skips()
     with pytest.raises(PlanError, match=r"uses something of layers\.0 beside what layers\.0 hands to the next block"):
         plan.check(model, world_size=2)
-    model.skips = False
+    model.skips = "embedding"
+    for frozen in (False, True):
+        model.requires_grad_(not frozen)
+        with pytest.raises(PlanError, match="uses an embedding's result beside what its blocks hand on"):
+            plan.check(model, world_size=2)
+    model.head = torch.nn.Linear(8, VOCAB, bias=False)
+    model.head.weight = model.embed.weight  # which the output may use, but not what the embedding returns
+    with pytest.raises(PlanError, match="uses an embedding's result beside what its blocks hand on"):
+        plan.check(model, world_size=2)
+    model.skips = ""
     plan.check(model, world_size=2)
     model.embed = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 8), torch.nn.Linear(8, 8))
     with pytest.raises(PlanError, match=r"embed\.1, which is no embedding, runs before its blocks"):
@@ -250,6 +261,36 @@ def test_steps_of_several_backwards_add_up():
     whole = gradients(mine)
     for name, grad in gradients(mine[:2], mine[2:]).items():
         torch.testing.assert_close(grad, whole[name], msg=name)
+
+
+@on_ranks(2, fresh="a message is never received")
+def test_different_micro_batches_are_told():
+    layers = applied(Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()).module).layers
+    with (
+        pytest.raises(MeshparError, match=r"stage 0 and stage 1 have different micro-batches \(number 0\)")
+        if dist.get_rank()
+        else nullcontext()
+    ):
+        layers._forward(batches(dist.get_rank())[0], scaled_loss(1.0))
+
+
+@on_ranks(2, fresh="a stage waits for the other")
+def test_losses_that_no_stage_can_run_are_refused():
+    par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]())
+    mine = batches(0)[:1]
+    with pytest.raises(MeshparError, match="called the module 0 times; call it once and return a scalar tensor"):
+        par.backward(mine, lambda module, batch: None)
+    if dist.get_rank():  # the first stage has left its loss by then
+
+        def twice(module, batch):
+            return token_loss_sum(module, batch)[0] + token_loss_sum(module, batch)[0]
+
+        with pytest.raises(MeshparError, match="the module is called twice for one micro-batch"):
+            par.backward(mine, twice)
+    else:
+        layers = applied(par.module).layers
+        layers._count = 1
+        layers._forward(mine[0], scaled_loss(1.0))
 
 
 @on_ranks(2, fresh="a message is never received")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +63,7 @@ def examine(module: nn.Module, layout: ModelLayout) -> tuple[Anatomy | None, lis
 
 def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, list[str]]:
     calls, carried, taken = list[str](), list[Tensor](), list[Tensor | None]()
+    beginnings = set[Any]()  # nodes that make what embeddings return
     blocks = {name: twin.get_submodule(name) for name in names}
     owners = {
         name: child
@@ -81,7 +82,13 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
         value = output[0] if isinstance(output, tuple) and output else output
         carried.append(value if isinstance(value, Tensor) else torch.empty(0))
 
+    def begins(child: nn.Module, args: object, output: Any) -> None:
+        beginnings.update(leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+
     with ExitStack() as stack:
+        for child in owners.values():
+            if isinstance(child, nn.Embedding):
+                stack.callback(child.register_forward_hook(begins).remove)
         for name, child in {**blocks, **owners}.items():
             stack.callback(child.register_forward_pre_hook(partial(before, name), with_kwargs=True).remove)
         for name, child in blocks.items():
@@ -109,7 +116,7 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
     if any(True for _ in twin.parameters(recurse=False)):
         problems.append("the outermost module has parameters of its own")
     problems += _kinds(twin, head)
-    problems += _crossings(twin, names, head, carried, output)
+    problems += _crossings(twin, names, beginnings, carried, output)
     return Anatomy(blocks=tuple(names), head=tuple(head), tail=tuple(tail)), problems
 
 
@@ -134,9 +141,8 @@ def without_values(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Mo
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        memo[id(parameter)] = nn.Parameter(
-            torch.empty(parameter.shape, dtype=kind), requires_grad=parameter.requires_grad
-        )
+        trains = kind.is_floating_point or kind.is_complex  # frozen ones, too: the graph tells what crosses a cut
+        memo[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=kind), requires_grad=trains)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
     return copy.deepcopy(module, memo)
@@ -149,15 +155,13 @@ def _kinds(twin: nn.Module, head: Iterable[str]) -> list[str]:
 
 
 def _crossings(
-    twin: nn.Module, names: Sequence[str], head: Sequence[str], carried: Sequence[Tensor], output: object
+    twin: nn.Module, names: Sequence[str], beginnings: Collection[Any], carried: Sequence[Tensor], output: object
 ) -> list[str]:
     """Return what leads from the first blocks to the output otherwise than by the value that the cut carries."""
     leaves = [leaf for leaf in tree_leaves(_plain(output)) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    later = {id(parameter) for name in names for parameter in twin.get_submodule(name).parameters()}
     owner: dict[int, tuple[int, str]] = {}
     for place, name in enumerate(names):
         owner.update({id(parameter): (place, name) for parameter in twin.get_submodule(name).parameters()})
-    ends = {id(parameter) for name in head for parameter in twin.get_submodule(name).parameters()} - later
     for place in range(len(names) - 1):
         seen, stack = {carried[place].grad_fn}, [leaf.grad_fn for leaf in leaves]
         while stack:
@@ -165,19 +169,13 @@ def _crossings(
             if node is None or node in seen:
                 continue
             seen.add(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None:
-                at = owner.get(id(variable))
-                if at is not None and at[0] <= place:
-                    return [f"its output uses something of {at[1]} beside what {at[1]} hands to the next block"]
-                if id(variable) in ends and not _tied(twin, variable):
-                    return ["a later part uses an embedding's result beside what its blocks hand on"]
+            if node in beginnings:
+                return ["its output uses an embedding's result beside what its blocks hand on"]
+            at = owner.get(id(getattr(node, "variable", None)))
+            if at is not None and at[0] <= place:
+                return [f"its output uses something of {at[1]} beside what {at[1]} hands to the next block"]
             stack += [further for further, _ in node.next_functions]
     return []
-
-
-def _tied(twin: nn.Module, parameter: Tensor) -> bool:
-    return sum(held is parameter for _, held in twin.named_parameters(remove_duplicate=False)) > 1
 
 
 def _plain(output: object) -> object:

@@ -9,17 +9,19 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from meshpar import _torch
 from meshpar.core.errors import MeshparError
 from meshpar.passes.pipeline.schedule import actions
 from meshpar.passes.pipeline.stand_ins import Carried
 from meshpar.placements import local_tensor
+from meshpar.replicas import digest_of_several
 
 Micro = TypeVar("Micro")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMS = 6
-_HEADER = 5  # numbers before the sizes
+_HEADER = 6  # numbers before the sizes
 
 
 class _StageEndsError(BaseException):
@@ -54,7 +56,7 @@ class Layers:
         self.group, self._carried, self.shared = group, carried, shared
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._runs, self._device = False, torch.device("cpu")
-        self._number = self._count = 0
+        self._number = self._count = self._calls = self._digest = 0
         self._arrived: Tensor | None = None
         self._left: Tensor | None = None
         self._header: list[int] = []
@@ -100,7 +102,11 @@ class Layers:
                 self._number = action.number
                 value = self._forward(batches[action.number], loss)
                 left = value if self.ends else self._left
-                assert left is not None, "the last block of this stage has run"
+                if not isinstance(left, Tensor):
+                    raise MeshparError(
+                        f"loss(module, micro_batch) returned a {type(value).__name__} and called the module "
+                        f"{self._calls} times; call it once and return a scalar tensor"
+                    )
                 if self.ends:
                     total += left.detach()
                 running[action.number] = self._arrived, left
@@ -129,7 +135,9 @@ class Layers:
         return found
 
     def _forward(self, batch: Micro, function: Callable[[nn.Module, Micro], Any]) -> Any:
-        self._arrived = self._left = None
+        self._arrived, self._left, self._calls = None, None, 0
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        self._digest = int(digest_of_several(tensors))
         with self._running():
             try:
                 return function(self._module, batch)
@@ -163,6 +171,12 @@ class Layers:
         def enter(*args: Any, **kwargs: Any) -> Any:
             if not self._runs:
                 raise refused()
+            self._calls += 1
+            if self._calls > 1:
+                raise MeshparError(
+                    "the module is called twice for one micro-batch, and stages hand on one value of each; join the "
+                    "inputs of both calls along the samples"
+                )
             self._begin()
             output = inner(*args, **kwargs)
             if not self.ends:
@@ -183,11 +197,16 @@ class Layers:
         dist.recv(header, group=self.group, group_src=self.rank - 1)
         self._header = header.tolist()
         self._carried.dtype, self._carried.width = _DTYPES[self._header[0]], self._header[1]
-        number, count = self._header[3:_HEADER]
+        number, count, digest = self._header[3:_HEADER]
         if (number, count) != (self._number, self._count):
             raise MeshparError(
                 f"stage {self.rank - 1} is at micro-batch {number} of {count}, and stage {self.rank} at "
                 f"{self._number} of {self._count}; give all ranks of pp the same micro-batches, those of par.data_rank"
+            )
+        if digest != self._digest:
+            raise MeshparError(
+                f"stage {self.rank - 1} and stage {self.rank} have different micro-batches (number {number}); give all "
+                "ranks of pp the same ones, those of par.data_rank"
             )
 
     @_torch.eager
@@ -208,7 +227,7 @@ class Layers:
         value = output[0] if isinstance(output, tuple) else output
         self._left, data = value, value.detach().contiguous()
         width = len(output) - 1 if isinstance(output, tuple) else -1
-        header = [_DTYPES.index(data.dtype), width, data.ndim, self._number, self._count, *data.shape]
+        header = [_DTYPES.index(data.dtype), width, data.ndim, self._number, self._count, self._digest, *data.shape]
         header += [0] * (_HEADER + _MOST_DIMS - len(header))
         self._send(torch.tensor(header, device=self._device), self.rank + 1)
         self._send(data, self.rank + 1)
