@@ -49,12 +49,12 @@ class Leftover:
 
     @property
     def ours(self) -> bool:
-        """Whether this process works on it: another one may have had its number before."""
+        """This process works on it: another one may have had its number before."""
         return self.host == host_name() and self.process == os.getpid() and self.id.startswith(process_id(self.process))
 
     @property
     def held(self) -> bool:
-        """Whether another process is writing it, as far as can be told."""
+        """Another process is writing it, as far as can be told."""
         if self.host != host_name():
             return self.age_s() <= LEASE_S
         return not self.ours and not self.abandoned()

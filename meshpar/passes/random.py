@@ -70,9 +70,7 @@ def digest(device: torch.device, generator: torch.Generator | None = None) -> to
 
 @final
 class SplitState:
-    """Whether random numbers are drawn for a rank's part of activations at the moment, or for what the axis's ranks
-    share.
-    """
+    """Tell random numbers for a rank's part of activations from those for what the axis's ranks share."""
 
     def __init__(self) -> None:
         self._device = torch.device("cpu")

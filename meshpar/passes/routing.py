@@ -21,8 +21,8 @@ INTERFACE = "(hidden states (N, D), chosen experts (N, K) of an integer dtype, t
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What decides by values of tensors how many rows go where. The forecast, whose tensors have none, hands in one
-    that assumes.
+    """Decide by values of tensors how many rows go where. The forecast, whose tensors have none, hands in one that
+    assumes.
 
     Attributes:
         skew: rows of the busiest rank relative to equal routing, for who assumes.

@@ -16,6 +16,7 @@ import meshpar
 from meshpar.serving import receive, send
 from meshpar.testing import on_ranks
 from tests.support.models_for_parity import transformer
+from tests.support.patience import patient
 
 SHAPES = [(64, 1000), (100_000,), (0,), (3,)]
 
@@ -87,7 +88,7 @@ def test_each_version_that_is_served_is_whole_whoever_is_killed(tmp_path, kills)
         running[which].kill()
         running[which].join()
         running[which] = start(which)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + patient(120)
     while newest() < STOP - 1 and time.monotonic() < deadline:
         for which, process in running.items():
             if process.exitcode not in (None, 0):

@@ -41,7 +41,7 @@ class Arrivals:
         self._looks = Looks()
 
     def agree(self, name: str, x: Tensor, group: dist.ProcessGroup) -> None:
-        """See that every rank of ``group`` comes to ``name`` now, with a tensor of the shape of ``x``."""
+        """Check that every rank of ``group`` comes to ``name`` now, with a tensor of the shape of ``x``."""
         if self.guards == "off":
             return
         if self.sends is not None:
