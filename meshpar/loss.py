@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,57 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 
 IGNORE_INDEX = -100
+
+Found = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+"""A loss, or a loss and values to report beside it."""
+
+
+@final
+class Totals:
+    """The sums over the micro-batches of a step: of their losses, and of the values that are reported beside them.
+
+    Attributes:
+        loss: the sum of the losses, a scalar without gradient.
+        values: name -> sum; None: the losses come alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss, self.values = torch.zeros((), device=device), dict[str, torch.Tensor]()
+        self._several = False
+
+    def add(self, found: Found) -> torch.Tensor:
+        """Add those of a micro-batch, and return its loss."""
+        loss, values = found if isinstance(found, tuple) else (found, {})
+        self._several = self._several or isinstance(found, tuple)
+        self.loss += loss.detach()
+        for name, value in values.items():
+            self.values[name] = self.values[name] + value.detach() if name in self.values else value.detach()
+        return loss
+
+    def returned(self) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the sums in the form in which the losses came."""
+        return (self.loss, self.values) if self._several else self.loss
+
+    def form(self) -> tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]]:
+        """Return what another rank needs to know before it gets the sums."""
+        return self._several, [(name, tuple(value.shape), value.dtype) for name, value in self.values.items()]
+
+    def flat(self) -> torch.Tensor:
+        """Return all values in one tensor of the widest dtype that the device has."""
+        dtype = torch.float32 if self.loss.device.type == "mps" else torch.float64
+        flat = [value.reshape(-1).to(self.loss.device, dtype) for value in self.values.values()]
+        return torch.cat([self.loss.new_empty(0, dtype=dtype), *flat])
+
+    def take(
+        self, loss: torch.Tensor, form: tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]], flat: torch.Tensor
+    ) -> None:
+        """Take the sums of another rank."""
+        self.loss, (self._several, parts) = loss, form
+        sizes = [math.prod(shape) for _, shape, _ in parts]
+        self.values = {
+            name: part.view(shape).to(dtype)
+            for (name, shape, dtype), part in zip(parts, flat.split(sizes), strict=True)
+        }
 
 
 def token_loss(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -125,6 +125,23 @@ def check_equal(
         raise MeshparError(
             f"{what} differ between ranks that must hold the same:\n  {shown}" + (f"\n{remedy}" if remedy else "")
         )
+
+
+def of_all_ranks(
+    tensors: Mapping[str, Tensor], split: Mapping[str, Collection[str]]
+) -> tuple[dict[str, Tensor], dict[str, Collection[str]], dict[str, list[bool]]]:
+    """Return what :func:`check_equal` compares where ranks have different layers: tensors and the axes that split them,
+    of all ranks' names, an empty one where this rank has none; and name -> whether each rank has it.
+
+    Collective: every rank of the world calls it.
+    """
+    mine = {name: (tensor.dtype, tuple(split[name])) for name, tensor in tensors.items()}
+    every: list[dict[str, tuple[torch.dtype, tuple[str, ...]]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, mine, group=runtime.hosts())
+    known = {name: kind for rank in every for name, kind in rank.items()}
+    named = {name: tensors.get(name, torch.empty(0, dtype=dtype)) for name, (dtype, _) in known.items()}
+    axes: dict[str, Collection[str]] = {name: axes for name, (_, axes) in known.items()}
+    return named, axes, {name: [name in rank for rank in every] for name in known}
 
 
 def _first_with_the_same(numbers: Sequence[int]) -> Tensor:

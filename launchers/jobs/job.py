@@ -36,6 +36,7 @@ from meshpar.launchers.jobs.models import with_weights
 from meshpar.launchers.jobs.preflight import opened, patience_s
 from meshpar.launchers.recipes.named import objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.passes.applied import all_parameters
 from meshpar.training.console import Console
 from meshpar.training.data import Batches
 from meshpar.training.elastic import Replicas
@@ -407,8 +408,9 @@ def _sequences(recipe: Recipe, batch: int) -> str:
 def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -> None:
     """Print a summary of the run."""
     data, schedule, settings = trainer.data, trainer.planned, trainer.settings
-    parameters = sum(parameter.numel() for parameter in par.module.parameters())
-    trained = sum(parameter.numel() for parameter in par.module.parameters() if parameter.requires_grad)
+    every = all_parameters(par.module)
+    parameters = sum(parameter.numel() for parameter in every)
+    trained = sum(parameter.numel() for parameter in every if parameter.requires_grad)
     part = f", {trained:,} of them trained," if trained < parameters else ""
     batch = data.global_batch
     ranks = par.data_size * (runtime.replica()[1] or 1)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, final
+from typing import Any, Protocol, TypeVar, cast, final, overload
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,14 @@ from meshpar.exact.attach import renew
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.verify import Verification, call, split_test, verified
 from meshpar.log_probs import TokenLogProbs, token_log_probs
+from meshpar.loss import Found as Losses
+from meshpar.loss import Totals
 from meshpar.passes import random
 from meshpar.passes.applied import applied
 from meshpar.passes.installed import before_plan
 from meshpar.passes.untouched import CannotKeep, untouched
 from meshpar.placements import clip_grad_norm_, local_tensor, sharded_axes
-from meshpar.replicas import check_equal
+from meshpar.replicas import check_equal, of_all_ranks
 from meshpar.state import initialize
 from meshpar.state.averaging import Averaged, Decay
 from meshpar.state.full import gather_state, scatter_state
@@ -382,9 +384,23 @@ class Parallelized:
             if "dp_replicate" in self.data_axes and "dp_shard" in self.data_axes:
                 self.module.set_requires_all_reduce(last)  # type: ignore[operator]
 
+    @overload
     def backward(
         self, micro_batches: Iterable[Micro], loss: Callable[[nn.Module, Micro], Tensor], *, reduce_each: bool = False
-    ) -> Tensor:
+    ) -> Tensor: ...
+
+    @overload
+    def backward(
+        self,
+        micro_batches: Iterable[Micro],
+        loss: Callable[[nn.Module, Micro], tuple[Tensor, Mapping[str, Tensor]]],
+        *,
+        reduce_each: bool = False,
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+    def backward(
+        self, micro_batches: Iterable[Micro], loss: Callable[[nn.Module, Micro], Losses], *, reduce_each: bool = False
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Run the forwards and backwards of one optimizer step, on any mesh, and return the sum of the losses.
 
         ``total = par.backward(micro_batches, lambda module, batch: loss_sum(module, batch) * scale)`` is the loop over
@@ -393,22 +409,23 @@ class Parallelized:
 
         Args:
             micro_batches: any iterable; every rank passes the same number, and ranks that share samples the same.
-            loss: ``(module, micro_batch) -> scalar``, of which the gradient is computed.
+            loss: ``(module, micro_batch) -> scalar``, of which the gradient is computed; or ``(scalar, values)`` with
+                tensors to report by name.
             reduce_each: see :meth:`accumulate`.
 
         Returns:
             The sum of this rank's losses over the micro-batches, a scalar; the same on the ranks that share samples.
+            Where ``loss`` returns values, too: ``(sum, sums of the values by name)``.
 
         Collective: every rank calls it.
         """
+        totals = Totals(self.device)
         if (stage := applied(self.module).layers) is not None:
-            return stage.backward(micro_batches, loss, partial(self._reduces, reduce_each), self.device)
-        total = torch.zeros((), device=self.device)
-        for batch in self.accumulate(micro_batches, reduce_each=reduce_each):
-            value = loss(self.module, batch)
-            value.backward()  # type: ignore[no-untyped-call]
-            total += value.detach()
-        return total
+            stage.backward(micro_batches, loss, partial(self._reduces, reduce_each), totals)
+        else:
+            for batch in self.accumulate(micro_batches, reduce_each=reduce_each):
+                totals.add(loss(self.module, batch)).backward()  # type: ignore[no-untyped-call]
+        return totals.returned()
 
     def forward(self, micro_batches: Iterable[Micro], function: Callable[[nn.Module, Micro], Found]) -> list[Found]:
         """Evaluate: return ``function(module, micro_batch)`` of each micro-batch, without gradients, on any mesh.
@@ -672,16 +689,22 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
-        self._refuse_divided_layers("par.check_replicas", "compare replicas on a mesh without it")
         self.reshard()
         self._meet("par.check_replicas")
         state = dict(initialize.state(self.module))
         tensors = {name: local_tensor(tensor) for name, tensor in state.items()}
-        groups = {}
         places = [self.resolved.held.coordinates(rank) for rank in range(self.resolved.held.size)]
-        for name, tensor in state.items():
-            split = sharded_axes(tensor)
-            groups[name] = [hash(tuple(place[axis] for axis in split if axis in place)) for place in places]
+        split: dict[str, Collection[str]] = {name: sharded_axes(tensor) for name, tensor in state.items()}
+        held = dict[str, list[bool]]()
+        if self.resolved.divided(Role.LAYERS):
+            tensors, split, held = of_all_ranks(tensors, split)
+        groups = {
+            name: [
+                hash((tuple(place[axis] for axis in axes if axis in place), *held.get(name, ())[rank : rank + 1]))
+                for rank, place in enumerate(places)
+            ]
+            for name, axes in split.items()
+        }
         check_equal(tensors, groups, "parameters or buffers")
 
     def describe(self) -> Description:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.core.layout import ModelLayout
@@ -32,6 +32,7 @@ class Applied:
         whole: the parameters that data ranks keep whole.
         replica_shards: what the ranks of a replica keep of parameters that all data ranks split.
         layers: the layers that this rank computes, where other ranks compute the others.
+        elsewhere: tensors that other ranks have, by all their names -> their shapes without memory.
         outermost: put around the module's call what stays outside of the guards.
         recomputed: the blocks whose forward runs once more in backward.
         keeps_gathered: forwards leave weights gathered.
@@ -46,10 +47,17 @@ class Applied:
     whole: WholeParameters | None = None
     replica_shards: ReplicaShards | None = None
     layers: Layers | None = None
+    elsewhere: dict[str, Tensor] = field(default_factory=dict)
     outermost: list[Callable[[], None]] = field(default_factory=list)
     recomputed: list[nn.Module] = field(default_factory=list)
     keeps_gathered: bool = False
     selective: bool = False
+
+
+def all_parameters(module: nn.Module) -> list[Tensor]:
+    """Return all parameters of the model, once each: this rank's, and the shapes of those of other ranks."""
+    others = [tensor for tensor in applied(module).elsewhere.values() if isinstance(tensor, nn.Parameter)]
+    return [*module.parameters(), *{id(tensor): tensor for tensor in others}.values()]
 
 
 def applied(module: nn.Module) -> Applied:

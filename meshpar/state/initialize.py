@@ -20,10 +20,12 @@ from meshpar.core.errors import LayoutError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import class_name, covers, matches, suggestion, tied_names
 from meshpar.passes import random
+from meshpar.passes.applied import applied
 from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.replicas import check_equal
 from meshpar.weights import Mapped, WeightSource, dtypes_of
 
+_NONE = 1 << 30  # of the numbers of tied tensors that differ
 _TILE_BYTES = 4 << 20  # of tied tensors that are compared: nothing more than that is held beside a rank's part
 
 
@@ -127,12 +129,13 @@ def from_source(
     held, wanted = fit.held, {name: tensor for name, tensor in state(module) if name not in fit.rebuilt}
     twice = [(name, other) for name in wanted for other in held[name][1:]]
     differing = [twice.index((name, other)) for name in wanted for other in _read(fit.source, held[name], wanted[name])]
-    found = _agreed(min(differing, default=len(twice))) if twice else 0
-    if found < len(twice):
-        name, other = twice[found]
+    divided = bool(applied(module).elsewhere)  # another rank has other tensors, and both ends of ties
+    found = _agreed(min(differing, default=_NONE)) if twice or divided else _NONE
+    if found < _NONE:
+        name, other = twice[found] if found < len(twice) else ("a tensor", "another one")
         raise LayoutError(
-            f"{held[name][0]} and {other} are one tensor in this model and differ in these weights; build the model "
-            "untied, or choose one: ignore=[...] leaves the other unread"
+            f"{held.get(name, [name])[0]} and {other} are one tensor in this model and differ in these weights; build "
+            "the model untied, or choose one: ignore=[...] leaves the other unread"
         )
 
 
@@ -185,7 +188,7 @@ def compared(
     problems += _misfits(
         {name: tensor for name, tensor in wanted.items() if name not in rebuilt}, held, source, cast=cast
     )
-    known = ignored.union(*held.values(), _not_stored(module))
+    known = ignored.union(*held.values(), _not_stored(module), applied(module).elsewhere)
     unexpected = [
         f"unexpected: {named[name]} {tuple(shape)}"
         for name, shape in source.shapes().items()

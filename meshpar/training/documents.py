@@ -94,11 +94,16 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
     }
     part = par.split({name: tensor.to(par.device) for name, tensor in batch.items()})
     mask = part.pop("second")[0]
-    with _alone(par, module) as seen:
+
+    def logits_of(module: nn.Module, part: dict[str, Tensor]) -> Tensor | None:
         logits = getattr(module(**part), "logits", None)
-    if not isinstance(logits, Tensor):
+        logits = logits.to_local() if isinstance(logits, DTensor) else logits
+        return logits.float() if isinstance(logits, Tensor) else None
+
+    with _alone(par, module) as seen:
+        logits = par.forward([part], logits_of)[0] if module is par.module else logits_of(module, part)
+    if logits is None:
         return  # told by the objective
-    logits = (logits.to_local() if isinstance(logits, DTensor) else logits).float()
     moved, control = (
         (logits[[0, 3]] - logits[[1, 4]])[:, mask].abs().flatten(1).amax(1) if mask.any() else logits.new_zeros(2)
     )

@@ -15,6 +15,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.parallelized import Parallelized
 from meshpar.core.patterns import class_name, find_modules, matches
+from meshpar.passes.applied import applied
 from meshpar.passes.experts import rows_in_order
 
 
@@ -38,7 +39,15 @@ class ExpertLoad:
         Raises:
             MeshparError: the layout names nothing to balance by.
         """
-        if problems := list(balance_problems(par.module, par.layout, balance_rate, balance_loss)):
+        self._layers = applied(par.module).layers
+        if self._layers is not None and balance_loss:
+            raise MeshparError(
+                f"balance_loss={balance_loss} needs the logits of all routers on the rank of the loss, and the plan "
+                "divides layers over ranks; use balance_rate, or a mesh without that axis"
+            )
+        if self._layers is None and (
+            problems := list(balance_problems(par.module, par.layout, balance_rate, balance_loss))
+        ):
             raise MeshparError("; ".join(problems))
         self._par, self._rate, self._coefficient, self._steps = par, balance_rate, balance_loss, 0
         experts = _modules(par.module, par.layout.experts)
@@ -139,7 +148,7 @@ class ExpertLoad:
 
         Collective where ``balance_rate`` is set: every rank calls it.
         """
-        if not self._sizes:
+        if not self._sizes and self._layers is None:
             return
         self._fold()
         if self._rate and moved:
@@ -168,18 +177,25 @@ class ExpertLoad:
         flat = self._par.data_sum(
             torch.cat([counter.to(dtype).reshape(-1) for counter in (self._seen, self._choices, self._entropy)])
         )
+        sizes = self._sizes
+        if self._layers is not None:
+            every = self._layers.gathered((flat.cpu(), sizes))
+            sizes = [size for _, found in every for size in found]
+            flat = torch.cat([*(part[:-3] for part, _ in every), sum(part[-3:] for part, _ in every)]).to(flat.device)
+        self._steps, steps = 0, self._steps
+        if not sizes:
+            return {}
         seen, (choices, entropy, tokens) = flat[:-3], flat[-3:]
-        shares = [part / part.sum().clamp(min=1.0) for part in seen.split(self._sizes)]
+        shares = [part / part.sum().clamp(min=1.0) for part in seen.split(sizes)]
         balance = torch.stack(
             [torch.special.entr(share).sum() / math.log(max(2, len(share))) for share in shares]
         ).mean()
-        report = {"least": seen.min() / self._steps, "most": seen.max() / self._steps, "balance": balance}
+        report = {"least": seen.min() / steps, "most": seen.max() / steps, "balance": balance}
         report["dropped"] = 1 - seen.sum() / choices.clamp(min=1)
         if self._par.layout.routers:
             report["entropy"] = entropy / tokens.clamp(min=1)
         for counter in (self._seen, self._choices, self._entropy):
             counter.zero_()
-        self._steps = 0
         return {f"experts/{name}": value for name, value in report.items()}
 
 

@@ -122,11 +122,6 @@ class Trainer:
             flops_per_token: training FLOPs of a token, for MFU; None: no MFU.
         """
         own = {id(parameter) for parameter in par.module.parameters()}
-        if par.spec.axes.get("pp", 1) > 1:
-            raise MeshparError(
-                "the training loop of recipes calls the whole module, and pp divides its layers; train by par.backward "
-                "in a loop of your own, or use a mesh without pp"
-            )
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
             raise MeshparError(
                 "the optimizer holds parameters that the module no longer has; build it after plan.apply and "
@@ -284,23 +279,37 @@ class Trainer:
         Collective: every rank calls it. Empty if the ranks of a run agreed to stop before its end.
         """
         assert self.validation is not None
-        module, tokens = self.par.module, 0
+        module, tokens, validation = self.par.module, 0, self.validation
         totals: dict[str, torch.Tensor] = {}
         module.eval()
-        self.validation.restart()
-        with torch.no_grad(), self._meter.paused():
-            for batch in chain.from_iterable(islice(self.validation.one_epoch(), self.settings.validate_steps)):
-                if self._stop is not None and self._stop.agreed():
-                    module.train()
-                    return {}
+        validation.restart()
+        batches = chain.from_iterable(islice(validation.one_epoch(), self.settings.validate_steps))
+        stopped = False
+
+        def until_stopped() -> Iterator[TensorBatch]:
+            nonlocal tokens, stopped
+            for batch in batches:
+                stopped = self._stop is not None and self._stop.agreed()
+                if stopped:
+                    return
                 batch = self.par.split(batch)
-                loss_sum, more = self._loss(batch, self.validation)
                 self.validated += 1
                 if self.replicas is not None:
                     self.replicas.alive()
                 tokens += self.objective.tokens(batch)
-                for name, value in {"loss": loss_sum, **more}.items():
-                    totals[name] = totals.get(name, 0) + value.float()
+                yield batch
+
+        def losses(module: nn.Module, batch: TensorBatch) -> dict[str, torch.Tensor]:
+            loss_sum, more = self._loss(module, batch, validation)
+            return {name: value.float() for name, value in {"loss": loss_sum, **more}.items()}
+
+        with torch.no_grad(), self._meter.paused():
+            for found in self.par.forward(until_stopped(), losses):
+                for name, value in found.items():
+                    totals[name] = totals.get(name, 0) + value
+            if stopped:
+                module.train()
+                return {}
             count = torch.tensor(float(tokens), device=self.par.device)
             *sums, counted = self.par.data_sum(
                 torch.cat([*(total.reshape(-1) for total in totals.values()), count[None]])
@@ -308,17 +317,19 @@ class Trainer:
         module.train()
         return {"loss": math.nan} | means({name: total.numel() for name, total in totals.items()}, sums, counted)
 
-    def _loss(self, batch: TensorBatch, data: Batches) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    def _loss(
+        self, module: nn.Module, batch: TensorBatch, data: Batches
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Return the summed loss of a batch of this rank, and what else is reported; of a mix also the loss of each
         source.
         """
         batch = self._on_device(batch)
         source = batch.pop("source", None)
         if source is None:
-            loss_sum, _, more = self.objective.loss(self.par.module, batch)
+            loss_sum, _, more = self.objective.loss(module, batch)
             return loss_sum, more
         with token_losses() as losses:
-            loss_sum, _, more = self.objective.loss(self.par.module, batch)
+            loss_sum, _, more = self.objective.loss(module, batch)
         samples: Any = data.samples
         return loss_sum, {**more, **losses_of(list(samples.sources), losses, batch["labels"], source)}
 
@@ -343,21 +354,31 @@ class Trainer:
         tokens = sum(self.objective.tokens(batch) for batch in micro_batches)
         # full: a tensor made of a Python number on a GPU would wait for it
         token_scale = par.begin_token_scale(torch.full((), tokens, dtype=torch.float32, device=par.device))
-        scale = None
-        sums: dict[str, torch.Tensor] = {}
-        for batch in par.accumulate(micro_batches, reduce_each=self.settings.reduce_each):
-            if scale is not None and replicas is None and self._stop is not None and self._stop.agreed():
-                break
-            loss_sum, more = self._loss(batch, self.data)
+        scale: torch.Tensor | None = None
+        left = False
+
+        def until_stopped() -> Iterator[TensorBatch]:
+            nonlocal left
+            for place, batch in enumerate(micro_batches):
+                left = bool(place) and replicas is None and self._stop is not None and self._stop.agreed()
+                if left:
+                    return
+                yield batch
+
+        def loss(module: nn.Module, batch: TensorBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+            nonlocal scale
+            loss_sum, more = self._loss(module, batch, self.data)
             if scale is None:  # not before the first forward, beside which the ranks exchange their counts
                 scale = token_scale() * (1.0 if self.scaler is None else self.scaler.scale)
             balance = (
                 {"balance_loss": self._load.loss(self.objective.tokens(batch))} if self.settings.balance_loss else {}
             )
-            (sum(balance.values(), loss_sum) * scale).backward()
-            for name, value in {"loss": loss_sum, **more, **balance}.items():
-                sums[name] = sums[name] + value.detach() if name in sums else value.detach()
-        else:
+            return sum(balance.values(), loss_sum) * scale, {"loss": loss_sum, **more, **balance}
+
+        _, sums = par.backward(until_stopped(), loss, reduce_each=self.settings.reduce_each)
+        if scale is None:  # this rank has no loss
+            token_scale()
+        if not left:
             return self._finish_step(tokens, sums)
         par.reshard()
         optimizer.zero_grad(set_to_none=True)

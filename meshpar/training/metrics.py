@@ -20,6 +20,7 @@ from torch import nn
 
 from meshpar.imports import need
 from meshpar.loss import IGNORE_INDEX
+from meshpar.passes.applied import all_parameters
 
 _HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float8": 1979e12}
 
@@ -61,7 +62,7 @@ def flops_per_token(module: nn.Module) -> float:
     """Return the training FLOPs of a token as 6 x parameters (Kaplan et al., 2020), without those of attention
     itself.
     """
-    return 6.0 * sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    return 6.0 * sum(parameter.numel() for parameter in all_parameters(module) if parameter.requires_grad)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -192,6 +192,21 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder: Path) -> N
         assert float((tensor - got[name]).abs().max()) <= 1e-5 * float(tensor.abs().max()), name
 
 
+@pytest.mark.nightly
+def test_stages_train_resume_and_export_what_other_meshes_do(folder: Path) -> None:
+    few = ["training.steps=6", "checkpoint.every=3", "model.tied=true"]
+    staged = [*few, "mesh=pp=2,dp_shard=2", "passes=[PipelineParallel, FullyShard]"]
+    run(folder, "sharded", *few)
+    run(folder, "stages", *staged)
+    run(folder, "again", *staged, "training.steps=3", "schedule.steps=6")
+    assert "resuming after step 3" in run(folder, "again", *staged)
+    expected, got, again = (weights(folder, output) for output in ("sharded", "stages", "again"))
+    assert sorted(expected) == sorted(got)
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], again[name]), name
+        assert float((tensor - got[name]).abs().max()) <= 1e-5 * float(tensor.abs().max()), name
+
+
 def test_a_terminal_that_is_closed_during_validation_stops_the_run_with_a_checkpoint(folder: Path) -> None:
     """A validation of minutes does not hold a stop up, and a terminal that is gone loses lines, not the run."""
     shown = []

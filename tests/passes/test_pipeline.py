@@ -235,7 +235,6 @@ def test_a_stage_alone_is_refused():
         lambda: par.load_state_dict({}),
         par.averaged,
         par.published,
-        par.check_replicas,
         lambda: par.adopt("lm_head"),
         lambda: par.verify(mine[0]),
     ):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import meshpar
-from meshpar import FullyShard, MeshparError, Parallelized, Plan, RecipeError, TensorParallel
+from meshpar import FullyShard, MeshparError, Parallelized, PipelineParallel, Plan, RecipeError, TensorParallel
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.passes.random import mix
 from meshpar.placements import local_tensor
@@ -317,6 +317,33 @@ def check_resume(folder: Path, mesh: str, passes: list[Any]) -> None:
     assert outcome.steps == 13 and [record["step"] for record in records.records] == [10, 11, 12, 13]
     assert records.records[-1]["tokens"] == kept.steps[13][2]["tokens"]
     assert_equal(weights(again), weights(whole_run))
+
+
+@on_ranks(2)
+def test_stages_resume_bitwise_with_dropout(tmp_path: Path) -> None:
+    check_resume(tmp_path, "pp=2", [PipelineParallel()])
+
+
+@on_ranks(2)
+def test_stages_train_and_validate_as_one_process(tmp_path: Path) -> None:
+    samples, records = packed(tmp_path), {}
+    for mesh, passes in (("pp=2", [PipelineParallel()]), ("tp=2", [TensorParallel(sequence_parallel=False)])):
+        par, kept = parallel(mesh, passes), Records()
+        held = Batches(samples, micro_batch=4, seed=None)
+        run = trainer(par, samples, steps=3, clip=0.5, validation=held, check_replicas_every=2, reporters=[kept])
+        run.run()
+        records[mesh] = [{name: record[name] for name in NAMED if name in record} for record in kept.records]
+        every: list[Any] = [None, None]
+        dist.all_gather_object(every, weights(par))
+        records[mesh].append(every[0] | every[1])
+    *found, last = records["pp=2"]
+    *expected, whole_weights = records["tp=2"]
+    assert found == [pytest.approx(record, rel=1e-5) for record in expected] and len(found) == 4
+    for name, value in whole_weights.items():
+        torch.testing.assert_close(last[name], value, rtol=1e-4, atol=1e-6)
+
+
+NAMED = ("train/loss", "val/loss", "grad_norm", "step", "tokens", "lr")
 
 
 def test_resuming_is_bitwise_with_dropout(group: None, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.core.layout import ModelLayout
@@ -17,7 +18,7 @@ from meshpar.passes.applied import applied
 from meshpar.passes.pipeline.cuts import Anatomy, blocks_in_line, even_cuts, examine
 from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.schedule import SCHEDULES
-from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, EmbeddingStandIn, TailStandIn
+from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, EmbeddingStandIn, TailStandIn, stand_in
 
 
 @final
@@ -76,20 +77,18 @@ class PipelineParallel(Pass):  # type: ignore[override]
         bounds = [*self._firsts(module, anatomy, ranks), len(anatomy.blocks)]
         shared = _shared(module, anatomy, ranks)
         mine = anatomy.blocks[bounds[rank] : bounds[rank + 1]]
+        before = {**dict(module.named_parameters(remove_duplicate=False)), **_stored_buffers(module)}
         carried = Carried()
         for name in anatomy.blocks:
             if name not in mine:
                 _put(module, name, BlockStandIn(carried))
-        kept = {name for name, at in shared.items() if rank in at}
+        kept = {id(module.get_parameter(name)) for name, at in shared.items() if rank in at}
         for name in anatomy.head if rank > 0 else ():
             old = module.get_submodule(name)
-            assert isinstance(old, nn.Embedding)
-            _put(module, name, EmbeddingStandIn(old, carried, keeps=f"{name}.weight" in kept))
-        for name in anatomy.tail if rank < ranks - 1 else ():
-            old = module.get_submodule(name)
-            first = {id(module.get_parameter(one)): one for one in kept}
-            stays = {leaf: value for leaf, value in old.named_parameters(recurse=False) if id(value) in first}
-            _put(module, name, TailStandIn(old, stays))
+            old.carried = carried  # type: ignore[assignment]
+            stand_in(EmbeddingStandIn, old, kept)
+        for old in [module.get_submodule(name) for name in anatomy.tail if rank < ranks - 1]:
+            stand_in(TailStandIn, old, kept)
         layers = Layers(
             module,
             module.get_submodule(mine[0]),
@@ -99,6 +98,8 @@ class PipelineParallel(Pass):  # type: ignore[override]
             carried,
             {name: at for name, at in shared.items() if rank in at},
         )
+        kept_here = {*dict(module.named_parameters(remove_duplicate=False)), *_stored_buffers(module)}
+        applied(module).elsewhere = _shapes({name: one for name, one in before.items() if name not in kept_here})
         applied(module).layers = layers
         applied(module).outermost.append(layers.install)
 
@@ -120,6 +121,24 @@ def _shared(module: nn.Module, anatomy: Anatomy, ranks: int) -> dict[str, tuple[
     tail = {id(parameter) for name in anatomy.tail for parameter in module.get_submodule(name).parameters()}
     head = {id(parameter) for name in anatomy.head for parameter in module.get_submodule(name).parameters()}
     return {name: (0, ranks - 1) for name, parameter in module.named_parameters() if id(parameter) in tail & head}
+
+
+def _stored_buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, child in module.named_modules()
+        for name, buffer in child._buffers.items()
+        if buffer is not None and name not in child._non_persistent_buffers_set
+    }
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the same tensors without memory, tied ones tied."""
+    known = dict[int, Tensor]()
+    for one in tensors.values():
+        twin = torch.empty_like(one, device="meta")
+        known.setdefault(id(one), nn.Parameter(twin, one.requires_grad) if isinstance(one, nn.Parameter) else twin)
+    return {name: known[id(one)] for name, one in tensors.items()}
 
 
 def _put(module: nn.Module, name: str, child: nn.Module) -> None:

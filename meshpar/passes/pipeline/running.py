@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshpar import _torch
 from meshpar.core.errors import MeshparError
+from meshpar.loss import Found, Totals
 from meshpar.passes.pipeline.schedule import actions
 from meshpar.passes.pipeline.stand_ins import Carried
 from meshpar.placements import local_tensor
@@ -60,6 +63,7 @@ class Layers:
         self._arrived: Tensor | None = None
         self._left: Tensor | None = None
         self._header: list[int] = []
+        self._form: tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]] = (False, [])  # of the last totals
         self._sent: list[tuple[dist.Work, Tensor]] = []  # on their way, the first that was sent first
 
     @property
@@ -79,44 +83,60 @@ class Layers:
     def backward(
         self,
         micro_batches: Iterable[Micro],
-        loss: Callable[[nn.Module, Micro], Tensor],
+        loss: Callable[[nn.Module, Micro], Found],
         reduces: Callable[[bool], None],
-        device: torch.device,
-    ) -> Tensor:
-        """Run forwards and backwards of all micro-batches by the schedule; return the sum of their losses.
+        totals: Totals,
+    ) -> None:
+        """Run forwards and backwards of all micro-batches by the schedule.
 
         Args:
             micro_batches: of one step, the same on all stages.
-            loss: ``(module, micro_batch) -> loss``.
+            loss: ``(module, micro_batch) -> loss``, or with values to report.
             reduces: is called before each backward: whether it is the last, in which gradients are reduced.
-            device: of this rank.
+            totals: gets the sums, on all stages.
 
         Collective over the stages.
         """
         batches, running = list(micro_batches), dict[int, tuple[Tensor | None, Tensor]]()
-        self._count, self._device = len(batches), device
+        self._count, self._device = len(batches), totals.loss.device
         before = self._set_aside()
-        total = torch.zeros((), device=device)
         for action in actions(self._schedule, self.rank, self.ranks, len(batches)):
             if action.kind == "F":
                 self._number = action.number
                 value = self._forward(batches[action.number], loss)
-                left = value if self.ends else self._left
+                left = (value[0] if isinstance(value, tuple) else value) if self.ends else self._left
                 if not isinstance(left, Tensor):
                     raise MeshparError(
                         f"loss(module, micro_batch) returned a {type(value).__name__} and called the module "
-                        f"{self._calls} times; call it once and return a scalar tensor"
+                        f"{self._calls} times; call it once and return a scalar tensor, "
+                        "or one and values to report"
                     )
                 if self.ends:
-                    total += left.detach()
+                    totals.add(value)
                 running[action.number] = self._arrived, left
             else:
                 reduces(action.number == len(batches) - 1)
                 self._backward(*running.pop(action.number))
         self._settle()
         self._add_shared(before)
-        dist.broadcast(total, group=self.group, group_src=self.ranks - 1)
-        return total
+        self._share(totals)
+
+    def _share(self, totals: Totals) -> None:
+        """Give all stages the sums of the last one."""
+        form = totals.form() if self.ends else self._form
+        both = torch.stack([totals.loss, totals.loss.new_tensor(float(form != self._form))])
+        dist.broadcast(both, group=self.group, group_src=self.ranks - 1)
+        loss, changed = both
+        if changed:
+            forms = [form]
+            dist.broadcast_object_list(forms, group=self.group, group_src=self.ranks - 1, device=self._device)
+            self._form = forms[0]
+        flat = totals.flat()
+        if self._form[1]:
+            if not self.ends:
+                flat = flat.new_empty(sum(math.prod(shape) for _, shape, _ in self._form[1]))
+            dist.broadcast(flat, group=self.group, group_src=self.ranks - 1)
+        totals.take(loss, self._form, flat)
 
     @torch.no_grad()
     def forward(
@@ -126,13 +146,20 @@ class Layers:
 
         Collective over the stages.
         """
-        batches, found = list(micro_batches), list[Any]()
-        self._count, self._device = len(batches), device
-        for self._number, batch in enumerate(batches):
+        found = list[Any]()
+        self._count, self._device = -1, device
+        for self._number, batch in enumerate(micro_batches):
             found.append(self._forward(batch, function))
         self._settle()
-        dist.broadcast_object_list(found, group=self.group, group_src=self.ranks - 1)
-        return found
+        found = tree_map_only(Tensor, Tensor.cpu, found)
+        dist.broadcast_object_list(found, group=self.group, group_src=self.ranks - 1, device=device)
+        return tree_map_only(Tensor, partial(Tensor.to, device=device), found)
+
+    def gathered(self, mine: Any) -> list[Any]:
+        """Return what each stage has, the first stage's first. Collective over the stages."""
+        every = [None] * self.ranks
+        dist.all_gather_object(every, mine, group=self.group)
+        return every
 
     def _forward(self, batch: Micro, function: Callable[[nn.Module, Micro], Any]) -> Any:
         self._arrived, self._left, self._calls = None, None, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, final
 
 import torch
@@ -36,41 +37,35 @@ class BlockStandIn(nn.Module):
         return hidden if width < 0 else (hidden, *(None,) * width)
 
 
-@final
 class EmbeddingStandIn(nn.Module):
-    """Return zeros of an embedding's shape, without memory for them.
-
-    Attributes:
-        weight: the embedding's parameter, where another module of this stage has it, too.
-    """
+    """Return NaN in an embedding's shape, without memory: a loss that uses it is NaN, too."""
 
     stands_in = True
-
-    def __init__(self, old: nn.Embedding, carried: Carried, *, keeps: bool) -> None:
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = old.num_embeddings, old.embedding_dim
-        self.padding_idx, self._carried = old.padding_idx, carried
-        if keeps:
-            self.weight = old.weight
+    carried: Carried
+    embedding_dim: int
 
     def forward(self, ids: Tensor) -> Tensor:
-        return torch.zeros((), dtype=self._carried.dtype, device=ids.device).expand(*ids.shape, self.embedding_dim)
+        value = torch.full((), torch.nan, dtype=self.carried.dtype, device=ids.device)
+        return value.expand(*ids.shape, self.embedding_dim)
 
 
-@final
 class TailStandIn(nn.Module):
-    """Return what it is called with, in the place of a norm or a head behind the last block.
-
-    Attributes:
-        weight: the module's parameter, where another module of this stage has it, too.
-    """
+    """Return what it is called with, in the place of a norm or a head behind the last block."""
 
     stands_in = True
-
-    def __init__(self, old: nn.Module, kept: dict[str, nn.Parameter]) -> None:
-        super().__init__()
-        for name, parameter in kept.items():
-            self.register_parameter(name, parameter)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
+
+
+def stand_in(kind: type[nn.Module], old: nn.Module, kept: Collection[int]) -> None:
+    """Turn a module into its stand-in, which is of its class and draws its first weights, without parameters but those
+    whose numbers are ``kept``, because another module of this stage has them.
+    """
+    for name, parameter in old._parameters.items():
+        if id(parameter) not in kept:
+            old._parameters[name] = None
+    old._buffers.clear()
+    for name in list(old._modules):
+        delattr(old, name)
+    old.__class__ = type(f"{type(old).__name__}StandIn", (kind, type(old)), {})
