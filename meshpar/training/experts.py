@@ -181,7 +181,9 @@ class ExpertLoad:
         if self._layers is not None:
             every = self._layers.gathered((flat.cpu(), sizes))
             sizes = [size for _, found in every for size in found]
-            flat = torch.cat([*(part[:-3] for part, _ in every), sum(part[-3:] for part, _ in every)]).to(flat.device)
+            flat = torch.cat(
+                [*(part[:-3] for part, _ in every), torch.stack([part[-3:] for part, _ in every]).sum(0)]
+            ).to(flat.device)
         self._steps, steps = 0, self._steps
         if not sizes:
             return {}

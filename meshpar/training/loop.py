@@ -370,6 +370,7 @@ class Trainer:
             loss_sum, more = self._loss(module, batch, self.data)
             if scale is None:  # not before the first forward, beside which the ranks exchange their counts
                 scale = token_scale() * (1.0 if self.scaler is None else self.scaler.scale)
+            assert scale is not None, "a product of tensors"
             balance = (
                 {"balance_loss": self._load.loss(self.objective.tokens(batch))} if self.settings.balance_loss else {}
             )
