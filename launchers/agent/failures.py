@@ -29,30 +29,8 @@ from meshpar.core.errors import (
     ReplicaError,
     seen_at,
 )
-from meshpar.signals import STOPPING
-
-NO_USE = 78
-"""Exit code when another start would fail as well (sysexits.h: EX_CONFIG): problems of a recipe or plan, a failed
-preflight, or starts that make no step."""
-
-RETRY = 75
-"""Exit code of a replica that cannot go on with the others, when another start may succeed (sysexits.h:
-EX_TEMPFAIL).
-"""
-
-STOPPED = {128 + number for number in STOPPING}
-"""Exit codes of ranks that a signal stopped."""
-
-SCRATCH = "MESHPAR_SCRATCH"
-"""Environment variable with a folder of this machine for errors that cannot be written to the logs, as on a full
-disk.
-"""
-
-SHUTDOWN_S = 600
-"""Seconds between a signal, after which ranks write a checkpoint, and SIGKILL."""
-
-OTHERS_S = 1.0
-"""Seconds that a rank or node gives the others to write their errors, so that the first can be named."""
+from meshpar.launchers import environment
+from meshpar.launchers.agent.terms import NO_USE, OTHERS_S, RETRY, STOPPED, task
 
 _EXITS = ("os._exit", "sys.exit")
 _FULL_MEMORY = (
@@ -206,7 +184,8 @@ def _write(logs: Path, failure: Failure) -> None:
 
 
 def _folders(logs: Path) -> list[Path]:
-    return [logs, *([Path(os.environ[SCRATCH])] if SCRATCH in os.environ else [])]
+    working = task()
+    return [logs] if working is None else [logs, working.scratch]
 
 
 def record_kills(logs: Path, exit_codes: Mapping[int, int]) -> None:
@@ -324,7 +303,7 @@ def note_start(logs: Path) -> None:
     """
     if in_vain(logs):
         raise RepeatedFailureError(IN_VAIN)
-    start = f"{logs.name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    start = f"{logs.name}/{environment.restart()}"
     if start not in _starts(logs):  # nodes that join an elastic job start its ranks again, which is no failure
         with _starts_file(logs).open("a", encoding="utf-8") as file:
             file.write(f"{start}\n")
@@ -363,8 +342,8 @@ def _starts(logs: Path) -> list[str]:
 
 
 def _starts_file(logs: Path) -> Path:
-    """Return the file beside the folders of all starts; the scheduler's job has its id in MESHPAR_JOB_ID."""
-    return logs.parent / f"{os.environ.get('MESHPAR_JOB_ID') or logs.name}.no-step"
+    """Return the file beside the folders of all starts, named by what they share."""
+    return logs.parent / f"{environment.series() or logs.name}.no-step"
 
 
 @contextmanager
@@ -384,12 +363,12 @@ def watched(
     if stall_s is None or runtime.world_size() == 1 or not runtime.launched():
         yield
         return
-    rank, logs = runtime.rank(), os.environ.get("MESHPAR_LOGS")
+    rank, working = runtime.rank(), task()
     store = runtime.meeting_store("watchdog", timeout_s=_CONNECT_S)
 
     def record(verdict: str, sure: bool) -> None:
-        if logs is not None:
-            record_stall(Path(logs), rank, verdict, cause=sure)
+        if working is not None:
+            record_stall(working.logs, rank, verdict, cause=sure)
 
     with Watchdog(stall_s, store, progress, rank=rank, world_size=runtime.world_size(), moves=moves, on_stall=record):
         yield

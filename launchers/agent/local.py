@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,14 +23,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from meshpar.core.errors import LaunchError, MeshparError, RepeatedFailureError
+from meshpar.launchers import environment
 from meshpar.launchers.agent.check_in import checked_in, children, reach_head, told_while_joining
 from meshpar.launchers.agent.failures import (
     IN_VAIN,
-    NO_USE,
-    OTHERS_S,
-    SCRATCH,
-    SHUTDOWN_S,
-    STOPPED,
     exit_code,
     first_error,
     forget_left,
@@ -39,16 +35,21 @@ from meshpar.launchers.agent.failures import (
     recorded,
 )
 from meshpar.launchers.agent.rank_logs import Shown, log_file, start_id
+from meshpar.launchers.agent.terms import (
+    COMPLETE,
+    MEETING_S,
+    NO_RESTART,
+    NO_USE,
+    OTHERS_S,
+    SHUTDOWN_S,
+    STOPPED,
+    RankTask,
+    at_work,
+)
 from meshpar.signals import STOPPING, heard, put_back
 
 if TYPE_CHECKING:
     from meshpar.launchers.recipes.recipe import Recipe  # loads all that a job may use, which a script does without
-
-COMPLETE, NO_RESTART = "complete", "no-restart"
-"""Marker files in a start's log folder: the job is complete; another start would fail like this one."""
-
-MEETING_S = 900
-"""Seconds that agents of different nodes wait for each other."""
 
 _SHUTDOWN_AFTER_FAILURE_S = 30  # torch's own
 
@@ -134,20 +135,17 @@ def launch_recipe(recipe: Recipe, placement: Placement, logs: Path | None = None
     Raises:
         MeshparError: see :func:`launch`.
     """
-    with tempfile.TemporaryDirectory(prefix="meshpar-") as folder:
-        path = Path(folder) / "recipe.yaml"
-        path.write_text(recipe.to_yaml(), encoding="utf-8")
-        return launch(["recipe", str(path)], placement, logs or recipe.folder / "logs", sys.stderr)
+    return launch({"kind": "recipe", "recipe": recipe.sent()}, placement, logs or recipe.folder / "logs", sys.stderr)
 
 
-def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextIO) -> int:
+def launch(work: Mapping[str, Any], placement: Placement, logs: Path, console: TextIO) -> int:
     """Run this node's ranks until they end.
 
     The signals of :mod:`meshpar.signals` are passed on to the ranks, which write a checkpoint and stop. No process is
     left running.
 
     Args:
-        work: arguments of :mod:`meshpar.launchers.jobs.worker`.
+        work: fields of :class:`meshpar.launchers.agent.terms.RankTask` that say what is run.
         placement: number and place of the ranks.
         logs: folder of logs. Each start of the job has a subfolder with one file per rank.
         console: stream that receives rank 0's output.
@@ -164,13 +162,20 @@ def launch(work: Sequence[str], placement: Placement, logs: Path, console: TextI
         logs = (logs / placement.run_id).absolute()
         logs.mkdir(parents=True, exist_ok=True)
         terminal = console.isatty() and placement.nodes == 1
-        _set_environment(placement, terminal)
-        os.environ[SCRATCH] = folder
+        _set_environment(placement)
+        task = RankTask(
+            logs=logs,
+            scratch=Path(folder),
+            terminal=terminal,
+            most_ranks=placement.nodes * placement.ranks if placement.elastic else 0,
+            **work,
+        )
+        stack.enter_context(at_work(task)).write()
         config = _config(placement, folder)
         if not terminal and not placement.node_rank:
             stack.enter_context(Shown(log_file(logs, 0), console))
         try:
-            elastic_launch(config, sys.executable)("-m", "meshpar.launchers.jobs.worker", str(logs), *work)
+            elastic_launch(config, sys.executable)("-m", "meshpar.launchers.jobs.worker", str(logs), folder)
         except ChildFailedError as failed:
             _ignore_signals()
             codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
@@ -261,7 +266,7 @@ def _numa(ranks: int) -> dict[str, Any]:
     Unless the environment sets it, ranks are bound where each has a GPU of the same number, numactl is there, and no
     scheduler gave this process a part of the CPUs alone, which numactl would refuse to leave.
     """
-    mode = os.environ.get("MESHPAR_NUMA_BINDING")
+    mode = environment.numa_binding()
     if not mode:
         whole = (
             sys.platform == "linux"
@@ -270,7 +275,7 @@ def _numa(ranks: int) -> dict[str, Any]:
         )
         if (
             not whole
-            or "MESHPAR_FIRST_DEVICE" in os.environ
+            or environment.shares_devices()
             or not torch.cuda.is_available()
             or torch.cuda.device_count() != ranks
         ):
@@ -282,19 +287,20 @@ def _numa(ranks: int) -> dict[str, Any]:
     return {} if mode == "off" else {"numa_options": NumaOptions(affinity_mode=AffinityMode(mode))}
 
 
-def _set_environment(placement: Placement, terminal: bool) -> None:
-    """Set the environment that the ranks inherit."""
-    # "Gloo connectFullMesh failed": with torch 2.13's default, restarted ranks reuse the failed ranks' TCPStore, read
-    # stale addresses there and fail every time. With this setting each start makes a new store.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+def _set_environment(placement: Placement) -> None:
+    """Set the environment that the ranks inherit, where the user has not."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // placement.ranks)))
-    if torch.cuda.is_available() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    suggested = {
+        # "Gloo connectFullMesh failed": with torch 2.13's default, restarted ranks reuse the failed ranks' TCPStore,
+        # read stale addresses there and fail every time. With this setting each start makes a new store.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": str(max(1, cores // placement.ranks)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
+    }
+    if torch.cuda.is_available() and not environment.allocator():
         # Blocks of gathered parameters and of activations differ in size: segments of fixed size fragment.
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
-    os.environ["MESHPAR_TERMINAL"] = str(int(terminal))
-    os.environ["MESHPAR_ELASTIC"] = str(placement.nodes * placement.ranks if placement.elastic else 0)
+        suggested["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    environment.suggest(suggested)
     # torch's own reports of a failure would repeat the rank's error, which the caller prints once.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):

@@ -17,14 +17,9 @@ from types import TracebackType
 from typing import final
 
 from meshpar.launchers.agent.check_in import Waiting
-from meshpar.launchers.agent.failures import NO_USE, RETRY, STOPPED
 from meshpar.launchers.agent.rank_logs import start_id
 from meshpar.launchers.agent.starting import free_port
-
-SILENT_S = 20.0
-"""Seconds without a word after which a node is lost. A killed node is noticed at once, because its connection
-closes.
-"""
+from meshpar.launchers.agent.terms import NO_USE, RETRY, SILENT_S, STOPPED
 
 _BEAT_S, _ANSWER_S, _POLL_S = 1.0, 5.0, 0.05
 

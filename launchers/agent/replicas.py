@@ -25,11 +25,11 @@ from meshpar.checkpoints import CheckpointManager
 from meshpar.core import runtime
 from meshpar.core.errors import LaunchError, ReplicaError
 from meshpar.core.mesh import MeshSpec
+from meshpar.launchers import environment
 from meshpar.launchers.agent.check_in import children
-from meshpar.launchers.agent.failures import NO_USE, RETRY, SHUTDOWN_S, STOPPED
-from meshpar.launchers.agent.local import COMPLETE
 from meshpar.launchers.agent.meeting import Meeting, Start, publish
 from meshpar.launchers.agent.starting import handling
+from meshpar.launchers.agent.terms import COMPLETE, NO_USE, RETRY, SHUTDOWN_S, STOPPED
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.signals import heard
 from meshpar.training import Lighthouse
@@ -203,11 +203,15 @@ class _Replica:
         self._was_complete = self._complete.exists()  # a run that now goes on
         self._meeting = Meeting(address, number, division.node, division.nodes)
         self._restarts, self._recipe, self._logs = restarts, recipe, logs / f"replica-{number}"
-        self._environment = {**os.environ, "MESHPAR_REPLICA": str(number), "MESHPAR_REPLICAS": str(division.count)}
-        self._environment["MESHPAR_FIRST_DEVICE"] = str(division.here.index(number) * division.ranks_here)
-        self._environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(_threads(division))
-        if "MESHPAR_JOB_ID" in os.environ:  # starts without a step are counted for each replica
-            self._environment["MESHPAR_JOB_ID"] = f"{os.environ['MESHPAR_JOB_ID']}-{number}"
+        changes = {
+            "MESHPAR_REPLICA": str(number),
+            "MESHPAR_REPLICAS": str(division.count),
+            "MESHPAR_FIRST_DEVICE": str(division.here.index(number) * division.ranks_here),
+            "OMP_NUM_THREADS": environment.threads() or str(_threads(division)),
+        }
+        if environment.series():  # starts without a step are counted for each replica
+            changes["MESHPAR_JOB_ID"] = f"{environment.series()}-{number}"
+        self._environment = environment.inherited(changes)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = self._signals = 0
 

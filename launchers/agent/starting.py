@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshpar.core.errors import LaunchError
+from meshpar.launchers import environment
 from meshpar.signals import STOPPING, heard, put_back
 
 if TYPE_CHECKING:
@@ -47,13 +48,8 @@ def adopt_srun() -> str:
     Raises:
         LaunchError: a variable is missing or the node list cannot be read.
     """
-    known = os.environ
-    if (
-        "RANK" in known
-        or "SLURM_PROCID" not in known
-        or "SLURM_STEP_ID" not in known
-        or int(known.get("SLURM_STEP_NUM_TASKS", "1")) < 2
-    ):
+    known = environment.srun()
+    if not known:
         return ""
     try:
         nodes = known["SLURM_STEP_NODELIST"]
@@ -72,8 +68,7 @@ def adopt_srun() -> str:
             f"this is a task of a SLURM step, but {error} is missing or cannot be read; start it with srun, or with "
             "torchrun"
         ) from error
-    for name, value in values.items():
-        os.environ.setdefault(name, value)
+    environment.suggest(values)
     return f"{known['SLURM_JOB_ID']}.{known['SLURM_STEP_ID']}-{known.get('SLURM_RESTART_COUNT', '0')}"
 
 

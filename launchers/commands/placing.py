@@ -70,17 +70,17 @@ def refuse_placement(placement: Mapping[str, object]) -> None:
         )
 
 
-def from_kubeflow(environment: Mapping[str, str]) -> Given:
-    """Return the placement from Kubeflow's ``PET_`` variables, which have torchrun's options."""
+def from_kubeflow(options: Mapping[str, str]) -> Given:
+    """Return the placement from Kubeflow's variables, see :func:`meshpar.launchers.environment.kubeflow`."""
     found: Given = {}
-    if "PET_NNODES" in environment:
-        found["nodes"] = environment["PET_NNODES"]
-    if "PET_NPROC_PER_NODE" in environment:
-        found["nproc"] = environment["PET_NPROC_PER_NODE"]
-    if "PET_NODE_RANK" in environment:
-        found["node_rank"] = int(environment["PET_NODE_RANK"])
-    if "PET_MASTER_ADDR" in environment:
-        found["head"] = f"{environment['PET_MASTER_ADDR']}:{environment.get('PET_MASTER_PORT', '29500')}"
+    if "NNODES" in options:
+        found["nodes"] = options["NNODES"]
+    if "NPROC_PER_NODE" in options:
+        found["nproc"] = options["NPROC_PER_NODE"]
+    if "NODE_RANK" in options:
+        found["node_rank"] = int(options["NODE_RANK"])
+    if "MASTER_ADDR" in options:
+        found["head"] = f"{options['MASTER_ADDR']}:{options.get('MASTER_PORT', '29500')}"
     return found
 
 

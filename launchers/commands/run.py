@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from meshpar.core import runtime
 from meshpar.core.errors import LaunchError
+from meshpar.launchers import environment
 from meshpar.launchers.agent.local import launch
 from meshpar.launchers.agent.starting import adopt_srun
 from meshpar.launchers.commands.placing import (
@@ -56,7 +56,7 @@ def run(
     kind = "module" if module else "script" if what.endswith(".py") else "recipe"
     if kind == "script" and not Path(what).is_file():
         raise LaunchError(f"there is no file {what}; give the path of a script, -m MODULE, or a recipe")
-    given: Given = {**from_kubeflow(os.environ), **said(placement)}
+    given: Given = {**from_kubeflow(environment.kubeflow()), **said(placement)}
     if kind == "recipe":
         from meshpar.launchers.commands.train import (
             run_recipe,
@@ -72,7 +72,7 @@ def run(
     if (step := adopted(given, placement)) is not None:
         with first_error_of(logs, step):
             return run_code(kind, what, arguments)
-    return launch([kind, what, *arguments], placed(given), logs, sys.stdout)
+    return launch({"kind": kind, "what": what, "arguments": tuple(arguments)}, placed(given), logs, sys.stdout)
 
 
 def run_doctor(
@@ -102,11 +102,9 @@ def run_doctor(
     with tempfile.TemporaryDirectory(prefix="meshpar-doctor-") as logs:
         # Rank 0 prints the report; the exit code of findings is no failure of a rank.
         found = Path(logs) / "findings"
-        os.environ["MESHPAR_FINDINGS"] = str(found)
+        work = {"kind": "module", "what": _RANK, "arguments": (*arguments, f"findings={found}")}
         try:
-            code = launch(
-                ["module", _RANK, *arguments], placed({**given, "meeting_s": int(wait_s)}), Path(logs), sys.stdout
-            )
+            code = launch(work, placed({**given, "meeting_s": int(wait_s)}), Path(logs), sys.stdout)
         except LaunchError as error:
             raise LaunchError(f"the doctor could not finish: {error}") from error
         return 1 if found.exists() else code

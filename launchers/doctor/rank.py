@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Args:
         arguments: ``mesh=TEXT``, ``wait=SECONDS``, ``folder=PATH`` (checkpoints), ``profile=PATH`` (hardware profile to
-            write).
+            write), ``findings=PATH`` (the launcher's file).
     """
     given = dict(argument.split("=", 1) for argument in arguments)
     spec = mesh_of(given.get("mesh", "auto"))
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         if profile:
             Path(given["profile"]).write_text(profile, encoding="utf-8")
             print(f"profile: {given['profile']}")
-    wanted = os.environ.get("MESHPAR_FINDINGS")
+    wanted = given.get("findings")
     if report.findings and wanted is not None:
         Path(wanted).touch()
     return 1 if report.findings and wanted is None else 0

@@ -5,7 +5,6 @@ reports.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
@@ -17,13 +16,10 @@ from meshpar.launchers.recipes.sections import DataSection
 from meshpar.training.elastic import Replicas
 from meshpar.training.metrics import Metrics, Reporter
 
-WHOLE = "MESHPAR_ELASTIC"
-"""Environment variable with the number of ranks of an elastic job without lost nodes; 0 in any other job."""
 
-
-def fitted(recipe: Recipe, world_size: int) -> Recipe:
-    """Return the recipe on a mesh of ``world_size`` ranks, with the same global batch; unchanged outside of an elastic
-    job.
+def fitted(recipe: Recipe, world_size: int, whole: int) -> Recipe:
+    """Return the recipe on a mesh of ``world_size`` of ``whole`` ranks, with the same global batch; unchanged outside
+    of an elastic job, where ``whole`` is 0.
 
     More, or smaller, micro-batches compensate for lost data ranks. If the remaining data ranks do not divide the batch,
     the nearest batch that they divide is used, and a note reports the change.
@@ -31,7 +27,6 @@ def fitted(recipe: Recipe, world_size: int) -> Recipe:
     Raises:
         LaunchError: no legal mesh fits; the message has the reason.
     """
-    whole = int(os.environ.get(WHOLE, "0"))
     if whole in (0, world_size):
         return recipe
     before, now = _meshes(recipe.mesh, whole, world_size)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ from meshpar.core.errors import CheckpointError, MeshparError, RecipeError, Stor
 from meshpar.core.parallelized import Parallelized
 from meshpar.homes import expanded
 from meshpar.launchers.agent.failures import failed_at, last_failed_at, made_step, watched
+from meshpar.launchers.agent.terms import task
 from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.jobs.elastic import Elected
 from meshpar.launchers.jobs.forecasting import forecast_feedback
@@ -374,10 +374,10 @@ def _new_steps_noted(trainer: Trainer) -> Iterator[None]:
     """Note the first new step of this start for the launcher, which does not start a job without new steps again and
     again.
     """
-    if "MESHPAR_LOGS" not in os.environ:
+    if (assigned := task()) is None:
         yield
         return
-    logs, once = Path(os.environ["MESHPAR_LOGS"]), functools.cache(made_step)
+    logs, once = assigned.logs, functools.cache(made_step)
     last = last_failed_at(logs)
     trainer.optimizer.register_step_post_hook(lambda *_: once(logs) if trainer.step > last else None)
     try:

@@ -1,4 +1,4 @@
-"""Run one rank for the agent: ``python -m meshpar.launchers.jobs.worker LOGS recipe|script|module WHAT [ARGS]``."""
+"""Run one rank for the agent: ``python -m meshpar.launchers.jobs.worker LOGS FOLDER``; the folder has its task."""
 
 from __future__ import annotations
 
@@ -18,37 +18,34 @@ from types import FrameType, ModuleType
 from typing import NoReturn
 
 from meshpar.core.errors import LaunchError, MeshparError
-from meshpar.launchers.agent.failures import (
-    NO_USE,
-    RETRY,
-    SHUTDOWN_S,
-    STOPPED,
-    exit_code,
-    forget,
-    note_os_exit,
-    note_start,
-    note_sys_exit,
-    record,
-)
+from meshpar.launchers import environment
+from meshpar.launchers.agent.failures import exit_code, forget, note_os_exit, note_start, note_sys_exit, record
 from meshpar.launchers.agent.rank_logs import copy_output, redirect
 from meshpar.launchers.agent.starting import quick_imports
+from meshpar.launchers.agent.terms import NO_USE, RETRY, SHUTDOWN_S, STOPPED, RankTask, at_work, read_task, task
 from meshpar.signals import exit_code_of, heard
 
 _SET_DEATH_SIGNAL = 1  # linux/prctl.h: PR_SET_PDEATHSIG
 
 
 def main() -> int:
-    """Run the work. An error is recorded for the launcher, which prints only the first error of all ranks."""
-    logs, kind, what, *arguments = sys.argv[1:]
-    folder, rank = Path(logs), int(os.environ["RANK"])
-    on_terminal = rank == 0 and os.environ.get("MESHPAR_TERMINAL") == "1"
-    (copy_output if on_terminal else redirect)(folder, rank)
+    """Run the task. The command line names the logs for whoever looks for a job's processes."""
+    _, folder = sys.argv[1:]
+    with at_work(read_task(Path(folder))) as assigned:
+        return _run(assigned, environment.rank())
+
+
+def _run(assigned: RankTask, rank: int) -> int:
+    """Run a task as one rank. An error is recorded for the launcher, which prints only the first error of all ranks."""
+    folder = assigned.logs
+    (copy_output if rank == 0 and assigned.terminal else redirect)(folder, rank)
     forget(folder, rank)
     note_os_exit(folder, rank)
-    os.environ["MESHPAR_LOGS"] = logs  # for the watchdog's report
     end_with_parent()
     try:
-        return run_recipe(what) if kind == "recipe" else run_code(kind, what, arguments)
+        if assigned.kind == "recipe":
+            return run_recipe(assigned)
+        return run_code(assigned.kind, assigned.what, assigned.arguments)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -59,28 +56,24 @@ def main() -> int:
         record(folder, rank, error, hide=__file__)
         if rank:  # the launcher shows rank 0's log, and the error itself once
             traceback.print_exc()
-        if (
-            isinstance(error, MeshparError)
-            and exit_code(error) in (NO_USE, RETRY)
-            and os.environ["TORCHELASTIC_MAX_RESTARTS"] != "0"
-        ):
+        if isinstance(error, MeshparError) and exit_code(error) in (NO_USE, RETRY) and environment.starts_again():
             os.kill(os.getppid(), signal.SIGTERM)  # the agent restarts ranks whatever their error is
         return 1
 
 
-def run_recipe(path: str) -> int:
-    """Train a recipe as one rank."""
+def run_recipe(assigned: RankTask) -> int:
+    """Train a task's recipe as one rank."""
     with quick_imports():
         from meshpar.launchers.jobs.elastic import fitted
         from meshpar.launchers.jobs.job import run_job
-        from meshpar.launchers.recipes.loading import load_recipe
+        from meshpar.launchers.recipes.recipe import received
 
-    if os.environ["RANK"] == "0":
-        note_start(Path(os.environ["MESHPAR_LOGS"]))
-    recipe = load_recipe(path)
+    if environment.rank() == 0:
+        note_start(assigned.logs)
+    recipe = received(assigned.recipe)
     known = len(recipe.notes)
-    recipe = fitted(recipe, int(os.environ["WORLD_SIZE"]))
-    if os.environ["RANK"] == "0":
+    recipe = fitted(recipe, environment.world_size(), assigned.most_ranks)
+    if environment.rank() == 0:
         for note in recipe.notes[known:]:
             print(f"note: {note}", file=sys.stderr)
     return exit_code_of(run_job(recipe).stopped)
@@ -114,7 +107,8 @@ def _unheard(number: int, frame: FrameType | None) -> NoReturn:
         "SIGUSR1 asked the script to save and stop, but the script has no handler for it, so nothing is saved; set "
         "one by signal.signal(signal.SIGUSR1, ...), save a checkpoint, and end with sys.exit(128 + signal.SIGUSR1)"
     )
-    record(Path(os.environ["MESHPAR_LOGS"]), int(os.environ["RANK"]), error)
+    if (assigned := task()) is not None:
+        record(assigned.logs, environment.rank(), error)
     os._exit(1)
 
 
@@ -125,7 +119,7 @@ def end_with_parent() -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
-    launcher, limit_s = os.pidfd_open(os.getppid()), float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_S))
+    launcher, limit_s = os.pidfd_open(os.getppid()), environment.shutdown_s(SHUTDOWN_S)
 
     def follow() -> None:
         select.select([launcher], [], [])

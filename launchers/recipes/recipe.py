@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, final
@@ -10,6 +11,7 @@ from pydantic import PrivateAttr
 
 from meshpar.checkpoints.storage import place as storage
 from meshpar.homes import expanded
+from meshpar.launchers.recipes.named import make_importable
 from meshpar.launchers.recipes.schema import Section, build
 from meshpar.launchers.recipes.sections import (
     CheckpointSection,
@@ -128,6 +130,26 @@ class Recipe(Section):
 
     def to_yaml(self) -> str:
         """Return the recipe as resolved: reading this text gives the same recipe."""
+        data = self._plain()
+        models = [section["model"] for section in (data, data.get("teacher")) if section]
+        for section, tag in ((data["optimizer"], "name"), *((model, "kind") for model in models)):
+            if "class" in section:  # which says what kind it is
+                del section[tag]
+        return to_yaml(data)
+
+    def sent(self) -> dict[str, Any]:
+        """Return the resolved recipe as a launcher sends it to ranks, which :func:`received` reads there."""
+        document = self._document or Document(self.name, {})
+        return {
+            "recipe": self._plain(),
+            "notes": list(self._notes),
+            "name": document.name,
+            "lines": list(document.lines.items()),
+            "overrides": list(document.overrides.items()),
+        }
+
+    def _plain(self) -> dict[str, Any]:
+        """Return the fields as plain data."""
         data = self.model_dump(mode="json")
         data["model"] = _model_text(self.model)
         if isinstance(self.optimizer, Own):
@@ -146,12 +168,24 @@ class Recipe(Section):
             del data["teacher"]
         else:
             data["teacher"] = {**_written(data["teacher"]), "model": _model_text(self.teacher.model)}
-        return to_yaml(data)
+        return data
+
+
+def received(sent: Mapping[str, Any]) -> Recipe:
+    """Return the recipe that a launcher sent by :meth:`Recipe.sent`: it was checked there, and its messages name the
+    lines of the file that the launcher read.
+    """
+    lines, overrides = ({tuple(place): text for place, text in sent[name]} for name in ("lines", "overrides"))
+    document = Document(sent["name"], sent["recipe"], lines, overrides)
+    if "code" in sent["recipe"]:
+        make_importable(expanded(Path(sent["recipe"]["code"])))
+    recipe = Recipe.model_validate_json(json.dumps(sent["recipe"]))
+    return recipe.read_from(document).noting(sent["notes"])
 
 
 def _own_text(section: Own) -> dict[str, Any]:
     """Return a class of the user's own with its keywords, None included: that may be what a keyword is set to."""
-    fields = section.model_dump(mode="json", by_alias=True, exclude={"kind", "name"})
+    fields = section.model_dump(mode="json", by_alias=True)
     return {name: value for name, value in fields.items() if name in section.keywords or value not in (None, [])}
 
 

@@ -761,13 +761,12 @@ def test_a_mesh_is_worked_out_anew_from_what_is_left(mesh: str, ranks: int, left
     assert str(MeshSpec(mesh).shrunk(ranks)) == left
 
 
-def test_ranks_that_make_no_legal_mesh_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MESHPAR_ELASTIC", "4")
+def test_ranks_that_make_no_legal_mesh_are_refused(folder: Path) -> None:
     recipe = load_recipe("job.yaml", ["mesh=dp_shard=2,tp=2"])
     with pytest.raises(LaunchError, match=r"3 of the job's 4 ranks are left: .* tp=2 needs a multiple of 2"):
-        elastic.fitted(recipe, 3)
-    assert elastic.fitted(recipe, 4) is recipe
-    smaller = elastic.fitted(recipe, 2)
+        elastic.fitted(recipe, 3, 4)
+    assert elastic.fitted(recipe, 4, 4) is recipe
+    smaller = elastic.fitted(recipe, 2, 4)
     assert (smaller.mesh, smaller.data.accumulate) == ("dp_shard=1,tp=2", 2), "the same global batch"
 
 
@@ -791,12 +790,11 @@ def test_the_batch_of_an_elastic_job_is_kept_or_its_change_is_told(
     now: tuple[object, ...],
     message: str,
 ) -> None:
-    monkeypatch.setenv("MESHPAR_ELASTIC", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     recipe = load_recipe(
         "job.yaml", [f"mesh={mesh}", f"data.micro_batch={micro_batch}", f"data.accumulate={accumulate}"]
     )
-    fitted = elastic.fitted(recipe, left)
+    fitted = elastic.fitted(recipe, left, 4)
     assert (fitted.mesh, fitted.data.micro_batch, fitted.data.accumulate) == now
     assert message in fitted.notes[-1]
 

@@ -26,10 +26,11 @@ from torch.distributed.elastic.multiprocessing import PContext
 from meshpar import LaunchError, ParallelError
 from meshpar.launchers.agent import check_in, failures
 from meshpar.launchers.agent.check_in import checked_in
-from meshpar.launchers.agent.failures import NO_USE, Failure, error_file, first_error, forget_left, recorded
+from meshpar.launchers.agent.failures import Failure, error_file, first_error, forget_left, recorded
 from meshpar.launchers.agent.local import Placement, _config, _identified, _patient, _set_environment
 from meshpar.launchers.agent.rank_logs import Shown
 from meshpar.launchers.agent.starting import free_port
+from meshpar.launchers.agent.terms import NO_USE, RankTask, at_work
 from meshpar.launchers.commands.placing import from_kubeflow, placed
 from meshpar.launchers.jobs.job import _new_steps_noted
 from tests.support.patience import patient, until
@@ -320,11 +321,9 @@ def test_a_failure_that_repeats_at_one_step_is_not_retried_to_the_end(tmp_path: 
 
 
 @pytest.mark.parametrize(("below", "noted"), [(None, 7), (RuntimeError("Connection closed by peer"), -1)])
-def test_a_lost_peer_is_no_failure_that_repeats(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, below: Exception | None, noted: int
-) -> None:
-    monkeypatch.setenv("MESHPAR_LOGS", str(tmp_path))
-    with pytest.raises(ParallelError), _new_steps_noted(Mock(step=7)):
+def test_a_lost_peer_is_no_failure_that_repeats(tmp_path: Path, below: Exception | None, noted: int) -> None:
+    task = RankTask(logs=tmp_path, scratch=tmp_path)
+    with pytest.raises(ParallelError), at_work(task), _new_steps_noted(Mock(step=7)):
         raise ParallelError("failed") from below
     assert failures.last_failed_at(tmp_path) == noted
 
@@ -438,10 +437,10 @@ def test_ranks_with_a_gpu_each_are_bound_and_their_memory_grows_unless_somebody_
     )
     os.environ["MESHPAR_NUMA_BINDING"] = "off"
     assert _config(Placement(ranks=8), "x").numa_options is None
-    _set_environment(Placement(ranks=8), terminal=False)
+    _set_environment(Placement(ranks=8))
     assert os.environ.pop("PYTORCH_ALLOC_CONF") == "expandable_segments:True"
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:512"
-    _set_environment(Placement(ranks=8), terminal=False)
+    _set_environment(Placement(ranks=8))
     assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
@@ -521,13 +520,7 @@ def test_nodes_without_an_id_agree_on_one(tmp_path: Path) -> None:
 def test_placements() -> None:
     assert placed({"nproc": "4"}) == Placement(ranks=4)
     assert placed({"nproc": 2, "nodes": "1:3", "head": "a:1"}) == Placement(ranks=2, nodes=3, least_nodes=1, head="a:1")
-    kubeflow = {
-        "PET_NNODES": "2",
-        "PET_NPROC_PER_NODE": "4",
-        "PET_NODE_RANK": "1",
-        "PET_MASTER_ADDR": "a",
-        "PET_MASTER_PORT": "3",
-    }
+    kubeflow = {"NNODES": "2", "NPROC_PER_NODE": "4", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "3"}
     assert placed(from_kubeflow(kubeflow)) == Placement(ranks=4, nodes=2, least_nodes=2, node_rank=1, head="a:3")
 
 

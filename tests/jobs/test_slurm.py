@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from meshpar.launchers.agent.failures import NO_USE
+from meshpar.launchers.agent.terms import NO_USE
 from meshpar.launchers.cli import app
 from tests.support.hosts import Hosts, Unavailable
 from tests.support.patience import until

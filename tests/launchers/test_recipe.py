@@ -27,7 +27,7 @@ from meshpar.launchers.converters.translate import translate
 from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.recipes.loading import load_recipe, resolve, shipped
 from meshpar.launchers.recipes.named import make_passes
-from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.launchers.recipes.recipe import Recipe, received
 from meshpar.launchers.recipes.yamlfile import parse_document
 from meshpar.training.template import TEMPLATES
 from meshpar.training.tokens import write_tokens
@@ -90,6 +90,16 @@ def test_the_resolved_text_reads_back_as_the_same_recipe() -> None:
     assert again.to_yaml() == text
     assert "param_dtype: bfloat16" in text
     assert "kv_heads" not in text  # what was not written stays the shape's own business
+
+
+@pytest.mark.parametrize("more", [(), ("model={class: tests.support.models_for_parity.Masked, vocab: 300}",)])
+def test_ranks_receive_the_recipe_that_the_launcher_read_and_name_its_lines(more: tuple[str, ...]) -> None:
+    recipe = read(SMALL, "passes=[FullyShard: {param_dtype: bf16}]", "optimizer.eps=1e-8", *more)
+    recipe = recipe.noting(["a note"])
+    there = received(json.loads(json.dumps(recipe.sent())))
+    assert there == recipe and there.notes == ("a note",)
+    for field in ("model", "training.steps", "optimizer.eps", "passes.0", "mesh"):
+        assert there.where(field) == recipe.where(field)
 
 
 def test_every_fault_is_told_at_once_with_line_path_and_nearest_name() -> None:
@@ -322,7 +332,7 @@ def test_a_mixture_reads_back_and_is_checked(tmp_path: Path) -> None:
         "llama3}], tokenizer: %s}"
     )
     recipe = read(SMALL, mix % "bpe")
-    assert read(recipe.to_yaml()) == recipe
+    assert read(recipe.to_yaml()) == received(recipe.sent()) == recipe
     assert build.check_job(recipe, 2) == []
     write_tokens(tmp_path / "a.bin", [[1] * 600], vocab_size=300, eos_id=0)
     (tmp_path / "b.txt").write_text("text " * 200)
@@ -366,7 +376,8 @@ def test_a_model_without_position_ids_is_refused_before_a_rank_starts() -> None:
 def test_the_recipes_that_come_with_meshpar_are_right() -> None:
     assert {"quickstart", "gpt2", "hsdp_tp"} <= set(shipped())
     for name in shipped():
-        load_recipe(name)
+        recipe = load_recipe(name)
+        assert received(json.loads(json.dumps(recipe.sent()))) == recipe
     gpt2 = load_recipe("gpt2")
     model = build.build_model(gpt2, datasets.vocab_size_of(gpt2))
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
