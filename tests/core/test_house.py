@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import re
 import subprocess
@@ -117,21 +118,53 @@ EXTRAS = {
 }
 
 
+@functools.cache
 def sources():
-    for folder, package in FOLDERS.items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            inner = path.relative_to(ROOT / folder).with_suffix("").parts
-            yield path, ".".join([package, *(part for part in inner if part != "__init__")])
+    return [
+        (
+            path,
+            ".".join(
+                [
+                    package,
+                    *(part for part in path.relative_to(ROOT / folder).with_suffix("").parts if part != "__init__"),
+                ]
+            ),
+        )
+        for folder, package in FOLDERS.items()
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def trees():
+    """Keep what is parsed, some hundred MB, no longer than these tests run."""
+    yield
+    for kept in (parsed, nodes):
+        kept.cache_clear()
+
+
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes(path):
+    return list(ast.walk(parsed(path)))
+
+
+@functools.cache
 def imports(path, name):
+    return list(imported(path))
+
+
+def imported(path):
     """The absolute names that a module imports, wherever in it, also for types alone; a package's own names are
     loaded on first use.
     """
-    tree = ast.parse(path.read_text())
-    lazy = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    lazy = [node for node in nodes(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
     later = {id(inner) for node in lazy for inner in ast.walk(node)} if path.name == "__init__.py" else set()
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if id(node) in later:
             continue
         if isinstance(node, ast.Import):
@@ -166,7 +199,7 @@ def test_ranks_are_kept_unless_a_test_says_why_not():
     known = {"timeout_s", "fresh"}
     found = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "on_ranks":
                 unknown = {keyword.arg for keyword in node.keywords} - known
                 found += [f"{path.name}:{node.lineno}: {word}" for word in unknown]
@@ -215,7 +248,7 @@ def test_one_file_asks_what_kind_of_storage_a_place_is():
     askers = {
         str(path.relative_to(ROOT))
         for path, _ in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) == "isinstance"
         and kinds.search(ast.unparse(node.args[1]))
@@ -246,11 +279,7 @@ def test_there_are_no_cycles():
 
 
 def test_no_function_changes_a_global():
-    found = [
-        name
-        for path, name in sources()
-        if any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text())))
-    ]
+    found = [name for path, name in sources() if any(isinstance(node, ast.Global) for node in nodes(path))]
     assert not found
 
 
@@ -272,14 +301,13 @@ def test_the_core_knows_no_pass_by_name():
     for path, name in sources():
         if not name.startswith("meshpar.") or part_of(name) in {"passes", "models", "checkpoints", "launchers"}:
             continue
-        tree = ast.parse(path.read_text())
         loops = [
             node
-            for node in ast.walk(tree)
+            for node in nodes(path)
             if isinstance(node, ast.For | ast.comprehension) and "passes" in ast.unparse(node.iter)
         ]
         loop_names = {target.id for loop in loops for target in ast.walk(loop.target) if isinstance(target, ast.Name)}
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if isinstance(node, ast.Compare) and any(
                 isinstance(side, ast.Constant) and side.value in PASSES for side in node.comparators
             ):
@@ -299,7 +327,7 @@ def test_no_code_asks_whether_ranks_are_simulated():
     askers = [
         name
         for path, name in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Compare)
         and any(isinstance(side, ast.Constant) and side.value == "fake" for side in node.comparators)
     ]
@@ -314,7 +342,7 @@ def test_one_place_asks_what_kind_of_device_it_is():
     """Others ask meshpar.core.runtime for what matters: whether memory is the host's, whether work is queued."""
     askers = []
     for path, name in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             asks = any(
                 isinstance(inner, ast.Constant) and inner.value == "cpu" for side in sides for inner in ast.walk(side)
@@ -432,15 +460,17 @@ def test_a_start_loads_no_more_than_it_needs(module, unneeded):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+@functools.cache
 def constants(path):
     """The numbers and texts that a module's code writes; its docstrings are not code."""
-    tree = ast.parse(path.read_text())
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    found = []
+    docstrings = {id(node.value) for node in nodes(path) if isinstance(node, ast.Expr)}
+    for node in nodes(path):
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
-            yield -node.operand.value
+            found.append(-node.operand.value)
         elif isinstance(node, ast.Constant) and id(node) not in docstrings:
-            yield node.value
+            found.append(node.value)
+    return found
 
 
 FACTS = {
@@ -508,7 +538,7 @@ NAMES = {
 def test_a_name_means_one_thing():
     found = {name: set() for name in NAMES}
     for path, _ in sources():
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             names = [node.name] if isinstance(node, ast.ClassDef) else []
             names += (
                 [target.id for target in node.targets if isinstance(target, ast.Name)]
