@@ -16,9 +16,9 @@ from tests.passes.test_world import ODD, SEQUENCE, WORLD
 from tests.support.models_for_parity import VOCAB
 
 
-@pytest.mark.parametrize(("model", "plan"), cases(8))
-def test_parity(model, plan):
-    check_8(model, plan)
+@pytest.mark.parametrize(("model", "plan", "forms"), cases(8))
+def test_parity(model, plan, forms):
+    check_8(model, plan, forms)
 
 
 @on_ranks(8)

@@ -142,9 +142,7 @@ LONG = ("recomputed-and-compiled", "replicate")
 @pytest.mark.parametrize(
     "plan",
     [
-        *daily(
-            [plan for plan in PLANS if plan not in LONG], *(plan for plan in PLANS if plan not in (*LONG, "compiled"))
-        ),
+        *daily([plan for plan in PLANS if plan not in LONG], "fsdp-tp", "recomputed-in-part", "replicate-tp"),
         *(pytest.param(plan, marks=pytest.mark.long) for plan in LONG),
     ],
 )
@@ -157,7 +155,7 @@ def equals_one_process(plan):
     assert_equals_one_process(*PLANS[plan], [4, 4, 4, 4])
 
 
-@pytest.mark.parametrize("plan", ["replicate", "hsdp", "fsdp-tp", "recomputed"])
+@pytest.mark.parametrize("plan", daily(["replicate", "hsdp", "fsdp-tp", "recomputed"], "hsdp"))
 def test_uneven_batches_equal_one_process(plan):
     uneven(plan)
 

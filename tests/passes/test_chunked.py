@@ -15,6 +15,7 @@ from meshpar.placements import local_tensor
 from meshpar.testing import on_ranks
 from meshpar.training.objectives import CausalLM
 from tests.support.models_for_parity import VOCAB, Masked, gpt2, huggingface, transformer
+from tests.support.tiers import daily
 
 SP = TensorParallel(sequence_parallel=True, loss_parallel=True)
 MODELS = {
@@ -85,17 +86,16 @@ def test_loss_and_gradients_are_the_plain_ones(name, dtype):
         )
 
 
-@pytest.mark.parametrize(
-    ("mesh", "passes"),
-    [
-        ("dp_shard=4", [FullyShard()]),
-        ("dp_replicate=2,dp_shard=2", [HybridShard()]),
-        ("dp_replicate=2,tp=2", [TensorParallel(), Replicate()]),
-        ("dp_shard=2,tp=2", [TensorParallel(loss_parallel=True), FullyShard()]),
-        ("dp_shard=2,tp=2", [SP, FullyShard()]),
-    ],
-    ids=str,
-)
+PLANS = [
+    ("dp_shard=4", [FullyShard()]),
+    ("dp_replicate=2,dp_shard=2", [HybridShard()]),
+    ("dp_replicate=2,tp=2", [TensorParallel(), Replicate()]),
+    ("dp_shard=2,tp=2", [TensorParallel(loss_parallel=True), FullyShard()]),
+    ("dp_shard=2,tp=2", [SP, FullyShard()]),
+]
+
+
+@pytest.mark.parametrize(("mesh", "passes"), daily(PLANS, PLANS[0], PLANS[4], ids=str))
 @on_ranks(4)
 def test_every_plan_gives_the_plain_gradients(mesh, passes):
     ids, labels = batch()

@@ -76,8 +76,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "place", "transport"),
-    daily(CASES, (2, 0, "gather"), (2, 0, "heads"), (4, 1, "gather"), (4, 2, "gather"), (4, 2, "heads")),
+    ("ranks", "place", "transport"), daily(CASES, (2, 0, "gather"), (2, 0, "heads"), (4, 2, "heads"))
 )
 def test_a_part_of_the_sequence_on_each_rank_equals_one_process(ranks, place, transport):
     on_ranks(ranks)(in_parts)("transformer", transport, place)
@@ -86,9 +85,7 @@ def test_a_part_of_the_sequence_on_each_rank_equals_one_process(ranks, place, tr
 OTHERS = [(model, transport) for model in ("gpt2", "hf-gpt2", "llama", "gemma2") for transport in ("gather", "heads")]
 
 
-@pytest.mark.parametrize(
-    ("model", "transport"), daily(OTHERS, ("hf-gpt2", "gather"), ("llama", "heads"), ("gemma2", "gather"))
-)
+@pytest.mark.parametrize(("model", "transport"), daily(OTHERS, ("hf-gpt2", "gather"), ("gemma2", "gather")))
 def test_a_part_of_the_sequence_is_exact_for_models_by_others(model, transport):
     on_ranks(2)(in_parts)(model, transport)
 
@@ -433,17 +430,19 @@ def own(name):
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
-@pytest.mark.parametrize("name", daily(OWN, "qwen3_next"))
-def test_what_mixes_positions_in_its_own_way_is_computed_whole(name):
-    whole(name)
+MIXING = [(name, transport) for name in OWN for transport in ("gather", "heads")]
+
+
+@pytest.mark.parametrize(("name", "transport"), daily(MIXING, ("qwen3_next", "heads")))
+def test_what_mixes_positions_in_its_own_way_is_computed_whole(name, transport):
+    whole(name, transport)
 
 
 @on_ranks(2)
-def whole(name):
+def whole(name, transport):
     steps = token_steps(VOCAB, parts=2, micro_batches=2)
-    for transport in ("gather", "heads"):
-        passes = [ContextParallel(transport=transport), ActivationCheckpoint(), FullyShard()]
-        assert_parity(functools.partial(own, name), "dp_shard=1,cp=2", passes, steps)
+    passes = [ContextParallel(transport=transport), ActivationCheckpoint(), FullyShard()]
+    assert_parity(functools.partial(own, name), "dp_shard=1,cp=2", passes, steps)
 
 
 @pytest.mark.parametrize("compiled", daily([False, True], False))

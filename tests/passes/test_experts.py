@@ -104,6 +104,7 @@ def test_divided_experts_equal_one_process(ranks, place):
     on_ranks(ranks, timeout_s=90 if ranks < 8 else 500)(divided)(ranks, place)
 
 
+@pytest.mark.nightly
 @on_ranks(4, fresh="closes its groups")
 def test_a_mesh_that_equals_one_whose_groups_are_closed_has_its_own(tmp_path):
     """And the first step is tried although the model makes a cache."""
@@ -126,7 +127,7 @@ def divided(ranks, place):
     import transformers.
     """
     build = mixture if ranks < 8 else own_mixture
-    steps = token_steps(VOCAB, micro_batches=2, parts=max(8, ranks), length=8)
+    steps = token_steps(VOCAB, micro_batches=2, parts=max(4, ranks), length=8)
     assert_parity(build, *MESHES[ranks][place], steps)
 
 
@@ -160,12 +161,12 @@ def test_the_reference_mixture_on_any_mesh_equals_one_process():
 
 @on_ranks(4)
 def test_experts_without_tokens_and_all_tokens_on_one_rank_equal_one_process():
-    assert_parity(on_two_experts, "dp_shard=1,ep=4", [ExpertParallel(), FullyShard()], token_steps(VOCAB))
+    assert_parity(on_two_experts, "dp_shard=1,ep=4", [ExpertParallel(), FullyShard()], token_steps(VOCAB, parts=4))
     assert_parity(
         lambda: mixture(num_experts=6),
         "dp_shard=2,ep=2",
         [ExpertParallel(), FullyShard()],
-        token_steps(VOCAB, batch=1, length=2),
+        token_steps(VOCAB, parts=4, batch=1, length=2),
     )
 
 
@@ -387,7 +388,9 @@ def run_own(model, verify=True):
 @on_ranks(2)
 def test_experts_of_ones_own_that_ranks_cannot_repeat_are_refused_in_the_first_forward():
     """Those that only look wrong, by an attribute that equals the number of experts, train as in one process."""
-    assert_parity(OwnMixture, "dp_shard=1,ep=2", [ExpertParallel(), FullyShard()], token_steps(VOCAB), layout=OWN)
+    assert_parity(
+        OwnMixture, "dp_shard=1,ep=2", [ExpertParallel(), FullyShard()], token_steps(VOCAB, parts=4), layout=OWN
+    )
     for kind, message in [
         (Normalised, r"layers.0.experts \(Normalised\) gives other results .*off by .*use a mesh without ep"),
         (Residual, "layers.0.experts .*a residual"),
@@ -413,7 +416,9 @@ def on_one_rank(experts, x, chosen, weights):
 @on_ranks(2)
 def test_a_rank_without_tokens_divides_nothing_by_zero_and_children_of_experts_train():
     passes = [ExpertParallel(), FullyShard()]
-    assert_parity(lambda: OwnMixture(Rooted, on_one_rank), "dp_shard=1,ep=2", passes, token_steps(VOCAB), layout=OWN)
+    assert_parity(
+        lambda: OwnMixture(Rooted, on_one_rank), "dp_shard=1,ep=2", passes, token_steps(VOCAB, parts=4), layout=OWN
+    )
 
 
 class Noticing(Own):
@@ -501,7 +506,7 @@ def test_experts_that_take_rows_in_their_order_equal_one_process_and_are_counted
             lambda kind=kind, call=call: OwnMixture(kind, call),
             "dp_shard=1,ep=2",
             passes,
-            token_steps(VOCAB),
+            token_steps(VOCAB, parts=4),
             layout=layout,
         )
         torch.manual_seed(0)
@@ -580,8 +585,10 @@ class Scaled(Own):
 @on_ranks(2)
 def test_what_a_model_does_with_its_experts_equals_one_process_or_is_refused_on_all_ranks():
     sharded = [ExpertParallel(), FullyShard(blocks=("layers.*.experts",))]
-    assert_parity(lambda: OwnMixture(call=added_in_place), "dp_shard=1,ep=2", sharded, token_steps(VOCAB), layout=OWN)
-    assert_parity(Shared, "dp_shard=1,ep=2", sharded, token_steps(VOCAB), layout=OWN)
+    assert_parity(
+        lambda: OwnMixture(call=added_in_place), "dp_shard=1,ep=2", sharded, token_steps(VOCAB, parts=4), layout=OWN
+    )
+    assert_parity(Shared, "dp_shard=1,ep=2", sharded, token_steps(VOCAB, parts=4), layout=OWN)
     for kind, call, message in [
         (
             Own,
@@ -644,7 +651,7 @@ ONE_WAY = {4: ("dp_shard=1,ep=4", [ExpertParallel(), FullyShard()]), 2: ("tp=2",
 
 def saves(root):
     par, optimizer = fresh(4, seed=1)
-    train_steps(par, token_steps(VOCAB), optimizer=optimizer)
+    train_steps(par, token_steps(VOCAB, parts=4), optimizer=optimizer)
     CheckpointManager(Path(root) / "from-4").save(1, par, optimizer)
     keep(root, par, optimizer)
 

@@ -103,10 +103,10 @@ def check(build: Any, settings: LoRA, folder: Path, plans: tuple[str, ...], make
     return par
 
 
-NIGHTLY = ("fsdp", "hsdp", "fsdp-tp-sequence")
+NIGHTLY = ("fsdp", "hsdp", "fsdp-tp-sequence", "world")
 
 
-@pytest.mark.parametrize("plans", [("fsdp-tp", "world"), pytest.param(NIGHTLY, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("plans", [("fsdp-tp",), pytest.param(NIGHTLY, marks=pytest.mark.nightly)])
 def test_adapters_train_as_in_one_process_and_are_merged_as_peft_does(plans: tuple[str, ...]) -> None:
     train_and_merge(plans)
 
@@ -143,7 +143,7 @@ def qwen3_moe() -> nn.Module:
 ON_EXPERTS = LoRA(targets=("q_proj",), parameters=("experts.gate_up_proj", "experts.down_proj"), rank=4, alpha=8.0)
 
 
-@pytest.mark.parametrize("plan", daily(["experts", "experts-tp"], "experts-tp"))
+@pytest.mark.parametrize("plan", daily(["experts", "experts-tp"], "experts"))
 def test_adapters_on_divided_experts_train_as_in_one_process_and_are_merged_as_peft_does(plan: str) -> None:
     train_experts(plan)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -50,11 +51,10 @@ SAMPLED = {"transformer", "gpt2-untied", "hf-llama", "hf-llama-tied", "hf-qwen3"
 """Whose kind is under every plan by another model; under the other plans they are in the long form, ``-m long``."""
 SAMPLE = {"fsdp-tp-sequence-loss"}
 """Plans of every model, at night."""
-ONCE = {
-    *((model, "fsdp-tp-sequence-loss") for model in ("gpt2", "hf-llama", "hf-qwen3-tied")),
-    *(("gpt2", "tp-sequence-loss"), ("hf-gpt2", "fsdp-tp")),
-}
-"""Other models in each run of the suite."""
+ONCE = {("hf-llama", "fsdp-tp-sequence-loss"), ("gpt2", "tp-sequence-loss")}
+"""Other models in each run of the suite: as the plan is."""
+RECOMPUTED = ("replicate", "fsdp", "hsdp", "tp-sequence-loss")
+"""Plans that are run with recomputation by day: it beside each pass."""
 ON_EIGHT = {(EVERYWHERE, "hsdp-tp-sequence-loss")}
 """What runs on eight ranks in the suite."""
 
@@ -75,15 +75,26 @@ def with_recomputation(passes, **options):
     return [*passes[:place], ActivationCheckpoint(**options), *passes[place:]]
 
 
-def check(model, plan):
-    """One model under one plan, without and with recomputation, and without guards, accumulating over uneven token counts."""
+def check(model, plan, forms):
+    """One model under one plan, as it is, with recomputation, and without guards, accumulating over uneven token counts."""
     mesh, passes = PLANS[plan]
-    parts = 4 if plan.startswith("hsdp") else 2
+    steps, expected = trained(model, 4 if plan.startswith("hsdp") else 2)
+    for form in forms:
+        assert_parity(
+            MODELS[model],
+            mesh,
+            with_recomputation(passes) if form == "recomputed" else passes,
+            steps,
+            expected=expected,
+            guards="off" if form == "off" else "always",
+        )
+
+
+@functools.cache
+def trained(model, parts):
+    """Steps and what one process makes of them: once in ranks that are kept."""
     steps = token_steps(VOCAB, parts=parts, micro_batches=2)
-    expected = one_process(MODELS[model], steps)
-    assert_parity(MODELS[model], mesh, passes, steps, expected=expected)
-    assert_parity(MODELS[model], mesh, with_recomputation(passes), steps, expected=expected)
-    assert_parity(MODELS[model], mesh, passes, steps, expected=expected, guards="off")
+    return steps, one_process(MODELS[model], steps)
 
 
 check_2, check_4, check_8 = (on_ranks(n)(check) for n in (2, 4, 8))
@@ -95,19 +106,32 @@ def cases(count):
             refused = model == "hf-gpt2" and "sequence" in plan
             if ranks_of(plan) == count and not refused:
                 sampled = (model, plan) in ON_EIGHT if count == 8 else model not in SAMPLED or plan in SAMPLE
-                daily = model == EVERYWHERE or (model, plan) in ONCE
-                marks = [] if sampled and daily else [pytest.mark.nightly] if sampled else [pytest.mark.long]
-                yield pytest.param(model, plan, id=f"{model}-{plan}", marks=marks)
+                daily = by_day(model, plan)
+                nightly = tuple(form for form in FORMS if form not in daily)
+                if daily and sampled:
+                    yield pytest.param(model, plan, daily, id=f"{model}-{plan}")
+                marks = [pytest.mark.nightly if sampled else pytest.mark.long]
+                if forms := nightly if sampled else FORMS:
+                    yield pytest.param(model, plan, forms, id=f"{model}-{plan}-{'-'.join(forms)}", marks=marks)
 
 
-@pytest.mark.parametrize(("model", "plan"), cases(2))
-def test_two_ranks(model, plan):
-    check_2(model, plan)
+FORMS = ("plain", "recomputed", "off")
 
 
-@pytest.mark.parametrize(("model", "plan"), cases(4))
-def test_four_ranks(model, plan):
-    check_4(model, plan)
+def by_day(model, plan):
+    if model == EVERYWHERE:
+        return tuple(form for form in FORMS if form != "recomputed" or plan in RECOMPUTED)
+    return ("plain",) if (model, plan) in ONCE else ()
+
+
+@pytest.mark.parametrize(("model", "plan", "forms"), cases(2))
+def test_two_ranks(model, plan, forms):
+    check_2(model, plan, forms)
+
+
+@pytest.mark.parametrize(("model", "plan", "forms"), cases(4))
+def test_four_ranks(model, plan, forms):
+    check_4(model, plan, forms)
 
 
 class EveryStyle(nn.Module):

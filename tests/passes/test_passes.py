@@ -89,7 +89,7 @@ def test_selective_recomputation_in_mixed_precision():
 @pytest.mark.parametrize(
     ("mesh", "passes"),
     [
-        ("dp_replicate=2", [Compile(backend="aot_eager"), Replicate()]),
+        pytest.param("dp_replicate=2", [Compile(backend="aot_eager"), Replicate()], marks=pytest.mark.nightly),
         pytest.param(
             "dp_replicate=2,dp_shard=1", [Compile(backend="aot_eager"), HybridShard()], marks=pytest.mark.long
         ),
@@ -119,14 +119,15 @@ def test_fsdp_rows_that_do_not_divide():
     assert_parity(lambda: transformer(hidden=50, vocab_size=97), "dp_shard=3", [FullyShard()], token_steps(97, parts=3))
 
 
+@pytest.mark.parametrize("style", [SEQUENCE, pytest.param(TensorParallel(), marks=pytest.mark.nightly)], ids=str)
+def test_tp_features_that_do_not_divide(style):
+    odd_features(style)
+
+
 @on_ranks(4)
-def test_tp_features_that_do_not_divide():
-    assert_parity(
-        lambda: transformer(hidden=7, vocab_size=10, kv_heads=4), "tp=4", [SEQUENCE], token_steps(10, parts=2)
-    )
-    assert_parity(
-        lambda: transformer(hidden=7, vocab_size=10, kv_heads=4), "tp=4", [TensorParallel()], token_steps(10, parts=2)
-    )
+def odd_features(style):
+    build = lambda: transformer(hidden=7, vocab_size=10, kv_heads=4)  # noqa: E731
+    assert_parity(build, "tp=4", [style], token_steps(10, parts=2))
 
 
 @pytest.mark.nightly
@@ -268,9 +269,10 @@ class Frozen(Pass):
 
 @on_ranks(2)
 def test_parity_gives_one_process_the_passes_that_change_what_is_trained():
-    assert_parity(transformer, "dp_replicate=2", [Frozen(), Replicate()], token_steps(VOCAB), alone=[Frozen()])
+    steps = token_steps(VOCAB, parts=2)
+    assert_parity(transformer, "dp_replicate=2", [Frozen(), Replicate()], steps, alone=[Frozen()])
     with pytest.raises(AssertionError, match=r"gradients: names differ, \['head.weight'\]"):
-        assert_parity(transformer, "dp_replicate=2", [Frozen(), Replicate()], token_steps(VOCAB))
+        assert_parity(transformer, "dp_replicate=2", [Frozen(), Replicate()], steps)
 
 
 def products(q, k, v):

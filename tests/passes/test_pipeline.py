@@ -323,12 +323,11 @@ PLANS = {
     "pp and TP": ("pp=2,tp=2", lambda: [PipelineParallel(), TensorParallel()]),
     "FSDP and TP": ("dp_shard=2,tp=2", lambda: [TensorParallel(), FullyShard()]),
 }
+RESTORED = ("pp", "FSDP and TP"), ("FSDP and TP", "pp and FSDP"), ("pp and FSDP", "pp and TP")
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(
-    ("saved", "restored"), [("pp", "FSDP and TP"), ("FSDP and TP", "pp and FSDP"), ("pp and FSDP", "pp and TP")]
-)
+@pytest.mark.parametrize(("saved", "restored"), daily(RESTORED, ("FSDP and TP", "pp and FSDP")))
 def test_checkpoints_load_on_other_stages_bitwise(tmp_path, saved, restored):
     def built(name):
         mesh, passes = PLANS[name]

@@ -11,6 +11,7 @@ import torch
 from meshpar import FullyShard, HybridShard, Plan, TensorParallel
 from meshpar.testing import on_ranks
 from tests.support.models_for_parity import VOCAB, transformer
+from tests.support.tiers import daily
 
 PLANS = {
     "dp_shard=4": [FullyShard()],
@@ -39,13 +40,17 @@ def logits(par, step):
         return par.module(mine).logits
 
 
+@torch.no_grad()
 def expected(par, one, step):
-    with torch.no_grad():
-        every = one(ids(step)).logits
+    every = one(ids(step)).logits
     return every[par.data_rank * 4 // par.data_size : (par.data_rank + 1) * 4 // par.data_size]
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.combinations(PLANS, 2))
+DAILY = ("dp_shard=4", "dp_shard=2,tp=2"), ("tp=4", "dp_replicate=2,dp_shard=2")
+ORDERS = sorted(set(itertools.permutations([0, 1, 0, 1])))
+
+
+@pytest.mark.parametrize(("first", "second"), daily(itertools.combinations(PLANS, 2), *DAILY))
 def test_two_models_interleave_in_every_order(first, second):
     interleaved(first, second)
 
@@ -57,12 +62,11 @@ def interleaved(first: str, second: str) -> None:
     groups = [{group.group_name for _, group in par.groups()} for par in pars]
     assert not groups[0] & groups[1] and "meshpar" not in groups[1]
     optimizer = torch.optim.SGD(pars[0].module.parameters(), lr=0.0)
-    for step, order in enumerate(itertools.permutations([0, 1, 0, 1])):
+    for step, order in enumerate(ORDERS):
+        wanted = [expected(par, one, step) for par, one in zip(pars, ones, strict=True)]
         for which in order:
-            torch.testing.assert_close(
-                logits(pars[which], step), expected(pars[which], ones[which], step), rtol=1e-4, atol=1e-5
-            )
-        if step % 6 == 0:  # a training step of one between forwards of the other
+            torch.testing.assert_close(logits(pars[which], step), wanted[which], rtol=1e-4, atol=1e-5)
+        if step % 2 == 0:  # a training step of one between forwards of the other
             out = pars[0].module(ids(step)[: 4 // pars[0].data_size]).logits
             logits(pars[1], step)
             out.sum().backward()
@@ -70,15 +74,20 @@ def interleaved(first: str, second: str) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("rounds", daily([30, 100], 30))
+def test_one_model_runs_in_a_thread(rounds: int) -> None:
+    in_a_thread(rounds)
+
+
 @on_ranks(4, fresh="kept processes give equal meshes the same communicators")
-def test_one_model_runs_in_a_thread() -> None:
+def in_a_thread(rounds: int) -> None:
     ones = [built(1), built(2)]
     pars = [applied("dp_shard=4", 1), applied("dp_shard=4", 2, frozen=True)]
     found: list[object] = []
 
     def run() -> None:
         try:
-            for step in range(100):
+            for step in range(rounds):
                 torch.testing.assert_close(
                     logits(pars[1], step), expected(pars[1], ones[1], step), rtol=1e-4, atol=1e-5
                 )
@@ -88,7 +97,7 @@ def test_one_model_runs_in_a_thread() -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    for step in range(100):
+    for step in range(rounds):
         torch.testing.assert_close(logits(pars[0], step), expected(pars[0], ones[0], step), rtol=1e-4, atol=1e-5)
     thread.join(60)
     assert found == [True], found

@@ -29,6 +29,7 @@ from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.state.initialize import tied_names
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
 from tests.support.models_for_parity import VOCAB, huggingface, transformer
+from tests.support.tiers import daily
 
 
 def on_meta(build):
@@ -53,22 +54,28 @@ MESHES = {
 }
 
 
+TIED = {
+    "transformer": lambda: transformer(vocab_size=97, tied=True),
+    "qwen3": lambda: huggingface("Qwen3", tie_word_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("name", daily(TIED, "transformer"))
+def test_initial_weights_do_not_depend_on_the_mesh_and_ties_hold(name):
+    initialised(name)
+
+
 @on_ranks(4)
-def test_initial_weights_do_not_depend_on_the_mesh_and_ties_hold():
-    for build in (
-        lambda: transformer(vocab_size=97, tied=True),
-        lambda: huggingface("Qwen3", tie_word_embeddings=True),
-    ):
-        expected = alone(build)
-        for mesh, passes in MESHES.values():
-            par = Plan(mesh, passes).apply(on_meta(build)).materialize(seed=0)
-            assert tied_names(par.module), "the head came untied"
-            for name, parameter in par.module.named_parameters():
-                assert torch.equal(whole(parameter), expected[name]), (mesh, name)
-                assert torch.equal(local_tensor(parameter).cpu(), expected[name][held_by_this_rank(parameter)]), (
-                    mesh,
-                    name,
-                )
+def initialised(name):
+    build = TIED[name]
+    expected = alone(build)
+    for mesh, passes in MESHES.values():
+        par = Plan(mesh, passes).apply(on_meta(build)).materialize(seed=0)
+        assert tied_names(par.module), "the head came untied"
+        for name, parameter in par.module.named_parameters():
+            assert torch.equal(whole(parameter), expected[name]), (mesh, name)
+            held = expected[name][held_by_this_rank(parameter)]
+            assert torch.equal(local_tensor(parameter).cpu(), held), (mesh, name)
 
 
 @on_ranks(4)
@@ -181,10 +188,12 @@ def test_buffers_outside_the_state_dict_are_right_after_meta():
 def test_gradient_norms_across_meshes_and_plain_tensors():
     mesh, passes = MESHES["fsdp-tp"]
     batch = random_tokens(VOCAB, 2, 16, seed=0)
+    single = transformer()
+    par = Plan(mesh, passes).apply(on_meta(transformer)).materialize(seed=0)
+    single.load_state_dict(alone(transformer))
     for norm_type in (2.0, 1.0, math.inf):
-        single = transformer()
-        par = Plan(mesh, passes).apply(on_meta(transformer)).materialize(seed=0)
-        single.load_state_dict(alone(transformer))
+        single.zero_grad()
+        par.module.zero_grad()
         for module in (single, par.module):
             (token_loss_sum(module, batch)[0] / 32).backward()
         expected = torch.nn.utils.clip_grad_norm_(single.parameters(), 0.01, norm_type)

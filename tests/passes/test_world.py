@@ -87,11 +87,19 @@ def test_two_replicas_of_two_shards_equal_one_process():
 MIXTURE = functools.partial(transformer, experts=8, expert_hidden=16, qk_norm=True)
 
 
+EXPERTS = "dp_replicate=2,dp_shard=1,ep=2"
+
+
 @on_ranks(4)
-def test_divided_experts_equal_one_process_and_resume_on_replicas_that_each_have_an_optimizer_and_back():
+def test_divided_experts_equal_one_process():
+    assert_parity(MIXTURE, EXPERTS, [ExpertParallel(), WORLD], token_steps(VOCAB, parts=4, micro_batches=2))
+
+
+@pytest.mark.nightly
+@on_ranks(4)
+def test_divided_experts_resume_on_replicas_that_each_have_an_optimizer_and_back():
     steps = token_steps(VOCAB, parts=4, micro_batches=2)
-    meshes = [("dp_replicate=2,dp_shard=1,ep=2", [ExpertParallel(), pass_]) for pass_ in (WORLD, HybridShard(), WORLD)]
-    assert_parity(MIXTURE, *meshes[0], steps)
+    meshes = [(EXPERTS, [ExpertParallel(), pass_]) for pass_ in (WORLD, HybridShard(), WORLD)]
     root = [tempfile.mkdtemp(prefix="meshpar-world-")]
     dist.broadcast_object_list(root)
     manager, seen = CheckpointManager(root[0]), []
@@ -178,8 +186,24 @@ def test_every_write_to_a_parameter_is_in_the_next_forward():
     assert loss() < seen[0]
 
 
+RESUMED = {
+    "dp_replicate=2,dp_shard=2": [WORLD],
+    "dp_replicate=4,dp_shard=1": [WORLD],
+    "dp_replicate=1,dp_shard=4": [HybridShard()],
+    "dp_shard=2,tp=2": [TensorParallel(), FullyShard()],
+}
+BY_DAY = ("dp_replicate=2,dp_shard=2", "dp_shard=2,tp=2")
+
+
+@pytest.mark.parametrize(
+    "meshes", daily([(BY_DAY,), (tuple(RESUMED),)], (BY_DAY,), ids=lambda case: " then ".join(*case))
+)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and_its_values_on_others(meshes):
+    resumed(meshes)
+
+
 @on_ranks(4)
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and_its_values_on_others():
+def resumed(meshes):
     root = [tempfile.mkdtemp(prefix="meshpar-world-")]
     dist.broadcast_object_list(root)
     steps = token_steps(VOCAB, parts=4, steps=4)
@@ -191,12 +215,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and
     manager.save(2, par, optimizer)
     middle = weights(par) | moments(par, optimizer)
     train_steps(par, steps[2:], optimizer=optimizer)
-    for mesh, passes in {
-        "dp_replicate=2,dp_shard=2": [WORLD],
-        "dp_replicate=4,dp_shard=1": [WORLD],
-        "dp_replicate=1,dp_shard=4": [HybridShard()],
-        "dp_shard=2,tp=2": [TensorParallel(), FullyShard()],
-    }.items():
+    for mesh in meshes:
+        passes = RESUMED[mesh]
         other = sharded(passes, mesh)
         fresh = adamw(other)
         train_steps(other, steps[:1], optimizer=fresh)
