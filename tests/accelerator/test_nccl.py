@@ -125,7 +125,7 @@ def check_hops(seen):
         torch.testing.assert_close(grads[1][name], grad)
 
 
-DAILY, NIGHTLY = ("world", "fsdp-tp", "cp", "experts-selective"), ("fsdp", "hsdp", "tp", "experts")
+DAILY, NIGHTLY = ("fsdp-tp", "experts-selective"), ("fsdp", "hsdp", "world", "tp", "cp", "experts")
 
 
 def test_broken_rules_are_refused_and_a_train_step_of_every_pass_keeps_them():
@@ -200,6 +200,7 @@ def test_the_watchdog_names_the_collectives_of_nccl(monkeypatch):
     assert _torch.last_collectives() == {"mesh_tp": (7, "nccl:all_reduce")}
 
 
+@pytest.mark.nightly
 def test_what_a_rank_opens_and_calls_does_not_grow_with_the_ranks():
     mesh = MeshSpec("dp_replicate=-1,dp_shard=8", ranks_per_node=8)
     plans = [Plan(mesh.resolve(size), [HybridShard(optimizer="world")]) for size in (1024, 8192)]

@@ -22,6 +22,7 @@ from tests.accelerator.races import Races
 from tests.accelerator.simulated import allocate, alone, install, simulated
 from tests.accelerator.waits import Waits
 from tests.support.models_for_parity import gpt2, transformer
+from tests.support.tiers import daily
 
 HOSTS = {"exact.agreement.Later.__init__ (hosts)": 1}
 """The one exchange of the hosts in a step begins here, runs beside the next step, and is read after it."""
@@ -103,12 +104,20 @@ def waits_of(name):
         return dict(waits.places) | races.found
 
 
-@pytest.mark.parametrize("half", [0, 1])
+DAILY = ("dense", "experts")
+
+
+@pytest.mark.parametrize(
+    "names",
+    daily(
+        [(DAILY,), (tuple(name for name in STEPS if name not in DAILY),)], (DAILY,), ids=lambda case: ", ".join(*case)
+    ),
+)
 @alone
-def test_a_step_waits_at_the_listed_places_alone_and_its_streams_do_not_race(half):
+def test_a_step_waits_at_the_listed_places_alone_and_its_streams_do_not_race(names):
     install().manual_seed = lambda value: None
     CausalLM.tokens = lambda self, batch: 32  # counted on the host, before the batch is moved
-    found = {name: waits_of(name) for name in list(STEPS)[half::2]}
+    found = {name: waits_of(name) for name in names}
     assert found == {name: HOSTS | STEPS[name][-1] for name in found}, found
 
 

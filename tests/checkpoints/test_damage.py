@@ -34,6 +34,7 @@ from meshpar.core.errors import CheckpointError
 from meshpar.testing import on_ranks
 from tests.checkpoints.test_commit import Job, linear, stepped
 from tests.support.patience import patient
+from tests.support.tiers import daily
 
 on_both = pytest.mark.parametrize("home", ["disk", "store"], indirect=True)
 
@@ -83,7 +84,8 @@ def owner_of(folder: Place, file: str, position: int) -> str | None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("home", ["disk", pytest.param("store", marks=pytest.mark.long)], indirect=True)
-def test_a_flipped_bit_at_any_byte_of_any_file_is_found_and_named_with_its_tensor(step):
+@pytest.mark.parametrize("stride", daily([1, 7], 7, ids=lambda stride: f"1 of {stride}"))
+def test_a_flipped_bit_at_any_byte_of_any_file_is_found_and_named_with_its_tensor(step, stride):
     verify(step)
     looked, manifest = 0, read_manifest(step)
     for file in files_of(step):
@@ -93,7 +95,7 @@ def test_a_flipped_bit_at_any_byte_of_any_file_is_found_and_named_with_its_tenso
             if file.suffix == ".distcp"
             else [None] * len(data)
         )
-        for position in range(len(data)):
+        for position in range(0, len(data), stride):
             wrong[position] ^= 1 << position % 8
             write(file, wrong)
             with pytest.raises(CheckpointError) as raised:
@@ -108,7 +110,8 @@ def test_a_flipped_bit_at_any_byte_of_any_file_is_found_and_named_with_its_tenso
         if file.suffix == ".distcp":
             assert None not in owners, "every byte of a rank's file belongs to a tensor"
     verify(step)
-    assert looked == sum(file.size() for file in files_of(step)) > 5000
+    sizes = [file.size() for file in files_of(step)]
+    assert looked == sum(len(range(0, size, stride)) for size in sizes) and sum(sizes) > 5000
 
 
 @pytest.mark.parametrize("damage", [b"\xff", b'"x', b"[]"], ids=["no-text", "quote", "list"])

@@ -24,9 +24,10 @@ from meshpar.checkpoints.storage.place import place
 from meshpar.core.errors import CheckpointError
 from meshpar.testing import on_ranks, whole
 from tests.support.patience import patient
+from tests.support.tiers import daily
 
 
-@pytest.mark.parametrize(("ranks", "replicas"), [(1024, 1), (256, 32)])
+@pytest.mark.parametrize(("ranks", "replicas"), daily([(1024, 1), (256, 32)], (256, 32)))
 def test_later_saves_of_80_layers_on_many_ranks_plan_in_a_second_and_exchange_under_a_mebibyte(ranks, replicas):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -14,6 +14,7 @@ import meshpar
 from meshpar.checkpoints import CheckpointManager, export_safetensors
 from meshpar.testing import on_ranks
 from tests.support.models_for_parity import gpt2, huggingface, huggingface_gpt2, transformer
+from tests.support.tiers import daily
 
 MODELS = {
     "transformer": transformer,
@@ -111,17 +112,21 @@ def test_fsdp_streams_what_it_exports() -> None:
     assert_exported("dp_shard=2", MODELS)
 
 
+@pytest.mark.nightly
 @on_ranks(2)
 def test_tensor_parallel_streams_what_it_exports() -> None:
     assert_exported("tp=2", MODELS)
 
 
-@on_ranks(4)
-def test_fsdp_and_tensor_parallel_stream_what_they_export() -> None:
-    assert_exported("dp_shard=2,tp=2", MODELS)
+@pytest.mark.parametrize("name", daily(MODELS, "gpt2", "qwen3_moe"))
+def test_fsdp_and_tensor_parallel_stream_what_they_export(name: str) -> None:
+    on_ranks(4)(assert_exported)("dp_shard=2,tp=2", [name])
 
 
-@pytest.mark.parametrize("mesh", ["dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=2 world", "dp_shard=2,ep=2"])
+OTHERS = "dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=2 world", "dp_shard=2,ep=2"
+
+
+@pytest.mark.parametrize("mesh", daily(OTHERS, "dp_shard=2,ep=2"))
 def test_other_meshes_stream_what_they_export(mesh: str) -> None:
     other_meshes(mesh)
 

@@ -121,7 +121,9 @@ def split_and_kept_on_the_host():
         par.module(input_ids=torch.full((1, 4), dist.get_rank()))
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=pytest.mark.nightly), pytest.param(8, marks=pytest.mark.long)]
+)
 def test_a_strangers_split_of_positions_equals_one_process(stranger, ranks):
     on_ranks(ranks, fresh="imports a package that the test installs")(split_by_positions)()
 

@@ -19,6 +19,7 @@ from meshpar import ActivationCheckpoint, Compile, FullyShard, Plan, TensorParal
 from meshpar.testing import on_ranks
 from meshpar.training.metrics import Meter
 from tests.support.models_for_parity import VOCAB, gpt2, huggingface, transformer
+from tests.support.tiers import daily
 
 
 def graphs(make: functools.partial[torch.nn.Module], mesh: str, passes: list[object]) -> int:
@@ -48,7 +49,7 @@ def test_like_blocks_are_compiled_once() -> None:
         assert graphs(MODELS["transformer"], mesh, passes) == 1, mesh
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", daily(["gpt2", "llama"], "llama"))
 def test_like_blocks_of_other_models_are_compiled_once(name: str) -> None:
     with meshpar.distributed("cpu"):
         assert graphs(MODELS[name], "", [EAGER]) == 1

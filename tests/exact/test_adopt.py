@@ -209,15 +209,20 @@ def check_changes(plans, chains):
 CHAINS = (probe, block, more_blocks, removed, grown), (tied_to_placed, adapters, nothing, sides, tied)
 
 
+@pytest.mark.parametrize("plan", daily(["fsdp", "replicate", "tp"], "fsdp", "tp"))
+def test_adopted_modules_train_as_in_one_process_on_two_ranks(plan):
+    train_on_two(plan)
+
+
 @on_ranks(2)
-def test_adopted_modules_train_as_in_one_process_on_two_ranks():
-    check_changes(("fsdp", "replicate", "tp"), (0, 1))
+def train_on_two(plan):
+    check_changes((plan,), (0, 1))
 
 
 FOUR = [(plan, chain) for plan in ("hsdp", "world", "fsdp-tp") for chain in (0, 1)]
 
 
-@pytest.mark.parametrize(("plan", "chain"), daily(FOUR, ("fsdp-tp", 0), ("world", 1)))
+@pytest.mark.parametrize(("plan", "chain"), daily(FOUR, ("world", 1)))
 def test_adopted_modules_train_as_in_one_process_on_four_ranks(plan, chain):
     train_on_four(plan, chain)
 
@@ -247,30 +252,37 @@ def grown_after(plan):
     return par, optimizer
 
 
+THERE_AND_BACK = ("fsdp-tp", "world"), ("world", "fsdp-tp")
+
+
+@pytest.mark.parametrize(("plan", "other"), daily(THERE_AND_BACK, THERE_AND_BACK[0]))
+def test_adopted_modules_are_described_saved_restored_on_other_meshes_and_exported_as_those_of_before_apply(
+    plan, other
+):
+    saved_and_restored(plan, other)
+
+
 @on_ranks(4)
-def test_adopted_modules_are_described_saved_restored_on_other_meshes_and_exported_as_those_of_before_apply():
+def saved_and_restored(plan, other):
     root = [tempfile.mkdtemp(prefix="meshpar-adopt-")]
     dist.broadcast_object_list(root)
-    for place, (plan, other) in enumerate((("fsdp-tp", "world"), ("world", "fsdp-tp"))):
-        (par, optimizer), folder = grown_after(plan), Path(root[0]) / str(place)
-        step(par, par.module, optimizer, 1)
-        with CheckpointManager(folder / "steps") as manager:
-            manager.save(2, par, optimizer)
-            restored, ours = grown_before(other)
-            assert str(grown_before(plan)[0].describe()) == str(par.describe())
-            manager.restore(restored, ours)
-            again, late = grown_after(other)  # also into a module that adopted them
-            manager.restore(again, late)
-        export_module(par, folder / "exported")
-        exported = {
-            name: tensor.clone() for name, tensor in load_file(folder / "exported" / "model.safetensors").items()
-        }
-        for name, parameter in par.module.named_parameters():
-            assert torch.equal(whole(parameter), exported[name])
-        assert exported.keys() == par.state_dict(full=True, everywhere=True).keys()
-        expected = step(par, par.module, optimizer, 2)
-        check(step(restored, restored.module, ours, 2), expected, plan, other)
-        check(step(again, again.module, late, 2), expected, plan, other)
+    (par, optimizer), folder = grown_after(plan), Path(root[0])
+    step(par, par.module, optimizer, 1)
+    with CheckpointManager(folder / "steps") as manager:
+        manager.save(2, par, optimizer)
+        restored, ours = grown_before(other)
+        assert str(grown_before(plan)[0].describe()) == str(par.describe())
+        manager.restore(restored, ours)
+        again, late = grown_after(other)  # also into a module that adopted them
+        manager.restore(again, late)
+    export_module(par, folder / "exported")
+    exported = {name: tensor.clone() for name, tensor in load_file(folder / "exported" / "model.safetensors").items()}
+    for name, parameter in par.module.named_parameters():
+        assert torch.equal(whole(parameter), exported[name])
+    assert exported.keys() == par.state_dict(full=True, everywhere=True).keys()
+    expected = step(par, par.module, optimizer, 2)
+    check(step(restored, restored.module, ours, 2), expected, plan, other)
+    check(step(again, again.module, late, 2), expected, plan, other)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(root[0])

@@ -273,21 +273,23 @@ held_2, held_4, held_8 = (on_ranks(n)(held) for n in (2, 4, 8))
 ON_RANKS = {2: held_2, 4: held_4, 8: held_8}
 SAMPLE = {plan: model for plan, model in zip(PLANS, ["transformer-tied-qknorm", "gpt2"] * 6) if ranks_of(plan) < 8}
 """Other models, and eight ranks, are in the long form, ``-m long``."""
+DAILY = ("replicate", "fsdp", "hsdp", "tp", "fsdp-tp-sequence-loss")
 
 
 def cases():
     for plan in PLANS:
         for model in MODELS:
             if not (model == "hf-gpt2" and "sequence" in plan):
-                yield pytest.param(
-                    model, plan, id=f"{model}-{plan}", marks=[] if SAMPLE.get(plan) == model else [pytest.mark.long]
+                marks = (
+                    [pytest.mark.long] if SAMPLE.get(plan) != model else [] if plan in DAILY else [pytest.mark.nightly]
                 )
+                yield pytest.param(model, plan, id=f"{model}-{plan}", marks=marks)
     for plan in OTHERS:
         yield pytest.param(
             "mixture" if plan == "experts" else "transformer",
             plan,
             id=plan,
-            marks=[] if plan in ("world", "cp") else [pytest.mark.long],
+            marks=[] if plan == "world" else [pytest.mark.nightly] if plan == "cp" else [pytest.mark.long],
         )
 
 

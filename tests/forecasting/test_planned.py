@@ -113,10 +113,15 @@ def real_step(case, folder, expected):
 
 COVERED = ("experts", "classification", "reduced each", "bfloat16, whole loss", "seq2seq")
 """What other cases hold, too: in the long form."""
+DAILY = ("distillation",)
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.long) if case in COVERED else case for case in CASES]
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.long if case in COVERED else [] if case in DAILY else pytest.mark.nightly)
+        for case in CASES
+    ],
 )
 def test_the_planned_step_of_a_recipe_is_its_jobs(case):
     folder = folder_with_a_model()
@@ -130,7 +135,11 @@ PLANNED = sorted(
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("quickstart", "moe") else pytest.param(name, marks=pytest.mark.long) for name in PLANNED]
+    "name",
+    [
+        pytest.param(name, marks={"quickstart": [], "moe": pytest.mark.nightly}.get(name, pytest.mark.long))
+        for name in PLANNED
+    ],
 )
 def test_a_shipped_recipe_is_planned_by_name(name):
     assert forecast_job(load_recipe(name), "h100", 2).cost.seconds > 0

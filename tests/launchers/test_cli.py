@@ -100,6 +100,7 @@ def test_check_tells_what_became_of_old_names(recipe: str) -> None:
     assert "note: fsdp.use_orig_params: has no effect" in done.stdout
 
 
+@pytest.mark.nightly
 def test_describe_of_70b_on_512_ranks_is_right_to_the_byte() -> None:
     start = time.perf_counter()
     done = invoke("describe", "llama-70b", "--mesh", "dp_replicate=8,dp_shard=8,tp=8")

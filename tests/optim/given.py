@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 
 import torch
@@ -26,9 +27,10 @@ class Uneven(nn.Module):
         return ModelLayout(tensor={"up": "colwise", "down": "rowwise"}, mixers=("down",))
 
 
+@functools.cache
 def drawn(name, shape, step):
     draw = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
-    return torch.randn(tuple(shape), generator=draw) * 10.0 ** (step % 3 - 2)
+    return torch.randn(shape, generator=draw) * 10.0 ** (step % 3 - 2)
 
 
 def give(module, step):

@@ -124,7 +124,7 @@ ON_FOUR = {
 }
 
 
-@pytest.mark.parametrize("mesh", daily(ON_TWO, "dp_replicate=2", "tp=2"))
+@pytest.mark.parametrize("mesh", daily(ON_TWO, "tp=2"))
 def test_two_ranks_equal_one_process(mesh):
     on_ranks(2, timeout_s=400)(equals_one_process)(mesh, 2)
 
@@ -148,22 +148,34 @@ def thirds(name, value):
     return value.chunk(3, 1 if value.shape[0] < value.shape[1] else 0) if "c_attn" in name else [value]
 
 
+OF_THEIR_OWN = {
+    "dp_shard=2,ep=2": (MIXTURE, experts, [ExpertParallel(), FullyShard()]),
+    "dp_shard=1,ep=2,tp=2": (MIXTURE, experts, [ExpertParallel(), TensorParallel(), FullyShard()]),
+    "dp_shard=2,tp=2": (gpt2, thirds, [TensorParallel(), FullyShard()]),
+}
+
+
+@pytest.mark.parametrize("mesh", daily(OF_THEIR_OWN, "dp_shard=2,ep=2"))
+def test_experts_and_fused_projections_are_matrices_of_their_own(mesh):
+    of_their_own(mesh)
+
+
 @on_ranks(4, timeout_s=400)
-def test_experts_and_fused_projections_are_matrices_of_their_own():
+def of_their_own(mesh):
+    build, pieces, passes = OF_THEIR_OWN[mesh]
     steps = token_steps(VOCAB, steps=10, parts=4)
-    expected = one_process(MIXTURE, steps, functools.partial(Torchs, pieces=experts))
-    for mesh, passes in {
-        "dp_shard=2,ep=2": [ExpertParallel(), FullyShard()],
-        "dp_shard=1,ep=2,tp=2": [ExpertParallel(), TensorParallel(), FullyShard()],
-    }.items():
-        assert_equals(expected, MIXTURE, mesh, passes, steps)
-    expected = one_process(gpt2, steps, functools.partial(Torchs, pieces=thirds))
-    assert_equals(expected, gpt2, "dp_shard=2,tp=2", [TensorParallel(), FullyShard()], steps)
+    expected = one_process(build, steps, functools.partial(Torchs, pieces=pieces))
+    assert_equals(expected, build, mesh, passes, steps)
+
+
+@pytest.mark.parametrize("plan", daily(["fsdp-tp", "world"], "world"))
+def test_adapters_equal_one_process(plan):
+    with_adapters(plan)
 
 
 @on_ranks(4, timeout_s=400)
-def test_adapters_equal_one_process():
-    check(qwen3, SETTINGS, shared_folder(), ("fsdp-tp", "world"), FLOAT32)
+def with_adapters(plan):
+    check(qwen3, SETTINGS, shared_folder(), (plan,), FLOAT32)
 
 
 HALF = functools.partial(Muon, lr=0.02, adamw=ADAMW, adjust_lr_fn="match_rms_adamw")
@@ -195,8 +207,12 @@ EXPERTS = [
 @on_ranks(4, timeout_s=400)
 @pytest.mark.parametrize(
     ("build", "meshes"),
-    [(Uneven, MESHES), pytest.param(MIXTURE, EXPERTS, marks=pytest.mark.nightly)],
-    ids=["uneven", "experts"],
+    [
+        (Uneven, MESHES[2:4]),
+        pytest.param(Uneven, MESHES, marks=pytest.mark.nightly),
+        pytest.param(MIXTURE, EXPERTS, marks=pytest.mark.nightly),
+    ],
+    ids=["uneven", "uneven, every mesh", "experts"],
 )
 def test_given_the_same_gradients_every_mesh_has_the_bits_of_one_process_and_resumes_on_another(build, meshes):
     root = [tempfile.mkdtemp(prefix="meshpar-optim-")]

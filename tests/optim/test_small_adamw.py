@@ -18,6 +18,7 @@ from meshpar.optim.small_adamw import _Codes
 from meshpar.testing import on_ranks
 from tests.optim.given import advance, alone, bits, give, on, reset, same, trained
 from tests.passes.test_world import WORLD
+from tests.support.tiers import daily
 
 KINDS = [
     functools.partial(SmallAdamW, states=states, stochastic=stochastic, lr=0.01)
@@ -36,31 +37,37 @@ MESHES = {
 }
 
 
-def equal_bits(ranks):
-    expected = [alone(make, 20) for make in KINDS]
-    pars = [on(mesh, passes) for mesh, passes in MESHES[ranks]]
-    for par in pars:
-        for make, bits_alone in zip(KINDS, expected, strict=True):
+DAILY = {2: KINDS[:1], 3: KINDS[3:], 4: KINDS[::3]}
+
+
+@pytest.mark.parametrize("every", daily([False, True], False, ids=lambda every: "every kind" if every else "two kinds"))
+@pytest.mark.parametrize("ranks", MESHES)
+def test_ranks_have_the_bits_of_one_process(ranks, every):
+    on_ranks(ranks, timeout_s=400)(equal_bits)(ranks, every)
+
+
+def equal_bits(ranks, every):
+    kinds = KINDS if every else DAILY[ranks]
+    expected = [alone(make, 20) for make in kinds]
+    for mesh, passes in MESHES[ranks]:
+        par = on(mesh, passes)
+        for make, bits_alone in zip(kinds, expected, strict=True):
             same(bits_alone, bits(par.module, trained(reset(par), make, 20)))
-    return pars
 
 
-@on_ranks(2, timeout_s=400)
-def test_two_ranks_have_the_bits_of_one_process():
-    equal_bits(2)
-
-
-@on_ranks(3, timeout_s=400)
-def test_three_ranks_have_the_bits_of_one_process():
-    equal_bits(3)
+@pytest.mark.parametrize(
+    ("kinds", "meshes"), [(KINDS[:1], MESHES[4][2:]), pytest.param(KINDS[::3], MESHES[4], marks=pytest.mark.nightly)]
+)
+def test_four_ranks_resume_on_another_mesh(kinds, meshes):
+    resumed(kinds, meshes)
 
 
 @on_ranks(4, timeout_s=400)
-def test_four_ranks_have_the_bits_of_one_process_and_resume_on_another_mesh():
-    pars = equal_bits(4)
+def resumed(kinds, meshes):
+    pars = [on(mesh, passes) for mesh, passes in meshes]
     root = [tempfile.mkdtemp(prefix="meshpar-optim-")]
     dist.broadcast_object_list(root)
-    for make in KINDS[::3]:
+    for make in kinds:
         expected = alone(make, 8)
         for number, par in enumerate(pars):
             optimizer = trained(reset(par), make, 4)

@@ -33,6 +33,7 @@ from meshpar.training.tables import Reading
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, train_bpe
 from meshpar.training.tokens import TokenFile, prepare_tokenizer, prepare_tokens, split_tokens, write_tokens
+from tests.support.tiers import daily
 
 SAMPLE = "def f(x):\n    return 'héllo' + x  # 中\n"
 
@@ -72,7 +73,7 @@ def test_bpe_is_deterministic_and_lossless() -> None:
 GPT4 = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 
 
-@pytest.mark.parametrize("kind", ["GPT-2", "GPT-4", "GPT-NeoX"])
+@pytest.mark.parametrize("kind", daily(["GPT-2", "GPT-4", "GPT-NeoX"], "GPT-4"))
 def test_a_text_that_is_tokenized_in_pieces_has_the_ids_of_the_whole(kind: str, tmp_path: Path) -> None:
     """By GPT-4's way of dividing text into words, and with GPT-NeoX's tokens of several spaces, too."""
     text = inspect.getsource(argparse) + "\n\n\n   \n\t x\r\n\r\n  y\n" + "a b " * 30000 + inspect.getsource(json)
