@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FILES = ("meshpar/passes/**/*.py", "meshpar/exact/*.py", "meshpar/core/parallelized.py")
+FILES = ("meshpar/passes/**/*.py", "meshpar/exact/*.py", "meshpar/parallelized.py")
 NAMES = {
     "_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all", "all_reduce", "copy_to", "copy_weight",
     "reduce_from", "gather_partial", "reduce_scatter", "gather_replicated", "split_replicated", "regroup",

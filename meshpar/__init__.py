@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     )
     from meshpar.core.layout import ModelLayout
     from meshpar.core.mesh import MeshSpec
-    from meshpar.core.parallelized import Parallelized
     from meshpar.core.patterns import covers, matches
-    from meshpar.core.plan import Plan
     from meshpar.core.runtime import distributed
     from meshpar.forecasting.api import forecast
     from meshpar.loss import token_loss
+    from meshpar.parallelized import Parallelized
     from meshpar.passes import (
         ActivationCheckpoint,
         Compile,
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
         Stage,
         TensorParallel,
     )
+    from meshpar.plan import Plan
     from meshpar.positions import attention, attention_mask
     from meshpar.weights import WeightMap, WeightSource
 
@@ -103,8 +103,8 @@ _HOMES = {
     **dict.fromkeys(("covers", "matches"), "core.patterns"),
     "token_loss": "loss",
     "MeshSpec": "core.mesh",
-    "Parallelized": "core.parallelized",
-    "Plan": "core.plan",
+    "Parallelized": "parallelized",
+    "Plan": "plan",
     "distributed": "core.runtime",
     "WeightMap": "weights",
     "WeightSource": "weights",

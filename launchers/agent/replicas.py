@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import final
 
 from meshpar.checkpoints import CheckpointManager
-from meshpar.core import runtime
 from meshpar.core.errors import LaunchError, ReplicaError
 from meshpar.core.mesh import MeshSpec
 from meshpar.launchers import environment
@@ -32,7 +31,7 @@ from meshpar.launchers.agent.starting import handling
 from meshpar.launchers.agent.terms import COMPLETE, NO_USE, RETRY, SHUTDOWN_S, STOPPED
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.signals import heard
-from meshpar.training import Lighthouse
+from meshpar.training import Lighthouse, elastic_job
 
 _POLL_S, _ANSWER_S, _TELL_S, _WAIT_S = 0.2, 5.0, 10.0, 900.0
 _FOLLOW_S = 10.0  # in which ranks end by themselves after those of another node failed
@@ -137,9 +136,9 @@ def launch_replicas(
     logs = (logs or recipe.folder / "logs").absolute()
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        place = runtime.lighthouse() or head
+        place = elastic_job.lighthouse() or head
         if not node_rank:
-            if not runtime.lighthouse():
+            if not elastic_job.lighthouse():
                 place = _served(stack, head, recipe.patience)
             manager = stack.enter_context(CheckpointManager(recipe.folder / "checkpoints"))
             manager.own()

@@ -86,7 +86,6 @@ def _forecasts(
     """
     from meshpar.core.errors import MeshparError
     from meshpar.core.passes import Stage
-    from meshpar.core.plan import Plan
     from meshpar.core.registry import layout_for
     from meshpar.forecasting.search import search as search_plans
     from meshpar.launchers import progress
@@ -95,6 +94,7 @@ def _forecasts(
     from meshpar.launchers.jobs import build
     from meshpar.launchers.jobs.forecasting import batch_of, forecast_job
     from meshpar.launchers.recipes.sections import Own
+    from meshpar.plan import Plan
 
     recipe = recipe_or_shape(source, overrides)
     ranks = ranks or ranks_of(recipe.mesh, profile, search=search)

@@ -33,6 +33,7 @@ from meshpar.launchers.jobs.worker import end_with_parent
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.signals import exit_code_of
+from meshpar.training import elastic_job
 
 
 def train_recipe(
@@ -137,7 +138,7 @@ def run_recipe(
             return run_as_rank(recipe) or 0
     place = placed(given, partial(_ranks_here, recipe))
     check(recipe, place.ranks * place.nodes, build.machine_problems(recipe, place.ranks))
-    if runtime.replica()[1]:
+    if elastic_job.replica()[1]:
         end_with_parent()
     elif not place.node_rank:
         show(recipe)
@@ -151,7 +152,7 @@ def _run_replicas(recipe: Recipe, given: Given, logs: Path | None, elastic: str)
         raise LaunchError(f"--elastic=replicas does not support {', '.join(odd)}; set patience in the recipe instead")
     division = division_of(recipe, given)
     head, node_rank, nodes = given.get("head", ""), given.get("node_rank", 0), node_range(str(given.get("nodes", 1)))[1]
-    if nodes > 1 and not (head or runtime.lighthouse()):
+    if nodes > 1 and not (head or elastic_job.lighthouse()):
         raise LaunchError(
             f"{nodes} nodes require --head for the replicas' lighthouse: HOST:PORT with a free port of node 0, or "
             "FOLDER/FILE that all nodes see, into which node 0 writes its address"

@@ -19,7 +19,6 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, default_device_type, is_auto
 from meshpar.core.passes import Role, axes_of
 from meshpar.core.patterns import find_modules, suggestion
-from meshpar.core.plan import Plan
 from meshpar.core.registry import layout_for
 from meshpar.homes import expanded
 from meshpar.launchers.jobs.datasets import data_problems, examples_of, separates, vocab_size_of, with_local_data
@@ -32,6 +31,7 @@ from meshpar.launchers.recipes.schema import build
 from meshpar.launchers.recipes.sections import Model, Own, OwnOptimizer, model_config, rounded_vocabulary
 from meshpar.models import GPT2, Transformer
 from meshpar.models.gpt2 import GPT2Config
+from meshpar.plan import Plan
 from meshpar.state.shares import plan_problems
 from meshpar.training.divided import check_separable
 from meshpar.training.documents import takes_positions, untaken

@@ -14,12 +14,13 @@ from meshpar.checkpoints.storage.place import place
 from meshpar.checkpoints.storage.transfer import fetched
 from meshpar.core import registry, runtime
 from meshpar.core.errors import MeshparError, RecipeError, brief
-from meshpar.core.parallelized import Parallelized
 from meshpar.homes import expanded
 from meshpar.launchers.jobs.models import DataFacts
 from meshpar.launchers.recipes.named import has_keyword, make_own, objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, Own, mixed_names
+from meshpar.parallelized import Parallelized
+from meshpar.training import elastic_job
 from meshpar.training.chat import ChatSource
 from meshpar.training.data import Batches, LoaderSettings, Samples
 from meshpar.training.examples import ExampleFile, ExampleSplit, prepare_examples
@@ -406,7 +407,7 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
         accumulate=section.accumulate,
         seed=recipe.seed if section.shuffle else None,
         loader=loader,
-        replicas=runtime.replica()[1] or 1,
+        replicas=elastic_job.replica()[1] or 1,
         **place,
     )
     _check_epochs(recipe, train)

@@ -11,7 +11,6 @@ from torch import nn
 
 from meshpar.core import runtime
 from meshpar.core.errors import RecipeError
-from meshpar.core.plan import Plan
 from meshpar.forecasting.api import forecast
 from meshpar.forecasting.hardware import Hardware
 from meshpar.forecasting.report import Forecast, feedback
@@ -20,6 +19,7 @@ from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.recipes.conflicts import folder_problems
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import Own
+from meshpar.plan import Plan
 from meshpar.training.metrics import Metrics, Reporter
 
 

@@ -25,7 +25,6 @@ from meshpar.checkpoints.storage.place import Place, place
 from meshpar.checkpoints.storage.transfer import carried, fetched
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError, RecipeError, StoreError
-from meshpar.core.parallelized import Parallelized
 from meshpar.homes import expanded
 from meshpar.launchers.agent.failures import failed_at, last_failed_at, made_step, watched
 from meshpar.launchers.agent.terms import task
@@ -36,7 +35,9 @@ from meshpar.launchers.jobs.models import with_weights
 from meshpar.launchers.jobs.preflight import opened, patience_s
 from meshpar.launchers.recipes.named import objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import all_parameters
+from meshpar.training import elastic_job
 from meshpar.training.console import Console
 from meshpar.training.data import Batches
 from meshpar.training.elastic import Replicas
@@ -80,7 +81,7 @@ def run_job(recipe: Recipe) -> Outcome:
         )
         trainer, origin = _trainer(recipe, data, kind, par, manager, saved)
         with contextlib.ExitStack() as heard, manager, contextlib.ExitStack() as stack:
-            if runtime.replica()[1]:
+            if elastic_job.replica()[1]:
                 trainer.replicas = stack.enter_context(_replicas(recipe, par, trainer))
             else:
                 manager.own()  # of replicas, their launcher
@@ -119,7 +120,7 @@ def _trainer(
     made_of = [datasets.origin_of(recipe, train.global_batch)]
     dist.broadcast_object_list(made_of, group=runtime.hosts())  # copies of a file on other nodes have other times
     settings = build.settings_of(recipe)
-    replicas = runtime.replica()[1]
+    replicas = elastic_job.replica()[1]
     trainer = Trainer(
         par,
         build.objective_of(recipe, _teacher(recipe, data, kind)),
@@ -413,7 +414,7 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
     trained = sum(parameter.numel() for parameter in every if parameter.requires_grad)
     part = f", {trained:,} of them trained," if trained < parameters else ""
     batch = data.global_batch
-    ranks = par.data_size * (runtime.replica()[1] or 1)
+    ranks = par.data_size * (elastic_job.replica()[1] or 1)
     passes = "".join(f", {pass_.name}" for pass_ in par.plan.passes)
     lines = [
         f"{parameters:,} parameters{part} on {str(par.spec) or 'one process'} ({par.device.type}){passes}",

@@ -18,12 +18,12 @@ from torch import nn
 from meshpar.checkpoints.format.safetensors import weights_in
 from meshpar.core.errors import MeshparError, RecipeError, brief
 from meshpar.core.layout import ModelLayout
-from meshpar.core.parallelized import Parallelized
 from meshpar.core.patterns import covers, suggestion
 from meshpar.homes import expanded
 from meshpar.imports import quiet_imports
 from meshpar.launchers.recipes.sections import Model
 from meshpar.models.huggingface import for_training
+from meshpar.parallelized import Parallelized
 from meshpar.state import initialize
 from meshpar.training.lora import WithAdapters
 from meshpar.weights import TypedSource

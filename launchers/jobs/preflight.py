@@ -25,6 +25,7 @@ from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.recipes.loading import resolve
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.yamlfile import apply_overrides, parse_document
+from meshpar.training import elastic_job
 
 _LATER_S = 120.0  # by which the time-out of collectives exceeds the watchdog's
 _SKEW_S = 10.0
@@ -65,7 +66,7 @@ def patience_s(recipe: Recipe) -> float:
     """Return the time-out of collectives in seconds: longer than the watchdog's, which names the ranks that did not
     arrive.
     """
-    if runtime.replica()[1]:
+    if elastic_job.replica()[1]:
         return recipe.patience + _SKEW_S  # the other replicas go on by then
     return max(runtime.DEFAULT_TIMEOUT_S, (recipe.watchdog or 0.0) + _LATER_S)
 

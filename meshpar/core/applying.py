@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar import _torch
 from meshpar.core.errors import MeshparError
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.passes import Role, Stage
+from meshpar.core.passes import Role
 from meshpar.core.patterns import tied_names
 from meshpar.core.resolved import Resolved
-from meshpar.passes.batch_norm import synchronize_batch_norm
-from meshpar.passes.local import keep_unpacked
 
 
 def run_passes(
-    module: nn.Module, resolved: Resolved, meshes: Mapping[MeshSpec, DeviceMesh], device: torch.device
+    module: nn.Module,
+    resolved: Resolved,
+    meshes: Mapping[MeshSpec, DeviceMesh],
+    device: torch.device,
+    prepare: Callable[[], None] | None = None,
 ) -> list[Tensor]:
     """Run the passes; return the parameters that they replaced and somebody else still holds, such as an optimizer.
 
@@ -29,6 +31,7 @@ def run_passes(
         resolved: the plan for this model.
         meshes: of ``resolved.meshes``.
         device: of this rank.
+        prepare: is called before the first pass.
 
     Raises:
         MeshparError: a pass changes a parameter's name, or unties parameters.
@@ -36,9 +39,8 @@ def run_passes(
     Collective: every rank calls it.
     """
     built_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-    if resolved.averaged or any(pass_.stage == Stage.RECOMPUTE for pass_ in resolved.passes):
-        synchronize_batch_norm(module, meshes[resolved.held], resolved.averaged)
-    keep_unpacked(module)
+    if prepare is not None:
+        prepare()
     before = [weakref.ref(parameter) for parameter in module.parameters()]
     names, ties = [name for name, _ in module.named_parameters()], tied_names(module)
     for applied_pass, seen in zip(resolved.passes, resolved.seen, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -13,17 +13,20 @@ from torch.nn.parameter import UninitializedParameter
 from meshpar.core import registry
 from meshpar.core.errors import LayoutError, MeshError, PlanError
 from meshpar.core.layout import ModelLayout
-from meshpar.core.mesh import MeshSpec
-from meshpar.core.passes import Pass, Role, Stage, axes_of, held_mesh, seen_mesh
+from meshpar.core.mesh import MeshSpec, check_mesh
+from meshpar.core.passes import Pass, Role, Stage, axes_of, held_mesh, seen_mesh, unaveraged
 from meshpar.core.patterns import class_name
-from meshpar.passes.batch_norm import batch_norm_problems
 
 LARGE_PARAMETER = 1 << 24
 """Elements from which a parameter that every rank would hold whole is a problem: 64 MiB in float32."""
 
 
 def problems_of(
-    passes: Sequence[object], module: nn.Module, layout: ModelLayout | None, mesh: MeshSpec | None
+    passes: Sequence[object],
+    module: nn.Module,
+    layout: ModelLayout | None,
+    mesh: MeshSpec | None,
+    of_parts: Callable[[nn.Module], Iterable[str]] = lambda module: (),
 ) -> Iterator[str]:
     """Yield every problem of passes for a model, the same on every rank.
 
@@ -32,6 +35,7 @@ def problems_of(
         module: the model.
         layout: its description; None where it has a problem of its own.
         mesh: with all sizes; None where its sizes do not fit.
+        of_parts: returns the problems of a model of whose batch each rank sees a part.
     """
     yield from _shape_problems(passes)
     known = [pass_ for pass_ in passes if isinstance(pass_, Pass)]
@@ -40,19 +44,15 @@ def problems_of(
         if mesh is not None:
             yield from _axis_problems(known, mesh)
     if mesh is not None and layout is not None:
-        yield from _content_problems(known, module, layout, mesh)
+        yield from _content_problems(known, module, layout, mesh, of_parts)
 
 
 def check_arguments(mesh: object, passes: object) -> None:
     """Raise for a mesh and passes of another kind than a plan takes: a pass that stands alone, text, a dict."""
-    if not isinstance(mesh, MeshSpec | str):
-        raise MeshError(
-            f"a plan's mesh is {_shown(mesh)} of type {type(mesh).__name__}; expected text such as 'dp_shard=2,tp=4', "
-            "or a MeshSpec: write Plan('dp_shard=2', [...]) or Plan(MeshSpec(dp_shard=2), [...])"
-        )
+    check_mesh(mesh)
     if isinstance(passes, str) or not isinstance(passes, Iterable):
         kind = passes if isinstance(passes, type) else type(passes)
-        inside = f"{kind.__name__}()" if issubclass(kind, Pass) else "FullyShard()"
+        inside = f"{kind.__name__}()" if issubclass(kind, Pass) else _example()
         raise PlanError(
             [f"a plan's passes are {_shown(passes)}; expected a list of passes: write Plan({str(mesh)!r}, [{inside}])"]
         )
@@ -81,7 +81,7 @@ def _shape_problems(passes: Sequence[object]) -> Iterator[str]:
             kind = type(pass_).__name__
             yield (
                 f"{_shown(pass_)} is not a pass: {kind} does not inherit meshpar.Pass; write an object of a pass, such "
-                "as FullyShard()"
+                f"as {_example()}"
             )
 
 
@@ -110,10 +110,16 @@ def _axis_problems(passes: Sequence[Pass], mesh: MeshSpec) -> Iterator[str]:
                 yield f"axis {axis!r} is claimed by {claimed[axis]} and by {pass_.name}; keep one of them"
             else:
                 claimed[axis] = pass_.name
-    try:
-        held_mesh(passes, mesh)
-    except MeshError as error:
-        yield str(error)
+    if alone := unaveraged(passes, mesh):
+        yield (
+            f"nothing averages gradients over {', '.join(alone)}; add {_example()} to the passes and "
+            f"{_sharded_axis()}=1 to the mesh"
+        )
+    else:
+        try:
+            held_mesh(passes, mesh)
+        except MeshError as error:
+            yield str(error)
     for axis, size in mesh.axes.items():
         if size > 1 and axis not in claimed:
             yield (
@@ -126,8 +132,7 @@ def _remedy(axis: str) -> str:
     """Name the installed pass that claims ``axis`` and as few others as possible; where there is none, the axes that
     some pass claims.
     """
-    kinds = [registry.plugin("meshpar.passes", name) for name in registry.names("meshpar.passes")]
-    passes = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Pass)]
+    passes = _installed()
     fitting = [kind for kind in passes if axis in kind.roles]
     if fitting:
         return f"add {min(fitting, key=lambda kind: len(kind.roles)).__name__}() or drop {axis} from the mesh"
@@ -138,7 +143,36 @@ def _remedy(axis: str) -> str:
     )
 
 
-def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+def _installed() -> list[type[Pass]]:
+    kinds = [registry.plugin("meshpar.passes", name) for name in registry.names("meshpar.passes")]
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Pass)]
+
+
+def _sharding() -> list[type[Pass]]:
+    """Return the installed passes that split parameters over data axes, those of the fewest axes first."""
+    found = [kind for kind in _installed() if kind.stage == Stage.DATA and kind.shards is not Pass.shards]
+    return sorted(found, key=lambda kind: len(kind.roles))
+
+
+def _sharders() -> list[str]:
+    return [f"{kind.__name__}()" for kind in _sharding()]
+
+
+def _example() -> str:
+    return next(iter(_sharders()), "a pass()")
+
+
+def _sharded_axis() -> str:
+    return next((axis for kind in _sharding() for axis in kind.roles), "a data axis")
+
+
+def _content_problems(
+    passes: Sequence[Pass],
+    module: nn.Module,
+    layout: ModelLayout,
+    mesh: MeshSpec,
+    of_parts: Callable[[nn.Module], Iterable[str]],
+) -> Iterator[str]:
     """Yield what the passes find on this model, ties that are none, and large parameters that nothing splits."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     if split := [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]:
@@ -154,7 +188,7 @@ def _content_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
         for pass_ in ready:
             yield from pass_.problems(module, layout, seen_mesh(pass_, passes, mesh))
         if any(held.axes[axis] > 1 for axis in axes_of(ready, held, Role.SAMPLES)):
-            yield from batch_norm_problems(module)
+            yield from of_parts(module)
             yield from [layout.refusals["balance"]] if "balance" in layout.refusals else []
     hooked = [
         name
@@ -220,8 +254,8 @@ def _divided_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLa
         if missing:
             yield (
                 f"{pass_.name} divides {missing[0]} over {', '.join(axes)}, and {data[0].name} keeps it whole, so that "
-                "nothing averages its gradient; use FullyShard() or HybridShard() with dp_shard, and leave it out of "
-                "whole=(...)"
+                f"nothing averages its gradient; use {' or '.join(_sharders())} with {_sharded_axis()}, and leave it "
+                "out of whole=(...)"
             )
 
 
@@ -242,5 +276,5 @@ def _unsharded_problems(
             yield (
                 f"{name} ({shape}, {parameter.numel() * parameter.element_size() / 2**20:.0f} MiB) is split by no "
                 "pass, so every rank would hold it whole; give its module a style in the tensor-parallel table, or "
-                "add FullyShard() or HybridShard()"
+                f"add {' or '.join(_sharders())}"
             )

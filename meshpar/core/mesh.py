@@ -277,6 +277,16 @@ def _built(device_type: str, axes: tuple[tuple[str, int], ...], *, own: bool) ->
     return mesh
 
 
+def check_mesh(mesh: object) -> None:
+    """Raise MeshError for a mesh of another kind than a plan takes."""
+    if not isinstance(mesh, MeshSpec | str):
+        text = repr(mesh) if len(repr(mesh)) <= 80 else f"{repr(mesh)[:77]}..."
+        raise MeshError(
+            f"a plan's mesh is {text} of type {type(mesh).__name__}; expected text such as 'dp_shard=2,tp=4', or a "
+            "MeshSpec: write Plan('dp_shard=2', [...]) or Plan(MeshSpec(dp_shard=2), [...])"
+        )
+
+
 def divisors(number: int) -> list[int]:
     """Return the first eight divisors of ``number`` above 1, smallest first."""
     return [divisor for divisor in range(2, number + 1) if number % divisor == 0][:8]

@@ -70,8 +70,7 @@ class Pass:
             mesh, and no other pass may claim it.
         splits_sequence: activations between layers are split along the sequence over the pass's axis. The axis's ranks
             then draw different random numbers everywhere, and a block cannot be called alone.
-        divides_optimizer: optimizer state is divided over ``dp_replicate``. Replicas that may be lost, each a job of
-            its own, then divide it among them (:class:`meshpar.training.Replicas`).
+        divides_optimizer: optimizer state is divided over the replicas, also over those that are jobs of their own.
         keeps_on_host: parameters, gradients and optimizer state live in host memory.
         compiles: the pass changes the speed of a step, but not its values. The forecast replays a step without it.
         period: number of blocks after which the treatment of blocks repeats. The forecast replays at least one period.
@@ -171,8 +170,7 @@ class Pass:
         """Do what ``apply`` does for one simulated ``rank`` of a ``FEATURES`` axis, with collectives on ``group``.
 
         Returns:
-            The :class:`meshpar.passes.tensor.context.Context` that the styles share; None where the pass cannot be
-            tried without processes.
+            What the pass's parts share; None where the pass cannot be tried without processes.
         """
         return None
 
@@ -196,19 +194,27 @@ def held_mesh(passes: Iterable[Pass], mesh: MeshSpec, *, apart: Iterable[str] = 
     Raises:
         MeshError: no pass holds parameters over data axes, or the axes are apart.
     """
-    passes = list(passes)
-    data = axes_of([pass_ for pass_ in passes if pass_.stage == Stage.DATA], mesh, Role.SAMPLES)
-    within = [
-        axis for axis in axes_of(passes, mesh, Role.POSITIONS, Role.SAMPLES) if mesh.axes[axis] > 1 and axis not in data
-    ]
+    data, within = _data_axes(list(passes), mesh)
     if not within:
         return mesh
     if not data:
-        raise MeshError(
-            f"nothing averages gradients over {', '.join(within)}; add FullyShard() to the passes and dp_shard=1 to "
-            "the mesh"
-        )
+        raise MeshError(f"nothing averages gradients over {', '.join(within)}; add a pass that holds parameters there")
     return mesh.folded(data[-1], [axis for axis in within if axis not in apart])
+
+
+def unaveraged(passes: Iterable[Pass], mesh: MeshSpec) -> list[str]:
+    """Return the axes of samples and positions over which gradients would differ, because no pass holds parameters
+    over data axes.
+    """
+    data, within = _data_axes(list(passes), mesh)
+    return [] if data else within
+
+
+def _data_axes(passes: list[Pass], mesh: MeshSpec) -> tuple[tuple[str, ...], list[str]]:
+    """Return the axes over which data passes hold parameters, and the other axes whose ranks get other gradients."""
+    data = axes_of([pass_ for pass_ in passes if pass_.stage == Stage.DATA], mesh, Role.SAMPLES)
+    others = axes_of(passes, mesh, Role.POSITIONS, Role.SAMPLES)
+    return data, [axis for axis in others if mesh.axes[axis] > 1 and axis not in data]
 
 
 def seen_mesh(pass_: Pass, passes: Iterable[Pass], mesh: MeshSpec) -> MeshSpec:

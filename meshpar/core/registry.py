@@ -21,7 +21,8 @@ GROUPS = ("meshpar.passes", "meshpar.layouts", "meshpar.objectives", "meshpar.la
 @cache
 def _found(group: str) -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=group):
+    own = __name__.partition(".")[0]
+    for entry in sorted(entry_points(group=group), key=lambda entry: entry.value.partition(".")[0] != own):
         other = found.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise MeshparError(
@@ -36,7 +37,7 @@ def _package(entry: EntryPoint) -> str:
 
 
 def names(group: str) -> list[str]:
-    """Return the names of a group's plugins, without importing any."""
+    """Return the names of a group's plugins, the project's own first, without importing any."""
     return list(_found(group))
 
 

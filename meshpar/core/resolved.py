@@ -69,6 +69,12 @@ class Resolved:
         )
 
     @property
+    def hybrid(self) -> bool:
+        """Parameters are held over several axes of samples: gradients may be reduced over the inner ones first."""
+        data = self.data_pass
+        return data is not None and len(axes_of([data], self.spec, Role.SAMPLES)) > 1
+
+    @property
     def data_pass(self) -> Pass | None:
         """The pass that holds parameters over data axes; None where no pass does."""
         return next((pass_ for pass_ in self.passes if pass_.stage == Stage.DATA), None)

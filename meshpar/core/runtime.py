@@ -22,22 +22,22 @@ DEFAULT_TIMEOUT_S = 600.0
 
 def rank() -> int:
     """Return this process's rank: the process group's where there is one, else the launcher's, else 0."""
-    return dist.get_rank() if dist.is_initialized() else _number("RANK", 0)
+    return dist.get_rank() if dist.is_initialized() else number("RANK", 0)
 
 
 def world_size() -> int:
     """Return the number of ranks: the process group's where there is one, else the launcher's, else 1."""
-    return dist.get_world_size() if dist.is_initialized() else _number("WORLD_SIZE", 1)
+    return dist.get_world_size() if dist.is_initialized() else number("WORLD_SIZE", 1)
 
 
 def local_rank() -> int:
     """Return this process's rank on its node, 0 outside a launcher."""
-    return _number("LOCAL_RANK", 0)
+    return number("LOCAL_RANK", 0)
 
 
 def ranks_per_node() -> int | None:
     """Return how many ranks the launcher started on each node, None outside a launcher."""
-    return _number("LOCAL_WORLD_SIZE", 0) or None
+    return number("LOCAL_WORLD_SIZE", 0) or None
 
 
 def is_main() -> bool:
@@ -53,8 +53,8 @@ def launched() -> bool:
 def device(device_type: str | None = None) -> torch.device:
     """Return the device of this rank.
 
-    An accelerator is that of the open process group, where it has one; else the local rank decides, after the ranks of
-    the replicas before this one on the node; a rank that sees a single device uses that.
+    An accelerator is that of the open process group, where it has one; else the local rank decides, after the devices
+    of the jobs before this one on the node; a rank that sees a single device uses that.
 
     Raises:
         LaunchError: there are fewer devices than ranks.
@@ -65,7 +65,7 @@ def device(device_type: str | None = None) -> torch.device:
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None and bound.type == kind:
         return bound  # type: ignore[no-any-return]
-    index, count = _number("MESHPAR_FIRST_DEVICE", 0) + local_rank(), torch.accelerator.device_count()
+    index, count = number("MESHPAR_FIRST_DEVICE", 0) + local_rank(), torch.accelerator.device_count()
     if 1 < count <= index:
         raise LaunchError(
             f"local rank {index} has no {kind} device of its own: this node has {count}; start at most {count} ranks "
@@ -98,7 +98,8 @@ def make_current(here: torch.device) -> None:
         torch.get_device_module(here).set_device(here)
 
 
-def _number(name: str, default: int) -> int:
+def number(name: str, default: int) -> int:
+    """Return a whole number that a launcher sets in the environment; ``default`` where it does not."""
     text = os.environ.get(name)
     if text is None:
         return default
@@ -229,11 +230,11 @@ def meeting_store(name: str, *, timeout_s: float) -> dist.Store:
     if not launched():
         raise LaunchError("no launcher connects the ranks; start with meshpar run, torchrun or srun")
     _need_address()
-    address, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+    address, port = os.environ["MASTER_ADDR"], number("MASTER_PORT", 0)
     if rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _server(address, port)
     store = dist.TCPStore(address, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-    start = f"meshpar/{name}/{_number('TORCHELASTIC_RESTART_COUNT', 0)}"
+    start = f"meshpar/{name}/{number('TORCHELASTIC_RESTART_COUNT', 0)}"
     return dist.PrefixStore(f"{start}/{store.add(f'{start}/meetings of {rank()}', 1)}", store)
 
 
@@ -241,20 +242,6 @@ def meeting_store(name: str, *, timeout_s: float) -> dist.Store:
 def _server(address: str, port: int) -> dist.TCPStore:
     """Serve the store where the ranks meet until this process ends: between two groups others still read it."""
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
-
-
-def lighthouse() -> str:
-    """Return the address of the lighthouse that puts replicas together, ``http://host:port``; empty where there is
-    none.
-    """
-    return os.environ.get("TORCHFT_LIGHTHOUSE", "")
-
-
-def replica() -> tuple[str, int]:
-    """Return the name of this replica of an elastic job, and the number of replicas of the whole job, 0 in any other
-    job.
-    """
-    return os.environ.get("MESHPAR_REPLICA", str(os.getpid())), _number("MESHPAR_REPLICAS", 0)
 
 
 def quiet(variable: str) -> None:

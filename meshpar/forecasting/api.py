@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from meshpar.core.errors import MeshparError, PlanError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.plan import Plan
 from meshpar.core.registry import layout_for
 from meshpar.forecasting.cost import cost
 from meshpar.forecasting.extrapolate import deepened
@@ -25,6 +24,7 @@ from meshpar.forecasting.report import Forecast, with_unit
 from meshpar.forecasting.simulate import Depths, Simulation, simulate
 from meshpar.forecasting.step import Batch, Loss, summed_token_loss
 from meshpar.forecasting.trace import Trace
+from meshpar.plan import Plan
 from meshpar.state.shares import plan_problems
 
 _PROBES = 2

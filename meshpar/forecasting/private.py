@@ -28,9 +28,9 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar.core import runtime
-from meshpar.core.parallelized import Parallelized
 from meshpar.exact.agreement import Agreement, Meeting
 from meshpar.exact.losses import Losses
+from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.passes.routing import Routing
 

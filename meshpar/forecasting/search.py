@@ -19,7 +19,6 @@ from torch import nn
 from meshpar.core.errors import MeshparError, PlanError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, divisors
-from meshpar.core.plan import Plan
 from meshpar.forecasting.api import Forecast, evaluated, probes
 from meshpar.forecasting.cost import cost, sending_time
 from meshpar.forecasting.extrapolate import deepened, widened
@@ -38,6 +37,7 @@ from meshpar.passes import (
     Replicate,
     TensorParallel,
 )
+from meshpar.plan import Plan
 
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)

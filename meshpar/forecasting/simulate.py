@@ -26,11 +26,11 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.plan import Plan
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import Batch, Loss, axis_groups, record_step, summed_token_loss
 from meshpar.forecasting.trace import Collective, Trace
 from meshpar.placements import local_tensor
+from meshpar.plan import Plan
 from meshpar.state import initialize
 
 ALLOCATOR_ROUNDING = 512

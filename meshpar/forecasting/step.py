@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from meshpar.core.errors import MeshparError
-from meshpar.core.parallelized import Parallelized
 from meshpar.core.passes import find_blocks
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.trace import HELD, Trace
 from meshpar.loss import token_loss
+from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.placements import local_tensor
 from meshpar.training.objectives import EXAMPLES

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.core.errors import MeshparError
-from meshpar.core.parallelized import Parallelized
 from meshpar.core.passes import unmatched
 from meshpar.core.patterns import covers
 from meshpar.core.registry import layout_for
 from meshpar.optim.matrices import Matrices, matrices_of, plain
 from meshpar.optim.owners import Owners, Piece, Place, shares
+from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.placements import local_gradient, local_tensor
 

@@ -13,7 +13,7 @@ from torch.autograd.profiler import profile
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshpar.core.parallelized import Parallelized
+from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.placements import local_index, local_tensor
 

@@ -14,14 +14,14 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.guards import Guards
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.parallelized import Parallelized
 from meshpar.core.passes import Pass
-from meshpar.core.plan import Plan
 from meshpar.core.registry import layout_for
 from meshpar.core.resolved import resolve
 from meshpar.loss import IGNORE_INDEX, token_loss
+from meshpar.parallelized import Parallelized
 from meshpar.passes.batch_norm import has_batch_norm
 from meshpar.placements import whole_tensor
+from meshpar.plan import Plan
 
 
 @final

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
-from meshpar.core.parallelized import Parallelized
 from meshpar.core.passes import find_blocks
 from meshpar.core.patterns import class_name
 from meshpar.core.registry import layout_for
 from meshpar.exact.trial import as_evaluated
+from meshpar.parallelized import Parallelized
 from meshpar.passes.installed import installed
 
 _LENGTH = 64

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshpar import _torch
-from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, PlanError, ReplicaError
-from meshpar.core.parallelized import Parallelized
+from meshpar.parallelized import Parallelized
 from meshpar.state.shares import plan_problems
+from meshpar.training import elastic_job
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.divided import Divided, check_separable
 from meshpar.training.quorum import Member, Membership, Peers, Quorum, Sum, connect
@@ -129,7 +129,7 @@ class Replicas:
     ) -> None:
         if problems := [*plan_problems(par.spec, par.module, optimizer_copies), *data.share_problems()]:
             raise PlanError(problems)
-        known, whole = runtime.replica()
+        known, whole = elastic_job.replica()
         self.par, self.optimizer, self.data = par, optimizer, data
         self.step, self.changes = 0, list[Change]()
         self._divided: Divided | None = None
@@ -145,7 +145,9 @@ class Replicas:
         self._membership: Membership | None = None
         until, entered = time.monotonic() + wait_s, None
         while entered is None:  # in slices, for each of which the other ranks of the replica wait
-            entered = self._ranks.tell(lambda: self._enter(lighthouse or runtime.lighthouse(), name or known, until))
+            entered = self._ranks.tell(
+                lambda: self._enter(lighthouse or elastic_job.lighthouse(), name or known, until)
+            )
         self._name: str = entered
         self._sum: Sum = (0, 0)
         self._failures, self._life, self._blank = 0, 0, False

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from meshpar._torch import eager, in_backward
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
-from meshpar.core.parallelized import Parallelized
 from meshpar.core.patterns import class_name, find_modules, matches
+from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.passes.experts import rows_in_order
 

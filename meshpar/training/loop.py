@@ -17,8 +17,8 @@ from torch import nn
 
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
-from meshpar.core.parallelized import Parallelized
 from meshpar.loss import token_losses
+from meshpar.parallelized import Parallelized
 from meshpar.passes.random import mix
 from meshpar.replicas import check_equal
 from meshpar.training.data import Batches, TensorBatch

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Shard
 from meshpar._torch import eager
 from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.core.layout import ModelLayout
-from meshpar.core.parallelized import Parallelized
 from meshpar.core.patterns import find_modules, matches
 from meshpar.core.registry import layout_for
 from meshpar.imports import quiet_imports
+from meshpar.parallelized import Parallelized
 from meshpar.passes import random
 from meshpar.passes.local import local, sum_gradients
 from meshpar.passes.tensor.collectives import copy_weight

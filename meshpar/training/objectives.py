@@ -21,8 +21,8 @@ from meshpar.chunked import chunk_for, chunked_token_loss
 from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Role, axes_of
-from meshpar.core.plan import Plan
 from meshpar.loss import IGNORE_INDEX, token_loss
+from meshpar.plan import Plan
 from meshpar.training.settings import Bound, bound_problems
 
 SummedLoss = tuple[torch.Tensor, int | torch.Tensor, Mapping[str, torch.Tensor]]

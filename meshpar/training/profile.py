@@ -16,10 +16,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshpar import _torch
 from meshpar.core import runtime
-from meshpar.core.parallelized import Parallelized
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import axis_groups, hold_state
 from meshpar.forecasting.trace import Phase
+from meshpar.parallelized import Parallelized
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.metrics import peak_memory
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshpar.core.errors import MeshparError
-from meshpar.core.parallelized import Parallelized
 from meshpar.exact.agreement import leaves
+from meshpar.parallelized import Parallelized
 from meshpar.placements import local_tensor
 from meshpar.replicas import digest_of_several
 from meshpar.state.initialize import state as tensors_of

@@ -20,7 +20,7 @@ import torch
 import meshpar.forecasting.device as device
 import meshpar.forecasting.private as private
 from meshpar.core import runtime
-from meshpar.core.parallelized import Parallelized
+from meshpar.parallelized import Parallelized
 from meshpar.replicas import Looks
 from meshpar.state import initialize
 from meshpar.testing import PRELOAD

@@ -10,8 +10,8 @@ import torch
 
 import meshpar.forecasting.device as device
 from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, Plan, TensorParallel
-from meshpar.core.parallelized import _selected
 from meshpar.forecasting.private import Assumed
+from meshpar.parallelized import _selected
 from meshpar.passes.applied import applied
 from meshpar.passes.routing import Routing
 from meshpar.training.loop import Trainer

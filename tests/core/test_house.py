@@ -23,13 +23,15 @@ FOLDERS = {
     "launchers": "meshpar.launchers",
 }
 FLOORS = [
-    {"errors", "imports", "patterns", "leftovers", "homes", "patches", "signals"},
-    {"once", "guards"},
-    {"mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas", "runtime"},
-    {"layout"},
+    {"core.errors", "imports", "core.patterns", "leftovers", "homes", "patches", "signals"},
+    {"once", "core.guards"},
+    {"core.mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas", "core.runtime"},
+    {"core.layout"},
+    {"core.passes"},
+    {"core.resolved", "core.registry"},
+    {"core.applying", "core.checks"},
     {"passes"},
-    {"resolved", "registry"},
-    {"state", "exact", "applying", "checks", "description", "watchdog", "positions"},
+    {"state", "exact", "description", "watchdog", "positions"},
     {"parallelized", "chunked", "log_probs"},
     {"plan"},
     {"testing", "forecasting", "training", "optim"},
@@ -177,8 +179,9 @@ def imported(path):
 
 def part_of(module):
     """The part of the house that a module belongs to, None for the package itself and what is not ours."""
-    pieces = [piece for piece in module.split(".") if piece != "core"]  # its files stand where the imports put them
-    return pieces[1] if pieces[0] == "meshpar" and len(pieces) > 1 and pieces[1] in FLOOR else None
+    package, *pieces = module.split(".")
+    part = ".".join(pieces[:2]) if pieces[:1] == ["core"] else "".join(pieces[:1])  # a file of the core stands alone
+    return part if package == "meshpar" and part in FLOOR else None
 
 
 def test_tests_lie_in_the_folder_of_what_they_test():
@@ -320,6 +323,43 @@ def test_the_core_knows_no_pass_by_name():
             if asked and isinstance(node.args[0], ast.Name) and node.args[0].id in loop_names:
                 found.append(f"{name} asks {ast.unparse(node)}")
     assert not found
+
+
+CORE = sorted((ROOT / "meshpar/core").glob("*.py"))
+BELOW_THE_CORE = {"_torch", "weights"}
+"""Torch's private parts, and a layout's map of published names, which knows errors and patterns alone."""
+TECHNIQUES = PASSES | {"ExpertParallel", "PipelineParallel", "Muon", "Replicas", "transformers", "elastic", "torchft"}
+
+
+def test_the_core_imports_no_technique():
+    """Nor states, guards, models, checkpoints, jobs: what the core needs of them is handed in or registered."""
+    found = {
+        (path.name, part)
+        for path in CORE
+        for target in imports(path, "core")
+        if (part := part_of(target)) and not part.startswith("core.") and part not in BELOW_THE_CORE
+    }
+    assert found == set()
+
+
+def test_the_core_names_no_technique_and_no_axis():
+    """Remedies ask the registry which pass is installed; the names of axes are the mesh's vocabulary."""
+    axes = {"pp", "dp_replicate", "dp_shard", "cp", "ep", "tp"}
+    words = re.compile(r"\w+")
+    found = set()
+    for path in CORE:
+        known = TECHNIQUES if path.name == "mesh.py" else TECHNIQUES | axes
+        tree = ast.parse(path.read_text())
+        names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        texts = [value for value in constants(path) if isinstance(value, str)]
+        said = {word for text in [*names, *texts] for word in words.findall(text)}
+        found |= {(path.name, word) for word in said & known}
+    assert found == set()
+
+
+def test_the_core_fits_in_the_head():
+    lines = {path.name: len(path.read_text().splitlines()) for path in CORE}
+    assert sum(lines.values()) <= 2500 and max(lines.values()) <= 400, lines
 
 
 def test_no_code_asks_whether_ranks_are_simulated():

@@ -14,7 +14,7 @@ from torch import nn
 import meshpar
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
-from meshpar.core.plan import Plan
+from meshpar.plan import Plan
 from meshpar.testing import on_ranks
 from meshpar.training import (
     AdamWSettings,

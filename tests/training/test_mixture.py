@@ -15,8 +15,8 @@ import torch
 
 import meshpar
 from meshpar.core.errors import RecipeError
-from meshpar.core.plan import Plan
 from meshpar.launchers.jobs.datasets import changes, same_but_documents
+from meshpar.plan import Plan
 from meshpar.testing import on_ranks
 from meshpar.training import (
     AdamWSettings,

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshpar.core.applying import run_passes
-from meshpar.core.description import Description, describe
 from meshpar.core.errors import MeshparError, PlanError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
@@ -27,6 +26,7 @@ from meshpar.core.passes import Pass, Role
 from meshpar.core.patterns import class_name
 from meshpar.core.registry import imported
 from meshpar.core.resolved import Resolved
+from meshpar.description import Description, describe
 from meshpar.exact.agreement import leaves
 from meshpar.exact.attach import renew
 from meshpar.exact.cycle import Cycle
@@ -37,6 +37,7 @@ from meshpar.loss import Totals
 from meshpar.passes import random
 from meshpar.passes.applied import applied
 from meshpar.passes.installed import before_plan
+from meshpar.passes.prepare import prepare
 from meshpar.passes.untouched import CannotKeep, untouched
 from meshpar.placements import clip_grad_norm_, local_tensor, sharded_axes
 from meshpar.replicas import check_equal, of_all_ranks
@@ -295,7 +296,8 @@ class Parallelized:
         initialize.check_weights({**fresh, **fresh_buffers}, "the weights handed to par.adopt")
         gone, renamed = self.cycle.left(), self.cycle.placed.renamed()
         self.resolved = resolved
-        replaced = run_passes(self.module, resolved, self._meshes, self.device)
+        ready = partial(prepare, self.module, resolved, self._meshes)
+        replaced = run_passes(self.module, resolved, self._meshes, self.device, ready)
         self.cycle.adopted([*replaced, *gone])
         renew(self.cycle, resolved, self.device, verify=self.plan.verify)
         parameters = list(dict.fromkeys(self.module.get_parameter(name) for name in came))
@@ -381,7 +383,7 @@ class Parallelized:
             self.cycle.reducing = last or always
         if hasattr(self.module, "set_requires_gradient_sync"):
             self.module.set_requires_gradient_sync(last or always)  # type: ignore[operator]
-            if "dp_replicate" in self.data_axes and "dp_shard" in self.data_axes:
+            if self.resolved.hybrid:
                 self.module.set_requires_all_reduce(last)  # type: ignore[operator]
 
     @overload

@@ -15,19 +15,21 @@ from torch import nn
 from meshpar.core import registry, runtime
 from meshpar.core.applying import run_passes
 from meshpar.core.checks import arrows, check_arguments, checked_layout, problems_of
-from meshpar.core.description import Description, describe
 from meshpar.core.errors import LayoutError, MeshError, MeshparError, PlanError
 from meshpar.core.guards import Guards, check_guards
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, default_device_type
-from meshpar.core.parallelized import Parallelized
 from meshpar.core.passes import Pass, Role
 from meshpar.core.resolved import Resolved, resolve
+from meshpar.description import Description, describe
 from meshpar.exact.agreement import next_number
 from meshpar.exact.attach import attach
 from meshpar.exact.proving import prove
 from meshpar.exact.verify import Verification, verified
+from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
+from meshpar.passes.batch_norm import batch_norm_problems
+from meshpar.passes.prepare import prepare
 from meshpar.state.full import refuse_copies
 from meshpar.state.initialize import check_weights, state
 from meshpar.state.shares import plan_problems
@@ -128,7 +130,7 @@ class Plan:
         except LayoutError as error:
             problems.append(str(error))
             layout = None
-        problems += problems_of(self.passes, module, layout, spec)
+        problems += problems_of(self.passes, module, layout, spec, batch_norm_problems)
         if problems:
             raise PlanError(problems)
         assert spec is not None and layout is not None
@@ -170,7 +172,7 @@ class Plan:
         meshes = {spec: spec.build(device.type, own=own) for spec in resolved.meshes}
         compares = self.guards != "off" and not runtime.is_simulated()
         applied(module).layout, applied(module).verify = resolved.layout, self.verify and compares
-        replaced = run_passes(module, resolved, meshes, device)
+        replaced = run_passes(module, resolved, meshes, device, partial(prepare, module, resolved, meshes))
         cycle = attach(
             module, resolved, meshes, device, replaced, title=str(self), verify=self.verify, guards=self.guards
         )
