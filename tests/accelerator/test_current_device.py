@@ -42,7 +42,7 @@ def test_everything_is_on_this_ranks_device_also_where_the_process_group_is_some
     module.device_count, module.current_device = lambda: 4, lambda: here[0]
     module.set_device = lambda device: here.__setitem__(0, device.index)
     torch.accelerator.device_count = module.device_count
-    runtime._number = {"LOCAL_RANK": 2}.get
+    runtime.number = {"LOCAL_RANK": 2}.get
     with torch.device("meta"):
         model = transformer()
     plan = Plan("dp_shard=4", [FullyShard()]) if passes == "shards" else Plan("tp=4", [TensorParallel()])
