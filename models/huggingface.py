@@ -22,7 +22,7 @@ from torch import nn
 
 from meshpar.core.errors import LayoutError
 from meshpar.core.layout import ModelLayout
-from meshpar.core.patterns import find_modules
+from meshpar.core.patterns import find_modules, tied_names
 from meshpar.core.registry import untied
 from meshpar.imports import quiet_imports
 from meshpar.models.huggingface_exchange import counts_positions, exchange_positions, mixer_refusal, mixers, refusal
@@ -64,7 +64,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         copied_heads=copied_heads(model, heads),
         head_ratio=HEAD_RATIO,
         head=head_of_logits(model),
-        tied=_tied(model),
+        tied=tuple(tied_names(model)),
         fp32=_fp32(model),
         dropout=_has_dropout(model),
         init=_Initialiser(model),
@@ -155,13 +155,6 @@ def _is_called(model: nn.Module, name: str) -> bool:
     owner = model.get_submodule(name.rpartition(".")[0])
     own = inspect.getsource(type(owner)) if type(owner).__module__.startswith("transformers.") else ""
     return not re.search(r"\blayer\w*\.forward\(", own) and not any(hasattr(layer, "backward_pass") for layer in layers)  # type: ignore[attr-defined, union-attr]
-
-
-def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
 def _ignored(model: Any) -> tuple[str, ...]:

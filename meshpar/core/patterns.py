@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import combinations
+from types import MappingProxyType
 
 from torch import nn
 
@@ -176,6 +177,32 @@ def class_name(module: nn.Module) -> str:
     while hasattr(kind, "set_requires_gradient_sync") and len(kind.__bases__) > 1:
         kind = kind.__bases__[-1]
     return kind.__name__
+
+
+OWN_NUMBER = re.compile(r"(^|_)(idx|id|index|layer|number|place|layer_number)$")
+"""Names of attributes in which a block knows its own number."""
+
+
+def kind_of(block: nn.Module, styles: Mapping[str, object] = MappingProxyType({})) -> Hashable:
+    """Return what two blocks of one kind have in common, which compute alike: classes, shapes, and plain settings other
+    than their own number.
+
+    Args:
+        block: the block.
+        styles: more that distinguishes the modules in it, by their names in the block.
+    """
+    facts = []
+    for name, child in block.named_modules():
+        settings = tuple(
+            (key, repr(value))
+            for key, value in sorted(vars(child).items())
+            if isinstance(value, bool | int | float | str) and not (type(value) is int and OWN_NUMBER.search(key))
+        )
+        shapes = tuple(
+            (key, tuple(value.shape), value.dtype) for key, value in child._parameters.items() if value is not None
+        )
+        facts.append((name, class_name(child), repr(styles.get(name)), shapes, settings))
+    return tuple(facts)
 
 
 def tied_names(module: nn.Module) -> list[tuple[str, ...]]:

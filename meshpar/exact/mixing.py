@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from meshpar.core.errors import MeshparError, ParallelError, first_line
-from meshpar.core.patterns import class_name
+from meshpar.core.patterns import class_name, kind_of
 from meshpar.exact.agreement import leaves
 from meshpar.exact.trial import as_evaluated, off, quiet
 from meshpar.passes.exchange import Exchange
@@ -298,9 +298,7 @@ def _one_of_each_kind(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]
     """Yield one block of each kind, and the outermost modules beside the blocks."""
     kinds: dict[Any, str] = {}
     for name in blocks:
-        block = module.get_submodule(name)
-        shapes = tuple((inner, tuple(parameter.shape)) for inner, parameter in block.named_parameters())
-        kinds.setdefault((shapes, tuple((inner, class_name(child)) for inner, child in block.named_modules())), name)
+        kinds.setdefault(kind_of(module.get_submodule(name)), name)
     yield from kinds.values()
     around = {name.rsplit(".", depth)[0] for name in blocks for depth in range(1, name.count(".") + 1)}
 

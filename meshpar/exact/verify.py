@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshpar.core.errors import ParallelError
-from meshpar.core.patterns import class_name
+from meshpar.core.patterns import kind_of
 from meshpar.exact.agreement import leaves
 from meshpar.exact.trial import (
     Run,
@@ -457,32 +457,16 @@ def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]
         yield ""
         return
     kinds: dict[Any, str] = {}
-    for place, name in enumerate(blocks):
-        if any(style == name or style.startswith(f"{name}.") for style in context.styles):
-            kinds.setdefault(_kind(module.get_submodule(name), name, place, context), name)
+    for name in blocks:
+        if styled := [inner for inner in context.styles if inner == name or inner.startswith(f"{name}.")]:
+            inside = {inner[len(name) + 1 :]: context.styles[inner] for inner in styled}
+            kinds.setdefault(kind_of(module.get_submodule(name), inside), name)
     yield from kinds.values()
     yield from alone
 
 
 def _contains(blocks: Sequence[str], name: str) -> bool:
     return any(name == block or name.startswith(f"{block}.") for block in blocks)
-
-
-def _kind(block: nn.Module, name: str, place: int, context: Context) -> Any:
-    """Return what two blocks of one kind have in common: classes, shapes, styles, and plain settings but for their
-    own number.
-    """
-    facts = []
-    for inner, child in block.named_modules():
-        settings = tuple(
-            (key, value)
-            for key, value in sorted(vars(child).items())
-            if isinstance(value, bool | int | float | str) and not (type(value) is int and value == place)
-        )
-        shapes = tuple((key, tuple(value.shape)) for key, value in child._parameters.items() if value is not None)
-        style = context.styles.get(f"{name}.{inner}" if inner else name)
-        facts.append((inner, class_name(child), repr(style), shapes, settings))
-    return tuple(facts)
 
 
 def _copy(value: object) -> Any:

@@ -26,6 +26,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
+from meshpar.core.patterns import kind_of
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import Batch, Loss, axis_groups, record_step, summed_token_loss
 from meshpar.forecasting.trace import Collective, Trace
@@ -237,28 +238,13 @@ def like_blocks(model: nn.Module, layout: ModelLayout) -> tuple[str, int]:
         raise MeshparError(
             f"blocks are in {where}; only those of one nn.ModuleList can be extrapolated: replay the full depth"
         )
-    kinds = {_signature(block) for _, block in blocks}
+    kinds = {kind_of(block) for _, block in blocks}
     if len(kinds) > 1:
         raise MeshparError(
             f"the blocks of {next(iter(lists))} are of {len(kinds)} kinds, so a few do not represent the rest: replay "
             "the full depth"
         )
     return next(iter(lists)), len(blocks)
-
-
-def _signature(block: nn.Module) -> tuple[Any, ...]:
-    """Return what two blocks must share to compute alike: classes, shapes, and plain settings other than their own
-    number.
-    """
-    parts: list[Any] = []
-    for name, child in block.named_modules():
-        plain = {key: value for key, value in vars(child).items() if isinstance(value, bool | int | float | str)}
-        settings = tuple(sorted((key, repr(value)) for key, value in plain.items() if not key.endswith(("idx", "id"))))
-        parts.append((name, type(child).__qualname__, settings))
-        parts += [
-            (key, tuple(value.shape), value.dtype) for key, value in child._parameters.items() if value is not None
-        ]
-    return tuple(parts)
 
 
 def run(job: Simulation) -> Trace:

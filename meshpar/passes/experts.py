@@ -28,7 +28,7 @@ from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, sizes_text
 from meshpar.core.passes import Pass, Role, Stage, unmatched
-from meshpar.core.patterns import class_name, covers, find_modules, matches
+from meshpar.core.patterns import OWN_NUMBER, class_name, covers, find_modules, matches
 from meshpar.passes.applied import Applied, applied
 from meshpar.passes.installed import set_forward
 from meshpar.passes.local import local, part_of
@@ -51,7 +51,6 @@ float32.
 """
 _TOKENS = 64  # of each rank in a test of divided experts
 _COUNTS = re.compile(r"_?(moe_)?(n|num)_(local_|routed_|total_)?experts")
-_PLACES = re.compile(r"(^|_)(idx|id|index|layer|number|place|layer_number)$")
 _TORCHS = {"parameters", "buffers", "modules", "non_persistent_buffers_set", "meshpar"}
 _IN_ORDER = "(rows (R, D) in the order of experts) or (such rows, the number of each expert's)"
 
@@ -228,7 +227,9 @@ def _kind(module: nn.Module, place: int) -> Any:
             key: value if isinstance(value, bool | float | str | None) else id(value) for key, value in plain.items()
         }
         numbers = {key: value for key, value in plain.items() if type(value) is int}
-        settings |= {key: None if value == place and _PLACES.search(key) else value for key, value in numbers.items()}
+        settings |= {
+            key: None if value == place and OWN_NUMBER.search(key) else value for key, value in numbers.items()
+        }
         shapes = tuple((leaf, tuple(parameter.shape)) for leaf, parameter in child.named_parameters(recurse=False))
         forward = getattr(child.forward, "__func__", child.forward)
         facts.append((inner, type(child), forward, shapes, tuple(sorted(settings.items(), key=str))))
