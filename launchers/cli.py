@@ -142,6 +142,9 @@ def export(
     adapters: Annotated[
         bool, typer.Option("--adapters", help="Write trained adapters alone, in peft's format.")
     ] = False,
+    weights: Annotated[
+        str, typer.Option(help="trained, averaged (the run's only average), or the name of one of its averages.")
+    ] = "trained",
     measure: Annotated[
         Path | None, typer.Option(help="Text on which to compare the quantised export with the step's own weights.")
     ] = None,
@@ -166,7 +169,7 @@ def export(
 
     options = {
         "dtype": dtype, "max_shard_size": max_shard_size, "verify": verify, "config": config, "layout": layout,
-        "quantize": quantize, "high": keep_high or (), "adapters": adapters, "overwrite": overwrite,
+        "quantize": quantize, "high": keep_high or (), "adapters": adapters, "weights": weights, "overwrite": overwrite,
     }  # fmt: skip
     run(src, dst, options, best=best, held_out_text=measure, push_to=push, dry_run=dry_run, watched=watch, every=every)
 

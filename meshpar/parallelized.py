@@ -621,13 +621,32 @@ class Parallelized:
         scatter_state(self.module, state, self.device, from_rank_0=from_rank_0, strict=strict)
 
     def averaged(
-        self, decay: Decay = 0.999, *, dtype: torch.dtype | None = None, buffers: bool = False, from_start: bool = False
+        self,
+        decay: Decay | None = None,
+        *,
+        power: float | None = None,
+        every: int = 1,
+        after: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        buffers: bool = False,
+        from_start: bool = False,
     ) -> Averaged:
-        """Return a sharded exponential moving average of the parameters. See
+        """Return a sharded moving average of the parameters: exponential, Karras' power form, or a plain mean. See
         :class:`meshpar.state.averaging.Averaged`.
         """
         self._refuse_divided_layers("par.averaged", "keep the average on a mesh without it")
-        average = Averaged(self, decay, dtype=dtype, buffers=buffers, from_start=from_start)
+        average = Averaged(
+            self,
+            decay,
+            power=power,
+            every=every,
+            after=after,
+            device=device,
+            dtype=dtype,
+            buffers=buffers,
+            from_start=from_start,
+        )
         self._averages.add(average)
         return average
 

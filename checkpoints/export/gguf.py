@@ -119,6 +119,7 @@ def export_gguf(
     weights: WeightMap | None = None,
     verify: Verify = "size",
     high: Sequence[str] = (),
+    averaged: str = "trained",
     overwrite: bool = False,
 ) -> Place:
     """Export the model of a checkpoint to ``dst/model-KIND.gguf`` for llama.cpp, in a few MiB of memory. Requires
@@ -148,7 +149,7 @@ def export_gguf(
     if kind not in KINDS:
         raise CheckpointError(f"the kind is {kind!r}; expected one of {', '.join(KINDS)}")
     target = free_target(dst, overwrite=overwrite)
-    source, config = opened(src, weights, verify, config)
+    source, config = opened(src, weights, verify, config, averaged)
     architecture = _architecture(config or {})
     assert config is not None
     laid_out = WeightMap(tuple(architecture.rules(config))).view(source)

@@ -11,7 +11,7 @@ import torch
 
 from meshpar.checkpoints.format.copying import Piece, are_copied, check_piece
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint, Stored
-from meshpar.checkpoints.format.manifest import MODEL, read_manifest
+from meshpar.checkpoints.format.manifest import AVERAGES, MODEL, Manifest, read_manifest
 from meshpar.checkpoints.format.verify import open_verified
 from meshpar.checkpoints.steps.steps import open_step
 from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
@@ -24,9 +24,13 @@ _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1
 
 @final
 class StoredModel:
-    """The model's tensors of a checkpoint, by the module's names, each tied tensor under its first."""
+    """The model's tensors of a checkpoint, by the module's names, each tied tensor under its first; with ``averaged``,
+    the name of an average, its values of the tensors that it has.
+    """
 
-    def __init__(self, source: DistributedCheckpoint, tied: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self, source: DistributedCheckpoint, tied: Sequence[Sequence[str]], averaged: str | None = None
+    ) -> None:
         self._source = source
         saved = in_order(name for name in source.tensors if name.startswith(MODEL))
         self._names = {clean_name(name.removeprefix(MODEL)): name for name in saved}
@@ -37,6 +41,9 @@ class StoredModel:
         if not saved:
             raise CheckpointError(f"{source.folder} has no tensors of a model (no name begins with {MODEL!r})")
         self._drop_tied(tied)
+        for clean, name in self._names.items() if averaged is not None else ():
+            average = f"{AVERAGES}{averaged}.{name.removeprefix(MODEL)}"
+            self._names[clean] = average if average in source.tensors else name
 
     def _drop_tied(self, tied: Sequence[Sequence[str]]) -> None:
         for group in tied:
@@ -104,6 +111,24 @@ class PublishedModel:
     def pieces(self, name: str) -> list[Piece]:
         origin = self._mapped.origin(name)
         return [] if origin is None else self._model.pieces(origin)
+
+
+def average_in(manifest: Manifest, weights: str) -> str | None:
+    """Return the name of the average that ``weights`` means: ``averaged``, of the only one, or a name; None:
+    ``trained``.
+
+    Raises:
+        CheckpointError: there is none, or several.
+    """
+    if weights == "trained":
+        return None
+    names = list(manifest.averages)
+    if weights == "averaged" and len(names) == 1:
+        return names[0]
+    if weights in names:
+        return weights
+    has = f"the averages {', '.join(names)}; name one of them" if names else "no average; export the trained weights"
+    raise CheckpointError(f"there is no average {weights!r}: step {manifest.step} has {has}")
 
 
 def in_order(names: Iterable[str]) -> list[str]:

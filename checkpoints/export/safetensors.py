@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshpar.checkpoints.export.published import PublishedModel, StoredModel, in_files, nbytes
+from meshpar.checkpoints.export.published import PublishedModel, StoredModel, average_in, in_files, nbytes
 from meshpar.checkpoints.export.quantizing import Quantization, Quantized, quantized
 from meshpar.checkpoints.export.target import apart, free_target, made_whole
 from meshpar.checkpoints.format.copying import ByteCount, Copier, Progress, StoredSource, are_copied, position_of
@@ -59,6 +59,7 @@ def export_safetensors(
     verify: Verify = "size",
     quantize: Quantization | None = None,
     high: Sequence[str] = (),
+    averaged: str = "trained",
     overwrite: bool = False,
 ) -> Place:
     """Export the model of a checkpoint to ``dst``: safetensors (with an index for several files), config and tokenizer.
@@ -86,6 +87,8 @@ def export_safetensors(
             Embeddings, heads, routers and norms stay.
         high: patterns of modules whose weights stay, too, with ``*`` for one part of the name:
             ``model.layers.0.mlp.*``.
+        averaged: which weights of the checkpoint: ``"trained"``, the name of an average that was saved with them, or
+            ``"averaged"`` for the only one.
         overwrite: whether to replace an existing file or folder.
 
     Returns:
@@ -99,7 +102,7 @@ def export_safetensors(
     target = free_target(dst, overwrite=overwrite)
     if not isinstance(src, TypedSource):
         apart(target, open_step(src))
-    source, config = opened(src, weights, verify, config)
+    source, config = opened(src, weights, verify, config, averaged)
     source, dtypes = written_as(source, dtype, quantize, high, config, checked=verify != "none")
     if isinstance(source, Quantized):
         config = {**(config or {}), **source.entry()}
@@ -152,14 +155,20 @@ def tiles_of(source: TypedSource, name: str, dtype: torch.dtype, limit: int | No
 
 
 def opened(
-    src: PlaceLike | TypedSource, weights: WeightMap | None, verify: Verify, config: Mapping[str, Any] | None
+    src: PlaceLike | TypedSource,
+    weights: WeightMap | None,
+    verify: Verify,
+    config: Mapping[str, Any] | None,
+    averaged: str = "trained",
 ) -> tuple[TypedSource, Mapping[str, Any] | None]:
     """Return the model of a checkpoint, or of a source of weights, under its published names, and its config."""
     if isinstance(src, TypedSource):
         return (src if weights is None else weights.publish(src)), config
     folder = open_step(src)
     manifest = read_manifest(folder)
-    ours = StoredModel(open_verified(folder, manifest, verify, whole=False), manifest.tied)
+    ours = StoredModel(
+        open_verified(folder, manifest, verify, whole=False), manifest.tied, average_in(manifest, averaged)
+    )
     published = PublishedModel(
         ours, (weights if weights is not None else WeightMap.from_json(manifest.weights)).publish(ours)
     )

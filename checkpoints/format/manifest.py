@@ -20,6 +20,8 @@ from meshpar.core.errors import CheckpointError, brief
 MANIFEST_NAME = "meshpar.json"
 MODEL = "model."
 """Prefix of the module's tensors in a checkpoint."""
+AVERAGES = "averages."
+"""Prefix of the averages' tensors in a checkpoint, before the name of the average and of the tensor."""
 FORMAT = "meshpar-checkpoint"
 VERSION = 1
 _INTEGER_KEYS, _COUNTER = (
@@ -55,6 +57,7 @@ class Manifest:
         rank_extra: ``save(rank_extra=)`` of each rank.
         metrics: name -> value, from which the best step is chosen.
         versions: versions of "torch" and "meshpar".
+        averages: name -> numbers of updates and calls of the average.
         parts: the folder with the files, inside of the step's; empty: the step's own. In an object store two saves of
             one step have two folders, and the manifest, created once, chooses.
     """
@@ -76,6 +79,7 @@ class Manifest:
     rank_extra: Sequence[Any] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    averages: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     parts: str = ""
 
     def files_in(self, folder: Place) -> Place:
@@ -87,7 +91,7 @@ class Manifest:
         entries = {"format": FORMAT, "version": VERSION} | {
             entry.name: getattr(self, entry.name)
             for entry in dataclasses.fields(self)
-            if entry.name != "parts" or self.parts
+            if entry.name not in ("averages", "parts") or getattr(self, entry.name)
         }
         text = "{\n" + "".join(f"{json.dumps(key)}: {_text(value)},\n" for key, value in entries.items())
         return f'{text}"crc32": "{crc32(text.encode()):08x}"\n}}\n'
@@ -159,6 +163,7 @@ _KINDS: Mapping[str, Any] = {
     "rank_extra": list,
     "metrics": {str: (int, float, None)},
     "versions": {str: str},
+    "averages": {str: {"updates": int, "calls": int}},
     "parts": str,
 }
 

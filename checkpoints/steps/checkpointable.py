@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +26,13 @@ class Checkpointable(Protocol):
     @property
     def device(self) -> torch.device: ...
     def manual_seed(self, seed: int) -> object: ...
+
+
+class Averages(Protocol):
+    """A moving average of the module's parameters: a :class:`meshpar.state.averaging.Averaged`."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 def mesh_axes(mesh: DeviceMesh) -> dict[str, int]:

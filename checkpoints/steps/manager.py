@@ -14,7 +14,7 @@ from meshpar.checkpoints.format.manifest import Manifest
 from meshpar.checkpoints.format.verify import Verify
 from meshpar.checkpoints.format.writing import Checksum
 from meshpar.checkpoints.steps.background import Background
-from meshpar.checkpoints.steps.checkpointable import Checkpointable
+from meshpar.checkpoints.steps.checkpointable import Averages, Checkpointable
 from meshpar.checkpoints.steps.lease import Lease
 from meshpar.checkpoints.steps.leftovers import told_only
 from meshpar.checkpoints.steps.planning import Planning
@@ -148,6 +148,7 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         *,
         rank_extra: object = None,
+        averages: Mapping[str, Averages] | None = None,
         replace: bool = False,
     ) -> Place:
         """Save one step. On return it is committed to the disk, or is being written in the background (``async_``).
@@ -162,6 +163,7 @@ class CheckpointManager:
             extra: plain data, the same on every rank (rank 0's is stored): the schedule's state, the data position.
             metrics: values from which the best step is chosen.
             rank_extra: plain data of this rank, returned to the same rank of the same mesh.
+            averages: averages of the parameters by name: ``{"ema": par.averaged()}``.
             replace: whether to replace an existing step.
 
         Returns:
@@ -173,7 +175,9 @@ class CheckpointManager:
         """
         self._background.wait()
         ranks = self._ranks()
-        noted = Noted(step=step, extra=extra or {}, metrics=metrics or {}, rank_extra=rank_extra)
+        noted = Noted(
+            step=step, extra=extra or {}, metrics=metrics or {}, rank_extra=rank_extra, averages=averages or {}
+        )
         stager = self._stager
         with self._abandoned_on_error():
             folder = ranks.share(f"beginning step {step}", lambda: self._begin(noted, replace))
@@ -237,6 +241,7 @@ class CheckpointManager:
         optimizer: Optimizers | None = None,
         step: int | None = None,
         *,
+        averages: Mapping[str, Averages] | None = None,
         verify: Verify = "size",
         cast: bool = False,
         partial: bool = False,
@@ -252,6 +257,8 @@ class CheckpointManager:
             optimizer: the optimizer whose state and options are replaced, or several by name, as for :meth:`save`;
                 None: do not restore an optimizer.
             step: the step to restore; None: the newest committed one.
+            averages: the averages whose values are replaced, by the names with which they were saved; None: do not
+                restore averages.
             verify: ``"size"``: check the size of every file, and the checksum of each part that this rank reads as a
                 whole; ``"full"``: check every byte first (reads them twice); ``"none"``.
             cast: accept tensors of another dtype, and convert them.
@@ -282,7 +289,7 @@ class CheckpointManager:
         folders = ranks.share("finding the step", lambda: self._find(step))
         damaged: list[str] = []
         for folder in folders if fallback else folders[:1]:
-            restoring, fits = Restoring(ranks, folder, par, optimizer), True
+            restoring, fits = Restoring(ranks, folder, par, optimizer, averages or {}), True
             try:
                 restoring.open(verify)
                 fits = False

@@ -10,11 +10,12 @@ import torch
 
 from meshpar.checkpoints.format.manifest import MODEL, read_manifest
 from meshpar.checkpoints.format.verify import Verify, open_verified
-from meshpar.checkpoints.steps.checkpointable import Checkpointable, mesh_axes
+from meshpar.checkpoints.steps.checkpointable import Averages, Checkpointable, mesh_axes
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.checkpoints.steps.state import (
     Group,
     Optimizers,
+    average_key,
     differences,
     group_differences,
     group_names,
@@ -72,8 +73,16 @@ class _Differences:
 class Restoring:
     """One restore."""
 
-    def __init__(self, ranks: Ranks, folder: Place, par: Checkpointable, optimizer: Optimizers | None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        folder: Place,
+        par: Checkpointable,
+        optimizer: Optimizers | None,
+        averages: Mapping[str, Averages],
+    ) -> None:
         self._ranks, self._folder, self._par, self._optimizer = ranks, folder, par, optimizer
+        self._averages = averages
 
     def open(self, verify: Verify) -> None:
         """Verify the step; collective. Raises CheckpointError on every rank if it is damaged."""
@@ -146,6 +155,8 @@ class Restoring:
         self._model = model_state(self._par.module)
         self._renamed = self._renamings()
         wanted = {self._saved_name(name): tensor for name, tensor in self._model.tensors.items()}
+        self._averaged = self._averaged_tensors()
+        wanted |= self._averaged
         if unmade := [name for name, tensor in wanted.items() if tensor.is_meta]:
             raise CheckpointError(
                 f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before restore"
@@ -176,6 +187,16 @@ class Restoring:
                 renamed[name] = found
         return renamed
 
+    def _averaged_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the averages by the checkpoint's names."""
+        first = {name: group[0] for group in self._model.names.values() for name in group}
+        self._states = {called: averages.state_dict() for called, averages in self._averages.items()}
+        return {
+            average_key(called, self._renamed.get(own := first.get(name, name), own)): tensor
+            for called, state in self._states.items()
+            for name, tensor in state["averages"].items()
+        }
+
     def _saved_name(self, name: str) -> str:
         return MODEL + self._renamed.get(name, name)
 
@@ -184,6 +205,7 @@ class Restoring:
         if self._optimizer is not None and self._manifest.optimizer is not None:
             table, stored = self._manifest.optimizer, self._source.tensors
             wanted += restore_optimizer(self._optimizer, self._model, table, self._renamed, stored, whole=whole)
+        wanted += self._averaged.items()
         found = [(name, tensor) for name, tensor in wanted if name in self._source.tensors]
         self._source.locate({name: held_by_this_rank(tensor) for name, tensor in found})
 
@@ -192,6 +214,9 @@ class Restoring:
                 self._source.read(pair[0], held_by_this_rank(pair[1]), local_tensor(pair[1]))
 
         self._source.each(read, sorted(found, key=lambda named: self._source.place(named[0])))
+        for called, averages in self._averages.items():
+            if called in self._manifest.averages:
+                averages.load_state_dict({**self._states[called], **self._manifest.averages[called]})
 
     def _restore_random(self, same: bool) -> str:
         prefix = f"random.rank-{self._ranks.rank}."

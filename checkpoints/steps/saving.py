@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -14,13 +14,21 @@ from torch import Tensor, nn
 from meshpar.checkpoints.format.manifest import MODEL, Manifest, step_name, step_of
 from meshpar.checkpoints.format.verify import verify_files
 from meshpar.checkpoints.format.writing import Checksum, WrittenFile, write_parts
-from meshpar.checkpoints.steps.checkpointable import Checkpointable, mesh_axes
+from meshpar.checkpoints.steps.checkpointable import Averages, Checkpointable, mesh_axes
 from meshpar.checkpoints.steps.leftovers import remove
 from meshpar.checkpoints.steps.planning import Agreed, Described, Planning, alike, parts_of
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.checkpoints.steps.recording import Layout, Ledger, Report, layout_of, report_of
 from meshpar.checkpoints.steps.staging import Samples, Stager, beside, ready_event
-from meshpar.checkpoints.steps.state import Optimizers, merged_tables, model_state, optimizer_state, plain, random_state
+from meshpar.checkpoints.steps.state import (
+    Optimizers,
+    averages_state,
+    merged_tables,
+    model_state,
+    optimizer_state,
+    plain,
+    random_state,
+)
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.files import failing_as
 from meshpar.checkpoints.storage.place import Place
@@ -34,12 +42,13 @@ _SPARE_BYTES = 64 << 20  # archives' headers, metadata, the manifest
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
-    """Plain data that the caller adds to a step."""
+    """What the caller adds to a step: plain data, and averages of the parameters."""
 
     step: int
     extra: Mapping[str, Any]
     metrics: Mapping[str, float]
     rank_extra: Any = None
+    averages: Mapping[str, Averages] = field(default_factory=dict)
 
 
 @final
@@ -76,6 +85,7 @@ class Saving:
         self._threads, self._on_write = threads, on_write
         self._checksum: Checksum = checksum
         self._tensors: dict[str, Tensor] = {}
+        self._averages: Mapping[str, Mapping[str, int]] = {}
         self._stage_error: Exception | None = None
 
     def plan(self, par: Checkpointable, optimizer: Optimizers | None, *, later: bool = False) -> None:
@@ -174,6 +184,9 @@ class Saving:
             for name, tensor in model.tensors.items()
         }
         tensors |= trained.tensors if trained else {}
+        averages = averages_state(self._noted.averages, model)
+        tensors |= averages.tensors
+        self._averages = averages.table
         tensors |= random_state(self._ranks.rank, par.device)
         if unmade := [name for name, tensor in tensors.items() if tensor.is_meta]:
             raise CheckpointError(
@@ -220,6 +233,7 @@ class Saving:
             "optimizer": merged_tables(tables) if tables else None,
             "seed": torch.initial_seed(),
             "rank_extra": rank_extra if any(extra is not None for extra in rank_extra) else (),
+            "averages": self._averages,
         }
 
     def _write(self) -> list[WrittenFile]:

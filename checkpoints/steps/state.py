@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.checkpoints.format.dcp import Stored
-from meshpar.checkpoints.format.manifest import MODEL
+from meshpar.checkpoints.format.manifest import AVERAGES, MODEL
+from meshpar.checkpoints.steps.checkpointable import Averages
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError
 from meshpar.placements import local_tensor, placed_like, sharded_axes
@@ -137,6 +138,33 @@ def optimizer_state(given: Optimizers, model: ModelState) -> OptimizerState:
 def optimizer_key(parameter: str, key: str) -> str:
     """Return the checkpoint name of one tensor of the optimizer."""
     return f"optimizer.{parameter}.{key}"
+
+
+def averages_state(given: Mapping[str, Averages], model: ModelState) -> OptimizerState:
+    """Collect averages by name: their tensors under the names that the model's have in a checkpoint, and their counts.
+
+    Raises:
+        CheckpointError: a name that is empty or has a dot, or that stands for the trained weights or all averages.
+    """
+    if odd := [name for name in given if not name or "." in name or name in ("trained", "averaged")]:
+        raise CheckpointError(
+            f"an average is called {odd[0]!r}; expected a name without dots, and neither trained nor averaged, such "
+            "as ema"
+        )
+    first = {name: group[0] for group in model.names.values() for name in group}
+    tensors, table = dict[str, Tensor](), dict[str, dict[str, int]]()
+    for called, averages in given.items():
+        state = averages.state_dict()
+        tensors |= {
+            average_key(called, first.get(name, name)): tensor.detach() for name, tensor in state["averages"].items()
+        }
+        table[called] = {count: int(state[count]) for count in ("updates", "calls")}
+    return OptimizerState(tensors, table)
+
+
+def average_key(called: str, name: str) -> str:
+    """Return the checkpoint name of one tensor of an average."""
+    return f"{AVERAGES}{called}.{name}"
 
 
 def parameters_of(

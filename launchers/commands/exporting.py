@@ -55,6 +55,10 @@ def export(
         raise CheckpointError(
             "--measure compares a quantised export with the step's own weights; pass --quantize FORMAT as well"
         )
+    if held_out_text is not None and options.get("weights", "trained") != "trained":
+        raise CheckpointError(
+            "--measure compares a quantised export with the step's trained weights; drop --measure, or --weights"
+        )
     if dry_run and push_to is None:
         raise CheckpointError("--dry-run lists what --push would upload; pass --push OWNER/NAME as well")
     if every is not None and (not watched or best is not None):

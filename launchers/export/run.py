@@ -292,6 +292,7 @@ def export_run(
     quantize: Quantization | Kind | None = None,
     high: Sequence[str] = (),
     adapters: bool = False,
+    weights: str = "trained",
     overwrite: bool = False,
 ) -> Place:
     """Export a checkpoint with the tokenizer, chat template and end of text of its run.
@@ -313,6 +314,7 @@ def export_run(
             :func:`meshpar.checkpoints.export_gguf`.
         high: patterns of modules whose weights stay.
         adapters: write the adapters alone, in peft's format; see :func:`meshpar.launchers.export_adapters`.
+        weights: ``trained``, the name of an average of the run, or ``averaged`` for its only one.
         overwrite: replace an existing file or folder.
 
     Raises:
@@ -321,8 +323,10 @@ def export_run(
     dst, folder = place(dst), chosen_step(src, best)
     print(f"exporting {folder}", file=sys.stderr)
     adapted = _adapted(folder.parent.parent)
-    weights: Place | TypedSource = folder
+    model: Place | TypedSource = folder
     names = weight_names(layout)
+    if adapted is not None and weights != "trained":
+        raise CheckpointError(f"a run that trained adapters (lora) has no averages; drop --weights {weights}")
     if adapters:
         if adapted is None:
             raise CheckpointError(
@@ -340,13 +344,14 @@ def export_run(
         settings, base = adapted
         apart(dst.resolve(), folder, base)
         verify_files(folder, read_manifest(folder), verify)
-        weights = merged(folder, settings, base)
+        model = merged(folder, settings, base)
     found = beside(folder, config)
     options: dict[str, Any] = {
         "config": found.config,
         "weights": names,
         "verify": verify,
         "high": high,
+        "averaged": weights,
         "overwrite": overwrite,
     }
     with progress.of_bytes() as advance:
@@ -356,16 +361,11 @@ def export_run(
                     f"--dtype {dtype} does not fit --quantize {quantize}, which sets each tensor's dtype; drop --dtype"
                 )
             return export_gguf(
-                weights,
-                dst,
-                quantize,
-                None if found.tokenizer is None else fetched(found.tokenizer),
-                advance,
-                **options,
+                model, dst, quantize, None if found.tokenizer is None else fetched(found.tokenizer), advance, **options
             )
         options |= {"beside": found.files, "generation": found.generation, "quantize": quantize}
         return export_safetensors(
-            weights, dst, _dtype(dtype), bytes_of(max_shard_size), found.tokenizer, advance, **options
+            model, dst, _dtype(dtype), bytes_of(max_shard_size), found.tokenizer, advance, **options
         )
 
 

@@ -31,7 +31,9 @@ from meshpar.launchers.recipes.schema import build
 from meshpar.launchers.recipes.sections import Model, Own, OwnOptimizer, model_config, rounded_vocabulary
 from meshpar.models import GPT2, Transformer
 from meshpar.models.gpt2 import GPT2Config
+from meshpar.parallelized import Parallelized
 from meshpar.plan import Plan
+from meshpar.state.averaging import Averaged
 from meshpar.state.shares import plan_problems
 from meshpar.training.divided import check_separable
 from meshpar.training.documents import takes_positions, untaken
@@ -198,6 +200,23 @@ def teacher_plan_of(recipe: Recipe) -> Plan:
     """Return the teacher's plan."""
     assert recipe.teacher is not None
     return Plan(recipe.teacher.mesh, make_passes(recipe.teacher.passes))
+
+
+def averages_of(recipe: Recipe, par: Parallelized) -> dict[str, Averaged]:
+    """Return the averages of the weights, by name."""
+    made = {}
+    for name, section in recipe.averages.items():
+        given = {key: value for key, value in section.given().items() if key != "keep_on"}
+        made[name] = par.averaged(
+            **{"dtype": section.dtype, **given}, device="cpu" if section.keep_on == "host" else None
+        )
+    return made
+
+
+def validated(recipe: Recipe) -> str:
+    """Return which weights are validated: ``trained``, or the name of an average."""
+    named = recipe.validation.weights
+    return next(iter(recipe.averages)) if named == "averaged" else named
 
 
 def wants_scaler(recipe: Recipe) -> bool:

@@ -86,6 +86,11 @@ def replica_problems(recipe: Recipe) -> Iterator[str]:
             f"{recipe.where('output')}: --elastic=replicas requires an output folder that every node sees, got "
             f"{recipe.output}"
         )
+    if recipe.averages:
+        yield (
+            f"{recipe.where('averages')}: --elastic=replicas sends weights and optimizer to a replica that joins, and "
+            "no averages; remove averages"
+        )
     if recipe.profile:
         yield f"{recipe.where('profile')}: --elastic=replicas writes no profile; set profile: false"
     if recipe.data.workers:

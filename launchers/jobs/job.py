@@ -37,6 +37,7 @@ from meshpar.launchers.recipes.named import objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import all_parameters
+from meshpar.state.averaging import Averaged
 from meshpar.training import elastic_job
 from meshpar.training.console import Console
 from meshpar.training.data import Batches
@@ -134,6 +135,8 @@ def _trainer(
         ),
         scaler=LossScaler() if build.wants_scaler(recipe) else None,
         flops_per_token=None if replicas else flops_per_token(par.module),  # of all replicas, on the devices of one
+        averages=build.averages_of(recipe, par),
+        validated=build.validated(recipe),
     )
     return trainer, made_of[0]
 
@@ -195,6 +198,7 @@ class Saver:
         extra: dict[str, Any],
         *,
         replace: bool = True,
+        averages: Mapping[str, Averaged] | None = None,
     ) -> object:
         """Save and commit. Collective."""
         metrics: Mapping[str, float] = {name: value for name, value in extra["metrics"].items() if math.isfinite(value)}
@@ -208,7 +212,7 @@ class Saver:
         extra = extra if self._origin is None else {**extra, "origin": self._origin}
         self._before()
         # An existing step is a damaged one, before which the run resumed.
-        return self._manager.save(step, self._saved, optimizer, extra, metrics, replace=replace)
+        return self._manager.save(step, self._saved, optimizer, extra, metrics, averages=averages, replace=replace)
 
 
 def _parallelize(recipe: Recipe, data: datasets.Data, kind: str) -> Parallelized:
@@ -244,7 +248,13 @@ def _resume(recipe: Recipe, manager: CheckpointManager, par: Saved, trainer: Tra
     if (folder := _model_only(source, step)) is not None:
         return _begin_from(folder, recipe, trainer, own_step=None if own is None else step)
     # Only an automatic choice may fall back to an older step; a requested step is restored or is an error.
-    restored = source.restore(par, trainer.optimizer, None if source is manager else step, fallback=source is manager)
+    restored = source.restore(
+        par,
+        trainer.optimizer,
+        None if source is manager else step,
+        averages=trainer.averages,
+        fallback=source is manager,
+    )
     before = restored.extra.get("origin")
     differ = [] if before is None else datasets.changes(before, origin, recipe.checkpoint.allow)
     if (

@@ -40,6 +40,7 @@ def conflicts(recipe: Recipe, *, disks: bool) -> Conflicts:
     yield from _tokenizer_problems(recipe)
     yield from _objective_problems(recipe)
     yield from _model_problems(recipe, disks=disks)
+    yield from _average_problems(recipe)
 
 
 def _length_problems(recipe: Recipe) -> Conflicts:
@@ -69,6 +70,29 @@ def _length_problems(recipe: Recipe) -> Conflicts:
     ):
         if endless and value == "epoch":
             yield place, "a mixture with a source that repeats without end has no epoch; set a number of steps"
+
+
+def _average_problems(recipe: Recipe) -> Conflicts:
+    """Yield what is wrong with the averages, and with the weights that are validated."""
+    names, validated = list(recipe.averages), recipe.validation.weights
+    for name, average in recipe.averages.items():
+        if name in ("trained", "averaged") or "." in name or not name:
+            yield ("averages", name), "expected a name without dots, and neither trained nor averaged, such as ema"
+        if average.decay is not None and average.power is not None:
+            yield ("averages", name, "power"), "set either decay or power, not both"
+        if recipe.lora is not None:
+            yield (
+                ("averages", name),
+                "averages are of whole models, and a run with lora saves its adapters alone; drop averages, or lora",
+            )
+    if validated not in ("trained", *names) and not (validated == "averaged" and len(names) == 1):
+        has = f"the averages {', '.join(names)}" if names else "no averages"
+        yield ("validation", "weights"), f"there is no average {validated!r}: the recipe has {has}; name one of them"
+    if validated != "trained" and not recipe.data.validates:
+        yield (
+            ("validation", "weights"),
+            "there is no validation data; set data.validation_fraction or data.validation_paths",
+        )
 
 
 def _source_problems(recipe: Recipe) -> Conflicts:

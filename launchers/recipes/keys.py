@@ -38,6 +38,8 @@ _SECTIONS: tuple[tuple[str, type[BaseModel], tuple[type, ...]], ...] = (
     ("optimizer, class: package.module.Name", sections.OwnOptimizer, (sections.Own, sections.OwnOptimizer)),
     ("schedule", sections.ScheduleSection, (Schedule, sections.ScheduleSection)),
     ("training", sections.TrainingSection, (TrainSettings, sections.TrainingSection)),
+    ("averages.NAME", sections.AverageSection, (sections.AverageSection,)),
+    ("validation", sections.ValidationSection, (sections.ValidationSection,)),
     ("checkpoint", sections.CheckpointSection, (sections.CheckpointSection,)),
 )
 _NAMED = {
@@ -48,6 +50,7 @@ _NAMED = {
     "optimizer",
     "schedule",
     "training",
+    "validation",
     "checkpoint",
     "dataset",
     "validation_dataset",

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, final
 
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr
 
 from meshpar.checkpoints.storage import place as storage
 from meshpar.homes import expanded
 from meshpar.launchers.recipes.named import make_importable
 from meshpar.launchers.recipes.schema import Section, build
 from meshpar.launchers.recipes.sections import (
+    AverageSection,
     CheckpointSection,
     DataSection,
     LoRASection,
@@ -24,6 +25,7 @@ from meshpar.launchers.recipes.sections import (
     ScheduleSection,
     TeacherSection,
     TrainingSection,
+    ValidationSection,
 )
 from meshpar.launchers.recipes.yamlfile import Document, to_yaml
 from meshpar.training.lora import LoRA
@@ -57,6 +59,8 @@ class Recipe(Section):
         model: see the sections below; the same applies to the other headings.
         teacher: the frozen teacher of a distillation.
         lora: adapters; nothing else is trained.
+        averages: averages of the weights by name, see below: ``{ema: {decay: 0.999}}``.
+        validation: which weights are validated.
         notes: how foreign or old names were translated.
     """
 
@@ -80,6 +84,8 @@ class Recipe(Section):
     optimizer: Optimizer = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     training: TrainingSection
+    averages: dict[str, AverageSection] = Field(default_factory=dict)
+    validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     _notes: tuple[str, ...] = PrivateAttr(())
     _document: Document | None = PrivateAttr(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, final
 
+import torch
 from pydantic import ConfigDict, Field
 
 from meshpar.launchers.recipes.schema import Dtype, Section, section_of
@@ -313,6 +314,41 @@ class TrainingSection(_TrainFields):
     loss_scaling: bool | None = None
     tensorboard: bool = True
     forecast: bool | str = True
+
+
+@final
+class AverageSection(Section):
+    """An average of the weights, see :class:`meshpar.state.averaging.Averaged`.
+
+    Attributes:
+        decay: weight of the previous average; null: 0.999, or `power`.
+        power: instead of a decay, the power form of Karras et al. (arXiv 2312.02696): 16.97 and 6.94 are their widths
+            0.05 and 0.10; 0 is the plain mean over all updates (stochastic weight averaging).
+        every: steps from one update to the next.
+        after: number of first steps that are not averaged.
+        dtype: dtype of the average.
+        keep_on: ``device``, or ``host`` memory, to which every update then copies the weights.
+        buffers: average floating-point buffers, such as the statistics of batch norm, too.
+    """
+
+    decay: Part | None = None
+    power: Annotated[float, Bound(ge=0)] | None = None
+    every: Count = 1
+    after: Annotated[int, Bound(ge=0)] = 0
+    dtype: Dtype = torch.float32
+    keep_on: Literal["device", "host"] = "device"
+    buffers: bool = False
+
+
+@final
+class ValidationSection(Section):
+    """What is validated; :class:`TrainingSection` says when.
+
+    Attributes:
+        weights: ``trained``, the name of an average, or ``averaged`` for the only one.
+    """
+
+    weights: str = "trained"
 
 
 @final

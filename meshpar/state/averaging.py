@@ -1,4 +1,4 @@
-"""Averaged: an exponential moving average of a parallel module's parameters."""
+"""Averaged: a moving average of a parallel module's parameters, exponential or over all steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Decay = float | Callable[[int], float]
 
 @final
 class Averaged:
-    """Keep an exponential moving average (EMA) of the parameters, each rank of its own shards.
+    """Keep a moving average of the parameters, each rank of its own shards.
 
     Equals ``torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`` in one process: the
     first :meth:`update` copies, every later one computes ``average = decay * average + (1 - decay) * parameter``. No
@@ -41,13 +41,21 @@ class Averaged:
     present ones, as ``AveragedModel(use_buffers=False)`` does. ``buffers=True`` averages floating-point buffers like
     parameters. Integer parameters and buffers always keep their present values.
 
-    To checkpoint the average, save :meth:`state_dict` by ``torch.distributed.checkpoint``. To store or export the
-    averaged model itself, call ``CheckpointManager.save`` or ``export_module`` inside of :meth:`swapped`.
+    To checkpoint averages, pass them to ``CheckpointManager.save(averages={"ema": averaged})`` and ``restore``; then
+    ``meshpar export --weights ema`` exports one.
 
     Args:
         par: the parallel module, with values (after ``materialize``).
         decay: the weight of the previous average, from 0 to 1; or a function of the number of updates so far (1, 2,
-            ...) that returns it.
+            ...) that returns it. None: 0.999, or ``power``.
+        power: instead of a decay, the power form of Karras et al. (arXiv 2312.02696, section 3.1): update t has the
+            decay ``(1 - 1/t) ** (power + 1)``, so the average covers a share of the run that does not depend on its
+            length. 16.97 and 6.94 are their relative widths 0.05 and 0.10. 0 is the plain mean over all updates:
+            stochastic weight averaging (Izmailov et al., arXiv 1803.05407).
+        every: calls of :meth:`update` from one that averages to the next.
+        after: number of first calls of :meth:`update` that do not average. Until the first that does, the average is
+            the module's present values.
+        device: where the average is kept: ``"cpu"`` is host memory; None: beside the parameters.
         dtype: dtype of the average; None: each parameter's own. In bfloat16 an average with a decay near 1 stops to
             change, because the increments are rounded away; use ``torch.float32``.
         buffers: average floating-point buffers too.
@@ -56,28 +64,43 @@ class Averaged:
             from the values at the first update.
 
     Attributes:
-        updates: how often :meth:`update` was called.
+        updates: how often :meth:`update` averaged.
+        calls: how often :meth:`update` was called.
 
     Raises:
-        MeshparError: a parameter has no values yet, a decay outside of 0 to 1, or a dtype that is not floating-point.
+        MeshparError: a parameter has no values yet, a decay outside of 0 to 1, a decay beside a power, a power or
+            number of calls below 0, or a dtype that is not floating-point.
     """
 
     def __init__(
         self,
         par: Resharded,
-        decay: Decay = 0.999,
+        decay: Decay | None = None,
         *,
+        power: float | None = None,
+        every: int = 1,
+        after: int = 0,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         buffers: bool = False,
         from_start: bool = False,
     ) -> None:
+        if decay is not None and power is not None:
+            raise MeshparError(f"an average got decay={decay!r} and power={power!r}; pass one of them")
+        if (power or 0) < 0 or every < 1 or after < 0:
+            raise MeshparError(
+                f"an average got power={power}, every={every}, after={after}; expected 0 or more, 1 or more, 0 or more"
+            )
         if dtype is not None and not dtype.is_floating_point:
             raise MeshparError(f"the average's dtype is {dtype}; expected a floating-point dtype such as torch.float32")
         self._par, self._module = par, par.module
-        self._decay, self._dtype, self._buffers, self._swapped = decay, dtype, buffers, False
+        self._decay = _power_form(power) if power is not None else 0.999 if decay is None else decay
+        self._dtype, self._buffers, self._swapped = dtype, buffers, False
+        self._device = None if device is None else torch.device(device)
+        self._every, self._after = every, after
         self._copies_first = not from_start
-        self.updates = 0
-        if not callable(decay):
+        self.updates = self.calls = 0
+        if not callable(self._decay):
             self._weight()
         tensors = self._tensors()
         if unmade := [name for name, tensor in tensors.items() if tensor.is_meta]:
@@ -85,22 +108,22 @@ class Averaged:
                 f"{unmade[0]} has no values yet; call par.materialize(seed=...) or (weights=...) before averaging"
             )
         with torch.no_grad():
-            self._averages = {name: _copy(tensor, dtype) for name, tensor in tensors.items()}
+            self._averages = {name: self._copy(tensor) for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the parameters' present values to the average; call it after each ``optimizer.step()``.
+        """Add the parameters' present values to the average, unless ``every`` or ``after`` leave this call out; call it
+        after each ``optimizer.step()``.
 
         Raises:
             MeshparError: inside of :meth:`swapped`, or for a decay outside of 0 to 1.
         """
         self._refuse_inside("update()")
-        pairs = [(local_tensor(self._averages[name]), local_tensor(tensor)) for name, tensor in self._tensors().items()]
-        if self.updates == 0 and self._copies_first:
-            for average, value in pairs:
-                average.copy_(value)
-        else:
-            _lerp(pairs, self._weight())
+        self.calls += 1
+        if self.calls <= self._after or self.calls % self._every:
+            return
+        if not self._is_present():
+            _lerp(self._pairs(), self._weight())
         self.updates += 1
 
     @contextmanager
@@ -113,6 +136,7 @@ class Averaged:
                 optimizer's step.
         """
         self._refuse_inside("swapped()")
+        self._is_present()
         kept: dict[str, tuple[Tensor, int, Tensor]] = {}
         self._swapped = True
         try:
@@ -140,20 +164,22 @@ class Averaged:
         known, self._averages = self._averages, {}
         for name, tensor in self._tensors().items():
             old = None if name in came else known.get(renamed.get(name, name))
-            self._averages[name] = _copy(tensor, self._dtype) if old is None else old
+            self._averages[name] = self._copy(tensor) if old is None else old
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average, placed as the parameters are and under their names, and the number of updates.
+        """Return the average, placed as the parameters are and under their names, and the numbers of updates and calls.
 
-        ``{"averages": {name: tensor}, "updates": tensor}``. The tensors are the average itself, so that
-        ``torch.distributed.checkpoint.load(averaged.state_dict(), ...)`` reads into it, on any mesh; then call
+        ``{"averages": {name: tensor}, "updates": tensor, "calls": tensor}``. The tensors are the average itself, so
+        that ``torch.distributed.checkpoint.load(averaged.state_dict(), ...)`` reads into it, on any mesh; then call
         :meth:`load_state_dict`.
 
         Raises:
             MeshparError: inside of :meth:`swapped`.
         """
         self._refuse_inside("state_dict()")
-        return {"averages": dict(self._averages), "updates": torch.tensor(self.updates)}
+        self._is_present()
+        counts = {"updates": torch.tensor(self.updates), "calls": torch.tensor(self.calls)}
+        return {"averages": dict(self._averages), **counts}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -181,6 +207,7 @@ class Averaged:
                 local_tensor(mine) if isinstance(mine, DTensor) else mine[held_by_this_rank(average)]
             )
         self.updates = int(state["updates"])
+        self.calls = int(state.get("calls", self.updates))
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return what is averaged, by name, tied tensors once."""
@@ -189,6 +216,22 @@ class Averaged:
         if self._buffers:
             found |= dict(self._module.named_buffers())
         return {name: tensor for name, tensor in found.items() if tensor.is_floating_point() or tensor.is_complex()}
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        copy = tensor.detach().clone()
+        return copy.to(self._device, copy.dtype if self._dtype is None or copy.is_complex() else self._dtype)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return [(local_tensor(self._averages[name]), local_tensor(tensor)) for name, tensor in self._tensors().items()]
+
+    @torch.no_grad()
+    def _is_present(self) -> bool:
+        """Return whether nothing is averaged yet; the average is then the present values, which this copies."""
+        if self.updates or not self._copies_first:
+            return False
+        for average, value in self._pairs():
+            average.copy_(value)
+        return True
 
     def _weight(self) -> float:
         """Return the share of the present values in the next average."""
@@ -230,16 +273,15 @@ class Averaged:
                 average.copy_(swapped)
 
 
-def _copy(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    copy = tensor.detach().clone()
-    return copy.to(dtype) if dtype is not None and not copy.is_complex() else copy
+def _power_form(power: float) -> Callable[[int], float]:
+    return lambda updates: (updates / (updates + 1)) ** (power + 1)
 
 
 def _lerp(pairs: list[tuple[Tensor, Tensor]], weight: float) -> None:
     alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for average, value in pairs:
-        if average.dtype != value.dtype:
-            average.lerp_(value.to(average.dtype), weight)
+        if (average.dtype, average.device) != (value.dtype, value.device):
+            average.lerp_(value.to(average.device, average.dtype), weight)
             continue
         averages, values = alike.setdefault((average.device, average.dtype), ([], []))
         averages.append(average)

@@ -21,6 +21,7 @@ from meshpar.loss import token_losses
 from meshpar.parallelized import Parallelized
 from meshpar.passes.random import mix
 from meshpar.replicas import check_equal
+from meshpar.state.averaging import Averaged
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.documents import check_documents
 from meshpar.training.elastic import Replicas
@@ -72,9 +73,10 @@ class Checkpointer(Protocol):
         extra: dict[str, Any],
         *,
         replace: bool = False,
+        averages: Mapping[str, Averaged] | None = None,
     ) -> object:
-        """Save model, optimizer and ``extra`` (plain data) after ``step`` steps, with ``replace`` in the place of a
-        saved step.
+        """Save model, optimizer, averages and ``extra`` (plain data) after ``step`` steps, with ``replace`` in the
+        place of a saved step.
 
         Collective: every rank calls it.
         """
@@ -104,6 +106,8 @@ class Trainer:
         reporters: Sequence[Reporter] = (),
         scaler: LossScaler | None = None,
         flops_per_token: float | None = None,
+        averages: Mapping[str, Averaged] | None = None,
+        validated: str = "trained",
     ) -> None:
         """Store the parts of the training; nothing runs yet.
 
@@ -120,6 +124,9 @@ class Trainer:
             reporters: receive the records. Pass them on one rank, and none on the others.
             scaler: loss scaler for float16; None: no scaling.
             flops_per_token: training FLOPs of a token, for MFU; None: no MFU.
+            averages: averages of the weights by name (:meth:`Parallelized.averaged`), updated after each step of the
+                optimizer and saved with it.
+            validated: which weights are validated: ``"trained"``, or the name of an average.
         """
         own = {id(parameter) for parameter in par.module.parameters()}
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
@@ -136,6 +143,11 @@ class Trainer:
         self.par, self.objective, self.data, self.optimizer = par, objective, data, optimizer
         self.schedule, self.settings, self.validation = schedule, settings, validation
         self.checkpointer, self.reporters, self.scaler = checkpointer, tuple(reporters), scaler
+        self.averages, self._validated = dict(averages or {}), validated
+        if validated not in ("trained", *self.averages):
+            raise MeshparError(
+                f"validated is {validated!r}; expected 'trained' or an average: {', '.join(self.averages) or 'none'}"
+            )
         self.step, self.tokens, self.skipped = 0, 0, 0
         self.batch = data.global_batch  # samples of a step when the run began
         self.validated = 0  # batches of all validations, so that a watchdog sees one move
@@ -408,6 +420,8 @@ class Trainer:
         moved = self._may_step(norm)
         if moved:
             optimizer.step()
+            for average in self.averages.values():
+                average.update()
             self._meter.add(sums.pop("loss"), tokens, sums)
             if summed is not None:
                 self.tokens += int(summed[0])  # now, as another replica may get this state before the next report
@@ -470,7 +484,9 @@ class Trainer:
     def _validate(self) -> None:
         """Validate and publish the result; a stop request ends it, and the next start makes up for it."""
         self._read()
-        found = self.validate()
+        average = self.averages.get(self._validated)
+        with nullcontext() if average is None else average.swapped():
+            found = self.validate()
         self.owes_validation = not found
         if found:
             self._publish({"step": self.step} | {f"val/{name}": value for name, value in found.items()})
@@ -536,10 +552,10 @@ class Trainer:
             self._report()
             self._read()
             self._saved = self.step
+            more: dict[str, Any] = {"averages": self.averages} if self.averages else {}
+            more |= {"replace": True} if replace else {}
             with self._meter.paused():
-                self.checkpointer.save(
-                    self.step, self.par, self.optimizer, self.state_dict(), **({"replace": True} if replace else {})
-                )
+                self.checkpointer.save(self.step, self.par, self.optimizer, self.state_dict(), **more)
             self._note(f"checkpoint of step {self.step} saved")
 
     def _publish(self, record: Mapping[str, float]) -> None:

@@ -4,19 +4,33 @@ is saved by shards.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, Replicate, TensorParallel
+from meshpar import (
+    CheckpointError,
+    FullyShard,
+    HybridShard,
+    MeshparError,
+    MeshSpec,
+    ModelLayout,
+    Plan,
+    Replicate,
+    TensorParallel,
+)
 from meshpar._torch import BEFORE_2_13
 from meshpar.checkpoints import CheckpointManager, export_safetensors
 from meshpar.placements import local_tensor
 from meshpar.state.averaging import Averaged
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
+from tests.passes.test_parity import PLANS as PARITY
 from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.tiers import daily
 
@@ -322,3 +336,101 @@ def test_a_state_that_does_not_fit_is_refused_whole():
     assert averaged.updates == 7 and not any(
         value.any() for value in values(averaged.state_dict()["averages"].items()).values()
     )
+
+
+FORMS = {"ema": {"decay": 0.8}, "karras": {"power": 2.0, "every": 2, "after": 1}, "swa": {"power": 0, "device": "cpu"}}
+
+
+def by_hand(steps):
+    """The averages of FORMS in one process, and its model."""
+    model, calls = build(), 0
+    averages, updates = {name: {} for name in FORMS}, dict.fromkeys(FORMS, 0)
+
+    def update():
+        nonlocal calls
+        calls += 1
+        for name in [name for name in FORMS if name != "karras" or calls in (2, 4, 6)]:
+            updates[name] += 1
+            t = updates[name]
+            decay = {"ema": 0.8 if t > 1 else 0.0, "karras": (1 - 1 / t) ** 3, "swa": 1 - 1 / t}[name]
+            for key, value in model.named_parameters():
+                old = averages[name].get(key, torch.zeros_like(value))
+                averages[name][key] = (old.double() * decay + value.detach().double() * (1 - decay)).float()
+
+    train(model, steps, update)
+    return model, averages
+
+
+def keep_several(plan, folder):
+    mesh, passes = (PLANS | OTHERS)[plan]
+    par = Plan(mesh, passes).apply(build())
+    several = {name: par.averaged(**options) for name, options in FORMS.items()}
+    train(par.module, range(5), lambda: [average.update() for average in several.values()])
+    with CheckpointManager(folder) as manager:
+        manager.save(5, par, averages=several)
+    return several
+
+
+OTHERS = {name: plan for name, plan in PARITY.items() if name not in PLANS}
+ELSEWHERE = {
+    2: ("tp=2", [TensorParallel()]),
+    4: ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]),
+    8: ("dp_shard=4,tp=2", [TensorParallel(), FullyShard()]),
+}
+
+
+@pytest.mark.parametrize("plan", daily(PLANS | OTHERS, "fsdp-tp", "tp-sequence-loss"))
+def test_several_averages_are_kept_restored_on_another_mesh_and_exported(plan, tmp_path):
+    keeps_several(plan, tmp_path)
+
+
+def keeps_several(plan, folder):
+    size = math.prod(MeshSpec((PLANS | OTHERS)[plan][0]).axes.values())
+    on_ranks(size)(kept_and_restored)(plan, str(folder / "run"))
+    _, want = by_hand(range(5))
+    for name in FORMS:
+        export_safetensors(folder / "run", folder / name, averaged=name)
+        got = load_file(folder / name / "model.safetensors")
+        close(
+            {key: got[key] for key in want[name] if key in got}, {k: v for k, v in want[name].items() if k in got}, 1e-6
+        )
+    with pytest.raises(
+        CheckpointError, match=r"no average 'averaged': step 5 has the averages ema, karras, swa; name one"
+    ):
+        export_safetensors(folder / "run", folder / "other", averaged="averaged")
+
+
+def kept_and_restored(plan, folder):
+    several = keep_several(plan, folder)
+    for name, want in by_hand(range(5))[1].items():
+        close(values(several[name].state_dict()["averages"].items()), want, 1e-6)
+    mesh, passes = ELSEWHERE[dist.get_world_size()]
+    again = Plan(mesh, passes).apply(build())
+    resumed = {name: again.averaged(**options) for name, options in FORMS.items()}
+    with CheckpointManager(folder) as manager:
+        manager.restore(again, averages=resumed)
+        assert [(average.updates, average.calls) for average in resumed.values()] == [(5, 5), (2, 5), (5, 5)]
+        for name, average in several.items():
+            want = values(average.state_dict()["averages"].items())
+            got = values(resumed[name].state_dict()["averages"].items())
+            assert all(torch.equal(got[key], want[key]) for key in want)
+        with pytest.raises(CheckpointError, match=r"missing: averages\.other\.embed\.weight"):
+            manager.restore(again, averages={"other": again.averaged()})
+    train(again.module, [5], lambda: [average.update() for average in resumed.values()])
+    for name, want in by_hand(range(6))[1].items():
+        close(values(resumed[name].state_dict()["averages"].items()), want, 1e-6)
+
+
+@on_ranks(1)
+def test_until_the_first_update_an_average_is_the_present_weights():
+    par = Plan("dp_shard=1", [FullyShard()]).apply(nn.Linear(1, 1, bias=False), ModelLayout())
+    averaged = par.averaged(0.5, after=2)
+    for value in (8.0, 4.0):
+        local_tensor(par.module.weight).fill_(value)
+        averaged.update()
+        with averaged.swapped():
+            assert float(local_tensor(par.module.weight)) == value
+    assert averaged.updates == 0 and averaged.calls == 2
+    for wrong in ({"decay": 0.5, "power": 1.0}, {"power": -1}, {"every": 0}):
+        with pytest.raises(MeshparError, match="an average got"):
+            par.averaged(**wrong)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from meshpar import MeshparError, RecipeError
+from meshpar import CheckpointError, MeshparError, RecipeError
 from meshpar.checkpoints import read_manifest
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.train import launch
@@ -378,6 +378,41 @@ def test_the_best_step_by_validation_loss_stays(folder: Path) -> None:
     best = min(values, key=lambda step: values[step])
     kept = sorted(int(path.name.removeprefix("step-")) for path in (recipe.folder / "checkpoints").glob("step-*"))
     assert kept == sorted({best, 6})
+
+
+def test_averages_are_validated_resumed_on_another_mesh_and_exported(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    average = ("averages={ema: {decay: 0.5}, mean: {power: 0, after: 1, keep_on: host}}", "validation.weights=ema",
+               f"data.paths=[{folder / 'text.txt'}]", "training.validate_every=2", "optimizer.lr=0.01", "schedule.name=constant")  # fmt: skip
+    whole = small(folder, f"output={folder / 'ema-whole'}", *average, "training.steps=4")
+    assert launch(whole, 1, quiet=True) == 0
+    for steps, ranks, mesh in ((2, 1, ""), (4, 2, "tp=2")):
+        part = small(folder, f"output={folder / 'ema-parts'}", *average, f"training.steps={steps}", f"mesh={mesh!r}")
+        assert launch(part, ranks, quiet=True) == 0
+    exports = {}
+    for run_, weights_ in (("ema-whole", "ema"), ("ema-parts", "ema"), ("ema-parts", "mean"), ("ema-parts", "trained")):
+        exported = export_run(folder / run_, folder / f"{run_}-{weights_}", weights=weights_)
+        exports[run_, weights_] = transformers.AutoModelForCausalLM.from_pretrained(exported).state_dict()
+    for name, value in exports["ema-whole", "ema"].items():
+        torch.testing.assert_close(exports["ema-parts", "ema"][name], value, rtol=0, atol=1e-5)
+    first = next(iter(exports["ema-parts", "ema"]))
+    assert not torch.equal(exports["ema-parts", "ema"][first], exports["ema-parts", "trained"][first])
+    assert not torch.equal(exports["ema-parts", "ema"][first], exports["ema-parts", "mean"][first])
+    losses = [
+        [
+            json.loads(line)["val/loss"]
+            for line in (folder / run_ / "metrics.jsonl").read_text().splitlines()
+            if "val/loss" in line
+        ]
+        for run_ in ("ema-whole", "ema-parts")
+    ]
+    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], abs=1e-5)
+    with pytest.raises(
+        CheckpointError, match="there is no average 'averaged': step 4 has the averages ema, mean; name one"
+    ):
+        export_run(folder / "ema-parts", folder / "none", weights="averaged")
+    with pytest.raises(RecipeError, match=r"validation\.weights: there is no average 'averaged'"):
+        small(folder, "averages={}", "validation.weights=averaged")
 
 
 def test_weights_of_an_export_are_a_beginning(folder: Path) -> None:
