@@ -25,8 +25,8 @@ from meshpar.core.errors import MeshparError
 from meshpar.exact.agreement import leaves
 
 STALE = (
-    "an optimizer changed weights between a forward and its backward, and the backward would use the new weights; run "
-    "the backward before the step, or the forward again after it"
+    "weights changed between a forward and its backward (by an optimizer's step, or par.adopt), and the backward would "
+    "use the new weights; run the backward before the change, or the forward again after it"
 )
 _MOST = 1 << 17
 """Beginnings and ends of units that are remembered at most; forwards that no optimizer step follows would pile up."""

@@ -115,7 +115,8 @@ class Placed:
         if others := [name for name in came if not any(_within(name, known_name) for known_name in names)]:
             call = _call([*names, *self._new_modules(others)])
             raise ParallelError(
-                f"{', '.join(others[:6])} came into the module, too; adopt all new modules at once: {call}"
+                f"{', '.join(others[:6])} came into the module, too; call par.adopt with all new modules at once, the "
+                f"same on every rank: {call}"
             )
         return came
 
@@ -134,8 +135,8 @@ class Placed:
             ) from None
         if all(child in self.modules for child in found.modules()):
             raise ParallelError(
-                f"{name or 'the model'} is placed already, with all modules in it; par.adopt takes modules that came "
-                "since"
+                f"{name or 'the model'} is placed already, with all modules in it; call par.adopt with the names of "
+                "modules that came since, or without names if modules only left"
             )
 
     def _new_modules(self, names: Iterable[str]) -> list[str]:
