@@ -17,6 +17,7 @@ import argparse
 import math
 import os
 import pickle
+import struct
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -192,7 +193,7 @@ def files_of(rank: int, parts: Sequence[tuple[Alike, Sequence[int]]], folder: st
         name, size = f"__{rank}_{number}.distcp", sum(part.length for part in file)
         with open(f"{folder}/{name}", "wb") as hole:
             hole.truncate(size)
-        files.append(WrittenFile(name, size, 0, None, tuple(file)))
+        files.append(WrittenFile(name, size, 0, None, tuple(file), 0))
     return files
 
 
@@ -211,7 +212,8 @@ def plan_saves(layers: int, ranks: int, replicas: int, *, commit: bool = False) 
                 files = files_of(rank, list(zip(others[rank].alike, plans[rank]._share)), folder)
                 reported[rank] = layout_of(files), report_of(files, layout_of(files))
             report = reported[rank][1]
-            return report._replace(sums=os.urandom(len(report.sums)))
+            files = tuple((size, *struct.unpack("II", os.urandom(8)), None) for size, *_ in report.files)
+            return report._replace(files=files)
         if isinstance(mine, tuple):  # the parts of each rank, for a new plan
             return others[rank].alike, others[rank].tied, None
         if rank not in others:

@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TypeVar, final
 
 import torch
@@ -63,7 +62,7 @@ class DistributedCheckpoint:
     Args:
         folder: the checkpoint's folder.
         checked: compare the bytes of each part that is read as a whole with the CRC-32 in its archive.
-        sums: CRC-32 of each part's archive, by tensor and offsets, compared when the part is located.
+        sums: returns the CRC-32 of a part's archive in a file, which is compared when the part is located.
         prefix: only tensors whose name begins with it, without it: ``"model."`` for a checkpoint of ``{"model": ...,
             "optimizer": ...}``.
 
@@ -76,7 +75,7 @@ class DistributedCheckpoint:
         folder: PlaceLike,
         *,
         checked: bool = True,
-        sums: Mapping[tuple[str, tuple[int, ...]], int] = MappingProxyType({}),
+        sums: Callable[[Readable, Chunk], int | None] = lambda *_: None,
         prefix: str = "",
     ) -> None:
         self.folder, self._checked, self._sums = place(folder), checked, sums
@@ -149,6 +148,10 @@ class DistributedCheckpoint:
         if self._files:
             next(iter(self._files.values())).each(act, items)
 
+    def sum_of(self, chunk: Chunk) -> int | None:
+        """Return the saved CRC-32 of a part's archive; None if none is known."""
+        return self._sums(self._file(chunk.file), chunk)
+
     def _file(self, name: str) -> Readable:
         if name not in self._files:
             self._files[name] = (self.folder / name).reader(links=False)
@@ -166,7 +169,7 @@ class DistributedCheckpoint:
                         f"its dtype is {box.dtype}; expected {self.tensors[name].dtype} from {METADATA_NAME}"
                     )
                 if self._checked:
-                    _check_around(box, payload or 0, chunk, self._sums.get((name, chunk.offsets)))
+                    _check_around(box, payload or 0, chunk, self._sums(file, chunk))
                     box = replace(box, name=name, crc32=payload)
             except StoreError:
                 raise  # no damage

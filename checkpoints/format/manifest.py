@@ -23,7 +23,7 @@ MODEL = "model."
 AVERAGES = "averages."
 """Prefix of the averages' tensors in a checkpoint, before the name of the average and of the tensor."""
 FORMAT = "meshpar-checkpoint"
-VERSION = 1
+VERSION = 2
 _INTEGER_KEYS, _COUNTER = (
     "__integer_keys__",
     "__counter__",
@@ -40,13 +40,15 @@ class Manifest:
     Attributes:
         step: number of the step.
         saved_at: time of the save, UTC, ISO 8601.
-        files: file name -> {"size": bytes, "crc32": checksum}, and "sha256" if that was requested.
+        files: file name -> {"size": bytes, "crc32": checksum}, and "sha256" if that was requested; of a file with
+            tensors also "sums": the CRC-32 of the table at its end, which has the CRC-32 of each part's archive in the
+            order of the file, 4 bytes a part, little-endian.
         mesh: axis name -> size.
         world_size: number of ranks that saved it.
         device: type of the device from which it was saved.
         plan: the plan as text.
-        tensors: checkpoint name -> {"dtype", "shape", "chunks"}; a chunk is [offsets, shape, file, position, length,
-            crc32].
+        tensors: checkpoint name -> {"dtype", "shape", "chunks"}; a chunk is [offsets, shape, file, position, length];
+            version 1 of the format also has its crc32 there, and no tables.
         tied: groups of names in the model that are one tensor.
         weights: the rules from our names to the published ones, see :meth:`meshpar.weights.WeightMap.to_json`.
         config: the published model's ``config.json``.
@@ -141,7 +143,7 @@ def read_manifest(folder: PlaceLike) -> Manifest:
 
 # A type; [kind], {str: kind}: a list, a dict of these; {"key": kind}: a dict (or list) with at least these keys; (kind,
 # ...): one of these.
-_CHUNK = {0: [int], 1: [int], 2: str, 3: int, 4: int, 5: int}  # of a list
+_CHUNK = {0: [int], 1: [int], 2: str, 3: int, 4: int}  # of a list
 _KINDS: Mapping[str, Any] = {
     "step": int,
     "saved_at": str,

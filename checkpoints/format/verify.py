@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
 from meshpar.checkpoints.format.dcp import METADATA_NAME, Chunk, DistributedCheckpoint
 from meshpar.checkpoints.format.manifest import MODEL, Manifest
-from meshpar.checkpoints.storage.checksums import crc32, joined
+from meshpar.checkpoints.storage.checksums import crc32, joined, sums_in
 from meshpar.checkpoints.storage.files import BLOCK_BYTES, Readable
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core.errors import CheckpointError, StoreError
@@ -32,12 +32,13 @@ def verify_files(folder: PlaceLike, manifest: Manifest, level: Verify, names: It
         raise CheckpointError(f"verify is {level!r}; expected 'none', 'size' or 'full'")
     if level == "none":
         return
-    parts, files = _parts_by_file(manifest) if level == "full" else {}, manifest.files_in(place(folder))
+    parts, sums = (_parts_by_file(manifest), Sums(manifest)) if level == "full" else ({}, None)
+    files = manifest.files_in(place(folder))
     problems = [
         f"{name}: {problem}"
         for name in (manifest.files if names is None else names)
         for problem in _problems(
-            files / name, manifest.files[name], parts.get(name, ()), full=level == "full" or name == METADATA_NAME
+            files / name, manifest.files[name], parts.get(name, ()), sums, full=level == "full" or name == METADATA_NAME
         )
     ]
     if not problems and level == "full" and names is None:
@@ -59,7 +60,7 @@ def open_verified(
         CheckpointError: a file differs, or torch's metadata and the manifest disagree.
     """
     verify_files(folder, manifest, level if whole or level != "full" else "size", names)
-    source = DistributedCheckpoint(manifest.files_in(folder), checked=level != "none", sums=chunk_sums(manifest))
+    source = DistributedCheckpoint(manifest.files_in(folder), checked=level != "none", sums=Sums(manifest))
     if problems := list(_disagreements(source, manifest) if level != "none" else ()):
         raise _damaged(folder, problems)
     return source
@@ -69,36 +70,66 @@ def _damaged(folder: Place, problems: Iterable[str]) -> CheckpointError:
     return CheckpointError("\n  ".join([f"{folder} is damaged; restore an earlier step:", *problems]))
 
 
-def chunk_sums(manifest: Manifest) -> dict[tuple[str, tuple[int, ...]], int]:
-    """Return the CRC-32 of each part's archive, by tensor and offsets."""
-    return {(name, chunk.offsets): crc32 for name, chunk, crc32 in _chunks(manifest)}
+@final
+class Sums:
+    """The CRC-32 of each part's archive of a step: from the table at the end of its file, which is read once and
+    compared with the manifest, or from a manifest of version 1.
+
+    Args:
+        manifest: the step's.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._files = manifest.files
+        self._at: dict[str, dict[int, int | None]] = {}  # of each file: position of a part -> its checksum, if known
+        for entry in manifest.tensors.values():
+            for _, _, file, position, _, *checksum in entry["chunks"]:
+                self._at.setdefault(file, {})[position] = checksum[0] if checksum else None
+
+    def __call__(self, file: Readable, chunk: Chunk) -> int | None:
+        """Return the checksum of a part in its open file, None if the manifest has no such part; raises
+        CheckpointError if the file's table differs from the manifest.
+        """
+        known = self._at.get(chunk.file, {})
+        if known.get(chunk.position, 0) is None:
+            self._at[chunk.file] = known = dict(zip(sorted(known), self._table(chunk.file, file, len(known))))
+        return known.get(chunk.position)
+
+    def _table(self, name: str, file: Readable, count: int) -> Sequence[int]:
+        table = file.bytes(max(0, file.size - 4 * count), min(file.size, 4 * count))
+        if (found := crc32(table)) != (expected := self._files[name].get("sums")):
+            raise CheckpointError(
+                f"the checksums at the end of the file: {_sums(expected, found)}: it is of another step, or changed"
+            )
+        return sums_in(table)
 
 
-def _chunks(manifest: Manifest) -> Iterator[tuple[str, Chunk, int]]:
+def _chunks(manifest: Manifest) -> Iterator[tuple[str, Chunk]]:
     for name, entry in manifest.tensors.items():
-        for offsets, shape, file, position, length, checksum in entry["chunks"]:
-            yield name, Chunk(tuple(offsets), tuple(shape), file, position, length), checksum
+        for offsets, shape, file, position, length, *_ in entry["chunks"]:
+            yield name, Chunk(tuple(offsets), tuple(shape), file, position, length)
 
 
-def _parts_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Chunk, int]]]:
-    parts: dict[str, list[tuple[str, Chunk, int]]] = {}
+def _parts_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Chunk]]]:
+    parts: dict[str, list[tuple[str, Chunk]]] = {}
     for entry in _chunks(manifest):
         parts.setdefault(entry[1].file, []).append(entry)
     return parts
 
 
 def _problems(
-    path: Place, expected: Mapping[str, Any], parts: Iterable[tuple[str, Chunk, int]], *, full: bool
+    path: Place, expected: Mapping[str, Any], parts: Iterable[tuple[str, Chunk]], sums: Sums | None, *, full: bool
 ) -> Iterator[str]:
     try:
         size = path.size()
         if size != expected["size"]:
-            within = [f"{name} at {chunk.offsets}" for name, chunk, _ in parts if chunk.position + chunk.length > size]
+            within = [f"{name} at {chunk.offsets}" for name, chunk in parts if chunk.position + chunk.length > size]
             yield f"expected {expected['size']} bytes, found {size}" + (
                 f"; lost: (parts of) {', '.join(within[:10])}" if within else ""
             )
         elif full:
-            yield from _differing(path.reader(links=False), expected, sorted(parts, key=lambda part: part[1].position))
+            parts = sorted(parts, key=lambda part: part[1].position)
+            yield from _differing(path.reader(links=False), expected, parts, sums)
     except OSError as error:
         yield str(error.strerror)
     except StoreError:
@@ -107,13 +138,16 @@ def _problems(
         yield str(error)
 
 
-def _differing(file: Readable, expected: Mapping[str, Any], parts: list[tuple[str, Chunk, int]]) -> Iterator[str]:
+def _differing(
+    file: Readable, expected: Mapping[str, Any], parts: list[tuple[str, Chunk]], sums: Sums | None
+) -> Iterator[str]:
     """Yield the differences in one file, which is read once."""
     reader = _Summing(file, with_sha256="sha256" in expected)
     differs = False
-    for name, chunk, checksum in parts:
+    for name, chunk in parts:
+        checksum = sums(file, chunk) if sums is not None else None
         reader.sum_to(chunk.position)
-        if (found := reader.sum_to(chunk.position + chunk.length)) != checksum:
+        if (found := reader.sum_to(chunk.position + chunk.length)) != checksum and checksum is not None:
             differs = True
             yield (
                 f"{name} at {chunk.offsets}, bytes {chunk.position} to {chunk.position + chunk.length}: "
@@ -126,8 +160,8 @@ def _differing(file: Readable, expected: Mapping[str, Any], parts: list[tuple[st
         yield f"expected the SHA-256 {expected['sha256']}, found {reader.sha256}"
 
 
-def _sums(expected: int, found: int) -> str:
-    return f"expected the CRC-32 {expected:08x}, found {found:08x}"
+def _sums(expected: int | None, found: int) -> str:
+    return f"expected the CRC-32 {'of a manifest' if expected is None else f'{expected:08x}'}, found {found:08x}"
 
 
 @final
@@ -160,7 +194,7 @@ class _Summing:
 
 def _disagreements(source: DistributedCheckpoint, manifest: Manifest) -> Iterator[str]:
     """Yield the parts on which torch's metadata and the manifest disagree."""
-    known = {(name, chunk) for name, chunk, _ in _chunks(manifest) if 0 not in chunk.shape}
+    known = {(name, chunk) for name, chunk in _chunks(manifest) if 0 not in chunk.shape}
     others = {MODEL + group[0]: group[1:] for group in manifest.tied}
     known |= {
         (MODEL + other, chunk)

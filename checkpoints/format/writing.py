@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from meshpar._torch import stored_at
 from meshpar.checkpoints.format.archive import write_tensor
-from meshpar.checkpoints.storage.checksums import joined
+from meshpar.checkpoints.storage.checksums import crc32, joined, table_of
 from meshpar.checkpoints.storage.files import TILE_BYTES, lies_in_memory, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place
 from meshpar.core import runtime
@@ -75,13 +75,22 @@ class PlacedPart(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A file on the disk, and its parts, one after another."""
+    """A file on the disk: its parts, one after another, and at its end the table of their checksums.
+
+    Attributes:
+        name: of the file.
+        size: in bytes, with the table.
+        crc32, sha256: of the whole file.
+        parts: in the order of the file.
+        sums: CRC-32 of the table.
+    """
 
     name: str
     size: int
     crc32: int
     sha256: str | None
     parts: tuple[WrittenPart, ...]
+    sums: int
 
 
 @final
@@ -226,7 +235,9 @@ def write_file(
     *,
     expected_bytes: int = 0,
 ) -> WrittenFile:
-    """Write parts one after another and flush the file to the disk; ``on_write`` is called after every block."""
+    """Write parts one after another, then the table of their checksums, and flush the file to the disk; ``on_write`` is
+    called after every block.
+    """
     written: list[WrittenPart] = []
     position = whole = 0
     digest = hashlib.sha256() if checksum == "sha256" else None
@@ -242,7 +253,11 @@ def write_file(
             length, summed = write_tensor(item.shape, item.dtype, item.blocks, write, position)
             written.append(WrittenPart(item.name, item.offsets, item.shape, position, length, summed))
             position, whole = position + length, joined(whole, summed, length)
-    return WrittenFile(path.name, position, whole, digest.hexdigest() if digest is not None else None, tuple(written))
+        table = table_of([part.crc32 for part in written])
+        write(table)
+    position, whole, sums = position + len(table), joined(whole, crc32(table), len(table)), crc32(table)
+    sha256 = digest.hexdigest() if digest is not None else None
+    return WrittenFile(path.name, position, whole, sha256, tuple(written), sums)
 
 
 def _items_of(parts: Sequence[Part]) -> Iterator[Item]:

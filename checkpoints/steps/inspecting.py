@@ -9,7 +9,7 @@ from typing import Any
 
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint
 from meshpar.checkpoints.format.manifest import MODEL, Manifest, read_manifest
-from meshpar.checkpoints.format.verify import verify_files
+from meshpar.checkpoints.format.verify import Sums, verify_files
 from meshpar.checkpoints.steps.steps import Steps, open_step
 from meshpar.checkpoints.storage.place import PlaceLike, place
 from meshpar.core.errors import CheckpointError
@@ -95,7 +95,10 @@ def diff_steps(one: PlaceLike, other: PlaceLike) -> str:
         for name in ("step", "mesh", "world_size", "plan", "extra", "metrics", "versions")
         if getattr(left, name) != getattr(right, name)
     ]
-    sources = [DistributedCheckpoint(manifest.files_in(folder)) for manifest, folder in zip((left, right), folders)]
+    sources = [
+        DistributedCheckpoint(manifest.files_in(folder), sums=Sums(manifest))
+        for manifest, folder in zip((left, right), folders)
+    ]
     same = 0
     for name in (name for name in left.tensors if name in right.tensors):
         difference = _difference(name, left.tensors[name], right.tensors[name], sources)
@@ -162,9 +165,11 @@ def _difference(
     for key in ("dtype", "shape"):
         if left[key] != right[key]:
             return f"{key} {left[key]} and {right[key]}"
-    if left["chunks"] and [chunk[:2] + chunk[4:] for chunk in left["chunks"]] == [
-        chunk[:2] + chunk[4:] for chunk in right["chunks"]
-    ]:
+    parts = [
+        [(chunk.offsets, chunk.shape, chunk.length, source.sum_of(chunk)) for chunk in source.tensors[name].chunks]
+        for source in sources
+    ]
+    if parts[0] and parts[0] == parts[1]:
         return None  # the same parts with the same checksums
     dtype, differ, most = sources[0].dtypes()[name], 0, 0.0
     for spans in tiles(tuple(left["shape"]), dtype.itemsize, TILE_BYTES):

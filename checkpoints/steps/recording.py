@@ -1,7 +1,7 @@
 """The record of a save: ranks report what they wrote, rank 0 writes ``.metadata`` and makes the manifest.
 
-The places of parts in files follow from the plan, and are equal in all saves of one plan. Rank 0 keeps them, so that a
-rank reports checksums alone.
+The places of parts in files follow from the plan, and are equal in all saves of one plan. Rank 0 keeps them. The
+checksums of parts are in the files, so that a rank reports only size and checksums of each file.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ from meshpar.checkpoints.format.manifest import MODEL, Encoded, Manifest
 from meshpar.checkpoints.format.writing import Group, PlacedPart, WrittenFile, check_written, metadata_bytes
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.place import Place
+
+try:
+    from isal.isal_zlib import decompress
+except ImportError:  # optional, in the extra "train"
+    from zlib import decompress
 
 
 class Layout(NamedTuple):
@@ -62,13 +67,11 @@ class Report(NamedTuple):
 
     Attributes:
         layout: digest of the rank's layout.
-        sums: CRC-32 of each part, an array of "I", in the order of the layout.
-        files: size, CRC-32 and SHA-256 of each file.
+        files: size, CRC-32, CRC-32 of the table of checksums, and SHA-256 of each file.
     """
 
     layout: str
-    sums: bytes
-    files: tuple[tuple[int, int, str | None], ...]
+    files: tuple[tuple[int, int, int | None, str | None], ...]
 
 
 def layout_of(files: Sequence[WrittenFile]) -> Layout:
@@ -86,14 +89,12 @@ def layout_of(files: Sequence[WrittenFile]) -> Layout:
 
 def report_of(files: Sequence[WrittenFile], layout: Layout) -> Report:
     """Return the report of one rank."""
-    sums = array("I", (part.crc32 for file in files for part in file.parts))
-    return Report(layout.digest, sums.tobytes(), tuple((file.size, file.crc32, file.sha256) for file in files))
+    return Report(layout.digest, tuple((file.size, file.crc32, file.sums, file.sha256) for file in files))
 
 
 @final
 class Ledger:
-    """All that ``.metadata`` and the manifest have of the parts in every save of one plan; only checksums are new in
-    each.
+    """All that ``.metadata`` and the manifest have of the parts: the same in every save of one plan.
 
     ``.metadata`` is made once, and read as a reader will. A later save writes the same bytes.
 
@@ -116,18 +117,15 @@ class Ledger:
         metadata = metadata_bytes(groups, parts, names)
         read = tensors_in(metadata, METADATA_NAME)
         chunks: dict[str, list[str]] = {name: [] for name in read if name not in names}
-        order: dict[str, list[int]] = {name: [] for name in chunks}
-        for at, part in enumerate(parts):
+        for part in parts:
             chunks[part.name].append(
-                f"{_box(part.offsets, part.shape)}, {_quoted(part.file)}, {part.position}, {part.length}, %d]"
+                f"{_box(part.offsets, part.shape)}, {_quoted(part.file)}, {part.position}, {part.length}]"
             )
-            order[part.name].append(at)
         entries = (
             f'{_quoted(name)}: {{"dtype": {_quoted(str(read[name].dtype).removeprefix("torch."))}, '
             f'"shape": {json.dumps(read[name].shape)}, "chunks": [{", ".join(chunk)}]}}'
             for name, chunk in chunks.items()
         )
-        self._order = array("I", itertools.chain.from_iterable(order.values()))
         self._metadata, self._tensors = (
             zlib.compress(data, 1) for data in (metadata, f"{{{', '.join(entries)}}}".encode())
         )
@@ -138,19 +136,20 @@ class Ledger:
 
     def write(self, folder: Place, reports: Sequence[Report], entries: Mapping[str, Any]) -> Manifest:
         """Write torch's metadata into the folder and return the manifest of a save; ``entries`` are its plain data."""
-        metadata = zlib.decompress(self._metadata)
+        metadata = decompress(self._metadata)
         with (folder / METADATA_NAME).writing() as put:
             put(metadata)
         files = dict(zip(self._files, (file for report in reports for file in report.files), strict=True))
-        files[METADATA_NAME] = (len(metadata), crc32(metadata), None)
-        sums = array("I", b"".join(report.sums for report in reports))
+        files[METADATA_NAME] = (len(metadata), crc32(metadata), None, None)
         return Manifest(
             saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             files={
-                name: {"size": size, "crc32": checksum} | ({"sha256": sha256} if sha256 else {})
-                for name, (size, checksum, sha256) in sorted(files.items())
+                name: {"size": size, "crc32": checksum}
+                | ({"sums": sums} if sums is not None else {})
+                | ({"sha256": sha256} if sha256 else {})
+                for name, (size, checksum, sums, sha256) in sorted(files.items())
             },
-            tensors=Encoded(zlib.decompress(self._tensors).decode() % tuple(map(sums.__getitem__, self._order))),
+            tensors=Encoded(decompress(self._tensors).decode()),
             versions={"torch": torch.__version__, "meshpar": __version__},
             **entries,
         )
@@ -181,5 +180,4 @@ def _box(offsets: tuple[int, ...], shape: tuple[int, ...]) -> str:
 
 @functools.lru_cache(1 << 16)
 def _quoted(text: str) -> str:
-    """Return text as JSON in a format string."""
-    return json.dumps(text).replace("%", "%%")
+    return json.dumps(text)

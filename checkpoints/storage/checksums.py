@@ -7,6 +7,9 @@ copying.
 
 from __future__ import annotations
 
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 try:
@@ -14,7 +17,7 @@ try:
 except ImportError:  # optional, in the extra "train"
     from zlib import crc32
 
-__all__ = ["crc32", "joined"]
+__all__ = ["crc32", "joined", "sums_in", "table_of"]
 
 _POLYNOMIAL = 0xEDB88320
 
@@ -24,6 +27,22 @@ def joined(first: int, second: int, second_bytes: int) -> int:
     ``crc32_combine``).
     """
     return _multiply(_shift(second_bytes), first) ^ second
+
+
+def table_of(sums: Iterable[int]) -> bytes:
+    """Return checksums as bytes: 4 a checksum, the lowest first."""
+    table = array("I", sums)
+    if sys.byteorder == "big":
+        table.byteswap()
+    return table.tobytes()
+
+
+def sums_in(table: bytes) -> Sequence[int]:
+    """Return the checksums of which :func:`table_of` made bytes."""
+    sums = array("I", table)
+    if sys.byteorder == "big":
+        sums.byteswap()
+    return sums
 
 
 def _multiply(a: int, b: int) -> int:

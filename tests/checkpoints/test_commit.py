@@ -572,7 +572,7 @@ def test_damage_is_named(tmp_path, level):
         manager.restore(linear(), verify=level)
     file.write_bytes(data)
     if level == "full":
-        _, _, name, start, length, _ = read_manifest(folder).tensors["model.weight"]["chunks"][0]
+        _, _, name, start, length = read_manifest(folder).tensors["model.weight"]["chunks"][0]
         where = start + length // 2
         text = (folder / name).read_bytes()
         (folder / name).write_bytes(text[:where] + bytes([text[where] ^ 1]) + text[where + 1 :])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import re
 import subprocess
 import zipfile
+import zlib
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,9 +77,16 @@ def verify(folder: Place) -> None:
     verify_files(folder, read_manifest(folder), "full")
 
 
+def parts_of(folder: Place, file: str) -> list[tuple[str, int]]:
+    """Return tensor and position of each part of a file, in the file's order."""
+    tensors = read_manifest(folder).tensors.items()
+    parts = [(name, chunk[3]) for name, entry in tensors for chunk in entry["chunks"] if chunk[2] == file]
+    return sorted(parts, key=lambda part: part[1])
+
+
 def owner_of(folder: Place, file: str, position: int) -> str | None:
     for name, entry in read_manifest(folder).tensors.items():
-        for _, _, where, start, length, _ in entry["chunks"]:
+        for _, _, where, start, length in entry["chunks"]:
             if where == file and start <= position < start + length:
                 return name
     return None
@@ -108,7 +118,8 @@ def test_a_flipped_bit_at_any_byte_of_any_file_is_found_and_named_with_its_tenso
             looked += 1
         write(file, data)
         if file.suffix == ".distcp":
-            assert None not in owners, "every byte of a rank's file belongs to a tensor"
+            table = 4 * len(parts_of(step, file.name))
+            assert None not in owners[:-table], "every byte before the checksums belongs to a tensor"
     verify(step)
     sizes = [file.size() for file in files_of(step)]
     assert looked == sum(len(range(0, size, stride)) for size in sizes) and sum(sizes) > 5000
@@ -172,7 +183,7 @@ def test_swapped_files_of_one_size_are_found(home):
     inside = read_manifest(folder).files_in(folder)
     texts = {name: read(inside / chunk[2])[chunk[3] : chunk[3] + chunk[4]] for name, chunk in chunks.items()}
     for name, other in ("ab", "ba"):
-        _, _, file, start, length, _ = chunks[name]
+        _, _, file, start, length = chunks[name]
         data = read(inside / file)
         write(inside / file, data[:start] + texts[other] + data[start + length :])
     with pytest.raises(CheckpointError, match=r"model\.a.* is damaged: expected the CRC-32 \w+ of the manifest"):
@@ -187,6 +198,55 @@ def test_swapped_files_of_one_size_are_found(home):
         verify(folder)
     with pytest.raises(CheckpointError, match=r"model\.a"):
         export_safetensors(folder, home / "hf", verify="full")
+
+
+@on_both
+def test_a_file_of_another_step_is_found_by_its_checksums_though_they_fit_it(home):
+    module = nn.Module()
+    module.register_buffer("a", torch.zeros(4, 4))
+    manager = CheckpointManager(home, threads=1)
+    other = manager.save(1, Job(module))
+    module.a += 1
+    folder = manager.save(2, Job(module))
+    (name,) = [name for name in read_manifest(folder).files if name.endswith(".distcp")]
+    insides = [read_manifest(step).files_in(step) for step in (folder, other)]
+    write(insides[0] / name, read(insides[1] / name))
+    match = rf"{name}: (the part of '[^']+' at byte \d+ is damaged: )?the checksums at the end of the file: expected"
+    for level in ("size", "full"):
+        with pytest.raises(CheckpointError, match=match):
+            CheckpointManager(home).restore(Job(module), step=2, verify=level)
+
+
+@on_both
+def test_a_step_of_the_formats_first_version_is_read_and_its_damage_is_named(home):
+    """There, the manifest has the checksum of each part, and no file has a table."""
+    folder = CheckpointManager(home, threads=1).save(1, linear(1))
+    data = json.loads(read(folder / MANIFEST_NAME))
+    inside = read_manifest(folder).files_in(folder)
+    for name, file in data["files"].items():
+        if (count := len(parts_of(folder, name))) == 0:
+            continue
+        text = read(inside / name)
+        sums = array("I", text[-4 * count :])
+        write(inside / name, text[: -4 * count])
+        for (tensor, position), checksum in zip(parts_of(folder, name), sums, strict=True):
+            (chunk,) = [chunk for chunk in data["tensors"][tensor]["chunks"] if chunk[2:4] == [name, position]]
+            chunk.append(checksum)
+        del file["sums"]
+        file |= {"size": len(text) - 4 * count, "crc32": zlib.crc32(text[: -4 * count])}
+    entries = {**data, "version": 1}
+    del entries["crc32"]
+    text = "{\n" + "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in entries.items())
+    write(folder / MANIFEST_NAME, f'{text}"crc32": "{zlib.crc32(text.encode()):08x}"\n}}\n'.encode())
+    verify(folder)
+    job = linear(2)
+    CheckpointManager(home).restore(job)
+    assert all(torch.equal(value, linear(1).module.state_dict()[key]) for key, value in job.module.state_dict().items())
+    _, _, name, start, *_ = read_manifest(folder).tensors["model.weight"]["chunks"][0]
+    whole = read(inside / name)
+    write(inside / name, whole[: start + 100] + bytes([whole[start + 100] ^ 1]) + whole[start + 101 :])
+    with pytest.raises(CheckpointError, match=rf"{name}: model\.weight at .*expected the CRC-32"):
+        verify(folder)
 
 
 def holes(metadata) -> list:
@@ -305,7 +365,7 @@ def test_a_foreign_checkpoint_without_sums_is_read_and_one_with_sums_is_checked(
 @on_both
 def test_damage_inside_an_archive_is_found_before_anything_is_changed(home):
     folder = CheckpointManager(home).save(1, linear(1))
-    _, _, name, start, length, _ = read_manifest(folder).tensors["model.weight"]["chunks"][0]
+    _, _, name, start, length = read_manifest(folder).tensors["model.weight"]["chunks"][0]
     file = read_manifest(folder).files_in(folder) / name
     data, at = read(file), start + length - 22
     write(file, data[:at] + b"\0" * 4 + data[at + 4 :])

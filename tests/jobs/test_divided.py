@@ -528,7 +528,7 @@ def test_replicas_that_fall_back_read_all_so_that_the_others_can_join_them(tmp_p
         job.train(2)
         saved(job, manager, 4)
     manifest = read_manifest(tmp_path / "step-00000004")
-    ((_, _, file, position, length, _),) = manifest.tensors["optimizer.down.weight.exp_avg"]["chunks"]
+    ((_, _, file, position, length),) = manifest.tensors["optimizer.down.weight.exp_avg"]["chunks"]
     with (manifest.files_in(tmp_path / "step-00000004") / file).open("r+b") as stream:
         stream.seek(position + length // 2)
         (value,) = stream.read(1)
