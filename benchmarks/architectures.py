@@ -49,11 +49,14 @@ PLANS: dict[str, tuple[str, int]] = {
     "EP 2": ("dp_shard=1,ep=2", 2),
     "EP 2 x TP 2": ("dp_shard=1,ep=2,tp=2", 4),
     "documents": ("dp_shard=1", 1),
+    "PP 2": ("pp=2", 2),
+    "PP 2 x FSDP 2": ("pp=2,dp_shard=2", 4),
 }
 PAIRS = (("FSDP 2", "TP 2"), ("CP 2", "CP 2 by heads"))
 ROUNDS = (
     *(((one, (0, 1)), (other, (2, 3))) for one, other in PAIRS),
     (("EP 2", (0, 1)), ("documents", (2,))),
+    (("PP 2", (0, 1)),),
     *(((plan, (0, 1, 2, 3)),) for plan, (_, ranks) in PLANS.items() if ranks == 4),
 )
 EXPORTED, ELSE = "FSDP 2 x TP 2", "HSDP 2x2"  # the second where the first is refused
@@ -210,7 +213,8 @@ def _under_plan(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any
         except PlanError as error:
             return {"verdict": "refused", "why": "; ".join(error.problems)}
         try:
-            found = _documents(state, par) if command["plan"] == "documents" else _compare(state, par)
+            compare = _documents if command["plan"] == "documents" else _stages if "PP" in command["plan"] else _compare
+            found = compare(state, par)
         except MeshparError as error:  # the first forward's own test of the split, or ranks that disagree
             return {"verdict": "refused", "why": " ".join(str(error).split())[:300]}
         return found | (_exported(state, par, command["folder"]) if command["export"] else {})
@@ -219,10 +223,11 @@ def _under_plan(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any
 
 
 def _plan(name: str, styles: dict[str, Any]) -> Any:
-    from meshpar import ContextParallel, ExpertParallel, FullyShard, HybridShard, Plan, TensorParallel
+    from meshpar import ContextParallel, ExpertParallel, FullyShard, HybridShard, PipelineParallel, Plan, TensorParallel
 
     mesh, _ = PLANS[name]
-    passes: list[Any] = [ExpertParallel()] if ",ep=" in mesh else []
+    passes: list[Any] = [PipelineParallel()] if "pp=" in mesh else []
+    passes += [ExpertParallel()] if ",ep=" in mesh else []
     passes += [TensorParallel(styles=styles)] if "tp" in mesh else []
     passes += [ContextParallel(transport="heads" if "heads" in name else "gather")] if "cp" in mesh else []
     passes += [HybridShard() if "dp_replicate" in mesh else FullyShard()] if "dp_shard" in mesh else []
@@ -280,10 +285,43 @@ def _compare(state: dict[str, Any], par: Any) -> dict[str, Any]:
     return _verdict(abs(loss - state["loss"]) / max(abs(state["loss"]), 1e-6), found, state["gradients"])
 
 
-def _verdict(worst: float, found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    """Return whether the gradients are the expected ones, given how far the loss is off; no gradient is zero."""
+def _stages(state: dict[str, Any], par: Any) -> dict[str, Any]:
+    """Compare stages, each row a micro-batch: loss, and each gradient on the stages that have its parameter."""
+    import torch
+    import torch.distributed as dist
+
+    from meshpar.testing import whole
+
+    def loss(module: Any, rows: Any) -> Any:
+        total, count = loss_sum(module, state["batch"], rows.tolist())
+        return total, {"count": torch.tensor(float(count))}
+
+    rows = [
+        torch.tensor([row]) for row in range(len(state["batch"]["input_ids"])) if row % par.data_size == par.data_rank
+    ]
+    total, values = par.backward(rows, loss)
+    scale = par.token_scale(values["count"])
+    mean = float(par.data_sum(total * scale) / par.loss_size)
+    held = dict(par.module.named_parameters())
+    found = {name: whole(one.grad) * scale for name, one in held.items() if one.grad is not None}
+    wanted = {name: grad for name, grad in state["gradients"].items() if name in held}
+    off = abs(mean - state["loss"]) / max(abs(state["loss"]), 1e-6)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (_verdict(off, found, wanted, state["gradients"]), list(held)))
+    if lost := set(state["gradients"]) - {name for _, names in every for name in names}:
+        return {"verdict": "wrong", "why": f"no stage has {min(lost)}"}
+    return max((verdict for verdict, _ in every), key=lambda verdict: (verdict["verdict"] == "wrong", verdict["worst"]))
+
+
+def _verdict(
+    worst: float, found: dict[str, Any], expected: dict[str, Any], model: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return whether the gradients are the expected ones, given how far the loss is off; no gradient is zero.
+
+    ``model``: the gradients of the whole model, where those are of a stage.
+    """
     where, wrong = "loss", []
-    typical = max(float(grad.abs().max()) for grad in expected.values())
+    typical = max(float(grad.abs().max()) for grad in (model or expected).values())
     for name in {**expected, **found}:
         got, want = found.get(name, 0), expected.get(name, 0)
         scale = max(float(abs(expected[name]).max()) if name in expected else 0.0, FLOOR * typical)
@@ -459,7 +497,7 @@ def main() -> None:
     )
     if not options.table:
         _measure_all(options, known)
-    if options.table or not options.only:
+    if options.table or not (options.only or options.plan):
         write_table(known)
 
 
@@ -472,11 +510,13 @@ def _measure_all(options: argparse.Namespace, known: dict[str, Any]) -> None:
         for name, task in todo:
             key = f"{name}/{task}"
             before = known["cases"].get(key)
-            if before and not options.again and not options.plan and not (options.failed and _failed(before)):
+            rounds = [together for together in ROUNDS if any(options.plan in plan for plan, _ in together)]
+            plans = {plan for together in rounds for plan, _ in together}
+            done = before and (plans <= before["plans"].keys() or before["plans"][ALONE]["verdict"] != "exact")
+            if done and not options.again and not (options.failed and _failed(before)):
                 continue
             if time.monotonic() > deadline:
                 break
-            rounds = [together for together in ROUNDS if any(options.plan in plan for plan, _ in together)]
             found = measure(pool, (name, task), rounds=rounds)
             known["cases"][key] = {
                 **found,
@@ -589,6 +629,7 @@ some classifiers, in a tiny size. `python benchmarks/architectures.py` made this
 - CP 2: [context parallelism](context.md) by `gather`, and by `heads`. Models that mix positions in
   another way compute on whole sequences.
 - EP 2: [whole experts are divided](experts.md). Models without experts are refused.
+- PP 2: [layers are divided](pipeline.md); each row is a micro-batch.
 - documents: a [packed row](data.md#documents) gives the results of its documents one by one, and
   another first document does not change the results of the second, bit for bit.
 - export: the parallel model is exported, and transformers loads it with every parameter equal.

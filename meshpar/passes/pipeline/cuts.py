@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -83,12 +83,12 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
         carried.append(value if isinstance(value, Tensor) else torch.empty(0))
 
     def begins(child: nn.Module, args: object, output: Any) -> None:
-        beginnings.update(leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        if not taken:
+            beginnings.update(leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
     with ExitStack() as stack:
         for child in owners.values():
-            if isinstance(child, nn.Embedding):
-                stack.callback(child.register_forward_hook(begins).remove)
+            stack.callback(child.register_forward_hook(begins).remove)
         for name, child in {**blocks, **owners}.items():
             stack.callback(child.register_forward_pre_hook(partial(before, name), with_kwargs=True).remove)
         for name, child in blocks.items():
@@ -115,7 +115,8 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
         problems.append(f"{uncalled[0]} has parameters and is not called")
     if any(True for _ in twin.parameters(recurse=False)):
         problems.append("the outermost module has parameters of its own")
-    problems += _kinds(twin, head)
+    if around := [name for name in (*head, *tail) if any(block.startswith(f"{name}.") for block in names)]:
+        problems.append(f"{around[0]}, which has its blocks inside, has parameters of its own")
     problems += _crossings(twin, names, beginnings, carried, output)
     return Anatomy(blocks=tuple(names), head=tuple(head), tail=tuple(tail)), problems
 
@@ -148,12 +149,6 @@ def without_values(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Mo
     return copy.deepcopy(module, memo)
 
 
-def _kinds(twin: nn.Module, head: Iterable[str]) -> list[str]:
-    """Return the modules before the first block whose result has a shape that a stand-in cannot know."""
-    strange = [name for name in head if not isinstance(twin.get_submodule(name), nn.Embedding)]
-    return [f"{name}, which is no embedding, runs before its blocks" for name in strange[:1]]
-
-
 def _crossings(
     twin: nn.Module, names: Sequence[str], beginnings: Collection[Any], carried: Sequence[Tensor], output: object
 ) -> list[str]:
@@ -170,7 +165,7 @@ def _crossings(
                 continue
             seen.add(node)
             if node in beginnings:
-                return ["its output uses an embedding's result beside what its blocks hand on"]
+                return ["its output uses what its blocks begin with beside what they hand on"]
             at = owner.get(id(getattr(node, "variable", None)))
             if at is not None and at[0] <= place:
                 return [f"its output uses something of {at[1]} beside what {at[1]} hands to the next block"]

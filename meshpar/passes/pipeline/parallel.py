@@ -18,7 +18,7 @@ from meshpar.passes.applied import applied
 from meshpar.passes.pipeline.cuts import Anatomy, blocks_in_line, even_cuts, examine
 from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.schedule import SCHEDULES
-from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, EmbeddingStandIn, TailStandIn, stand_in
+from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, HeadStandIn, TailStandIn, stand_in, twin_of
 
 
 @final
@@ -83,10 +83,10 @@ class PipelineParallel(Pass):  # type: ignore[override]
             if name not in mine:
                 _put(module, name, BlockStandIn(carried))
         kept = {id(module.get_parameter(name)) for name, at in shared.items() if rank in at}
-        for name in anatomy.head if rank > 0 else ():
-            old = module.get_submodule(name)
-            old.carried = carried  # type: ignore[assignment]
-            stand_in(EmbeddingStandIn, old, kept)
+        for old in [module.get_submodule(name) for name in anatomy.head if rank > 0]:
+            twin = twin_of(old)
+            stand_in(HeadStandIn, old, kept)
+            old.carried, old.twin = carried, (twin,)  # type: ignore[assignment]
         for old in [module.get_submodule(name) for name in anatomy.tail if rank < ranks - 1]:
             stand_in(TailStandIn, old, kept)
         layers = Layers(

@@ -253,7 +253,7 @@ class Layers:
             return
         value = output[0] if isinstance(output, tuple) else output
         self._left, data = value, value.detach().contiguous()
-        width = len(output) - 1 if isinstance(output, tuple) else -1
+        self._carried.width = width = len(output) - 1 if isinstance(output, tuple) else -1
         header = [_DTYPES.index(data.dtype), width, data.ndim, self._number, self._count, self._digest, *data.shape]
         header += [0] * (_HEADER + _MOST_DIMS - len(header))
         self._send(torch.tensor(header, device=self._device), self.rank + 1)

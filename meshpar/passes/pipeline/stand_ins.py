@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 @final
@@ -37,16 +39,25 @@ class BlockStandIn(nn.Module):
         return hidden if width < 0 else (hidden, *(None,) * width)
 
 
-class EmbeddingStandIn(nn.Module):
-    """Return NaN in an embedding's shape, without memory: a loss that uses it is NaN, too."""
+class HeadStandIn(nn.Module):
+    """Return NaN in the shape of what a module before the blocks returns, without memory: a loss that uses it is NaN.
+
+    Attributes:
+        carried: the dtype of what passes from block to block, which the NaN has.
+        twin: the module as it was, without values, which finds the shapes.
+    """
 
     stands_in = True
     carried: Carried
-    embedding_dim: int
+    twin: tuple[nn.Module]
 
-    def forward(self, ids: Tensor) -> Tensor:
-        value = torch.full((), torch.nan, dtype=self.carried.dtype, device=ids.device)
-        return value.expand(*ids.shape, self.embedding_dim)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), (args, kwargs))
+        device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        with torch.no_grad():
+            returned = self.twin[0](*given[0], **given[1])
+        value = torch.full((), torch.nan, dtype=self.carried.dtype, device=device)
+        return tree_map_only(Tensor, lambda tensor: value.expand(tensor.shape), returned)
 
 
 class TailStandIn(nn.Module):
@@ -69,3 +80,12 @@ def stand_in(kind: type[nn.Module], old: nn.Module, kept: Collection[int]) -> No
     for name in list(old._modules):
         delattr(old, name)
     old.__class__ = type(f"{type(old).__name__}StandIn", (kind, type(old)), {})
+
+
+def twin_of(module: nn.Module) -> nn.Module:
+    """Return a copy on the meta device."""
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(memo[id(parameter)], parameter.requires_grad)
+    return copy.deepcopy(module, memo)
