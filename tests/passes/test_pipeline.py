@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -123,8 +124,10 @@ MODELS = {
         "Qwen3Moe", num_hidden_layers=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),
     "GPT-2": lambda: huggingface_gpt2(),
-    "Bloom": lambda: huggingface("Bloom", n_layer=4, n_head=2),  # a norm before its blocks
-    "OPT": lambda: huggingface("OPT", num_hidden_layers=4, word_embed_proj_dim=16),  # a projection
+    "Bloom": lambda: huggingface(
+        "Bloom", n_layer=4, n_head=2, hidden_dropout=0.0, attention_dropout=0.0
+    ),  # a norm before its blocks
+    "OPT": lambda: huggingface("OPT", num_hidden_layers=4, word_embed_proj_dim=16, dropout=0.0),  # a projection
     "Transformer": lambda: transformer(layers=4),
 }
 
@@ -141,6 +144,10 @@ def test_two_stages_train_as_one_process(name, schedule):
 
 
 COMBINATIONS = {
+    "interleaved": ("pp=2,dp_shard=2", lambda: [ActivationCheckpoint(), FullyShard()], 2),
+    "interleaved over four, tied": ("pp=4", list, 1),
+    "interleaved and compiled": ("pp=2,dp_shard=2", lambda: [Compile(), FullyShard()], 2),
+    "interleaved with TP": ("pp=2,tp=2", lambda: [TensorParallel()], 1),
     "FSDP": ("pp=2,dp_shard=2", lambda: [FullyShard()], 2),
     "FSDP, tied": ("pp=2,dp_shard=2", lambda: [FullyShard()], 2),
     "recomputation": ("pp=2,dp_shard=2", lambda: [ActivationCheckpoint(), FullyShard()], 2),
@@ -156,11 +163,16 @@ COMBINATIONS = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", daily(COMBINATIONS, "FSDP, tied", "TP", "recomputation"))
+@pytest.mark.parametrize("name", daily(COMBINATIONS, "FSDP, tied", "TP", "interleaved"))
 def test_stages_with_other_passes_train_as_one_process(name):
     mesh, others, data_ranks = COMBINATIONS[name]
     make = MODELS["tied Llama" if "tied" in name else "Qwen3Moe" if name == "experts" else "Llama"]
-    assert_as_one_process(make, mesh, [PipelineParallel(), *others()], data_ranks)
+    if "interleaved" in name:
+        make = partial(
+            huggingface, "Llama", num_hidden_layers=9 if mesh == "pp=4" else 5, tie_word_embeddings="tied" in name
+        )
+    virtual = 2 if "interleaved" in name else 1
+    assert_as_one_process(make, mesh, [PipelineParallel(virtual=virtual), *others()], data_ranks)
 
 
 class Skips(torch.nn.Module):
@@ -210,6 +222,29 @@ def test_models_that_hand_on_more_than_one_value_are_refused():
 @pytest.mark.parametrize(("costs", "stages", "firsts"), [((1, 1, 1, 1), 2, [0, 2]), ((1, 1, 1, 5), 2, [0, 3])])
 def test_the_dearest_stage_costs_least(costs, stages, firsts):
     assert even_cuts(costs, stages) == firsts
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_no_order_waits_for_itself(schedule, chunks):
+    for ranks, micro_batches in ((2, 1), (2, 5), (3, 2), (4, 9), (5, 7), (8, 17)):
+        todo = [actions(schedule, rank, ranks, micro_batches, chunks) for rank in range(ranks)]
+        last, done, left = ranks * chunks - 1, set(), [*todo]
+        while any(left):
+            before = len(done)
+            for rank, waiting in enumerate(left):
+                while waiting:
+                    stage = waiting[0].chunk * ranks + rank
+                    kind, number = waiting[0].kind, waiting[0].number
+                    needs = {("F", number, stage - 1)} if kind == "F" and stage else set()
+                    needs |= {("F", number, stage), ("B", number, stage + 1)} if kind == "B" else set()
+                    if needs - done - {("B", number, last + 1)}:
+                        break
+                    done.add((kind, number, stage))
+                    waiting = waiting[1:]
+                left[rank] = waiting
+            assert len(done) > before, (ranks, micro_batches)
+        assert len(done) == 2 * ranks * chunks * micro_batches
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

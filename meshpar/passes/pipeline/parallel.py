@@ -8,15 +8,17 @@ from types import MappingProxyType
 from typing import final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Role, Stage
 from meshpar.passes.applied import applied
 from meshpar.passes.pipeline.cuts import Anatomy, blocks_in_line, even_cuts, examine
-from meshpar.passes.pipeline.running import Layers
+from meshpar.passes.pipeline.running import Chunk, Layers
 from meshpar.passes.pipeline.schedule import SCHEDULES
 from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, HeadStandIn, TailStandIn, stand_in, twin_of
 
@@ -37,12 +39,15 @@ class PipelineParallel(Pass):  # type: ignore[override]
 
     Args:
         schedule: ``"1f1b"``, or ``"gpipe"``: all forwards, then all backwards.
-        stages: number of blocks of each rank, such as ``(3, 5)``. Defaults to an even cost in parameters, embedding and
-            head included.
+        stages: number of blocks of each stage, such as ``(3, 5)``. Defaults to an even cost in parameters, embedding
+            and head included.
+        virtual: stages of a rank: rank r of p has the stages r, r + p, r + 2 p, ..., so that it waits less for others
+            (interleaved 1F1B), and sends more.
     """
 
     schedule: str = "1f1b"
     stages: tuple[int, ...] | None = None
+    virtual: int = 1
 
     name = "PipelineParallel"
     stage = Stage.LAYERS
@@ -53,15 +58,24 @@ class PipelineParallel(Pass):  # type: ignore[override]
         if self.schedule not in SCHEDULES:
             yield f"PipelineParallel(schedule={self.schedule!r}) is not known; use one of {', '.join(SCHEDULES)}"
         count = len(blocks_in_line(module, layout))
+        if self.virtual < 1:
+            yield f"PipelineParallel(virtual={self.virtual}) must be a number of stages a rank, 1 or more"
+            return
         if count < ranks:
             yield f"pp={ranks} has more stages than the model has blocks ({count}); use pp={max(count, 1)} or fewer"
             return
+        if count < ranks * self.virtual:
+            yield (
+                f"PipelineParallel(virtual={self.virtual}) makes {ranks * self.virtual} stages of {count} blocks; use "
+                f"virtual={count // ranks} or fewer"
+            )
+            return
         if self.stages is not None and (
-            len(self.stages) != ranks or sum(self.stages) != count or min(self.stages, default=0) < 1
+            len(self.stages) != ranks * self.virtual or sum(self.stages) != count or min(self.stages, default=0) < 1
         ):
             yield (
-                f"PipelineParallel(stages={self.stages}) must be {ranks} numbers of blocks that sum to {count}; leave "
-                "it out for an even cut"
+                f"PipelineParallel(stages={self.stages}) must be {ranks * self.virtual} numbers of blocks that sum to "
+                f"{count}; leave it out for an even cut"
             )
         if ranks > 1:
             _, problems = examine(module, layout)
@@ -72,11 +86,19 @@ class PipelineParallel(Pass):  # type: ignore[override]
         group, ranks, rank = mesh["pp"].get_group(), mesh["pp"].size(), mesh["pp"].get_local_rank()
         if ranks == 1:
             return
+        if self.virtual > 1 and ranks == 2 and dist.get_backend(group) != "gloo":
+            raise MeshparError(  # what two ranks exchange in one direction is told apart by tags, which gloo alone has
+                f"PipelineParallel(virtual={self.virtual}) over pp=2 requires gloo, got {dist.get_backend(group)}; use "
+                "pp=4 or more, or virtual=1"
+            )
         anatomy, _ = examine(module, layout)
         assert anatomy is not None, "problems() has found it"
-        bounds = [*self._firsts(module, anatomy, ranks), len(anatomy.blocks)]
+        bounds = [*self._firsts(module, anatomy, ranks * self.virtual), len(anatomy.blocks)]
         shared = _shared(module, anatomy, ranks)
-        mine = anatomy.blocks[bounds[rank] : bounds[rank + 1]]
+        chunks = [
+            anatomy.blocks[bounds[stage] : bounds[stage + 1]] for stage in range(rank, ranks * self.virtual, ranks)
+        ]
+        mine = {name for names in chunks for name in names}
         before = {**dict(module.named_parameters(remove_duplicate=False)), **_stored_buffers(module)}
         carried = Carried()
         for name in anatomy.blocks:
@@ -91,8 +113,8 @@ class PipelineParallel(Pass):  # type: ignore[override]
             stand_in(TailStandIn, old, kept)
         layers = Layers(
             module,
-            module.get_submodule(mine[0]),
-            module.get_submodule(mine[-1]),
+            [Chunk(tuple(map(module.get_submodule, names))) for names in chunks],
+            [module.get_submodule(name) for name in anatomy.tail if rank == ranks - 1],
             group,
             self.schedule,
             carried,
@@ -103,9 +125,9 @@ class PipelineParallel(Pass):  # type: ignore[override]
         applied(module).layers = layers
         applied(module).outermost.append(layers.install)
 
-    def _firsts(self, module: nn.Module, anatomy: Anatomy, ranks: int) -> list[int]:
+    def _firsts(self, module: nn.Module, anatomy: Anatomy, stages: int) -> list[int]:
         if self.stages is not None:
-            return [sum(self.stages[:rank]) for rank in range(ranks)]
+            return [sum(self.stages[:stage]) for stage in range(stages)]
         costs = [
             float(sum(parameter.numel() for parameter in module.get_submodule(name).parameters()))
             for name in anatomy.blocks
@@ -113,7 +135,7 @@ class PipelineParallel(Pass):  # type: ignore[override]
         costs[-1] += float(
             sum(parameter.numel() for name in anatomy.tail for parameter in module.get_submodule(name).parameters())
         )
-        return even_cuts(costs, ranks)
+        return even_cuts(costs, stages)
 
 
 def _shared(module: nn.Module, anatomy: Anatomy, ranks: int) -> dict[str, tuple[int, ...]]:

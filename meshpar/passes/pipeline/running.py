@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar, final
 
 import torch
@@ -17,18 +19,31 @@ from meshpar import _torch
 from meshpar.core.errors import MeshparError
 from meshpar.loss import Found, Totals
 from meshpar.passes.pipeline.schedule import actions
-from meshpar.passes.pipeline.stand_ins import Carried
+from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, TailStandIn
 from meshpar.placements import local_tensor
 from meshpar.replicas import digest_of_several
 
 Micro = TypeVar("Micro")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMS = 6
-_HEADER = 6  # numbers before the sizes
+_HEADER = 7  # numbers before the sizes
+_FORTH, _BACK = 0, 1  # tags of messages, of which two ranks may exchange both kinds in one direction
 
 
 class _StageEndsError(BaseException):
     """Leave a loss function whose module has handed its value to the next stage; no error, and nothing to catch."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Blocks of one rank that follow one another.
+
+    Attributes:
+        blocks: modules, in the order of their calls.
+    """
+
+    blocks: tuple[nn.Module, ...]
 
 
 @final
@@ -37,9 +52,9 @@ class Layers:
 
     Args:
         module: the outermost module.
-        first: this stage's first block.
-        last: its last block.
-        group: the stages.
+        chunks: of this rank's blocks: stage ``chunk * ranks + rank`` of the model.
+        tail: this rank's modules behind the last block.
+        group: the ranks that have the stages.
         schedule: see :func:`meshpar.passes.pipeline.schedule.actions`.
         carried: the form of the value that passes from block to block, which the stand-ins return.
         shared: parameters that other stages have, too -> the ranks of the group that do.
@@ -48,17 +63,17 @@ class Layers:
     def __init__(
         self,
         module: nn.Module,
-        first: nn.Module,
-        last: nn.Module,
+        chunks: Sequence[Chunk],
+        tail: Sequence[nn.Module],
         group: dist.ProcessGroup,
         schedule: str,
         carried: Carried,
         shared: dict[str, tuple[int, ...]],
     ) -> None:
-        self._module, self._first, self._last, self._schedule = module, first, last, schedule
+        self._module, self._chunks, self._tail, self._schedule = module, chunks, tail, schedule
         self.group, self._carried, self.shared = group, carried, shared
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._runs, self._device = False, torch.device("cpu")
+        self._runs, self._device, self._chunk = False, torch.device("cpu"), 0
         self._number = self._count = self._calls = self._digest = 0
         self._arrived: Tensor | None = None
         self._left: Tensor | None = None
@@ -67,14 +82,19 @@ class Layers:
         self._sent: list[tuple[dist.Work, Tensor]] = []  # on their way, the first that was sent first
 
     @property
-    def begins(self) -> bool:
-        """This rank has the first blocks."""
-        return self.rank == 0
+    def _stage(self) -> int:
+        """The stage that runs: the number of stages before it."""
+        return self._chunk * self.ranks + self.rank
 
     @property
-    def ends(self) -> bool:
-        """This rank has the last blocks, and the loss."""
-        return self.rank == self.ranks - 1
+    def _begins(self) -> bool:
+        """The first blocks run."""
+        return self._stage == 0
+
+    @property
+    def _ends(self) -> bool:
+        """The last blocks run, and the loss."""
+        return self._stage == self.ranks * len(self._chunks) - 1
 
     def counted_elsewhere(self) -> set[int]:
         """Return the numbers of the parameters that the norm over all stages counts on another stage."""
@@ -97,33 +117,36 @@ class Layers:
 
         Collective over the stages.
         """
-        batches, running = list(micro_batches), dict[int, tuple[Tensor | None, Tensor]]()
+        batches, running = list(micro_batches), dict[tuple[int, int], tuple[Tensor | None, Tensor]]()
         self._count, self._device = len(batches), totals.loss.device
         before = self._set_aside()
-        for action in actions(self._schedule, self.rank, self.ranks, len(batches)):
+        todo = actions(self._schedule, self.rank, self.ranks, len(batches), len(self._chunks))
+        for place, action in enumerate(todo, 1):
+            self._chunk = action.chunk
             if action.kind == "F":
                 self._number = action.number
                 value = self._forward(batches[action.number], loss)
-                left = (value[0] if isinstance(value, tuple) else value) if self.ends else self._left
+                left = (value[0] if isinstance(value, tuple) else value) if self._ends else self._left
                 if not isinstance(left, Tensor):
                     raise MeshparError(
                         f"loss(module, micro_batch) returned a {type(value).__name__} and called the module "
                         f"{self._calls} times; call it once and return a scalar tensor, "
                         "or one and values to report"
                     )
-                if self.ends:
+                if self._ends:
                     totals.add(value)
-                running[action.number] = self._arrived, left
+                running[action.chunk, action.number] = self._arrived, left
             else:
-                reduces(action.number == len(batches) - 1)
-                self._backward(*running.pop(action.number))
+                reduces(place == len(todo))
+                self._backward(*running.pop((action.chunk, action.number)))
         self._settle()
         self._add_shared(before)
         self._share(totals)
 
     def _share(self, totals: Totals) -> None:
         """Give all stages the sums of the last one."""
-        form = totals.form() if self.ends else self._form
+        has = self.rank == self.ranks - 1
+        form = totals.form() if has else self._form
         both = torch.stack([totals.loss, totals.loss.new_tensor(float(form != self._form))])
         dist.broadcast(both, group=self.group, group_src=self.ranks - 1)
         loss, changed = both
@@ -133,7 +156,7 @@ class Layers:
             self._form = forms[0]
         flat = totals.flat()
         if self._form[1]:
-            if not self.ends:
+            if not has:
                 flat = flat.new_empty(sum(math.prod(shape) for _, shape, _ in self._form[1]))
             dist.broadcast(flat, group=self.group, group_src=self.ranks - 1)
         totals.take(loss, self._form, flat)
@@ -148,8 +171,12 @@ class Layers:
         """
         found = list[Any]()
         self._count, self._device = -1, device
-        for self._number, batch in enumerate(micro_batches):
-            found.append(self._forward(batch, function))
+        numbered, last = enumerate(micro_batches), len(self._chunks) - 1
+        while group := list(islice(numbered, self.ranks if last else 1)):
+            for self._chunk in range(last + 1):
+                for self._number, batch in group:
+                    result = self._forward(batch, function)
+                    found += [result] if self._chunk == last else []
         self._settle()
         found = tree_map_only(Tensor, Tensor.cpu, found)
         dist.broadcast_object_list(found, group=self.group, group_src=self.ranks - 1, device=device)
@@ -173,14 +200,14 @@ class Layers:
 
     def _backward(self, arrived: Tensor | None, left: Tensor) -> None:
         grad = None
-        if not self.ends:
+        if not self._ends:
             grad = torch.empty_like(left, memory_format=torch.contiguous_format)
-            dist.recv(grad, group=self.group, group_src=self.rank + 1)
+            dist.recv(grad, group=self.group, group_src=(self.rank + 1) % self.ranks, tag=_BACK)
         if left.requires_grad:
             torch.autograd.backward([left], None if grad is None else [grad])
         if arrived is not None:
             back = torch.zeros_like(arrived) if arrived.grad is None else arrived.grad
-            self._send(back.contiguous(), self.rank - 1)
+            self._send(back.contiguous(), self.rank - 1, _BACK)
 
     @contextmanager
     def _running(self) -> Any:
@@ -206,33 +233,48 @@ class Layers:
                 )
             self._begin()
             output = inner(*args, **kwargs)
-            if not self.ends:
+            if not self._ends:
                 raise _StageEndsError
             return output
 
         _torch.enter_by(module, enter)
-        if not self.begins:
-            self._first.register_forward_pre_hook(self._take, prepend=True)
-        if not self.ends:
-            self._last.register_forward_hook(self._hand_on)
+        for place, chunk in enumerate(self._chunks):
+            if place or self.rank:
+                chunk.blocks[0].register_forward_pre_hook(self._take, prepend=True)
+            if place < len(self._chunks) - 1 or self.rank < self.ranks - 1:
+                chunk.blocks[-1].register_forward_hook(self._hand_on)
+            for block in chunk.blocks if len(self._chunks) > 1 else ():
+                self._only_in(place, block, BlockStandIn(self._carried))
+        for child in self._tail if len(self._chunks) > 1 else ():
+            self._only_in(len(self._chunks) - 1, child, TailStandIn())
+
+    def _only_in(self, chunk: int, child: nn.Module, otherwise: nn.Module) -> None:
+        """Let a stand-in answer the calls of a module in forwards of other chunks; nothing gathers its weights then."""
+        inner: Any = child._compiled_call_impl or child._call_impl  # type: ignore[attr-defined]
+        child._compiled_call_impl = None  # type: ignore[assignment]
+
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            return (otherwise.forward if self._runs and self._chunk != chunk else inner)(*args, **kwargs)
+
+        _torch.enter_by(child, enter)
 
     def _begin(self) -> None:
         """Learn the form of the value that comes, before the stand-ins of earlier blocks run."""
-        if self.begins:
+        if self._begins:
             return
         header = torch.empty(_HEADER + _MOST_DIMS, dtype=torch.int64, device=self._device)
-        dist.recv(header, group=self.group, group_src=self.rank - 1)
+        dist.recv(header, group=self.group, group_src=(self.rank - 1) % self.ranks, tag=_FORTH)
         self._header = header.tolist()
         self._carried.dtype, self._carried.width = _DTYPES[self._header[0]], self._header[1]
-        number, count, digest = self._header[3:_HEADER]
-        if (number, count) != (self._number, self._count):
+        number, count, digest, stage = self._header[3:_HEADER]
+        if (number, count, stage) != (self._number, self._count, self._stage - 1):
             raise MeshparError(
-                f"stage {self.rank - 1} is at micro-batch {number} of {count}, and stage {self.rank} at "
+                f"stage {stage} is at micro-batch {number} of {count}, and stage {self._stage} at "
                 f"{self._number} of {self._count}; give all ranks of pp the same micro-batches, those of par.data_rank"
             )
         if digest != self._digest:
             raise MeshparError(
-                f"stage {self.rank - 1} and stage {self.rank} have different micro-batches (number {number}); give all "
+                f"stage {stage} and stage {self._stage} have different micro-batches (number {number}); give all "
                 "ranks of pp the same ones, those of par.data_rank"
             )
 
@@ -242,7 +284,7 @@ class Layers:
             return None
         shape = self._header[_HEADER : _HEADER + self._header[2]]
         arrived = torch.empty(shape, dtype=self._carried.dtype, device=args[0].device)
-        dist.recv(arrived, group=self.group, group_src=self.rank - 1)
+        dist.recv(arrived, group=self.group, group_src=(self.rank - 1) % self.ranks, tag=_FORTH)
         if torch.is_grad_enabled():
             self._arrived = arrived.requires_grad_()
         return (arrived, *args[1:])
@@ -254,17 +296,18 @@ class Layers:
         value = output[0] if isinstance(output, tuple) else output
         self._left, data = value, value.detach().contiguous()
         self._carried.width = width = len(output) - 1 if isinstance(output, tuple) else -1
-        header = [_DTYPES.index(data.dtype), width, data.ndim, self._number, self._count, self._digest, *data.shape]
+        known = [self._number, self._count, self._digest, self._stage]
+        header = [_DTYPES.index(data.dtype), width, data.ndim, *known, *data.shape]
         header += [0] * (_HEADER + _MOST_DIMS - len(header))
-        self._send(torch.tensor(header, device=self._device), self.rank + 1)
-        self._send(data, self.rank + 1)
+        self._send(torch.tensor(header, device=self._device), self.rank + 1, _FORTH)
+        self._send(data, self.rank + 1, _FORTH)
 
-    def _send(self, value: Tensor, to: int) -> None:
-        work = dist.isend(value, group=self.group, group_dst=to)
+    def _send(self, value: Tensor, to: int, tag: int) -> None:
+        work = dist.isend(value, group=self.group, group_dst=to % self.ranks, tag=tag)
         assert work is not None, "this rank is in the group"
         self._sent.append((work, value))
         # A neighbour is behind by as many micro-batches as there are stages, each a header, a value and a gradient.
-        self._settle(3 * (self.ranks + 1))
+        self._settle(3 * (self.ranks + 1) * len(self._chunks))
 
     def _settle(self, most: int = 0) -> None:
         """Wait until at most so many of the values that this rank has sent are on their way."""

@@ -1,7 +1,8 @@
-"""The order in which a stage runs the forwards and backwards of a step's micro-batches, as data."""
+"""The order in which a rank runs the forwards and backwards of a step's micro-batches, as data."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, final, get_args
 
@@ -17,21 +18,49 @@ class Action:
     Attributes:
         kind: ``F`` or ``B``.
         number: of the micro-batch.
+        chunk: of the rank's blocks, 0 is the one nearest to the input.
     """
 
     kind: Literal["F", "B"]
     number: int
+    chunk: int = 0
 
 
-def actions(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """Return what one stage runs, in order.
+def actions(schedule: str, rank: int, ranks: int, micro_batches: int, chunks: int = 1) -> list[Action]:
+    """Return what one rank runs, in order.
 
     GPipe (arXiv 1811.06965) runs all forwards, then all backwards. 1F1B (PipeDream-Flush, arXiv 2006.09503) runs a
     backward after each forward as soon as one may: a stage holds the activations of at most ``ranks`` - ``rank``
-    micro-batches. Backwards run in the order of their forwards, in which one process adds up gradients.
+    micro-batches. With several chunks a rank it is interleaved (Megatron-LM, arXiv 2104.04473): a group of at least as
+    many micro-batches as there are ranks goes through a chunk before the next chunk's turn. Backwards of a chunk run in
+    the order of its forwards, in which one process adds up gradients.
     """
-    ahead = micro_batches if schedule == "gpipe" else min(ranks - rank - 1, micro_batches)
-    found = [Action("F", number) for number in range(ahead)]
-    for number in range(ahead, micro_batches):
-        found += [Action("F", number), Action("B", number - ahead)]
-    return found + [Action("B", number) for number in range(micro_batches - ahead, micro_batches)]
+    forwards = [Action("F", number, chunk) for number, chunk in _in_groups(ranks, micro_batches, range(chunks))]
+    backwards = [
+        Action("B", number, chunk) for number, chunk in _in_groups(ranks, micro_batches, range(chunks - 1, -1, -1))
+    ]
+    if schedule == "gpipe":
+        ahead = len(forwards)
+    elif chunks == 1:
+        ahead = min(ranks - rank - 1, micro_batches)
+    else:
+        ahead = min((chunks - 1) * max(_groups(ranks, micro_batches)) + 2 * (ranks - rank - 1), len(forwards))
+    found = forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards):
+        found += [forward, backward]
+    return found + backwards[len(forwards) - ahead :]
+
+
+def _in_groups(ranks: int, micro_batches: int, chunks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield micro-batches and chunks: those of a group in one chunk, then in the next one."""
+    order, first = list(chunks), 0
+    for size in _groups(ranks, micro_batches):
+        for chunk in order:
+            yield from ((number, chunk) for number in range(first, first + size))
+        first += size
+
+
+def _groups(ranks: int, micro_batches: int) -> list[int]:
+    """Return numbers of micro-batches, as even as can be, of which none is below ``ranks`` where there are so many."""
+    count = max(micro_batches // ranks, 1)
+    return [micro_batches // count + (place < micro_batches % count) for place in range(count)]
