@@ -509,9 +509,19 @@ COMBINED = {
 }
 
 
+@pytest.mark.parametrize(
+    "plans",
+    [tuple(COMBINED)[::3], *(pytest.param(tuple(COMBINED)[first::3], marks=pytest.mark.nightly) for first in (1, 2))],
+    ids=", ".join,
+)
+def test_adopted_modules_are_exact_under_every_pass_in_micro_batches_and_in_averages(plans):
+    in_micro_batches_and_averages(plans)
+
+
 @on_ranks(2)
-def test_adopted_modules_are_exact_under_every_pass_in_micro_batches_and_in_averages():
-    for plan, (mesh, passes) in COMBINED.items():
+def in_micro_batches_and_averages(plans):
+    for plan in plans:
+        mesh, passes = COMBINED[plan]
         patterns = tuple(pattern for one in passes for pattern in getattr(one, "whole", ()))
         net, alone = Net(), Net()
         if "probe" in patterns:  # the pattern matches something from the start

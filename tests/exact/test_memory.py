@@ -273,7 +273,7 @@ held_2, held_4, held_8 = (on_ranks(n)(held) for n in (2, 4, 8))
 ON_RANKS = {2: held_2, 4: held_4, 8: held_8}
 SAMPLE = {plan: model for plan, model in zip(PLANS, ["transformer-tied-qknorm", "gpt2"] * 6) if ranks_of(plan) < 8}
 """Other models, and eight ranks, are in the long form, ``-m long``."""
-DAILY = ("replicate", "fsdp", "hsdp", "tp", "fsdp-tp-sequence-loss")
+DAILY = ("fsdp", "hsdp", "fsdp-tp-sequence-loss")
 
 
 def cases():
@@ -289,7 +289,7 @@ def cases():
             "mixture" if plan == "experts" else "transformer",
             plan,
             id=plan,
-            marks=[] if plan == "world" else [pytest.mark.nightly] if plan == "cp" else [pytest.mark.long],
+            marks=[pytest.mark.nightly] if plan in ("world", "cp") else [pytest.mark.long],
         )
 
 

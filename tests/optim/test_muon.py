@@ -168,7 +168,7 @@ def of_their_own(mesh):
     assert_equals(expected, build, mesh, passes, steps)
 
 
-@pytest.mark.parametrize("plan", daily(["fsdp-tp", "world"], "world"))
+@pytest.mark.parametrize("plan", daily(["fsdp-tp", "world"]))
 def test_adapters_equal_one_process(plan):
     with_adapters(plan)
 

@@ -500,7 +500,13 @@ def test_what_cannot_be_split_is_refused():
     refused()
 
 
-@pytest.mark.parametrize("passes", [[ActivationCheckpoint(mode="selective")], [Compile(backend="aot_eager")]], ids=str)
+FIRST_STEPS = [
+    [ActivationCheckpoint(mode="selective")],
+    pytest.param([Compile(backend="aot_eager")], marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize("passes", FIRST_STEPS, ids=str)
 def test_the_test_of_positions_leaves_no_trace_in_the_first_step(passes):
     on_ranks(2)(first_step)(passes)
 

@@ -12,6 +12,7 @@ from meshpar.log_probs import token_log_probs
 from meshpar.placements import whole_tensor
 from meshpar.testing import on_ranks
 from tests.support.models_for_parity import VOCAB, huggingface, transformer
+from tests.support.tiers import daily
 
 SP = TensorParallel(sequence_parallel=True, loss_parallel=True)
 PLANS = {
@@ -64,7 +65,7 @@ def test_a_batch_without_labels_is_refused():
         token_log_probs(transformer(), {"input_ids": torch.zeros(1, 2, dtype=torch.long)})
 
 
-@pytest.mark.parametrize("mesh", PLANS)
+@pytest.mark.parametrize("mesh", daily(PLANS, "dp_shard=2,tp=2 loss", "dp_shard=2,cp=2"))
 def test_values_and_gradients_are_those_of_one_process(mesh):
     on_a_mesh(mesh)
 

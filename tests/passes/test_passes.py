@@ -141,6 +141,7 @@ def test_fsdp_and_tp_sizes_that_do_not_divide():
     )
 
 
+@pytest.mark.nightly
 @on_ranks(4)
 def test_replicate_and_tp_with_gpt2_of_odd_vocabulary():
     assert_parity(lambda: gpt2(vocab_size=97), "dp_replicate=2,tp=2", [SEQUENCE, Replicate()], token_steps(97, parts=2))
