@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.support.hosts import Hosts
+from tests.support.patience import patient
 
 HEAD = "n1:29412"
 LONGEST_S = 300.0
@@ -50,7 +51,7 @@ def examine(hosts: Hosts, folder: Path, nproc: int) -> tuple[int, str]:
         for number, name in enumerate(("n1", "n2"))
     ]
     try:
-        outputs = [process.communicate(timeout=LONGEST_S)[0] for process in started]
+        outputs = [process.communicate(timeout=patient(LONGEST_S))[0] for process in started]
     finally:
         for process in started:
             process.kill()

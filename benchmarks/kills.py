@@ -36,6 +36,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from meshpar.checkpoints import CheckpointManager
 from meshpar.launchers import export_run
 from tests.support import object_store
+from tests.support.patience import patient, until
 
 RECIPE = """\
 mesh: dp_shard=2
@@ -76,12 +77,13 @@ def killed(process: subprocess.Popen[str], whom: str, draw: random.Random) -> No
             os.killpg(process.pid, signal.SIGKILL)
         else:
             os.kill(int(draw.choice(ranks)) if whom == "a rank" and ranks else process.pid, signal.SIGKILL)
-    process.wait(LONGEST_S)
-    deadline = time.monotonic() + LONGEST_S
-    while any(process_group(leftover) == process.pid for leftover in leftovers(Path("job.yaml"))):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"after {whom} was killed, others ran on for {LONGEST_S:.0f} s")
-        time.sleep(0.05)
+    process.wait(patient(LONGEST_S))
+    until(
+        lambda: all(process_group(leftover) != process.pid for leftover in leftovers(Path("job.yaml"))),
+        LONGEST_S,
+        every=0.05,
+        report=lambda: f"{whom} was killed, and others run on",
+    )
 
 
 def process_group(pid: int) -> int:
@@ -146,7 +148,7 @@ class Exporter(threading.Thread):
             process = started("export", f"{STORE[0]}{self.output}", str(target), "--overwrite")
             try:
                 output, _ = process.communicate(
-                    timeout=self.draw.uniform(0, 5) if self.draw.random() < 0.3 else LONGEST_S
+                    timeout=self.draw.uniform(0, 5) if self.draw.random() < 0.3 else patient(LONGEST_S)
                 )
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)

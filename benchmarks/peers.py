@@ -29,6 +29,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.support.patience import patient
+
 RANKS_OF = {"FSDP, 2 ranks": 2, "FSDP, 4 ranks": 4, "HSDP, 2 x 2": 4, "FSDP x TP, 2 x 2": 4}
 HAND, AGAIN = "torch by hand", "torch by hand, once more"
 PEERS = (
@@ -103,13 +106,14 @@ class Peer:
         )  # fmt: skip
 
     def _answers(self) -> list[dict[str, Any]]:
-        deadline = time.monotonic() + PATIENCE_S
+        limit_s = patient(PATIENCE_S)
+        deadline = time.monotonic() + limit_s
         waiting = {rank.stdout: place for place, rank in enumerate(self._ranks)}
         answers: dict[int, dict[str, Any]] = {}
         while waiting:
             ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise PeerFailed(f"no answer within {PATIENCE_S:.0f} s; its log ends: {self._last_words()}")
+                raise PeerFailed(f"no answer within {limit_s:.0f} s; its log ends: {self._last_words()}")
             for stream in ready:
                 line = stream.readline()
                 answer = json.loads(line) if line else {"error": self._last_words()}

@@ -25,6 +25,7 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.support.hosts import Hosts
+from tests.support.patience import patient
 
 JOB = """
 import os, signal, sys, time
@@ -79,7 +80,7 @@ def one(folder: Path, number: int) -> str:
             time.sleep(0.05)
         process.terminate()
     try:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=patient(120))
     except subprocess.TimeoutExpired:
         process.kill()
         return f"run {number} ({mode}) did not end in 120 s"
@@ -112,7 +113,7 @@ def examined(hosts: Hosts, folder: Path, number: int) -> str:
         )
         for node, name in enumerate(hosts.names)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=180)[0] for process in started]
+    outputs = [process.communicate(timeout=patient(180))[0] for process in started]
     return "" if not any(process.returncode for process in started) else f"run {number}:\n{''.join(outputs)}"
 
 
