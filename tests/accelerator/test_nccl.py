@@ -125,7 +125,7 @@ def check_hops(seen):
         torch.testing.assert_close(grads[1][name], grad)
 
 
-DAILY, NIGHTLY = ("fsdp-tp", "experts-selective"), ("fsdp", "hsdp", "world", "tp", "cp", "experts")
+DAILY, NIGHTLY = ("fsdp-tp",), ("fsdp", "hsdp", "world", "tp", "cp", "experts", "experts-selective")
 
 
 def test_broken_rules_are_refused_and_a_train_step_of_every_pass_keeps_them():

@@ -140,15 +140,13 @@ MESHES = [
 STEPS = token_steps(VOCAB, parts=4, steps=3)
 
 
-@pytest.mark.parametrize(
-    "numbers", [(0, 2, 3), pytest.param(range(6), marks=pytest.mark.nightly)], ids=["three", "every mesh"]
-)
-def test_factors_resume_bitwise_on_other_meshes_and_in_one_process(tmp_path, numbers):
+@pytest.mark.nightly
+def test_factors_resume_bitwise_on_other_meshes_and_in_one_process(tmp_path):
     """Each mesh restores what the one before saved, and saves it again; the last step is trained where the first
     was.
     """
-    for number in numbers:
-        on_ranks(4 if MESHES[number][0] else 1)(restored_and_saved)(str(tmp_path), number)
+    for number, (mesh, _) in enumerate(MESHES):
+        on_ranks(4 if mesh else 1)(restored_and_saved)(str(tmp_path), number)
     on_ranks(4)(trained_on)(str(tmp_path))
 
 
@@ -207,6 +205,7 @@ def test_a_class_of_the_users_own_and_a_closure():
     same_bits(*found)
 
 
+@pytest.mark.nightly
 @on_ranks(4)
 def test_whole_plain_state_of_one_process_is_divided_by_the_next_step():
     par = sharded()

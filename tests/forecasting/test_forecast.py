@@ -181,6 +181,7 @@ def test_llama_shapes_hold_the_closed_form(name):
     assert (trace.exact["parameters"], trace.exact["gradients"], trace.exact["optimizer"]) == (held, held, 2 * held)
 
 
+@pytest.mark.nightly
 def test_qwen3_experts_hold_the_closed_form():
     from meshpar.models.huggingface import from_config
 
@@ -479,6 +480,7 @@ def running(pid):
         return False
 
 
+@pytest.mark.nightly
 def test_an_optimizer_that_a_script_defines_is_forecast(tmp_path):
     script = tmp_path / "mine.py"
     script.write_text("""
