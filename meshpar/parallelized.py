@@ -456,6 +456,8 @@ class Parallelized:
     def _agree_on_rest(self, left: int) -> None:
         if self.cycle is not None and self.cycle.agreement is not None:
             self.cycle.agreement.micro_batches(left)
+        for guard in () if self.cycle is None else self.cycle.watching:
+            guard.before_micro_batch(left)
 
     def token_scale(self, tokens: int | Tensor) -> Tensor:
         """Return the factor from this rank's summed loss to the mean over all tokens of all ranks.

@@ -1,10 +1,21 @@
-"""When the guards of a plan compare: the one setting that all of them follow."""
+"""The protocol of guards: what watches a parallel module while it trains, and when guards compare."""
 
 from __future__ import annotations
 
-from typing import Literal
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, final
 
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from meshpar.core import registry
 from meshpar.core.errors import PlanError
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.resolved import Resolved
 
 Guards = Literal["always", "first", "off"]
 """``always``: guards compare in every step, beside an accelerator in the first ones and then without waiting.
@@ -12,6 +23,7 @@ Guards = Literal["always", "first", "off"]
 alone.
 """
 SETTINGS = ("always", "first", "off")
+GROUP = "meshpar.guards"
 
 
 def check_guards(guards: object) -> None:
@@ -20,3 +32,68 @@ def check_guards(guards: object) -> None:
         raise PlanError(
             [f"guards={guards!r} is not known; expected one of {', '.join(map(repr, SETTINGS))}: write guards='first'"]
         )
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guarded:
+    """A parallel module as its guards see it.
+
+    Attributes:
+        module: the outermost module, on which the passes ran.
+        resolved: its plan.
+        meshes: of ``resolved.meshes``.
+        device: of this rank.
+        replaced: parameters that the passes replaced and somebody still holds, such as an optimizer.
+        lengths: numbers of positions that ``par.split`` has given this rank so far.
+        guards: when guards compare; never ``off``.
+    """
+
+    module: nn.Module
+    resolved: Resolved
+    meshes: Mapping[MeshSpec, DeviceMesh]
+    device: torch.device
+    replaced: Sequence[weakref.ref[Tensor]]
+    lengths: set[int]
+    guards: Guards
+
+
+class Guard:
+    """Watch one parallel module: inherit this class and override the moments that matter.
+
+    A guard compares and refuses, by raising a :class:`meshpar.MeshparError`; it changes nothing, and results without it
+    are the same. Where it exchanges something, every rank must come there alike.
+    """
+
+    __slots__ = ()
+
+    def renew(self, gone: Iterable[Tensor]) -> None:
+        """Look at the module anew: modules came into it, and the parameters ``gone`` left."""
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Look at a call of the module that is about to run."""
+
+    def after_forward(self, output: object) -> None:
+        """Look at what a call of the module returned."""
+
+    def before_backward(self, roots: Iterable[object]) -> None:
+        """Look at a backward that is about to run from ``roots``, tensors or nodes, of whatever model."""
+
+    def after_backward(self) -> None:
+        """Look at the module at the end of a backward, whose gradients are reduced."""
+
+    def before_micro_batch(self, left: int) -> None:
+        """Look at a step of several micro-batches: 0 without one in it here, 1 before the last one, 2 before others."""
+
+    def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
+        """Look at an optimizer's step that is about to run; one that does not train the module where not ``trains``."""
+
+
+MakesGuards: TypeAlias = Callable[[Guarded], Iterable[Guard]]
+"""An entry point of the group ``meshpar.guards``: returns the guards of one module."""
+
+
+def guards_of(guarded: Guarded) -> tuple[Guard, ...]:
+    """Return the guards of a module from all installed packages."""
+    makers: list[MakesGuards] = [registry.plugin(GROUP, name) for name in registry.names(GROUP)]
+    return tuple(guard for make in makers for guard in make(guarded))

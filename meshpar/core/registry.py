@@ -15,7 +15,14 @@ from meshpar.core.errors import LayoutError, MeshparError, brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import is_called, shortest_patterns, suggestion
 
-GROUPS = ("meshpar.passes", "meshpar.layouts", "meshpar.objectives", "meshpar.launchers", "meshpar.converters")
+GROUPS = (
+    "meshpar.passes",
+    "meshpar.layouts",
+    "meshpar.guards",
+    "meshpar.objectives",
+    "meshpar.launchers",
+    "meshpar.converters",
+)
 
 
 @cache

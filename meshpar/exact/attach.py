@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from meshpar.core import runtime
-from meshpar.core.guards import Guards
+from meshpar.core.guards import Guarded, Guards, guards_of
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Role, find_blocks
 from meshpar.core.resolved import Resolved
@@ -69,16 +70,25 @@ def attach(
         stage = [held_on.get_group(axis) for axis in alike]
         exchange = (lambda: (stage, device)) if layers else Meeting.of(module).exchange
     groups = {axis: held_on.get_group(axis) for axis in compared}
+    guarded = Guarded(
+        module=module,
+        resolved=resolved,
+        meshes=meshes,
+        device=device,
+        replaced=tuple(map(weakref.ref, replaced)),
+        lengths=set(),
+        guards=guards,
+    )
     cycle = Cycle(
         module,
         None if off else explanation,
-        replaced,
         resolved.same,
+        watching=() if off else guards_of(guarded),
+        parts=guarded.lengths,
         agreement=NoComparisons(module, exchange)
         if silent
         else Agreement(module, held_on, reduced, resolved.same, split, device, always=always),
         losses=NoLosses() if silent else Losses(groups, device, always=always),
-        splits_positions=bool(split),
         guards=guards,
     )
     if (features := applied(module).split) is not None and features.arrivals is not None:

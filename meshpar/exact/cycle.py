@@ -18,15 +18,12 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from meshpar import _torch
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, ParallelError
-from meshpar.core.guards import Guards
-from meshpar.core.patterns import class_name
+from meshpar.core.guards import Guard, Guards
 from meshpar.exact.agreement import leaves
 from meshpar.exact.entrances import STALE, Entrances
 from meshpar.exact.explain import Explanation
@@ -40,7 +37,7 @@ from meshpar.passes.installed import set_forward
 from meshpar.passes.local import refuse_written
 from meshpar.passes.outside import average_outside
 from meshpar.patches import while_lives
-from meshpar.placements import local_tensor, sharded_axes, unevenly_split
+from meshpar.placements import local_tensor, sharded_axes
 from meshpar.replicas import Looks
 from meshpar.state.full import guard_optimizer, refuse_reduced
 
@@ -110,11 +107,11 @@ class Cycle:
     Args:
         module: the outermost module, to which a plan was applied.
         explanation: tells errors in the user's terms; None leaves them as they are.
-        replaced: the parameters that the module had before the plan was applied.
         same_axes: the axes whose ranks see the same samples.
+        watching: the guards.
+        parts: takes the lengths that ``par.split`` has given.
         agreement: the comparisons between ranks.
         losses: the comparison of what backwards start from.
-        splits_positions: ranks see different positions of the same samples.
         guards: when to compare; off: gather and free weights, reduce what units do not, and refuse nothing.
     """
 
@@ -122,12 +119,12 @@ class Cycle:
         self,
         module: nn.Module,
         explanation: Explanation | None,
-        replaced: Sequence[Tensor],
         same_axes: Collection[str],
         *,
+        watching: Iterable[Guard],
+        parts: set[int],
         agreement: Comparisons,
         losses: LossComparison,
-        splits_positions: bool,
         guards: Guards,
     ) -> None:
         self.guards, self._on = guards, guards != "off"
@@ -135,8 +132,7 @@ class Cycle:
         self.placed = Placed(module)
         self.agreement: Comparisons | None = agreement
         self.losses: LossComparison | None = losses
-        self.splits_positions = splits_positions
-        self.parts: set[int] = set()  # the lengths that par.split has given
+        self.watching, self.parts = tuple(watching), parts
         self.split_test: SplitTest | None = None
         self.mixing_test: MixingTest | None = None
         self._eager = ExitStack()
@@ -148,8 +144,6 @@ class Cycle:
         self._explained_by = explanation
         self._units = _torch.Units(module)
         self._entrances = Entrances(self._enter_backward)
-        self._replaced = {id(parameter): weakref.ref(parameter) for parameter in replaced}
-        self._gone: dict[int, weakref.ref[Tensor]] = {}
         self._depth = 0
         self._method: Callable[..., Any] | None = None
         self._ready = False
@@ -211,8 +205,6 @@ class Cycle:
         """See the module as the passes left it."""
         known = applied(self.module)
         self.whole, self._selective, self._shards = known.whole, known.selective, known.replica_shards
-        recomputed = [child for block in known.recomputed for child in block.modules()]
-        self._recomputed = [child for child in recomputed if child._buffers and not isinstance(child, _BatchNorm)]
         self._names = {unit: name for name, unit in self.module.named_modules()}
         for unit in self._units.modules:
             if unit not in self._seen:
@@ -255,11 +247,12 @@ class Cycle:
         """See the module after :meth:`came`, when the passes have placed what came; ``gone`` are parameters that it
         lost.
         """
-        self._gone.update({id(parameter): weakref.ref(parameter) for parameter in gone})
         _torch.begin_anew(self.module)
         self._units.look()
         self._look()
         self.placed.record()
+        for guard in self.watching:
+            guard.renew(gone)
         self._looks, self._shares_gathered, self._ready, self._kept = Looks(), False, False, False
         self._steps += 1  # a backward through an earlier forward would meet other units
         self._entrances.step()
@@ -354,7 +347,6 @@ class Cycle:
             with _outside_inference_mode(), _parts_called():
                 self._before_forward(args, kwargs)
                 run = self._told if self.split_test is None and self.mixing_test is None else self._first_run
-                buffers = list(self._recomputed_buffers()) if self._on and torch.is_grad_enabled() else []
                 whole = self.whole if self._on else None
                 versions = {} if whole is None else whole.versions()
                 if not self._units.modules and torch.is_grad_enabled():
@@ -365,7 +357,7 @@ class Cycle:
                 finally:
                     if not self._units.modules:
                         self._entrances.closes(self.module, output)
-                _refuse_changed(buffers)
+                self._returned(output)
                 self.check_parameters()
                 if whole is not None and (now := whole.versions()) != versions:
                     refuse_written(next(name for name in now if now[name] != versions[name]))
@@ -385,13 +377,6 @@ class Cycle:
             self._units.hide()  # outside of the door parameters are shards
             self._depth -= 1
             self._method = None
-
-    def _recomputed_buffers(self) -> Iterator[tuple[nn.Module, str, Tensor, int]]:
-        """Yield the buffers in recomputed blocks and their versions; batch norm knows when it is recomputed."""
-        for child in self._recomputed:
-            for name, buffer in child._buffers.items():
-                if buffer is not None:
-                    yield child, name, buffer, buffer._version
 
     @_torch.eager
     def _first_run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -424,8 +409,6 @@ class Cycle:
                 )
             self._ready = True
         self._mark()
-        if self._on and self.splits_positions:
-            self._refuse_whole_sequences(args, kwargs)
         self.check_parameters()
         # Parameters that an earlier forward left gathered may be older than the last step: any code may have changed
         # the shards since.
@@ -435,8 +418,15 @@ class Cycle:
         self._gather_shards()
         if torch.is_grad_enabled():
             self._refuse_left()
+        for guard in self.watching:
+            guard.before_forward(args, kwargs)
         if self.agreement is not None and torch.is_grad_enabled():
             self.agreement.batch((args, kwargs))
+
+    @_torch.eager
+    def _returned(self, output: object) -> None:
+        for guard in self.watching:
+            guard.after_forward(output)
 
     @property
     def _trains(self) -> bool:
@@ -482,27 +472,6 @@ class Cycle:
             self._shards.changed()
         self._shares_gathered = torch.is_grad_enabled() and not (self.reducing and self._units.reduces())
         self._shards.begin()
-
-    def _refuse_whole_sequences(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Refuse what a model computes over a whole sequence, of which each rank has a part."""
-        named = dict(zip(inspect.signature(type(self.module).forward).parameters, (None, *args))) | dict(kwargs)
-        if any(named.get(argument) is not None for argument in ("labels", "shift_labels")):
-            raise MeshparError(
-                "the module got labels, but each rank has only a part of the positions: a model that shifts labels "
-                "loses one label at the end of each part, and its mean covers the part alone; compute the sum of the "
-                "loss from the logits and aligned labels, and multiply it by par.token_scale"
-            )
-        ids = (
-            leaf
-            for leaf in leaves((args, kwargs))
-            if isinstance(leaf, Tensor) and leaf.ndim == 2 and not leaf.is_floating_point()
-        )
-        length = next((tensor.shape[1] for tensor in ids), None)
-        if self.parts and length is not None and length not in self.parts:
-            raise MeshparError(
-                f"the module got {length} positions, and par.split gave parts of {sorted(self.parts)}: pass every "
-                "batch through par.split, also in evaluation"
-            )
 
     @_torch.eager
     def _before_unit(self, unit: nn.Module, args: object) -> None:
@@ -581,6 +550,8 @@ class Cycle:
             self._kept
         ):  # since an evaluation, whose weights may have been swapped back; of this rank alone: the ranks still ask
             self._units.reshard()
+        for guard in self.watching:
+            guard.before_backward(roots)
         if self._units.modules:
             self._entrances.look(roots)
             if self._on:
@@ -712,6 +683,8 @@ class Cycle:
                 "parameter in each step, or change gradients between backward and step instead"
             )
         self._run_hooks([parameter for parameter in self._units.hooked() if parameter.grad is not None])
+        for guard in self.watching:
+            guard.after_backward()
 
     def _refuse_hooks(self) -> None:
         raise MeshparError(
@@ -738,16 +711,16 @@ class Cycle:
         sharded parameters.
         """
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if self._on:
-            self._refuse_replaced(optimizer, held)
         own = {id(parameter) for parameter in (*self.module.parameters(), *self._units.shards())}
-        if not any(id(parameter) in own for parameter in held):
-            return optimizer  # another model's, which another thread may train while this one is in its backward
-        self._unwind()
+        trains = any(id(parameter) in own for parameter in held)
+        if trains:  # else another model's, which another thread may train while this one is in its backward
+            self._unwind()
+        for guard in self.watching:
+            guard.before_step(optimizer, trains=trains)
+        if not trains:
+            return optimizer
         if not _torch.in_backward():  # whose recomputations read what is registered now
             self.check_parameters()
-        if self._on:
-            self._refuse_flattening(optimizer, held)
         if self.agreement is not None:
             self.agreement.settings(optimizer)
         self._steps += 1
@@ -759,45 +732,6 @@ class Cycle:
         if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(parameter) for parameter in held):
             return _torch.adafactor_on(optimizer, adafactor_by_parts)
         return optimizer
-
-    def _refuse_replaced(self, optimizer: Optimizer, held: list[Tensor]) -> None:
-        """Refuse an optimizer of parameters that the module no longer has."""
-        if old := _count(held, self._replaced):
-            raise MeshparError(
-                f"{type(optimizer).__name__} holds {old} parameters from before plan.apply, which the module no "
-                "longer has, so it would train nothing; build the optimizer after plan.apply, from "
-                "par.module.parameters()"
-            )
-        if old := _count(held, self._gone):
-            raise MeshparError(
-                f"{type(optimizer).__name__} holds {old} parameters from before par.adopt, which the module no longer "
-                "has; call par.adopt(..., optimizer=optimizer) and then optimizer.add_param_group, or build another "
-                "optimizer from par.module.parameters()"
-            )
-
-    def _refuse_flattening(self, optimizer: Optimizer, held: list[Tensor]) -> None:
-        """Refuse LBFGS on parameters of which torch cannot make one vector."""
-        if isinstance(optimizer, torch.optim.LBFGS) and any(unevenly_split(parameter) for parameter in held):
-            raise MeshparError(
-                "LBFGS flattens all parameters into one vector, which torch cannot do with parameters that are split "
-                "unevenly over ranks; use Replicate(), or an optimizer that updates each element, or each parameter, "
-                "alone"
-            )
-        if isinstance(optimizer, torch.optim.LBFGS) and not all(map(_torch.flattens, held)):
-            raise MeshparError(
-                "LBFGS flattens all parameters into one vector, which torch before 2.13 cannot do with parameters "
-                "that are split along another dimension than the first; use a newer torch, AdamW or SGD, or a mesh "
-                "without tp"
-            )
-        if (
-            isinstance(optimizer, torch.optim.LBFGS)
-            and len({parameter.device_mesh for parameter in held if isinstance(parameter, DTensor)}) > 1
-        ):
-            raise MeshparError(
-                "LBFGS flattens all parameters into one vector, which torch cannot do with parameters on several "
-                "meshes, such as divided experts and the rest; use a mesh without ep, or an optimizer that updates "
-                "each element, or each parameter, alone"
-            )
 
     def leave_step(self) -> None:
         """Remember that a step was left before its gradients were reduced, until somebody clears gradients."""
@@ -855,11 +789,6 @@ def _inside() -> bool:
     return any(cycle._depth for cycle in list(_LIVING.values()))
 
 
-def _count(parameters: Iterable[Tensor], known: Mapping[int, weakref.ref[Tensor]]) -> int:
-    """Return how many of ``parameters`` are ``known``; a number of an object that is gone may be another's."""
-    return sum(1 for parameter in parameters if (one := known.get(id(parameter))) is not None and one() is parameter)
-
-
 def _before_every_backward(roots: list[Any]) -> None:
     for cycle in list(_LIVING.values()):
         cycle.before_backward(roots)
@@ -901,15 +830,6 @@ def _refuse_second_order() -> None:
             "a gradient of a gradient (create_graph=True) needs weights that data parallelism has freed by then; use "
             "a mesh of tensor parallelism alone, or compute the penalty from finite differences"
         )
-
-
-def _refuse_changed(buffers: Iterable[tuple[nn.Module, str, Tensor, int]]) -> None:
-    for child, name, before, version in buffers:
-        if child._buffers[name] is not before or before._version != version:
-            raise MeshparError(
-                f"{class_name(child)} changes its buffer {name!r} in forward, which recomputation would do twice; "
-                "leave such blocks out: ActivationCheckpoint(blocks=...)"
-            )
 
 
 @contextmanager

@@ -24,11 +24,12 @@ FOLDERS = {
 }
 FLOORS = [
     {"core.errors", "imports", "core.patterns", "leftovers", "homes", "patches", "signals"},
-    {"once", "core.guards"},
+    {"once"},
     {"core.mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas", "core.runtime"},
     {"core.layout"},
     {"core.passes"},
     {"core.resolved", "core.registry"},
+    {"core.guards"},
     {"core.applying", "core.checks"},
     {"passes"},
     {"state", "exact", "description", "watchdog", "positions"},

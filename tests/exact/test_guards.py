@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, PlanError, TensorParallel
 from meshpar._torch import collective_counts
+from meshpar.core import registry
+from meshpar.core.guards import Guard
 from meshpar.testing import on_ranks
 
 BLOCKS = ModelLayout(
@@ -137,6 +139,64 @@ def test_what_no_rank_used_has_no_gradient_without_guards_and_what_one_used_has(
         output = par.module(inputs(used))
         (output.square().mean() * (1 if dist.get_rank() == 0 else 0)).backward()
     assert all(parameter.grad is not None for parameter in par.module.blocks[2].parameters())
+
+
+class Counts(Guard):
+    """A stranger's guard: counts the moments that it sees."""
+
+    def __init__(self, guarded):
+        self.seen, self.module = [], guarded.module
+
+    def before_forward(self, args, kwargs):
+        self.seen.append("forward")
+        if kwargs.get("skip"):
+            raise MeshparError("a block is left out")
+
+    def after_forward(self, output):
+        self.seen.append("output")
+
+    def before_backward(self, roots):
+        self.seen.append("backward")
+
+    def after_backward(self):
+        assert any(parameter.grad is not None for parameter in self.module.parameters()), "they are reduced by then"
+        self.seen.append("gradients")
+
+    def before_micro_batch(self, left):
+        self.seen.append(f"micro-batch {left}")
+
+    def before_step(self, optimizer, *, trains):
+        self.seen.append(f"step {trains}")
+
+
+@on_ranks(2)
+def test_a_strangers_guard_sees_each_moment_of_a_step_and_may_refuse():
+    made = []
+    known = registry.plugin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "names", lambda group: ["counts"] if group == "meshpar.guards" else [])
+        patch.setattr(
+            registry,
+            "plugin",
+            lambda group, name: (
+                (lambda guarded: made.append(Counts(guarded)) or made[-1:])
+                if group == "meshpar.guards"
+                else known(group, name)
+            ),
+        )
+        par = Plan("dp_shard=2", [FullyShard()]).apply(Model(), BLOCKS)
+        Plan("dp_shard=2", [FullyShard()], guards="off").apply(Model(), BLOCKS)
+    (guard,) = made
+    optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
+    for x in par.accumulate([inputs(0), inputs(1)]):
+        par.module(x).square().mean().backward()
+    optimizer.step()
+    call = ["forward", "output", "backward"]
+    assert guard.seen == ["micro-batch 2", *call, "micro-batch 1", *call, "gradients", "step True"], guard.seen
+    with pytest.raises(MeshparError, match="a block is left out"):
+        par.module(inputs(0), skip=True)
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    assert guard.seen[-1] == "step False"
 
 
 def test_other_settings_are_refused():

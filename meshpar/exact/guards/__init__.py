@@ -1,0 +1,1 @@
+"""The guards of one parallel module, a concern a file; each is an entry point of the group ``meshpar.guards``."""
