@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         PreflightError,
         RecipeError,
     )
+    from meshpar.core.guards import Guard, Guarded
     from meshpar.core.layout import ModelLayout
     from meshpar.core.mesh import MeshSpec
     from meshpar.core.patterns import covers, matches
@@ -59,6 +60,8 @@ __all__ = [
     "ExpertParallel",
     "Float8",
     "FullyShard",
+    "Guard",
+    "Guarded",
     "HybridShard",
     "LaunchError",
     "LayoutError",
@@ -99,6 +102,7 @@ _HOMES = {
     **dict.fromkeys(("attention", "attention_mask"), "positions"),
     "chunked_token_loss": "chunked",
     "forecast": "forecasting.api",
+    **dict.fromkeys(("Guard", "Guarded"), "core.guards"),
     "ModelLayout": "core.layout",
     **dict.fromkeys(("covers", "matches"), "core.patterns"),
     "token_loss": "loss",

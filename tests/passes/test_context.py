@@ -90,14 +90,20 @@ def test_a_part_of_the_sequence_is_exact_for_models_by_others(model, transport):
     on_ranks(2)(in_parts)(model, transport)
 
 
-def in_parts(model, transport, place=None):
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", range(3))
+def test_a_part_of_the_sequence_is_exact_without_guards(place):
+    on_ranks(4)(in_parts)("transformer", "gather", place, guards="off")
+
+
+def in_parts(model, transport, place=None, guards="always"):
     meshes = MESHES[torch.distributed.get_world_size()]
     for mesh, passes in meshes if place is None else [meshes[place]]:
         steps = [
             *token_steps(VOCAB, parts=4, micro_batches=2, steps=1),
             *with_documents(token_steps(VOCAB, parts=4, micro_batches=2, steps=2)),
         ]
-        assert_parity(MODELS[model], mesh, [ContextParallel(transport=transport), *passes], steps)
+        assert_parity(MODELS[model], mesh, [ContextParallel(transport=transport), *passes], steps, guards=guards)
 
 
 @pytest.mark.parametrize("transport", daily(["gather", "heads"], "heads"))
