@@ -24,6 +24,7 @@ from meshpar import (
     TensorParallel,
 )
 from meshpar.checkpoints import CheckpointManager
+from meshpar.optim import Muon
 from meshpar.passes.applied import applied
 from meshpar.passes.pipeline.cuts import even_cuts
 from meshpar.passes.pipeline.schedule import SCHEDULES, actions
@@ -154,6 +155,7 @@ COMBINATIONS = {
     "selective recomputation": ("pp=4", lambda: [ActivationCheckpoint(mode="selective")], 1),
     "replicas": ("pp=2,dp_replicate=2", lambda: [Replicate()], 2),
     "TP": ("pp=2,tp=2", lambda: [TensorParallel()], 1),
+    "TP, tied": ("pp=2,tp=2", lambda: [TensorParallel()], 1),
     "TP without sequences": ("pp=2,tp=2", lambda: [TensorParallel(sequence_parallel=False)], 1),
     "CP": ("pp=2,dp_shard=1,cp=2", lambda: [ContextParallel(), FullyShard()], 1),
     "four stages": ("pp=4", list, 1),
@@ -297,6 +299,66 @@ def test_steps_of_several_backwards_add_up():
     whole = gradients(mine)
     for name, grad in gradients(mine[:2], mine[2:]).items():
         torch.testing.assert_close(grad, whole[name], msg=name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("virtual", daily((1, 2), 1))
+def test_losses_inside_the_model_are_those_of_one_process(virtual):
+    make, mine = partial(huggingface, "Llama", num_hidden_layers=4, tie_word_embeddings=True), batches(0)
+    torch.manual_seed(0)
+    par = Plan("pp=2,dp_shard=1", [PipelineParallel(virtual=virtual), FullyShard()]).apply(make())
+    total = par.backward(mine, lambda module, batch: module(**batch).loss)
+    torch.manual_seed(0)
+    alone, expected = make(), 0.0
+    for batch in mine:
+        loss = alone(**batch).loss
+        loss.backward()
+        expected += float(loss.detach())
+    torch.testing.assert_close(float(total), expected, rtol=1e-5, atol=0)
+    for name, parameter in par.module.named_parameters():
+        value = whole_tensor(parameter.grad)
+        torch.testing.assert_close(value, alone.get_parameter(name).grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@on_ranks(2)
+def test_frozen_stages_send_no_gradient_and_train_as_one_process():
+    def make():
+        model = MODELS["Llama"]()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.3" in name or "lm_head" in name)
+        return model
+
+    torch.manual_seed(0)
+    par = Plan("pp=2", [PipelineParallel()]).apply(make())
+    par.backward(batches(0), scaled_loss(0.01))
+    torch.manual_seed(0)
+    alone = make()
+    for batch in batches(0):
+        scaled_loss(0.01)(alone, batch).backward()
+    for name, parameter in par.module.named_parameters():
+        expected = alone.get_parameter(name).grad
+        assert (expected is None) == (parameter.grad is None), name
+        if expected is not None:
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.nightly
+@on_ranks(2)
+def test_muon_trains_stages_as_one_process():
+    torch.manual_seed(0)
+    par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]())
+    torch.manual_seed(0)
+    alone = MODELS["Llama"]()
+    optimizer, other = Muon(par.module, lr=1e-2), Muon(alone, lr=1e-2)
+    for _ in range(2):
+        par.backward(batches(0), scaled_loss(0.01))
+        for batch in batches(0):
+            scaled_loss(0.01)(alone, batch).backward()
+        for one in (optimizer, other):
+            one.step()
+            one.zero_grad()
+    for name, parameter in par.module.named_parameters():
+        torch.testing.assert_close(parameter, alone.get_parameter(name), rtol=1e-5, atol=1e-5, msg=name)
 
 
 @on_ranks(2, fresh="a message is never received")

@@ -122,6 +122,7 @@ class PipelineParallel(Pass):  # type: ignore[override]
         )
         kept_here = {*dict(module.named_parameters(remove_duplicate=False)), *_stored_buffers(module)}
         applied(module).elsewhere = _shapes({name: one for name, one in before.items() if name not in kept_here})
+        layers.end_early()
         applied(module).layers = layers
         applied(module).outermost.append(layers.install)
 

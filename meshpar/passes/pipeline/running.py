@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshpar import _torch
 from meshpar.core.errors import MeshparError
 from meshpar.loss import Found, Totals
+from meshpar.passes.installed import set_forward
 from meshpar.passes.pipeline.schedule import actions
 from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, TailStandIn
 from meshpar.placements import local_tensor
@@ -217,6 +218,22 @@ class Layers:
         finally:
             self._runs = False
 
+    def end_early(self) -> None:
+        """Let what the model computes of stand-ins behind the value that is handed on fail: a loss inside the model finds
+        no logits there. Other passes see the forward return.
+        """
+        forward = self._module.forward
+
+        def until_handed_on(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except Exception:
+                if not self._runs or self._ends or self._left is None:
+                    raise
+                return self._left.detach()
+
+        set_forward(self._module, until_handed_on)
+
     def install(self) -> None:
         """Put the exchange around what the passes behind this one, and the guards, have put on the module."""
         module: Any = self._module
@@ -249,7 +266,7 @@ class Layers:
             self._only_in(len(self._chunks) - 1, child, TailStandIn())
 
     def _only_in(self, chunk: int, child: nn.Module, otherwise: nn.Module) -> None:
-        """Let a stand-in answer the calls of a module in forwards of other chunks; nothing gathers its weights then."""
+        """Let a stand-in answer a module's calls in forwards of other chunks; nothing gathers its weights then."""
         inner: Any = child._compiled_call_impl or child._call_impl  # type: ignore[attr-defined]
         child._compiled_call_impl = None  # type: ignore[assignment]
 
