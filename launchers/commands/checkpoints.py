@@ -146,16 +146,16 @@ def _rules(src: Path, config: Mapping[str, Any], model: str) -> WeightMap:
     from meshpar.launchers.export.run import names_of_ours
     from meshpar.weights import WeightMap
 
-    if model == "transformers":
-        return WeightMap()
-    if model != "ours":
+    if model not in ("ours", "transformers"):
         raise CheckpointError(f"--model must be ours or transformers, got {model!r}")
     kind = config.get("model_type")
     if kind is None:
         raise CheckpointError(
-            f"{place(src)} has no config.json that names a model_type; expected a folder as transformers saves it, or "
-            "pass --config FOLDER"
+            f"{place(src)} has no config.json that names a model_type, without which nobody knows the model of the "
+            "step; expected a folder as transformers saves it, or pass --config FOLDER"
         )
+    if model == "transformers":
+        return WeightMap()
     found = names_of_ours(kind)
     if found is None:
         raise CheckpointError(

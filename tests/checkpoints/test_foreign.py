@@ -123,6 +123,7 @@ def test_a_checkpoint_of_trainers_fsdp_is_read_and_imported_as_the_error_says(
     command = ["import", str(folder), str(root)]
     for more, message in (
         ([], "pass --config FOLDER"),
+        (["--model", "transformers"], "pass --config FOLDER"),
         (["--model", "transformers", "--config", str(tmp_path)], "correct --config"),
     ):
         done = CliRunner().invoke(app, [*command, *more])
