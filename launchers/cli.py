@@ -71,6 +71,7 @@ def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
                 print(f"meshpar: {error}", file=sys.stderr)
             raise typer.Exit(exit_code(error)) from None
         except KeyboardInterrupt:
+            print("meshpar: interrupted", file=sys.stderr)
             raise typer.Exit(130) from None
         raise typer.Exit(code or 0)
 

@@ -47,7 +47,13 @@ def _run(assigned: RankTask, rank: int) -> int:
             return run_recipe(assigned)
         return run_code(assigned.kind, assigned.what, assigned.arguments)
     except KeyboardInterrupt:
-        raise
+        if kind != "recipe":
+            raise
+        if rank == 0:
+            print("interrupted by SIGINT: nothing was saved since the last checkpoint", file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(128 + signal.SIGINT)  # waits for no thread, such as one that tokenises
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             note_sys_exit(folder, rank, error)

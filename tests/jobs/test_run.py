@@ -236,6 +236,26 @@ def test_control_c_ends_all_ranks(tmp_path: Path) -> None:
     assert not [pid for pid in ((tmp_path / name).read_text() for name in "01") if Path(f"/proc/{pid}").exists()]
 
 
+def test_an_interrupt_of_a_recipe_is_one_line_and_waits_for_no_thread(tmp_path: Path) -> None:
+    script = """if True:
+        import sys, threading, time
+        from meshpar.launchers.jobs import worker
+
+        def tokenises(path):
+            threading.Thread(target=time.sleep, args=(600,)).start()
+            raise KeyboardInterrupt
+
+        worker.run_recipe, worker.end_with_parent = tokenises, lambda: None
+        sys.argv[1:] = ["logs", "recipe", "recipe.yaml"]
+        worker.main()
+    """
+    for rank, lines in (("0", ["interrupted by SIGINT: nothing was saved since the last checkpoint"]), ("1", [])):
+        environment = os.environ | {"RANK": rank, "MESHPAR_TERMINAL": "0"}
+        command = [sys.executable, "-c", script]
+        assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=120, check=False).returncode == 130
+        assert (tmp_path / f"logs/rank-{rank}.log").read_text().splitlines() == lines
+
+
 def test_ranks_that_leave_without_an_error_fail_nothing_by_themselves(tmp_path: Path) -> None:
     left, failed = (Failure(rank=rank, host=socket.gethostname(), kind=kind, message="0", trace="x", seconds=at)
                     for rank, kind, at in ((1, "sys.exit", 5.0), (0, "ValueError", 4.0)))  # fmt: skip
