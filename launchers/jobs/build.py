@@ -37,6 +37,7 @@ from meshpar.state.averaging import Averaged
 from meshpar.state.shares import plan_problems
 from meshpar.training.divided import check_separable
 from meshpar.training.documents import takes_positions, untaken
+from meshpar.training.elementwise import check_elementwise
 from meshpar.training.experts import balance_problems
 from meshpar.training.lora import add_adapters
 from meshpar.training.objectives import Objective, freeze, teacher_problems
@@ -269,7 +270,10 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
         problems += _uneven(recipe, plan, world_size)
         if isinstance(recipe.optimizer, OwnOptimizer):
             problems += _optimizer_problems(
-                recipe, model, divides=replica and any(pass_.divides_optimizer for pass_ in plan.passes)
+                recipe,
+                model,
+                divides=replica and any(pass_.divides_optimizer for pass_ in plan.passes),
+                shards=any(size > 1 for axis, size in spec.axes.items() if axis != "dp_replicate"),
             )
         missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
         problems += [f"{recipe.where('teacher.model')}.{text}; train and export the teacher first" for text in missing]
@@ -313,9 +317,14 @@ def _objective_problems(recipe: Recipe) -> Iterator[str]:
             yield f"{recipe.where('training.objective')}: {error}"
 
 
-def _optimizer_problems(recipe: Recipe, model: nn.Module, *, divides: bool) -> Iterator[str]:
+def _optimizer_problems(recipe: Recipe, model: nn.Module, *, divides: bool, shards: bool) -> Iterator[str]:
+    """Yield what an optimizer of the user's lacks for a plan that divides its state, or that shards parameters."""
     try:
-        optimizer = optimizer_of(recipe)(model)
+        make = optimizer_of(recipe)
+        optimizer = make(model)
+        known = getattr(type(optimizer), "takes_module", False) or isinstance(optimizer, torch.optim.Adafactor)
+        if shards and not known:
+            check_elementwise(make)
         if divides:
             check_separable(optimizer)
     except MeshparError as error:

@@ -42,6 +42,7 @@ from meshpar.training import elastic_job
 from meshpar.training.console import Console
 from meshpar.training.data import Batches
 from meshpar.training.elastic import Replicas
+from meshpar.training.elementwise import HasModes
 from meshpar.training.loop import Trainer
 from meshpar.training.lora import Adapters
 from meshpar.training.metrics import JsonLines, Reporter, TensorBoard, flops_per_token
@@ -212,7 +213,10 @@ class Saver:
         extra = extra if self._origin is None else {**extra, "origin": self._origin}
         self._before()
         # An existing step is a damaged one, before which the run resumed.
-        return self._manager.save(step, self._saved, optimizer, extra, metrics, averages=averages, replace=replace)
+        saved = self._manager.save(step, self._saved, optimizer, extra, metrics, averages=averages, replace=replace)
+        if isinstance(optimizer, HasModes):
+            self._manager.before_step()  # it changes the parameters when training continues
+        return saved
 
 
 def _parallelize(recipe: Recipe, data: datasets.Data, kind: str) -> Parallelized:

@@ -25,6 +25,7 @@ from meshpar.state.averaging import Averaged
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.documents import check_documents
 from meshpar.training.elastic import Replicas
+from meshpar.training.elementwise import HasModes, evaluated
 from meshpar.training.experts import ExpertLoad
 from meshpar.training.metrics import Meter, Reading, Reporter, losses_of, means
 from meshpar.training.objectives import Objective
@@ -236,6 +237,8 @@ class Trainer:
         self._check_ranks()
         self._check_documents()
         self.par.module.train()
+        if isinstance(self.optimizer, HasModes):
+            self.optimizer.train()
         stopped = None
         with stop or StopRequest() as self._stop:
             batches = iter(self.data)
@@ -485,7 +488,7 @@ class Trainer:
         """Validate and publish the result; a stop request ends it, and the next start makes up for it."""
         self._read()
         average = self.averages.get(self._validated)
-        with nullcontext() if average is None else average.swapped():
+        with evaluated(self.optimizer) if average is None else average.swapped():
             found = self.validate()
         self.owes_validation = not found
         if found:
@@ -554,7 +557,7 @@ class Trainer:
             self._saved = self.step
             more: dict[str, Any] = {"averages": self.averages} if self.averages else {}
             more |= {"replace": True} if replace else {}
-            with self._meter.paused():
+            with self._meter.paused(), evaluated(self.optimizer):
                 self.checkpointer.save(self.step, self.par, self.optimizer, self.state_dict(), **more)
             self._note(f"checkpoint of step {self.step} saved")
 

@@ -1,0 +1,101 @@
+"""Which optimizers step shards as they step whole tensors, by a test of the rule."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import pytest
+import torch
+
+from meshpar import FullyShard, MeshparError, Plan
+from meshpar.launchers.jobs.build import own_optimizer
+from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
+from meshpar.training.elementwise import check_elementwise, evaluated
+from tests.support.models_for_parity import VOCAB, transformer
+from tests.support.tiers import daily
+
+EXACT = {
+    "torch.optim": "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD",
+    "pytorch_optimizer": "Lion AdaBelief",
+    "schedulefree": "AdamWScheduleFree SGDScheduleFree RAdamScheduleFree",
+}
+REFUSED = {
+    "torch.optim": "LBFGS Muon SparseAdam",
+    "pytorch_optimizer": "Lamb",
+    "schedulefree": "AdamWScheduleFreeClosure",
+    "torchao.optim": "AdamW8bit AdamW4bit",
+}
+
+
+def cases(table):
+    return [(package, name) for package, names in table.items() for name in names.split()]
+
+
+def made(package, name):
+    pytest.importorskip(package)
+    return functools.partial(own_optimizer, f"{package}.{name}", {"lr": 0.01})
+
+
+@pytest.mark.parametrize(("package", "name"), cases(EXACT))
+def test_an_elementwise_rule_is_accepted(package, name):
+    check_elementwise(made(package, name))
+
+
+@pytest.mark.parametrize(("package", "name"), daily(cases(REFUSED), *cases(REFUSED)[:5]))
+def test_a_rule_across_elements_is_refused_with_the_reason(package, name):
+    with pytest.raises(MeshparError, match=r"differs from its step on two parts|cannot be tried on a few numbers"):
+        check_elementwise(made(package, name))
+
+
+@pytest.mark.parametrize("name", ["schedulefree.AdamWScheduleFree", "pytorch_optimizer.Lion"])
+def test_two_ranks_equal_one_process(name):
+    pytest.importorskip(name.partition(".")[0])
+    two_ranks_equal_one(name)
+
+
+@on_ranks(2)
+def two_ranks_equal_one(name):
+    alone, split = transformer(), transformer()
+    split.load_state_dict(alone.state_dict())
+    par = Plan("dp_shard=2", [FullyShard()]).apply(split)
+    found = []
+    for module in (alone, par.module):
+        optimizer = own_optimizer(name, {"lr": 1e-3, "weight_decay": 0.1}, module)
+        getattr(optimizer, "train", lambda: None)()
+        for step in range(3):
+            loss, count = token_loss_sum(module, random_tokens(VOCAB, 2, 12, seed=step))
+            (loss / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with evaluated(optimizer):
+            found.append({key: whole(value).detach().clone() for key, value in module.named_parameters()})
+    for key, value in found[0].items():  # Lion's signs follow the last bit of a gradient where moments are near 0
+        close = (found[1][key] - value).abs() <= 1e-5 * value.abs().max()
+        assert float(close.float().mean()) > (0.999 if name.endswith("Lion") else 0.99999), key
+
+
+def test_a_rule_with_a_norm_is_refused():
+    class Normed(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad /= parameter.grad.norm()
+            super().step(closure)
+
+    with pytest.raises(MeshparError, match=r"the step of Normed on a whole tensor differs.*torch\.optim\.Adafactor"):
+        check_elementwise(lambda module: Normed(module.parameters(), lr=0.1))
+
+
+def test_schedulefrees_weights_for_evaluation_are_there_inside():
+    kind = importlib.import_module(pytest.importorskip("schedulefree").__name__).SGDScheduleFree
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = kind([weight], lr=0.1)
+    optimizer.train()
+    for _ in range(3):
+        weight.grad = torch.ones(4)
+        optimizer.step()
+    trained = weight.detach().clone()
+    with evaluated(optimizer):
+        assert not torch.equal(weight, trained)
+    torch.testing.assert_close(weight.detach(), trained)
