@@ -184,10 +184,12 @@ class Skips(torch.nn.Module):
         super().__init__()
         self.embed = torch.nn.Embedding(VOCAB, 8)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
-        self.skips, self.head = "block", None
+        self.skips, self.head, self.needs = "block", None, False
 
     def forward(self, ids):
         embedded = self.embed(ids)
+        if self.needs:
+            assert self.layers[0].in_features == self.layers[0].out_features
         first = hidden = self.layers[0](embedded)
         for layer in self.layers[1:]:
             hidden = layer(hidden).tanh()
@@ -210,6 +212,10 @@ def test_models_that_hand_on_more_than_one_value_are_refused():
         plan.check(model, world_size=2)
     model.skips = ""
     plan.check(model, world_size=2)
+    model.needs = True
+    with pytest.raises(PlanError, match=r"needs more of a block than its result \(AttributeError: 'BlockStandIn'"):
+        plan.check(model, world_size=2)
+    model.needs = False
     model.scale = torch.nn.Parameter(torch.ones(()))
     with pytest.raises(PlanError, match="the outermost module has parameters of its own"):
         plan.check(model, world_size=2)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from meshpar.core.errors import brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
+from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried
 
 _SAMPLE = (2, 8)  # sequences and positions of the forward that is looked at
 
@@ -63,6 +64,7 @@ def examine(module: nn.Module, layout: ModelLayout) -> tuple[Anatomy | None, lis
 
 def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, list[str]]:
     calls, carried, taken = list[str](), list[Tensor](), list[Tensor | None]()
+    widths = list[int]()  # of what blocks return
     beginnings = set[Any]()  # nodes that make what embeddings return
     blocks = {name: twin.get_submodule(name) for name in names}
     owners = {
@@ -79,6 +81,7 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
             taken.append(args[0] if args and isinstance(args[0], Tensor) else None)
 
     def after(name: str, child: nn.Module, args: object, output: Any) -> None:
+        widths.append(len(output) - 1 if isinstance(output, tuple) else -1)
         value = output[0] if isinstance(output, tuple) and output else output
         carried.append(value if isinstance(value, Tensor) else torch.empty(0))
 
@@ -118,6 +121,8 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
     if around := [name for name in (*head, *tail) if any(block.startswith(f"{name}.") for block in names)]:
         problems.append(f"{around[0]}, which has its blocks inside, has parameters of its own")
     problems += _crossings(twin, names, beginnings, carried, output)
+    if not problems and len(names) > 1:
+        problems += _needed(twin, names, widths[0])
     return Anatomy(blocks=tuple(names), head=tuple(head), tail=tuple(tail)), problems
 
 
@@ -147,6 +152,20 @@ def without_values(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Mo
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
     return copy.deepcopy(module, memo)
+
+
+def _needed(twin: nn.Module, names: Sequence[str], width: int) -> list[str]:
+    """Return why the forward does not run where its first blocks are stand-ins."""
+    form = Carried()
+    form.width = width
+    for name in names[: len(names) // 2]:
+        parent, _, leaf = name.rpartition(".")
+        twin.get_submodule(parent)._modules[leaf] = BlockStandIn(form)
+    try:
+        twin(torch.zeros(_SAMPLE, dtype=torch.int64))
+    except Exception as error:  # noqa: BLE001 - the code of a user
+        return [f"its forward needs more of a block than its result ({brief(error)})"]
+    return []
 
 
 def _crossings(

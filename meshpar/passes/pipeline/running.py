@@ -219,8 +219,8 @@ class Layers:
             self._runs = False
 
     def end_early(self) -> None:
-        """Let what the model computes of stand-ins behind the value that is handed on fail: a loss inside the model finds
-        no logits there. Other passes see the forward return.
+        """Let the model fail where it computes with stand-ins behind the value that is handed on: a loss inside it
+        finds no logits there. Other passes see the forward return.
         """
         forward = self._module.forward
 
