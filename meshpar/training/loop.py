@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import chain, islice
+from statistics import median
 from typing import Any, Protocol, final
 
 import torch
@@ -36,6 +38,7 @@ from meshpar.training.stop import StopAskedError, StopRequest
 log = logging.getLogger(__name__)
 
 _MOST_SKIPS = 50  # in a row: float16's scale falls from 2**16 to nothing in fewer
+_NORMS, _LEAST_NORMS = 100, 20  # of the median, from which a spike is told
 
 
 @final
@@ -156,6 +159,7 @@ class Trainer:
         self._load = ExpertLoad(par, balance_rate=settings.balance_rate, balance_loss=settings.balance_loss)
         self._values: dict[str, float] = {}
         self._skips = 0
+        self._norms: deque[float] = deque(maxlen=_NORMS)  # of the last steps that were made, with skip_spikes
         self._saved = -1
         self.replicas: Replicas | None = None  # made with this trainer, whose state it sends to others
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=par.device)
@@ -194,6 +198,7 @@ class Trainer:
             "step": self.step,
             "tokens": self.tokens,
             "skipped": self.skipped,
+            "norms": list(self._norms),
             "seed": self.settings.seed,
             "data": self.data.state_dict(),
             "batch": self.batch,
@@ -211,6 +216,7 @@ class Trainer:
         """
         self.data.load_state_dict(state["data"])
         self.step, self.tokens, self.skipped = state["step"], state["tokens"], state["skipped"]
+        self._norms = deque(state.get("norms", ()), maxlen=_NORMS)
         self.batch = state.get("batch", self.data.global_batch)
         self._plan_schedule()
         self.owes_validation = self.validation is not None and state.get("owes_validation", False)
@@ -434,8 +440,11 @@ class Trainer:
         return True
 
     def _may_step(self, norm: torch.Tensor) -> bool:
-        """Return whether the step's gradients are finite. The norm and therefore the result are equal on every rank."""
-        skip = self.scaler is not None or self.settings.nonfinite == "skip"
+        """Return whether the step's gradients are finite and no spike. The norm and therefore the result are equal on
+        every rank.
+        """
+        spikes = self.settings.skip_spikes
+        skip = self.scaler is not None or self.settings.nonfinite == "skip" or spikes is not None
         if not skip:
             if not runtime.queues(norm.device):
                 self._raise_if_bad(-1 if math.isfinite(norm) else self.step)
@@ -444,14 +453,22 @@ class Trainer:
             return True
         value = float(norm)
         good = self.scaler.update(value) if self.scaler is not None else math.isfinite(value)
+        if not good and self.scaler is None and self.settings.nonfinite != "skip":
+            self._raise_if_bad(self.step)
+        why = ""
+        if good and spikes is not None:
+            usual = median(self._norms) if len(self._norms) >= _LEAST_NORMS else math.inf
+            good = value <= spikes * usual
+            why = f", above {spikes:g} x {usual:.3g}, the median of {len(self._norms)} steps"
+            self._norms.extend([value] if good else [])
         self._skips = 0 if good else self._skips + 1
         if not good:
             self.skipped += 1
-            log.warning("step %d skipped: the gradient norm is %s", self.step + 1, value)
+            log.warning("step %d skipped: the gradient norm is %s%s", self.step + 1, value, why)
         if self._skips > _MOST_SKIPS:
             raise MeshparError(
-                f"{self._skips} steps in a row, up to step {self.step + 1}, had a gradient that is not finite; lower "
-                "the learning rate"
+                f"{self._skips} steps in a row, up to step {self.step + 1}, had a gradient that is not finite, or a "
+                "spike; lower the learning rate, or raise training.skip_spikes"
             )
         return good
 

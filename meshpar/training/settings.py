@@ -104,6 +104,9 @@ class TrainSettings:
             a scaler always skips). To skip, the host reads the norm of every step. To raise, the host reads an
             accelerator's norm at each record and before each checkpoint: no checkpoint contains the weights of such a
             step.
+        skip_spikes: skip a step whose gradient norm is above this factor of the median of the last 100 norms, once
+            there are 20; the record's ``skipped`` counts these steps, and a warning names each. The norm of a skipped
+            step stays out of the median. The host reads the norm of every step. None: no step is skipped for its norm.
         balance_rate: change of each expert's bias per optimizer step (DeepSeek-V3, arXiv 2412.19437, section 2.1.2,
             which uses 0.001): the bias rises if the expert got fewer tokens than the mean of its layer, over all ranks,
             and falls if it got more. 0: biases stay.
@@ -122,6 +125,7 @@ class TrainSettings:
     check_replicas_every: Count | None = None
     clip: Annotated[float, Bound(gt=0)] | None = 1.0
     nonfinite: Literal["raise", "skip"] = "raise"
+    skip_spikes: Annotated[float, Bound(gt=1)] | None = None
     balance_rate: Annotated[float, Bound(ge=0)] = 0.0
     balance_loss: Annotated[float, Bound(ge=0)] = 0.0
     reduce_each: bool = False

@@ -610,6 +610,32 @@ def test_an_accelerator_is_read_only_when_a_record_is_due(group: None, tmp_path:
         run._raise_if_bad(int(run._first_bad))
 
 
+class Spiked(Poisoned):
+    """Large gradients in some steps."""
+
+    def loss(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> Any:
+        loss, tokens, metrics = CausalLM().loss(model, batch)
+        self.seen += 1
+        return loss * (1e3 if self.seen in self.steps else 1.0), tokens, metrics
+
+
+def test_spikes_of_the_gradient_are_skipped_counted_and_resumed(group: None, tmp_path: Path) -> None:
+    samples, kept, records = packed(tmp_path), Kept(), Records()
+    more: dict[str, Any] = {"steps": 27, "accumulate": 1, "skip_spikes": 10.0, "checkpoint_every": 22}
+    whole_run = parallel()
+    run = trainer(whole_run, samples, objective=Spiked(5, 24), checkpointer=kept, reporters=[records], **more)
+    run.run()
+    assert [record.get("skipped") for record in records.records if "lr" in record][-3:] == [1, 1, 1]
+    assert run.skipped == 1, "the spike before there are 20 norms is trained"
+    part = parallel()
+    again = resumed(part, kept.steps[22], samples, objective=Spiked(2), **more)
+    again.run()
+    assert again.skipped == 1
+    assert_equal(weights(whole_run), weights(part))
+    with pytest.raises(RecipeError, match="skip_spikes must be above 1"):
+        TrainSettings(steps=1, skip_spikes=0.5)
+
+
 def test_steps_that_are_not_finite_can_be_skipped(group: None, tmp_path: Path) -> None:
     par, records = parallel(), Records()
     run = trainer(par, packed(tmp_path), objective=Poisoned(2, 3), accumulate=1, nonfinite="skip", reporters=[records])
