@@ -47,7 +47,7 @@ def _run(assigned: RankTask, rank: int) -> int:
             return run_recipe(assigned)
         return run_code(assigned.kind, assigned.what, assigned.arguments)
     except KeyboardInterrupt:
-        if kind != "recipe":
+        if assigned.kind != "recipe":
             raise
         if rank == 0:
             print("interrupted by SIGINT: nothing was saved since the last checkpoint", file=sys.stderr)

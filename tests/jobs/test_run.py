@@ -239,20 +239,20 @@ def test_control_c_ends_all_ranks(tmp_path: Path) -> None:
 def test_an_interrupt_of_a_recipe_is_one_line_and_waits_for_no_thread(tmp_path: Path) -> None:
     script = """if True:
         import sys, threading, time
+        from pathlib import Path
+        from types import SimpleNamespace
         from meshpar.launchers.jobs import worker
 
-        def tokenises(path):
+        def tokenises(task):
             threading.Thread(target=time.sleep, args=(600,)).start()
             raise KeyboardInterrupt
 
         worker.run_recipe, worker.end_with_parent = tokenises, lambda: None
-        sys.argv[1:] = ["logs", "recipe", "recipe.yaml"]
-        worker.main()
+        worker._run(SimpleNamespace(kind="recipe", logs=Path("logs"), terminal=False), int(sys.argv[1]))
     """
     for rank, lines in (("0", ["interrupted by SIGINT: nothing was saved since the last checkpoint"]), ("1", [])):
-        environment = os.environ | {"RANK": rank, "MESHPAR_TERMINAL": "0"}
-        command = [sys.executable, "-c", script]
-        assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=120, check=False).returncode == 130
+        command = [sys.executable, "-c", script, rank]
+        assert subprocess.run(command, cwd=tmp_path, timeout=120, check=False).returncode == 130
         assert (tmp_path / f"logs/rank-{rank}.log").read_text().splitlines() == lines
 
 
