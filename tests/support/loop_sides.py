@@ -22,11 +22,13 @@ PLANS = {
     "FSDP x TP": ("dp_shard=2,tp=2", lambda: [TensorParallel(), FullyShard()]),
 }
 """The columns of the table: title -> mesh and passes."""
+WITH = " with guards="
+"""Between the title of a plan and when its guards compare; they always do where a title has no such end."""
 ROWS, FEATURES, DIM, CLASSES = 8, 6, 8, 3
 
 
 def ranks_of(title: str) -> int:
-    return 4 if "," in PLANS[title][0] else 2
+    return 4 if "," in PLANS[title.partition(WITH)[0]][0] else 2
 
 
 class Block(nn.Module):
@@ -76,9 +78,10 @@ class Side:
     """
 
     def __init__(self, title: str, *, alone: bool) -> None:
-        self.title, self.alone = title, alone
+        self.title, _, guards = title.partition(WITH)
+        self.alone, self.guards = alone, guards or "always"
         self.rank, self.world = 0 if alone else dist.get_rank(), ranks_of(title)
-        self.parts = {"TP": 1, "HSDP": 4}.get(title, 2)
+        self.parts = {"TP": 1, "HSDP": 4}.get(self.title, 2)
         self.par = None
         self.notes: list[tuple[str, Tensor, bool]] = []
         torch.manual_seed(0)
@@ -95,7 +98,7 @@ class Side:
         if self.alone:
             return module
         mesh, passes = PLANS[self.title]
-        self.par = Plan(mesh, passes()).apply(module, layout)
+        self.par = Plan(mesh, passes(), guards=self.guards).apply(module, layout)
         return self.par.module
 
     def batches(self, count: int = 3) -> Iterator[tuple[Tensor, Tensor]]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from meshpar import MeshparError
 from meshpar.testing import RankFailure, launch
 from tests.support.loop_habits import CONTROLS, HABITS, Habit
-from tests.support.loop_sides import PLANS, Side, ranks_of
+from tests.support.loop_sides import PLANS, WITH, Side, ranks_of
 from tests.support.patience import patient
 
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
@@ -29,6 +29,8 @@ TORCHS_OWN = {"penalty": r"got mixed torch\.Tensor and DTensor", "setting": r"go
 torch refuses them.
 """
 LAUNCH_S = 500.0
+WEAKER_S = 12.0
+"""A habit that runs without guards may hang, which nobody waits long for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,8 @@ def run_habits(title: str, names: list[str], folder: str) -> None:
         for name in names:
             report = lambda outcome, name=name: file.write(json.dumps([name, asdict(outcome)]) + "\n")  # noqa: E731
             report(Outcome(kind="hang"))  # until the next line says what else
-            timer = threading.Timer(patient(_habit(name).limit_s), os._exit, (0,))
+            limit_s = WEAKER_S if WITH in title else _habit(name).limit_s
+            timer = threading.Timer(patient(limit_s), os._exit, (0,))
             timer.daemon = True
             timer.start()
             outcome = _run(title, name)
@@ -190,8 +193,62 @@ plans of the table, and compares each with one process.
 """
 
 
-def page(columns: Mapping[str, Mapping[str, Outcome]]) -> str:
-    """The page for the outcomes of each plan."""
+WEAKER = {f"{plan}{WITH}{guards}": (plan, guards) for plan in ("FSDP", "TP") for guards in ("first", "off")}
+"""The columns of the second table."""
+SECTION = """## With other guards
+
+The table above holds with `Plan(guards="always")`. Here are the habits that it refuses under FSDP and
+TP, with `"first"` and `"off"`. `first` refuses what differs in the first steps, as here; a loop that
+begins to differ later is not compared, and trains something else or hangs. `off` compares
+nothing, and refuses copies, files that one process could not read, and wrappers around the module.
+
+- `error`: another error than meshpar's, on some ranks or all.
+- `wrong`: it trains something else, without an error. `hang`: ranks wait for each other.
+"""
+KINDS = {
+    "exact": "exact",
+    "refused": "refused",
+    "torch": "error",
+    "raw": "error",
+    "wrong": "**wrong**",
+    "hang": "**hang**",
+}
+QUICK = [name for name in HABITS if name not in ("compiled_eager", "compiled_aot", "generating")]
+
+
+def refused_habits(columns: Mapping[str, Mapping[str, Outcome]], plan: str) -> list[str]:
+    """The habits of the second table under a plan."""
+    return [name for name in QUICK if columns[plan].get(name, UNKNOWN).kind == "refused"]
+
+
+def _weaker_lines(columns: Mapping[str, Mapping[str, Outcome]], weaker: Mapping[str, Mapping[str, str]]) -> list[str]:
+    heads = [f"{plan}, `{guards}`" for plan, guards in WEAKER.values()]
+    lines = [SECTION, f"| habit | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
+    refused = {plan: refused_habits(columns, plan) for plan, _ in WEAKER.values()}
+    for name in QUICK:
+        cells = [
+            weaker.get(title, {}).get(name, "-") if name in refused[plan] else "-"
+            for title, (plan, _) in WEAKER.items()
+        ]
+        if any(name in known for known in refused.values()):
+            lines.append(f"| {HABITS[name].title} | {' | '.join(cells)} |")
+    return lines
+
+
+def weaker_of(text: str) -> dict[str, dict[str, str]]:
+    """The cells of the second table that a page has: column -> habit -> what came of it."""
+    titles = {habit.title: name for name, habit in HABITS.items()}
+    found: dict[str, dict[str, str]] = {title: {} for title in WEAKER}
+    for line in text.partition(SECTION)[2].partition("## Messages")[0].splitlines():
+        title, *cells = [part.strip() for part in line.strip("|").split(" | ")]
+        if line.startswith("| ") and title in titles:
+            for column, cell in zip(WEAKER, cells, strict=True):
+                found[column][titles[title]] = cell
+    return found
+
+
+def page(columns: Mapping[str, Mapping[str, Outcome]], weaker: Mapping[str, Mapping[str, str]]) -> str:
+    """The page for the outcomes of each plan, and for those with other guards."""
     numbers: dict[str, int] = {}
 
     def cell(outcome: Outcome) -> str:
@@ -209,6 +266,7 @@ def page(columns: Mapping[str, Mapping[str, Outcome]]) -> str:
         lines.append(
             f"| {habit.title} | {' | '.join(cell(column.get(name, UNKNOWN)) for column in columns.values())} |"
         )
+    lines += ["", *_weaker_lines(columns, weaker)]
     lines += ["", "## Messages", "", *(f"{number}. {_escaped(message)}" for message, number in numbers.items()), ""]
     return "\n".join(lines)
 
@@ -225,7 +283,7 @@ def columns_of(text: str) -> dict[str, dict[str, Outcome]]:
     }
     titles = {habit.title: name for name, habit in HABITS.items()}
     found: dict[str, dict[str, Outcome]] = {title: {} for title in PLANS}
-    for line in text.splitlines():
+    for line in text.partition(SECTION)[0].splitlines():
         title, *cells = [part.strip() for part in line.strip("|").split(" | ")]
         if not line.startswith("| ") or title not in titles:
             continue
