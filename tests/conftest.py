@@ -28,6 +28,9 @@ PRELOAD += [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "functorch.compile",  # what is compiled first loads it
+    "peft",
 ]
 
 FIRST = (
