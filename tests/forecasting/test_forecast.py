@@ -508,9 +508,7 @@ def test_an_automatic_mesh_is_forecast_on_nodes_of_the_hardware():
             forecast(Plan(mesh, plan.passes), model, Batch(sequence=64), hardware="h100")
 
 
-def test_a_model_that_a_script_defines_is_forecast(tmp_path):
-    script = tmp_path / "mine.py"
-    body = """
+SCRIPT = """
 import torch, meshpar
 from torch import nn
 class Mine(nn.Module):
@@ -529,10 +527,19 @@ def main():
     print(meshpar.forecast(meshpar.Plan("dp_shard=2", [meshpar.FullyShard()]), model, meshpar.forecasting.Batch(sequence=8), hardware="h100",
                            loss=loss).trace.parameters)
 """
-    script.write_text(body + 'if __name__ == "__main__":\n    main()\n')
+
+
+def test_a_model_that_a_script_defines_is_forecast(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(SCRIPT + 'if __name__ == "__main__":\n    main()\n')
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == [str(3 * (32 * 32 + 32))], done.stderr
-    script.write_text(body + "main()\n")
+
+
+@pytest.mark.nightly
+def test_a_script_that_forecasts_when_it_is_imported_is_told(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text(SCRIPT + "main()\n")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert done.returncode and 'under if __name__ == "__main__"' in done.stderr
 
