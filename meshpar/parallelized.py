@@ -598,9 +598,6 @@ class Parallelized:
         """
         if not full:
             return dict(self.module.state_dict())
-        self._refuse_divided_layers(
-            "par.state_dict(full=True)", "save by CheckpointManager and export the step (`meshpar export`)"
-        )
         self._meet("par.state_dict(full=True)")
         return gather_state(self.module, everywhere=everywhere)
 
@@ -617,9 +614,6 @@ class Parallelized:
 
         Collective where ``from_rank_0``: every rank calls it.
         """
-        self._refuse_divided_layers(
-            "par.load_state_dict", "restore by CheckpointManager, or par.materialize(weights=...)"
-        )
         scatter_state(self.module, state, self.device, from_rank_0=from_rank_0, strict=strict)
 
     def averaged(

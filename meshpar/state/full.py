@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from meshpar import _torch
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
+from meshpar.passes.applied import applied
 from meshpar.patches import while_lives
 from meshpar.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
 
@@ -176,7 +177,9 @@ def gather_state(module: nn.Module, *, everywhere: bool) -> dict[str, Any]:
     One tensor at a time is whole on a device. Collective: every rank calls it.
     """
     keep = everywhere or dist.get_rank() == 0
-    state, known = {}, dict[int, Tensor]()
+    state, known = dict[str, Any](), dict[int, Tensor]()
+    if (layers := applied(module).layers) is not None:
+        return _gathered_stages(module, layers.rank, layers.ranks, keep=keep)
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             state[name] = value
@@ -186,6 +189,33 @@ def gather_state(module: nn.Module, *, everywhere: bool) -> dict[str, Any]:
             known[id(value)] = whole.cpu().clone() if keep else torch.empty(0)
             del whole
         state[name] = known[id(value)]
+    return state if keep else {}
+
+
+def _gathered_stages(module: nn.Module, stage: int, stages: int, *, keep: bool) -> dict[str, Any]:
+    """Return the whole state where ranks have different layers: the ranks of one after another send theirs."""
+    mine = module.state_dict(keep_vars=True)
+    device = next((value.device for value in mine.values() if isinstance(value, Tensor)), torch.device("cpu"))
+    state, every = dict[str, Any](), [0] * dist.get_world_size()
+    dist.all_gather_object(every, stage, group=runtime.hosts())
+    for sender in range(stages):
+        source = every.index(sender)
+        told: list[Any] = [
+            [
+                (name, value.shape, value.dtype) if isinstance(value, Tensor) else (name, value, None)
+                for name, value in mine.items()
+            ]
+        ]
+        dist.broadcast_object_list(told, src=source, group=runtime.hosts())
+        for name, what, dtype in told[0]:
+            if dtype is None:
+                state.setdefault(name, what)
+                continue
+            whole = whole_tensor(mine[name]) if stage == sender else torch.empty(what, dtype=dtype, device=device)
+            if name not in state:  # both ends have what is tied
+                whole = whole.detach().contiguous()
+                dist.broadcast(whole, src=source)
+                state[name] = whole.cpu().clone() if keep else None
     return state if keep else {}
 
 
@@ -201,7 +231,8 @@ def scatter_state(
 
     Collective where ``from_rank_0``: every rank calls it, and rank 0 hands in the tensors.
     """
-    own = _tensors(module)
+    others = applied(module).elsewhere
+    own = {**_tensors(module), **others}
     problems = _problems(own, state, strict=strict) if not from_rank_0 or dist.get_rank() == 0 else []
     offered = sorted(set(own).intersection(state))
     if from_rank_0:
@@ -219,6 +250,8 @@ def scatter_state(
             dist.broadcast(whole, src=0)
         else:
             whole = state[name]
+        if name in others:
+            continue
         local_tensor(target).copy_(whole_tensor(whole)[held_by_this_rank(target)])
 
 

@@ -275,14 +275,7 @@ def test_a_stage_alone_is_refused():
         par.module(mine[0]["input_ids"])
     with pytest.raises(MeshparError, match=remedy):
         list(par.accumulate(mine))
-    for verb in (
-        lambda: par.state_dict(full=True),
-        lambda: par.load_state_dict({}),
-        par.averaged,
-        par.published,
-        lambda: par.adopt("lm_head"),
-        lambda: par.verify(mine[0]),
-    ):
+    for verb in (par.averaged, par.published, lambda: par.adopt("lm_head"), lambda: par.verify(mine[0])):
         with pytest.raises(MeshparError, match="needs every layer on every rank, and pp divides them"):
             verb()
     losses = par.forward(mine, lambda module, batch: float(token_loss_sum(module, batch)[0]))
@@ -420,6 +413,29 @@ def test_seeds_give_the_weights_of_one_process():
     expected = {name: whole_tensor(parameter) for name, parameter in whole.items()}
     for name, parameter in built("pp=2", [PipelineParallel()]).named_parameters():
         assert torch.equal(parameter, expected[name]), name
+
+
+@on_ranks(4)
+def test_whole_state_is_gathered_and_loaded_over_stages():
+    def built(seed):
+        torch.manual_seed(seed)
+        return MODELS["tied Llama"]()
+
+    def parallel(seed):
+        return Plan("pp=2,dp_shard=2", [PipelineParallel(), FullyShard()]).apply(built(seed))
+
+    expected, par = built(0).state_dict(), parallel(0)
+    for everywhere in (True, False):
+        found = par.state_dict(full=True, everywhere=everywhere)
+        assert set(found) == (set(expected) if everywhere or dist.get_rank() == 0 else set())
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    for from_rank_0 in (True, False):
+        other = parallel(1)
+        other.load_state_dict({} if from_rank_0 and dist.get_rank() else expected, from_rank_0=from_rank_0)
+        for name, parameter in other.module.named_parameters():
+            assert torch.equal(whole_tensor(parameter), expected[name]), name
+    with pytest.raises(MeshparError, match=r"missing: model\.norm\.weight"):
+        par.load_state_dict({name: value for name, value in expected.items() if name != "model.norm.weight"})
 
 
 PLANS = {
