@@ -4,6 +4,7 @@
     python benchmarks/architectures.py --only llama,qwen3_moe   some of it
     python benchmarks/architectures.py --family seq2seq         one family: causal, seq2seq, masked, classifier
     python benchmarks/architectures.py --table                  write docs/architectures.md from the JSON
+    python benchmarks/architectures.py --streams                par.published() against the exported file, byte for byte
 
 A tiny random model of each architecture (``tiny.py``) runs a forward and a backward in float32 on gloo ranks, on rows
 that the data ranks share out, and in one process on all rows. Exact: the loss and every gradient agree to ``TOLERANCE``
@@ -23,6 +24,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from itertools import zip_longest
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,11 @@ ROUNDS = (
     *(((plan, (0, 1, 2, 3)),) for plan, (_, ranks) in PLANS.items() if ranks == 4),
 )
 EXPORTED, ELSE = "FSDP 2 x TP 2", "HSDP 2x2"  # the second where the first is refused
+STREAMED = (
+    (("FSDP 2", (0, 1)), ("TP 2", (2, 3))),
+    (("EP 2", (0, 1)), ("CP 2", (2, 3))),
+    (("FSDP 2 x TP 2", (0, 1, 2, 3)),),
+)
 PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
@@ -135,7 +142,7 @@ def _answer(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any]:
     if state.get("case") != command["case"]:
         state.clear()
         state["case"] = command["case"]
-        _prepare(state, *command["case"])
+        _prepare(state, *command["case"], alone=not command.get("stream"))
     if command["plan"] == ALONE:
         return {
             "verdict": "exact",
@@ -146,8 +153,8 @@ def _answer(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any]:
     return _under_plan(state, command)
 
 
-def _prepare(state: dict[str, Any], model_type: str, task: str) -> None:
-    """Build the model and run it alone."""
+def _prepare(state: dict[str, Any], model_type: str, task: str, alone: bool) -> None:
+    """Build the model, and run it in one process."""
     import copy
 
     import tiny
@@ -160,11 +167,13 @@ def _prepare(state: dict[str, Any], model_type: str, task: str) -> None:
     state["tp_plan"] = bool(getattr(model, "tp_plan", None))
     state["class"] = type(model).__name__
     state["model"] = model
-    alone = copy.deepcopy(model)
-    total, count = loss_sum(alone, state["batch"], list(range(len(state["batch"]["input_ids"]))))
+    if not alone:
+        return
+    one = copy.deepcopy(model)
+    total, count = loss_sum(one, state["batch"], list(range(len(state["batch"]["input_ids"]))))
     (total / count).backward()
     state["loss"] = float(total.detach() / count)
-    state["gradients"] = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    state["gradients"] = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
     if not any(bool(grad.abs().max() > 0) for grad in state["gradients"].values()):
         raise ValueError("every gradient is zero")
 
@@ -212,6 +221,8 @@ def _under_plan(state: dict[str, Any], command: dict[str, Any]) -> dict[str, Any
             par = _plan(command["plan"], command["styles"]).apply(copy.deepcopy(state["model"]))
         except PlanError as error:
             return {"verdict": "refused", "why": "; ".join(error.problems)}
+        if command["stream"]:
+            return _streamed(par, Path(command["folder"]) / f"export {command['plan']}")
         try:
             compare = _documents if command["plan"] == "documents" else _stages if "PP" in command["plan"] else _compare
             found = compare(state, par)
@@ -365,6 +376,46 @@ def _exported(state: dict[str, Any], par: Any, folder: str) -> dict[str, Any]:
     return answer
 
 
+def _streamed(par: Any, target: Path) -> dict[str, Any]:
+    """Compare the stream with the exported file: names, order, dtypes, shapes and bytes."""
+    import torch
+    import torch.distributed as dist
+
+    from meshpar.checkpoints import export_module
+
+    wrong, names = [], 0
+    for dtype in (None, torch.bfloat16):
+        to = target.with_name(f"{target.name} {dtype}")
+        export_module(par, to, dtype)
+        written = _in_file(to / "model.safetensors") if dist.get_rank() == 0 else {}
+        names = 0
+        for (name, tensor), expected in zip_longest(par.published(dtype, bucket="64KiB"), written.items()):
+            if dist.get_rank() == 0:
+                names += 1
+                got = (name, str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().flatten().view(torch.uint8))
+                wanted = None if expected is None else (expected[0], *expected[1])
+                if wanted is None or got[:3] != wanted[:3] or not torch.equal(got[3], wanted[3]):
+                    wrong.append(f"{name} in {dtype or 'its own dtype'}")
+    if wrong or (dist.get_rank() == 0 and names == 0):
+        return {"verdict": "wrong", "why": f"{len(wrong)} of {names} tensors differ: {', '.join(wrong[:6])}"}
+    return {"verdict": "exact", "tensors": names}
+
+
+def _in_file(path: Path) -> dict[str, tuple[str, tuple[int, ...], Any]]:
+    """Return name -> (dtype, shape, bytes) of a safetensors file, in its order."""
+    import torch
+    from safetensors import safe_open
+
+    data, found = path.read_bytes(), {}
+    size = int.from_bytes(data[:8], "little")
+    header = {name: entry for name, entry in json.loads(data[8 : 8 + size]).items() if name != "__metadata__"}
+    with safe_open(path, "pt") as file:
+        for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
+            tensor = file.get_tensor(name)
+            found[name] = (str(tensor.dtype), tuple(tensor.shape), tensor.flatten().view(torch.uint8))
+    return found
+
+
 # ----------------------------------------------------------------------------------------------------------- the parent
 
 
@@ -422,11 +473,13 @@ class Pool:
 
 
 def measure(
-    pool: Pool, case: tuple[str, str], styles: dict[str, Any] | None = None, rounds: Any = ROUNDS
+    pool: Pool, case: tuple[str, str], styles: dict[str, Any] | None = None, rounds: Any = ROUNDS, stream: bool = False
 ) -> dict[str, Any]:
-    """Return plan -> result for one architecture; ``styles`` are laid over its tensor-parallel table."""
+    """Return plan -> result for one architecture; ``styles`` are laid over its tensor-parallel table. ``stream``:
+    compare its streamed weights alone.
+    """
     began = time.monotonic()
-    command = {"case": case, "plan": ALONE}
+    command = {"case": case, "plan": ALONE, "stream": stream}
     alone = _joined(pool.ask({0: command}, TIMEOUT_S), 1)
     results: dict[str, Any] = {ALONE: alone}
     if alone["verdict"] == "exact":
@@ -436,12 +489,12 @@ def measure(
                 for plan, _ in together
                 if plan == EXPORTED or (plan == ELSE and "export" not in results.get(EXPORTED, {}))
             ]
-            results |= _round(pool, case, together, styles or {}, export)
+            results |= _round(pool, case, together, styles or {}, export, stream)
     return {"plans": results, "seconds": round(time.monotonic() - began, 1)}
 
 
 def _round(
-    pool: Pool, case: tuple[str, str], together: Any, styles: dict[str, Any], export: list[str]
+    pool: Pool, case: tuple[str, str], together: Any, styles: dict[str, Any], export: list[str], stream: bool
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="architectures-") as folder:
         commands = {}
@@ -449,7 +502,8 @@ def _round(
             store = f"{folder}/{plan.replace(' ', '')}"
             for rank, place in enumerate(places):
                 place_in_plan = {"plan": plan, "rank": rank, "ranks": len(places), "store": store, "styles": styles}
-                commands[place] = {"case": case, **place_in_plan, "folder": folder, "export": plan in export}
+                what = {"export": plan in export, "stream": stream}
+                commands[place] = {"case": case, **place_in_plan, "folder": folder, **what}
         answers = pool.ask(commands, TIMEOUT_S)
         return {
             plan: _joined({place: answers[place] for place in places if place in answers}, len(places))
@@ -490,14 +544,19 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many seconds")
     parser.add_argument("--table", action="store_true", help="write the table from the JSON, and measure nothing")
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--streams", action="store_true", help="compare streamed weights with the exported file alone")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    options.json = options.json or RESULTS.with_stem(f"{RESULTS.stem}{'-streams' if options.streams else ''}")
     known: dict[str, Any] = (
         json.loads(options.json.read_text()) if options.json.exists() else {"versions": versions(), "cases": {}}
     )
     if not options.table:
         _measure_all(options, known)
-    if options.table or not (options.only or options.plan):
+    if options.streams:
+        for row in _grid(["", *(plan for together in STREAMED for plan, _ in together)], list(_streams(known))):
+            print(row)
+    elif options.table or not (options.only or options.plan):
         write_table(known)
 
 
@@ -517,7 +576,9 @@ def _measure_all(options: argparse.Namespace, known: dict[str, Any]) -> None:
                 continue
             if time.monotonic() > deadline:
                 break
-            found = measure(pool, (name, task), rounds=rounds)
+            every = STREAMED if options.streams else ROUNDS
+            rounds = [together for together in every if any(options.plan in plan for plan, _ in together)]
+            found = measure(pool, (name, task), rounds=rounds, stream=options.streams)
             known["cases"][key] = {
                 **found,
                 "plans": {**(before["plans"] if before and options.plan else {}), **found["plans"]},
@@ -585,6 +646,20 @@ def _counts(runs: dict[str, Any]) -> Any:
         exports = Counter(_export(plans) for plans in chosen)
         cells = [", ".join(f"{n} {verdict}" for verdict, n in count.most_common()) for count in (*verdicts, exports)]
         yield [f"{len(chosen)} {title}", *cells]
+
+
+def _streams(known: dict[str, Any]) -> Any:
+    """Yield a row of verdicts on streams for each task."""
+    for task in ("causal", "seq2seq", "masked", "classifier"):
+        chosen = [case["plans"] for key, case in known["cases"].items() if key.endswith(f"/{task}")]
+        chosen = [plans for plans in chosen if plans[ALONE]["verdict"] == "exact"]
+        verdicts = [
+            Counter(plans[plan]["verdict"] for plans in chosen if plan in plans)
+            for together in STREAMED
+            for plan, _ in together
+        ]
+        cells = [", ".join(f"{n} {verdict}" for verdict, n in count.most_common()) for count in verdicts]
+        yield [f"{len(chosen)} {task}", *cells]
 
 
 def _cell(result: dict[str, Any] | None) -> str:

@@ -69,6 +69,13 @@ def test_every_plan_equals_one_process(pool, case):
     assert {plan.get("export", "exact") for plan in plans.values()} == {"exact"}
 
 
+@pytest.mark.parametrize("case", EVERYWHERE, ids="-".join)
+def test_every_plan_streams_the_bytes_that_it_exports(pool, case):
+    plans = architectures.measure(pool, case, rounds=architectures.STREAMED, stream=True)["plans"]
+    verdicts = {plan: result["verdict"] for plan, result in plans.items()}
+    assert verdicts == {plan: "refused" if plan in UNSPLIT.get(case[0], ()) else "exact" for plan in plans}, plans
+
+
 @pytest.mark.parametrize("case", WHOLE_OVER_TP, ids="-".join)
 def test_what_has_no_exact_split_is_refused_and_shards_over_data(pool, case):
     plans = architectures.measure(pool, case)["plans"]
