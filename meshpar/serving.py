@@ -7,13 +7,11 @@ Use it between processes that trust each other.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import socket
 import struct
 import threading
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, final
@@ -22,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshpar.checkpoints.export.published import Digest, dtype_text
 from meshpar.checkpoints.storage.files import memory_of
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 
-__all__ = ["Receiver", "Sent", "Stream", "Weights", "receive", "send"]
+__all__ = ["Digest", "Receiver", "Sent", "Stream", "Weights", "receive", "send"]
 
 _LENGTH = struct.Struct("<Q")
 _LONGEST = 1 << 28  # bytes of a message that describes tensors
@@ -93,7 +92,7 @@ def send(stream: Stream, address: str, *, version: int | None = None, timeout_s:
 
     Collective: every rank of the stream calls it.
     """
-    where, digest, problem = _place(address), hashlib.sha256(), ""
+    where, digest, problem = _place(address), Digest(), ""
     link: socket.socket | None = None
     metadata = list(stream.metadata())
     try:
@@ -101,17 +100,16 @@ def send(stream: Stream, address: str, *, version: int | None = None, timeout_s:
             if tensor.is_meta:
                 continue
             values = tensor.detach().cpu().contiguous()
-            memory = memory_of(values) if values.numel() else memoryview(b"")
-            digest.update(_line(name, values, zlib.crc32(memory)))
+            digest.add(name, values)
             if problem:
                 continue
             try:
                 if number == 0:
                     link = socket.create_connection(where, timeout_s)
-                    table = [[name, _text(dtype), list(shape)] for name, dtype, shape in metadata]
+                    table = [[name, dtype_text(dtype), list(shape)] for name, dtype, shape in metadata]
                     _tell(link, {"version": stream.version if version is None else version, "tensors": table})
                 if link is not None:
-                    link.sendall(memory)
+                    link.sendall(memory_of(values) if values.numel() else b"")
             except OSError as error:
                 problem = f"{address}: {error}"
         if link is not None and not problem:
@@ -229,25 +227,17 @@ class Receiver:
 
 def _version(link: socket.socket) -> Weights:
     """Read one version; raises ValueError unless all of it came as it was sent."""
-    header, digest = _told(link), hashlib.sha256()
+    header, digest = _told(link), Digest()
     tensors: dict[str, Tensor] = {}
     for name, dtype, shape in header["tensors"]:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         memory = memory_of(tensor) if math.prod(shape) else memoryview(bytearray())
         _fill(link, memory)
-        digest.update(_line(name, tensor, zlib.crc32(memory)))
+        digest.add(name, tensor)
         tensors[name] = tensor
     if (expected := _told(link)["digest"]) != digest.hexdigest():
         raise ValueError(f"its digest is {digest.hexdigest()}; the sender's is {expected}")
     return Weights(int(header["version"]), digest.hexdigest(), tensors)
-
-
-def _line(name: str, tensor: Tensor, checksum: int) -> bytes:
-    return f"{name} {_text(tensor.dtype)} {tuple(tensor.shape)} {checksum:08x}\n".encode()
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _place(address: str) -> tuple[str, int]:

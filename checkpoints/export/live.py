@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, final
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar.checkpoints.export.merging import Factors, Merged
-from meshpar.checkpoints.export.published import bytes_of, clean_name, in_files, in_order
+from meshpar.checkpoints.export.published import Digest, bytes_of, clean_name, in_files, in_order
 from meshpar.checkpoints.export.quantizing import Quantization, Quantized
 from meshpar.checkpoints.export.safetensors import MAX_SHARD_BYTES, tiles_of, written_as
 from meshpar.checkpoints.steps.checkpointable import Checkpointable
@@ -28,6 +30,7 @@ from meshpar.weights import TypedSource, WeightMap
 from meshpar.weights.rules import Spans, spans_of
 
 Adapters = Literal["merged", "only"]
+_MAPPED = 1 << 20  # bytes from which tensors of the host get a mapping of their own
 
 
 class Live(Checkpointable, Protocol):
@@ -90,9 +93,12 @@ class Published:
         quantize: as for :func:`meshpar.checkpoints.export_safetensors`.
         high: as there.
         to: the rank that gets the values.
+        digested: compute ``digest`` in each iteration.
 
     Attributes:
         version: number of iterations that have begun.
+        digest: of what the last iteration yielded, if ``digested``, on every rank once it has ended; else empty. A
+            receiver that computes the same (:class:`meshpar.serving.Digest`) has this version whole.
         to: the rank that gets the values.
 
     Raises:
@@ -111,12 +117,13 @@ class Published:
         quantize: Quantization | None = None,
         high: Sequence[str] = (),
         to: int = 0,
+        digested: bool = False,
     ) -> None:
         self._par, self._dtype, self._bucket = par, dtype, bytes_of(bucket)
         self._adapters, self._averaged = adapters, averaged
         self._quantize: Quantization | None = quantize
         self._high, self.to = tuple(high), to
-        self.version = 0
+        self._digested, self.version, self.digest = digested, 0, ""
         if not 0 <= to < dist.get_world_size():
             raise CheckpointError(f"to is {to}; expected a rank from 0 to {dist.get_world_size() - 1}")
         self.metadata()
@@ -135,8 +142,8 @@ class Published:
 
         Collective: every rank iterates to the end.
         """
-        self.version += 1
-        held = self._held()
+        self.version, self.digest = self.version + 1, ""
+        digest, held = Digest(), self._held()
         before = {name: _version(tensor.tensor) for name, tensor in held.items()}
         leaf = _Leaf(held, torch.device("meta"))
         source, dtypes, order = self._written(leaf)
@@ -148,11 +155,13 @@ class Published:
         for bucket in parts.moved(_buckets(_tiles(source, dtypes, order, leaf, limit), limit)):
             for tile in bucket:
                 if tile.first:
-                    out = torch.empty(tuple(shapes[tile.name]), dtype=dtypes[tile.name], device=device)
+                    out = _room(tuple(shapes[tile.name]), dtypes[tile.name], device)
                 index = tuple(slice(*span) for span in tile.spans)
                 if here:
                     values.read(tile.name, index, out[index])
                 if tile.last:
+                    if self._digested and here:
+                        digest.add(tile.name, out)
                     yield tile.name, out
                     out = torch.empty(0)
         if changed := [name for name, tensor in held.items() if _version(tensor.tensor) != before[name]]:
@@ -160,6 +169,10 @@ class Published:
                 f"{len(changed)} tensors were changed while they were streamed ({', '.join(changed[:3])}), so that "
                 "what was yielded is a mixture of versions: drop it, and change weights after the stream has ended"
             )
+        if self._digested:
+            said = [digest.hexdigest()]
+            dist.broadcast_object_list(said, src=self.to, group=runtime.hosts())
+            self.digest = said[0]
 
     def shards(self) -> Iterator[Part]:
         """Yield this rank's parts of the published tensors, without communication, for senders that move parts from
@@ -346,6 +359,7 @@ class _Parts(_Leaf):
         super().__init__(held, device)
         self._to, self._rank, self._count = to, dist.get_rank(), 0
         self._boxes: dict[Any, _Boxes] = {}
+        self._rooms = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
         self._waiting: Iterator[tuple[_Need, list[tuple[_Piece, Tensor | None]]]] = iter(())
         on_host = all(local_tensor(tensor.tensor).is_cpu for tensor in held.values())
         self._group = runtime.hosts() if on_host else dist.group.WORLD
@@ -374,9 +388,7 @@ class _Parts(_Leaf):
                 for work in works:
                     work.wait()
                 self._waiting = iter(waiting)
-                del ahead, works, waiting
                 yield tiles
-                self._waiting = iter(())  # whose memory is free before the next one but one is begun
             ahead = begun
 
     def _begin(self, bucket: list[_Tile]) -> tuple[list[Any], list[tuple[_Need, list[tuple[_Piece, Tensor | None]]]]]:
@@ -387,7 +399,7 @@ class _Parts(_Leaf):
             for piece in pieces:
                 if piece.sender != self._to and self._rank in (self._to, piece.sender):
                     sizes[piece.sender] = _up(sizes.get(piece.sender, 0)) + piece.elements * need.dtype.itemsize
-        room = {rank: torch.empty(size, dtype=torch.uint8, device=self._home) for rank, size in sizes.items()}
+        room = dict(zip(sizes, self._taken(sum(map(_up, sizes.values()))).split([*map(_up, sizes.values())])))
         used = dict.fromkeys(room, 0)
         waiting: list[tuple[_Need, list[tuple[_Piece, Tensor | None]]]] = []
         for need, pieces in needs:
@@ -406,6 +418,15 @@ class _Parts(_Leaf):
         if self._rank != self._to:
             return [dist.isend(buffer, self._to, group=self._group) for buffer in room.values()], []
         return [dist.irecv(buffer, rank, group=self._group) for rank, buffer in room.items()], waiting
+
+    def _taken(self, size: int) -> Tensor:
+        """Return memory that is in use until the next call but one."""
+        free, last = self._rooms
+        if free.numel() < size:
+            self._rooms[0] = free = torch.empty(0)
+            free = _room((size,), torch.uint8, self._home)
+        self._rooms = [last, free]
+        return free[:size]
 
     def _mine(self, piece: _Piece) -> Tensor:
         own = self._held[piece.need.name]
@@ -542,6 +563,20 @@ def _pair(leaf: _Leaf, a: str, b: str) -> tuple[Tensor, Tensor]:
 
 def _peft_name(name: str) -> str:
     return f"base_model.model.{base_name(name).replace(f'.{NAME}.', '.')}"
+
+
+def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return new memory, which goes back to the system when it is freed: what an allocator keeps of large tensors of
+    the host is several times their size.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < _MAPPED:
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # on Linux: fewer faults
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _size(spans: Spans) -> int:

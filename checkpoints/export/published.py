@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
@@ -18,6 +20,37 @@ from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
 from meshpar.checkpoints.storage.place import PlaceLike
 from meshpar.core.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource, WeightMap
+
+
+@final
+class Digest:
+    """A SHA-256 of tensors in their order: of the name, dtype, shape and CRC-32 of each.
+
+    >>> digest = Digest()
+    >>> digest.add("weight", torch.zeros(2, 2))
+    >>> digest.hexdigest()[:8]
+    'b0d24dd2'
+    """
+
+    def __init__(self) -> None:
+        self._sum = hashlib.sha256()
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Add the next tensor."""
+        values = tensor.detach().cpu().contiguous()
+        checksum = zlib.crc32(memory_of(values)) if values.numel() else 0
+        line = f"{name} {dtype_text(tensor.dtype)} {tuple(tensor.shape)} {checksum:08x}\n"
+        self._sum.update(line.encode())
+
+    def hexdigest(self) -> str:
+        """Return the digest of what was added."""
+        return self._sum.hexdigest()
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """Return a dtype's name: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 

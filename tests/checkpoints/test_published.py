@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import meshpar
 from meshpar.checkpoints import CheckpointManager, export_safetensors
+from meshpar.serving import Digest
 from meshpar.testing import on_ranks
 from tests.support.models_for_parity import gpt2, huggingface, huggingface_gpt2, transformer
 from tests.support.tiers import daily
@@ -34,6 +35,7 @@ MESHES = {
     "dp_replicate=2,dp_shard=2": [meshpar.HybridShard()],
     "dp_replicate=2,dp_shard=2 world": [meshpar.HybridShard(optimizer="world")],
     "dp_shard=2,ep=2": [meshpar.ExpertParallel(), FSDP],
+    "dp_shard=2,cp=2": [meshpar.ContextParallel(), FSDP],
     "dp_shard=2 whole": [meshpar.FullyShard(whole=("model.norm", "lm_head"))],
 }
 
@@ -123,10 +125,10 @@ def test_fsdp_and_tensor_parallel_stream_what_they_export(name: str) -> None:
     on_ranks(4)(assert_exported)("dp_shard=2,tp=2", [name])
 
 
-OTHERS = "dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=2 world", "dp_shard=2,ep=2"
+OTHERS = "dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=2 world", "dp_shard=2,ep=2", "dp_shard=2,cp=2"
 
 
-@pytest.mark.parametrize("mesh", daily(OTHERS, "dp_shard=2,ep=2"))
+@pytest.mark.parametrize("mesh", daily(OTHERS, "dp_shard=2,ep=2", "dp_shard=2,cp=2"))
 def test_other_meshes_stream_what_they_export(mesh: str) -> None:
     other_meshes(mesh)
 
@@ -247,3 +249,40 @@ def test_a_stream_of_two_versions_is_an_error_and_the_next_one_is_whole() -> Non
 @on_ranks(2)
 def test_whole_parameters_stream_as_they_export() -> None:
     assert_exported("dp_shard=2 whole", ["llama"])
+
+
+def status_bytes(field):
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+@on_ranks(2)
+def test_a_stream_takes_a_bucket_and_the_largest_tensor() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+    par = meshpar.Plan("dp_shard=2", [FSDP]).apply(model)
+    stream = par.published(bucket="8MiB")
+    for timed in (False, True):  # the first one opens connections
+        dist.barrier()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status_bytes("VmRSS")
+        for _name, tensor in stream:
+            del tensor  # or the loop holds it while the next one is made
+        taken = status_bytes("VmHWM") - before
+        assert not timed or taken <= (8 + 4 + 1) << 20, f"{taken / 1e6:.1f} MB"
+
+
+@on_ranks(2)
+def test_a_receiver_proves_by_the_digest_that_it_has_a_version_whole() -> None:
+    par = planned("transformer", "dp_shard=2")
+    stream, digest = par.published(digested=True), Digest()
+    assert (stream.version, stream.digest) == (0, "")
+    for name, tensor in stream:
+        if not tensor.is_meta:
+            digest.add(name, tensor)
+    said = [digest.hexdigest()]
+    dist.broadcast_object_list(said)
+    assert stream.version == 1 and stream.digest == said[0]
+    with torch.no_grad():
+        next(par.module.parameters()).mul_(2)
+    list(stream)
+    assert stream.version == 2 and stream.digest != said[0]
