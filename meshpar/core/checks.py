@@ -270,8 +270,9 @@ def _unsharded_problems(
     split = {name for sharder in sharders for name in sharder.shards(module, layout)}
     if not split:
         return
+    known = split.union(*(pass_.keeps(module, layout) for pass_ in passes))
     for name, parameter in parameters.items():
-        if name not in split and parameter.numel() >= LARGE_PARAMETER:
+        if name not in known and parameter.numel() >= LARGE_PARAMETER:
             shape = " x ".join(map(str, parameter.shape))
             yield (
                 f"{name} ({shape}, {parameter.numel() * parameter.element_size() / 2**20:.0f} MiB) is split by no "

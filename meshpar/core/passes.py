@@ -139,6 +139,10 @@ class Pass:
         """Return the names of the parameters that the pass splits over its axes. Pure."""
         return set()
 
+    def keeps(self, module: nn.Module, layout: ModelLayout) -> set[str]:
+        """Return the names of the parameters that every rank keeps whole because a user asked for it. Pure."""
+        return set()
+
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         """Change ``module`` in place and keep the name of every parameter. Collective: every rank calls it.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, final
+from typing import Any, Literal, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -349,8 +349,10 @@ def sum_gradients(name: str, module: nn.Module, context: Context) -> None:
     set_forward(module, forward, reads_parameters=True)
 
 
-def kept_whole(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Parameter]:
-    """Return the parameters, by their first name, that FSDP2 does not manage: ``patterns``, scalars and empty ones."""
+def kept_whole(module: nn.Module, patterns: Sequence[str] | Literal["frozen"]) -> dict[str, nn.Parameter]:
+    """Return the parameters, by their first name, that FSDP2 does not manage: ``patterns``, or those that are not
+    trained; scalars and empty ones.
+    """
     named = module.named_parameters(remove_duplicate=False)
     known = ((name, parameter) for name, parameter in named if not is_lazy(parameter) and not is_shard(parameter))
     chosen = {
@@ -359,7 +361,7 @@ def kept_whole(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Param
         if not parameter.ndim
         or not parameter.numel()
         or is_kept(parameter)
-        or any(covers(pattern, name) for pattern in patterns)
+        or (not parameter.requires_grad if patterns == "frozen" else any(covers(pattern, name) for pattern in patterns))
     }
     return {name: parameter for name, parameter in module.named_parameters() if id(parameter) in chosen}
 

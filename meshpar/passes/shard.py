@@ -39,7 +39,7 @@ class Precision:
     cast_forward_inputs: bool = True
     buffer_dtype: torch.dtype | None = None
     blocks: tuple[str, ...] | None = None
-    whole: tuple[str, ...] = ()
+    whole: tuple[str, ...] | Literal["frozen"] = ()
 
     def policy(
         self, param_dtype: torch.dtype | None, output_dtype: torch.dtype | None, cast_inputs: bool
@@ -91,6 +91,9 @@ class Precision:
             (module, self.outer(), ""),
         ]
 
+    def keeps(self, module: nn.Module, layout: ModelLayout) -> set[str]:
+        return set(kept_whole(module, self.whole)) if self.whole else set()
+
     def keep_whole(self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> set[nn.Parameter]:
         """Take out the parameters that every rank of ``axes`` keeps whole, and return them as FSDP2 is to ignore
         them.
@@ -113,7 +116,7 @@ class Precision:
         owner = type(self).__name__
         yield from block_problems(owner, module, layout, self.blocks, required=False)
         known = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        for pattern in self.whole:
+        for pattern in () if self.whole == "frozen" else self.whole:
             if not any(covers(pattern, name) for name in known):
                 names = [*known, *(name for name, _ in module.named_modules())]
                 yield f"{owner}(whole=...) {pattern!r} matches no parameter; {suggestion(pattern, names)}"
@@ -126,7 +129,7 @@ class Precision:
             for name, parameter in module.named_parameters()
             if not parameter.is_floating_point() and _torch.BEFORE_2_13
         ]
-        if left := [name for name in integers if not any(covers(pattern, name) for pattern in self.whole)]:
+        if left := sorted(set(integers) - set(kept_whole(module, self.whole))):
             yield (
                 f"{owner}: {', '.join(left)} are parameters of integers, which torch {torch.__version__} cannot "
                 f"shard; use torch 2.13 or newer, register them as buffers, or use {owner}(whole={left})"
@@ -282,7 +285,8 @@ class FullyShard(_Sharding, Pass):  # type: ignore[override]
         buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
         blocks: name patterns or class names of the units. Defaults to the layout's blocks.
         whole: patterns of parameters, or of modules for all of theirs, that every rank stores whole, in their own dtype
-            (``("logit_scale", "vision")``). Scalars are always whole. Their gradients are averaged at the end of each
+            (``("logit_scale", "vision")``), or ``"frozen"``: those that are not trained, such as the weights under
+            adapters; nothing gathers them. Scalars are always whole. Their gradients are averaged at the end of each
             backward.
         reshard_after_forward: True (ZeRO-3): free gathered parameters after forward and gather them again in backward.
             False (ZeRO-2): keep gathered parameters until the backward; those of ``module.eval()`` serve all forwards
@@ -334,7 +338,8 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
         blocks: name patterns or class names of the units. Defaults to the layout's blocks.
         whole: patterns of parameters, or of modules for all of theirs, that every rank stores whole, in their own dtype
-            (``("logit_scale", "vision")``). Scalars are always whole. Their gradients are averaged at the end of each
+            (``("logit_scale", "vision")``), or ``"frozen"``: those that are not trained, such as the weights under
+            adapters; nothing gathers them. Scalars are always whole. Their gradients are averaged at the end of each
             backward.
         reshard_after_forward: True (ZeRO-3): free gathered parameters after forward and gather them again in backward.
             False (ZeRO-2): keep gathered parameters until the backward; those of ``module.eval()`` serve all forwards
@@ -467,7 +472,8 @@ class Replicate(Precision, Pass):
         buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
         blocks: name patterns or class names of the units. Defaults to the layout's blocks.
         whole: patterns of parameters, or of modules for all of theirs, that every rank stores whole, in their own dtype
-            (``("logit_scale", "vision")``). Scalars are always whole. Their gradients are averaged at the end of each
+            (``("logit_scale", "vision")``), or ``"frozen"``: those that are not trained, such as the weights under
+            adapters; nothing gathers them. Scalars are always whole. Their gradients are averaged at the end of each
             backward.
     """
 

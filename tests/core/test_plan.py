@@ -207,6 +207,8 @@ def test_a_large_parameter_that_nothing_splits():
     module = model(vocab_size=1 << 20)
     text = only("tp=2", [TensorParallel(styles={"embed": None})], module, world_size=2)
     assert "embed.weight (1048576 x 32, 128 MiB) is split by no pass" in text
+    module.embed.requires_grad_(False)
+    Plan("dp_shard=2", [FullyShard(whole="frozen")]).check(module, world_size=2)
     Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).check(module, world_size=2)  # cp is a part of dp_shard
 
 

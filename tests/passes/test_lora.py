@@ -30,7 +30,8 @@ from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safete
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.resolved import resolve
 from meshpar.launchers.export.run import export_adapters, merged
-from meshpar.testing import on_ranks, token_steps, whole
+from meshpar.placements import local_tensor
+from meshpar.testing import Memory, on_ranks, token_steps, whole
 from meshpar.testing.parity import Record, assert_records_match, train_steps
 from meshpar.training.experts import ExpertLoad
 from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
@@ -49,6 +50,10 @@ PLANS: dict[str, tuple[str, list[Any]]] = {
     "experts": ("dp_shard=2,ep=2", [ExpertParallel(), FullyShard()]),
     "experts-tp": ("dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), ActivationCheckpoint(), FullyShard()]),
     "world": ("dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world")]),
+    "frozen": ("dp_shard=4", [FullyShard(whole="frozen")]),
+    "frozen-tp": ("dp_shard=2,tp=2", [TensorParallel(), FullyShard(whole="frozen")]),
+    "frozen-hsdp": ("dp_replicate=2,dp_shard=2", [HybridShard(whole="frozen")]),
+    "frozen-world": ("dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world", whole="frozen")]),
 }
 SETTINGS = LoRA(targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), rank=4, alpha=8.0)
 GPT2_SETTINGS = LoRA(targets=("c_attn", "c_proj", "c_fc"), rank=4)
@@ -103,10 +108,10 @@ def check(build: Any, settings: LoRA, folder: Path, plans: tuple[str, ...], make
     return par
 
 
-NIGHTLY = ("fsdp", "hsdp", "fsdp-tp-sequence", "world")
+NIGHTLY = ("fsdp", "hsdp", "fsdp-tp-sequence", "world", "frozen", "frozen-hsdp", "frozen-world")
 
 
-@pytest.mark.parametrize("plans", [("fsdp-tp",), pytest.param(NIGHTLY, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("plans", [("fsdp-tp", "frozen-tp"), pytest.param(NIGHTLY, marks=pytest.mark.nightly)])
 def test_adapters_train_as_in_one_process_and_are_merged_as_peft_does(plans: tuple[str, ...]) -> None:
     train_and_merge(plans)
 
@@ -134,6 +139,40 @@ def saved_and_exported(par: Parallelized, build: Any, settings: LoRA, other: str
     assert all(torch.equal(trained[name], restored[name]) for name in trained)
     if dist.get_rank() == 0:
         compare_exports(folder, trained, settings)
+
+
+@on_ranks(2)
+def test_a_frozen_part_stays_whole_beside_what_is_sharded() -> None:
+    """Nothing gathers it; its bytes are described and held; clipping, the stream and merging are those of one process."""
+    ends = []
+    for shard in (FullyShard(), FullyShard(whole="frozen")):
+        torch.manual_seed(0)
+        model = qwen3()
+        layout = add_adapters(model, SETTINGS)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+        memory = Memory()
+        par = Plan("dp_shard=2", [shard]).apply(model, layout)
+        trained = [parameter for parameter in par.module.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
+        par.module(input_ids=ids, labels=ids).loss.backward()
+        norm = par.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        memory.check(par, "a step", optimizer)
+        ends.append((norm, dict(par.published())))
+        parts = 2 if shard.whole == () else 1
+        frozen = [parameter for parameter in par.module.parameters() if not parameter.requires_grad]
+        assert all(local_tensor(parameter).numel() * parts == parameter.numel() for parameter in frozen)
+        del trained, optimizer, frozen, par, model
+    (norm, one), (other_norm, other) = ends
+    torch.testing.assert_close(norm, other_norm, rtol=1e-5, atol=0)
+    assert list(one) == list(other)
+    for name, tensor in one.items():
+        assert tensor.is_meta or (tensor - other[name]).abs().max() <= 1e-5 * tensor.abs().max(), name
 
 
 def qwen3_moe() -> nn.Module:
