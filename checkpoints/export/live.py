@@ -570,7 +570,7 @@ def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     the host is several times their size.
     """
     size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or size < _MAPPED:
+    if not runtime.on_host(device.type) or size < _MAPPED:
         return torch.empty(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # on Linux: fewer faults
