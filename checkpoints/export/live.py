@@ -151,11 +151,11 @@ class Published:
         values = self._written(parts)[0]
         here, shapes = dist.get_rank() == self.to, source.shapes()
         limit = max(1, self._bucket // 2)  # one bucket is read while the next one travels
-        device = self._par.device if here else torch.device("meta")
         for bucket in parts.moved(_buckets(_tiles(source, dtypes, order, leaf, limit), limit)):
             for tile in bucket:
                 if tile.first:
-                    out = _room(tuple(shapes[tile.name]), dtypes[tile.name], device)
+                    made = (tuple(shapes[tile.name]), dtypes[tile.name])
+                    out = _room(*made, self._par.device) if here else torch.empty(made[0], dtype=made[1], device="meta")
                 index = tuple(slice(*span) for span in tile.spans)
                 if here:
                     values.read(tile.name, index, out[index])
@@ -570,7 +570,7 @@ def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     the host is several times their size.
     """
     size = math.prod(shape) * dtype.itemsize
-    if not runtime.on_host(device.type) or size < _MAPPED:
+    if not runtime.on_host(device) or size < _MAPPED:
         return torch.empty(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):  # on Linux: fewer faults
