@@ -83,7 +83,9 @@ def _of(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Keeps of each position, beside its inputs, the logarithm of the sum of exponentials and the entropy."""
+    """Keeps of each position, beside its inputs, the largest score, the logarithm of the sum of exponentials beside it,
+    and the entropy.
+    """
 
     @staticmethod
     def forward(
@@ -103,15 +105,15 @@ class _TokenLogProbs(torch.autograd.Function):
             rows = slice(start, start + chunk)
             scores_nV, first, group = _scores(finish(F.linear(hidden_ND[rows], weight_VD, bias_V)), scale)
             found.append(_values(scores_nV, torch.where(counted_N, labels_N, 0)[rows], first, group))
-        chosen_N, total_N, entropy_N = torch.cat(found, 1) if found else hidden_ND.new_zeros(3, 0).float()
-        ctx.save_for_backward(labels_N, counted_N, total_N, entropy_N, hidden_ND, weight_VD, bias_V)  # type: ignore[arg-type]
+        found_4N = torch.cat(found, 1) if found else hidden_ND.new_zeros(4, 0).float()
+        ctx.save_for_backward(labels_N, counted_N, found_4N[1:], hidden_ND, weight_VD, bias_V)  # type: ignore[arg-type]
         ctx.how = (finish, chunk, scale)  # type: ignore[attr-defined]
-        return torch.stack([chosen_N - total_N, entropy_N]) * counted_N
+        return found_4N[::3] * counted_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, upstream_2N: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        labels_N, counted_N, total_N, entropy_N, hidden_ND, weight_VD, bias_V = ctx.saved_tensors  # type: ignore[attr-defined]
+        labels_N, counted_N, (top_N, total_N, entropy_N), hidden_ND, weight_VD, bias_V = ctx.saved_tensors  # type: ignore[attr-defined]
         finish, chunk, scale = ctx.how  # type: ignore[attr-defined]
         grads = Gradients(hidden_ND, weight_VD, bias_V)
         upstream_2N = upstream_2N * counted_N * scale
@@ -122,7 +124,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 finished = finish(logits_nV)
                 local = finished.to_local() if isinstance(finished, DTensor) else finished
             scores_nV, first, _ = _scores(finished.detach(), scale)
-            logs_nV = scores_nV.sub_(total_N[rows, None])
+            logs_nV = scores_nV.sub_(top_N[rows, None]).sub_(total_N[rows, None])
             probs_nV = logs_nV.exp()
             # d entropy = -p (log p + entropy), d log p of the label = 1 - p there and -p elsewhere
             grad_nV = logs_nV.add_(entropy_N[rows, None]).mul_(-upstream_2N[1, rows, None])
@@ -160,7 +162,9 @@ def _here(labels_n: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _values(scores_nV: Tensor, labels_n: Tensor, first: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the label's score, the logarithm of the sum of exponentials and the entropy, (3, n); overwrites scores."""
+    """Return the label's log-probability, the largest score, the logarithm of the sum of exponentials of the scores
+    less that, and the entropy, (4, n); overwrites scores.
+    """
     top_n = scores_nV.amax(-1)
     if group is not None:
         dist.all_reduce(top_n, dist.ReduceOp.MAX, group)
@@ -172,4 +176,5 @@ def _values(scores_nV: Tensor, labels_n: Tensor, first: int, group: dist.Process
     if group is not None:
         dist.all_reduce(sums_3n, group=group)
     total_n = sums_3n[0].log()
-    return torch.stack([sums_3n[2] + top_n, total_n + top_n, total_n - sums_3n[1] / sums_3n[0]])
+    # The largest score is never added and taken away again, which would round to its size.
+    return torch.stack([sums_3n[2] - total_n, top_n, total_n, total_n - sums_3n[1] / sums_3n[0]])
