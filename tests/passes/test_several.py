@@ -52,17 +52,23 @@ ORDERS = sorted(set(itertools.permutations([0, 1, 0, 1])))
 
 @pytest.mark.parametrize(("first", "second"), daily(itertools.combinations(PLANS, 2), *DAILY))
 def test_two_models_interleave_in_every_order(first, second):
-    interleaved(first, second)
+    interleaved(first, second, len(ORDERS))
 
 
-@on_ranks(4)
-def interleaved(first: str, second: str) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize(("first", "second"), itertools.combinations(PLANS, 2))
+def test_two_models_interleave_for_200_steps(first, second):
+    interleaved(first, second, 200)
+
+
+@on_ranks(4, timeout_s=300)
+def interleaved(first: str, second: str, steps: int) -> None:
     ones = [built(1), built(2)]
     pars = [applied(first, 1), applied(second, 2, frozen=True)]
     groups = [{group.group_name for _, group in par.groups()} for par in pars]
     assert not groups[0] & groups[1] and "meshpar" not in groups[1]
     optimizer = torch.optim.SGD(pars[0].module.parameters(), lr=0.0)
-    for step, order in enumerate(ORDERS):
+    for step, order in zip(range(steps), itertools.cycle(ORDERS)):
         wanted = [expected(par, one, step) for par, one in zip(pars, ones, strict=True)]
         for which in order:
             torch.testing.assert_close(logits(pars[which], step), wanted[which], rtol=1e-4, atol=1e-5)
@@ -74,7 +80,7 @@ def interleaved(first: str, second: str) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("rounds", daily([30, 100], 30))
+@pytest.mark.parametrize("rounds", daily([30, 200], 30))
 def test_one_model_runs_in_a_thread(rounds: int) -> None:
     in_a_thread(rounds)
 
