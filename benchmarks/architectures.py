@@ -569,15 +569,14 @@ def _measure_all(options: argparse.Namespace, known: dict[str, Any]) -> None:
         for name, task in todo:
             key = f"{name}/{task}"
             before = known["cases"].get(key)
-            rounds = [together for together in ROUNDS if any(options.plan in plan for plan, _ in together)]
+            every = STREAMED if options.streams else ROUNDS
+            rounds = [together for together in every if any(options.plan in plan for plan, _ in together)]
             plans = {plan for together in rounds for plan, _ in together}
             done = before and (plans <= before["plans"].keys() or before["plans"][ALONE]["verdict"] != "exact")
             if done and not options.again and not (options.failed and _failed(before)):
                 continue
             if time.monotonic() > deadline:
                 break
-            every = STREAMED if options.streams else ROUNDS
-            rounds = [together for together in every if any(options.plan in plan for plan, _ in together)]
             found = measure(pool, (name, task), rounds=rounds, stream=options.streams)
             known["cases"][key] = {
                 **found,

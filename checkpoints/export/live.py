@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, final
@@ -30,7 +28,6 @@ from meshpar.weights import TypedSource, WeightMap
 from meshpar.weights.rules import Spans, spans_of
 
 Adapters = Literal["merged", "only"]
-_MAPPED = 1 << 20  # bytes from which tensors of the host get a mapping of their own
 
 
 class Live(Checkpointable, Protocol):
@@ -151,11 +148,11 @@ class Published:
         values = self._written(parts)[0]
         here, shapes = dist.get_rank() == self.to, source.shapes()
         limit = max(1, self._bucket // 2)  # one bucket is read while the next one travels
+        device = self._par.device if here else torch.device("meta")
         for bucket in parts.moved(_buckets(_tiles(source, dtypes, order, leaf, limit), limit)):
             for tile in bucket:
                 if tile.first:
-                    made = (tuple(shapes[tile.name]), dtypes[tile.name])
-                    out = _room(*made, self._par.device) if here else torch.empty(made[0], dtype=made[1], device="meta")
+                    out = torch.empty(tuple(shapes[tile.name]), dtype=dtypes[tile.name], device=device)
                 index = tuple(slice(*span) for span in tile.spans)
                 if here:
                     values.read(tile.name, index, out[index])
@@ -424,7 +421,7 @@ class _Parts(_Leaf):
         free, last = self._rooms
         if free.numel() < size:
             self._rooms[0] = free = torch.empty(0)
-            free = _room((size,), torch.uint8, self._home)
+            free = torch.empty(size, dtype=torch.uint8, device=self._home)
         self._rooms = [last, free]
         return free[:size]
 
@@ -563,20 +560,6 @@ def _pair(leaf: _Leaf, a: str, b: str) -> tuple[Tensor, Tensor]:
 
 def _peft_name(name: str) -> str:
     return f"base_model.model.{base_name(name).replace(f'.{NAME}.', '.')}"
-
-
-def _room(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return new memory, which goes back to the system when it is freed: what an allocator keeps of large tensors of
-    the host is several times their size.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if not runtime.on_host(device) or size < _MAPPED:
-        return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # on Linux: fewer faults
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _size(spans: Spans) -> int:
