@@ -107,6 +107,8 @@ class Schedule:
         step_every: steps between two drops of ``step``.
         gamma: factor of a drop.
         decay_fraction: share of the steps over which ``wsd`` decays.
+        decay_steps: number of last steps over which ``wsd`` decays, instead of ``decay_fraction``. A run of ``wsd`` can
+            decay from any of its checkpoints: resume with ``training.steps`` of that step plus ``decay_steps``.
     """
 
     name: Name = "cosine"
@@ -118,6 +120,7 @@ class Schedule:
     step_every: Count = 1
     gamma: Annotated[float, Bound(gt=0, le=1)] = 0.1
     decay_fraction: Annotated[float, Bound(gt=0, le=1)] = 0.2
+    decay_steps: Count | None = None
 
     def __post_init__(self) -> None:
         problems = [] if self.name in _SHAPES else [f"no schedule {self.name!r}; {suggestion(self.name, _SHAPES)}"]
@@ -199,8 +202,10 @@ def _step(schedule: Schedule, step: float) -> float:
 
 
 def _wsd(schedule: Schedule, step: float) -> float:
-    left = 1.0 - _progress(schedule, step)
-    return 1.0 - (1.0 - schedule.min_ratio) * max(0.0, 1.0 - left / schedule.decay_fraction)
+    left, share = 1.0 - _progress(schedule, step), schedule.decay_fraction
+    if schedule.decay_steps is not None:
+        share = schedule.decay_steps / max(1, (schedule.steps or 0) - schedule.warmup_steps)
+    return 1.0 - (1.0 - schedule.min_ratio) * max(0.0, 1.0 - left / share)
 
 
 _SHAPES: dict[Name, Callable[[Schedule, float], float]] = {

@@ -148,6 +148,13 @@ def test_warm_up_grows_to_the_peak(name: str) -> None:
     assert [schedule.factor(i) for i in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
+def test_a_run_of_wsd_decays_from_any_of_its_checkpoints() -> None:
+    stable = Schedule(name="wsd", lr=1.0, steps=1000, warmup_steps=10, decay_steps=100)
+    early = Schedule(name="wsd", lr=1.0, steps=250, warmup_steps=10, decay_steps=50)
+    assert [early.rate(step) for step in range(200)] == [stable.rate(step) for step in range(200)]
+    assert stable.rate(890) == 1.0 and early.rate(225) == pytest.approx(0.5) and early.rate(250) == pytest.approx(0.0)
+
+
 def test_a_schedule_sets_every_group_also_a_tensor_rate() -> None:
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.AdamW(
