@@ -559,3 +559,53 @@ def in_micro_batches_and_averages(plans):
             for name, parameter in alone.named_parameters():
                 assert torch.allclose(whole(par.module.get_parameter(name)), parameter, atol=1e-8), (plan, how, name)
                 assert torch.allclose(whole(averages[name]), expected[name], atol=1e-8), (plan, how, name)
+
+
+class Normed(nn.Module):
+    """A layer before a batch norm; it keeps the shape of what comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(self.layer(x.flatten(0, 1))).view_as(x)
+
+
+def steps(net, mine, count=2):
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for ids in mine[:count]:
+        F.cross_entropy(net(ids).flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.nightly
+@on_ranks(2)
+def test_adopted_batch_norms_are_one_processs_and_adopted_modules_in_bfloat16_are_those_of_before_apply():
+    ids = torch.randint(12, (2, 8, 4), generator=torch.Generator().manual_seed(0))
+
+    def normed(net):
+        torch.manual_seed(3)
+        net.blocks.append(Normed().double())
+        return ("blocks.2",)
+
+    for mesh, make in (("dp_shard=2", FullyShard), ("dp_replicate=2", Replicate)):
+        alone, par = Net(), Plan(mesh, [make()]).apply(Net(), LAYOUT)
+        normed(alone)
+        par.adopt(*normed(par.module))
+        steps(alone, ids)
+        steps(par.module, ids.chunk(2, 1)[par.data_rank])
+        for name, value in alone.state_dict().items():
+            assert torch.allclose(whole(par.module.state_dict()[name]), value, atol=1e-8), (mesh, name)
+    found = []
+    for late in (False, True):
+        net = Net()
+        if not late:
+            change(probe, net)
+        par = Plan("dp_shard=2", [FullyShard(param_dtype=torch.bfloat16)]).apply(net, LAYOUT)
+        if late:
+            par.adopt(*change(probe, par.module))
+        steps(par.module, ids.chunk(2, 1)[par.data_rank])
+        found.append({name: whole(parameter) for name, parameter in par.module.named_parameters()})
+    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
