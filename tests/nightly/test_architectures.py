@@ -93,6 +93,7 @@ def test_what_has_no_exact_split_is_refused_and_shards_over_data(pool, case):
     }, plans
     why = {plan: result["why"] for plan, result in plans.items() if result["verdict"] == "refused"}
     said = dict.fromkeys(POSITIONS, "position") | dict.fromkeys(EXPERTS, "experts") | {"documents": "document"}
+    said |= dict.fromkeys(STAGES, "PipelineParallel")
     assert all(said.get(plan, "TensorParallel") in text for plan, text in why.items()), why
 
 
