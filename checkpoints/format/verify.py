@@ -92,7 +92,8 @@ class Sums:
         """
         known = self._at.get(chunk.file, {})
         if known.get(chunk.position, 0) is None:
-            self._at[chunk.file] = known = dict(zip(sorted(known), self._table(chunk.file, file, len(known))))
+            table = self._table(chunk.file, file, len(known))
+            known = self._at[chunk.file] = {**known, **dict(zip(sorted(known), table))}
         return known.get(chunk.position)
 
     def _table(self, name: str, file: Readable, count: int) -> Sequence[int]:

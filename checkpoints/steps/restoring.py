@@ -189,13 +189,16 @@ class Restoring:
 
     def _averaged_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the averages by the checkpoint's names."""
-        first = {name: group[0] for group in self._model.names.values() for name in group}
         self._states = {called: averages.state_dict() for called, averages in self._averages.items()}
         return {
-            average_key(called, self._renamed.get(own := first.get(name, name), own)): tensor
+            average_key(called, self._renamed_first(name)): tensor
             for called, state in self._states.items()
             for name, tensor in state["averages"].items()
         }
+
+    def _renamed_first(self, name: str) -> str:
+        first = self._model.first(name)
+        return self._renamed.get(first, first)
 
     def _saved_name(self, name: str) -> str:
         return MODEL + self._renamed.get(name, name)

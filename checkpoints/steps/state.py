@@ -45,6 +45,12 @@ class ModelState:
     tensors: Mapping[str, Tensor]
     names: Mapping[str, tuple[str, ...]]
 
+    def first(self, name: str) -> str:
+        """Return the first name of the tensor that has ``name``."""
+        if name in self.names:
+            return name
+        return next((first for first, group in self.names.items() if name in group), name)
+
     @property
     def tied(self) -> list[list[str]]:
         """The groups of names that are one tensor."""
@@ -151,12 +157,11 @@ def averages_state(given: Mapping[str, Averages], model: ModelState) -> Optimize
             f"an average is called {odd[0]!r}; expected a name without dots, and neither trained nor averaged, such "
             "as ema"
         )
-    first = {name: group[0] for group in model.names.values() for name in group}
     tensors, table = dict[str, Tensor](), dict[str, dict[str, int]]()
     for called, averages in given.items():
         state = averages.state_dict()
         tensors |= {
-            average_key(called, first.get(name, name)): tensor.detach() for name, tensor in state["averages"].items()
+            average_key(called, model.first(name)): tensor.detach() for name, tensor in state["averages"].items()
         }
         table[called] = {count: int(state[count]) for count in ("updates", "calls")}
     return OptimizerState(tensors, table)
