@@ -385,15 +385,16 @@ class WholeParameters:
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
         self._module, self._mesh, self._axes = module, mesh, axes
-        self._names: tuple[str, ...] = ()
+        self._taken: dict[str, nn.Parameter] = {}
 
     def take(self, names: Sequence[str]) -> None:
         """Take the parameters that have these names, tied ones once; those that were taken stay the same."""
-        module, self._names = self._module, tuple(names)
+        module = self._module
         taken = {name: module.get_parameter(name) for name in names}
         placed = {
             id(parameter): parameter if is_kept(parameter) else self._placed(parameter) for parameter in taken.values()
         }
+        self._taken = {name: placed[id(parameter)] for name, parameter in taken.items()}
         holders = []
         for child in module.modules():
             held = [name for name, value in child._parameters.items() if id(value) in placed]
@@ -424,10 +425,20 @@ class WholeParameters:
         vars(fresh).update(vars(parameter), _meshpar_whole=True)
         return fresh
 
+    def _named(self) -> dict[str, Any]:
+        """Return the parameters by name: the module's, or the ones that were taken where their modules have moved."""
+
+        def now(name: str, taken: nn.Parameter) -> nn.Parameter:
+            try:
+                return self._module.get_parameter(name)
+            except AttributeError:
+                return taken
+
+        return {name: now(name, taken) for name, taken in self._taken.items()}
+
     def versions(self) -> dict[str, tuple[int, int]]:
         """Return by name numbers that change when somebody writes a parameter or gives it other memory."""
-        parameters: dict[str, Any] = {name: self._module.get_parameter(name) for name in self._names}
-        held = {name: parameter._local_tensor for name, parameter in parameters.items()}
+        held = {name: parameter._local_tensor for name, parameter in self._named().items()}
         return {name: (tensor._version, tensor.untyped_storage()._cdata) for name, tensor in held.items()}
 
     @torch.no_grad()
@@ -437,9 +448,7 @@ class WholeParameters:
 
         Collective over the axes.
         """
-        trained: list[Any] = [
-            parameter for name in self._names if (parameter := self._module.get_parameter(name)).requires_grad
-        ]
+        trained = [parameter for parameter in self._named().values() if parameter.requires_grad]
         if not trained:
             return []
         missing = [weight for weight in trained if weight.grad is None]

@@ -124,6 +124,48 @@ def test_modules_without_parameters_may_come_and_go():
         assert torch.allclose(par.module(mine(par, x)), mine(par, expected))
 
 
+class Scaled(Block):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return super().forward(self.scale * x)
+
+
+def scaled_and_wrapped(between):
+    """Train a step, wrap a block between its forward and its backward or after it, and train another one."""
+    net = Net()
+    net.blocks[1] = Scaled().double()
+
+    def wrap(module):
+        module.blocks[1] = nn.Sequential(module.blocks[1])
+
+    def steps(module, x):
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        for number in range(2):
+            loss = module(x).square().mean()
+            if number == 0 and between:
+                wrap(module)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 0 and not between:
+                wrap(module)
+        return [whole(parameter).clone() for parameter in module.parameters()]
+
+    return net, steps
+
+
+@on_ranks(2)
+def test_a_scalar_of_a_block_that_is_wrapped_stays_the_average_over_ranks():
+    for between in (False, True):
+        net, steps = scaled_and_wrapped(between)
+        expected = steps(copy.deepcopy(net), batch())
+        par = Plan("dp_shard=2", [FullyShard()]).apply(net, LAYOUT)
+        torch.testing.assert_close(steps(par.module, mine(par, batch())), expected)
+
+
 class Writes(Net):
     """Writes its head's weight in forward, by one of several ways."""
 
