@@ -25,6 +25,12 @@ _SHAPES: _Cause = (
     "take the count from the tensor: x.unflatten(-1, (-1, head_dim)) instead of x.view(batch, length, heads, "
     "head_dim), x.chunk(3, dim=-1) instead of x.split(width, dim=-1)",
 )
+_POSITIONS: _Cause = (
+    r"(?i)\bsizes?\b",
+    "under sequence_parallel a rank's hidden states between layers are its part of the positions, and the model made "
+    "something for that part, such as a mask of padding or of packed documents, which meets all positions here",
+    "use TensorParallel(sequence_parallel=False), or batches without attention_mask and without packed documents",
+)
 _WHOLE: _Cause = (
     r"mat1 and mat2 shapes cannot be multiplied",
     "it has no style, so its weight is whole, but its input is this rank's part, the output of a 'colwise' layer",
@@ -136,6 +142,8 @@ class Explanation:
         split = applied(self._module).split
         if isinstance(culprit, nn.Linear) and split is not None and name not in split.styles:
             causes = (_WHOLE, *causes)
+        if split is not None and split.sequence_parallel and _is_part(text, split.mesh.size()):
+            causes = (_POSITIONS, *causes)
         cause = self._outside_of_its_block(text, name, frames) or next(
             ((why, remedy) for pattern, why, remedy in causes if re.search(pattern, text)), None
         )
@@ -183,6 +191,15 @@ class Explanation:
             if isinstance(owner, nn.Module) and id(owner) in names:
                 best = (names[id(owner)], owner, where or best[2])
         return best
+
+
+def _is_part(text: str, ranks: int) -> bool:
+    """Return whether an error is about two sizes of which one is a rank's part of the other."""
+    found = re.search(r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)", text)
+    if found is None:
+        return False
+    one, other = sorted(map(int, found.groups()))
+    return one * ranks == other
 
 
 def _frames(trace: TracebackType | None) -> Any:

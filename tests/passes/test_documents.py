@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import meshpar
+from meshpar import TensorParallel
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.plan import Plan
@@ -241,3 +243,20 @@ def tried(mesh, passes):
         par.module.forward = lambda input_ids, position_ids, forward=par.module.forward: forward(input_ids)
         with pytest.raises(MeshparError, match="Transformer does not keep the documents of a packed row separate"):
             check_documents(par, par.module, VOCAB, 64)
+
+
+@on_ranks(2)
+def test_documents_under_sequence_parallel_are_refused_with_a_remedy_that_works():
+    torch.manual_seed(0)
+    model = huggingface("Llama").eval()
+    ids = torch.randint(0, VOCAB, (2, 16))
+    batch = {"input_ids": ids, "position_ids": torch.cat([torch.arange(6), torch.arange(10)]).expand(2, -1)}
+    expected = model(**batch).logits
+    for sequence_parallel in (True, False):
+        split = TensorParallel(sequence_parallel=sequence_parallel)
+        par = Plan("tp=2", [split]).apply(copy.deepcopy(model))
+        if sequence_parallel:
+            with pytest.raises(MeshparError, match=r"packed documents(.|\n)*TensorParallel\(sequence_parallel=False\)"):
+                par.module(**batch)
+        else:
+            torch.testing.assert_close(par.module(**batch).logits, expected)
