@@ -743,9 +743,9 @@ def test_the_commands_know_elastic_replicas_of_a_recipe(tmp_path):
     assert "dp_replicate+dp_shard" in describe_recipe(str(path)), "one job splits parameters over both axes"
     assert "fits 3 replicas of 2 ranks" in check_recipe(str(path), elastic="replicas")
     coupled = ["optimizer={class: tests.jobs.test_divided.Coupled, lr: 1e-3}"]
-    assert "fits 6 ranks" in check_recipe(str(path), coupled)
-    with pytest.raises(PlanError, match="step that Coupled makes of one parameter depends on others"):
-        check_recipe(str(path), coupled, elastic="replicas")
+    for mode in (None, "replicas"):
+        with pytest.raises(PlanError, match="step of Coupled on a whole tensor differs from its step on two parts"):
+            check_recipe(str(path), coupled, elastic=mode)
     with pytest.raises(PlanError, match="--elastic=replicas reads data in the training process"):
         check_recipe(str(path), ["data.workers=1"], elastic="replicas")
     with pytest.raises(LaunchError, match="has one replica"):
