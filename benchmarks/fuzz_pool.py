@@ -44,7 +44,8 @@ REMEDY = re.compile(rf"[;\n:.,][^;\n]*\b(?:{VERBS})\b", re.IGNORECASE)
 LEFT = re.compile(r"timed? ?out|Connection closed by peer|Connection reset by peer", re.IGNORECASE)
 """What a rank says whose peers did not come, or gave up first."""
 MIXED = re.compile(
-    r"mixed torch\.Tensor and DTensor|must have the same mesh|with different meshes|in loading state_dict"
+    r"mixed torch\.Tensor and DTensor|only accepts torch\.Tensor but got .*DTensor|must have the same mesh"
+    r"|with different meshes|in loading state_dict"
 )
 """How torch refuses sharded tensors beside whole ones, in code that calls torch alone and that no module on the mesh
 can hear of.
