@@ -1134,7 +1134,8 @@ class AdafactorOn:
         has_complex: bool = parent._init_group(group, *lists)
         parameters, grads, rows, columns, variances, _ = lists
         for place, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
-            parameters[place], grads[place], state = self.replace(parameter, grad, self.state[parameter])  # type: ignore[attr-defined]
+            replaced = self.replace(parameter, grad, self.state[parameter])  # type: ignore[attr-defined]
+            parameters[place], grads[place], state = replaced
             rows[place], columns[place], variances[place] = (
                 state.get(key) for key in ("row_var", "col_var", "variance")
             )
@@ -1226,7 +1227,8 @@ def last_collectives() -> dict[str, tuple[int, str]]:
     names = {group.group_name: group_title(group) for group in open_groups()} if counts else {}
     last = {name: (number, "a collective") for name, number in counts.items()}
     for backend in ("fr", "nccl"):  # gloo's record, and NCCL's, which only a torch with NCCL has
-        dump = getattr(torch._C._distributed_c10d, f"_dump_{backend}_trace_json", None)  # pyright: ignore[reportAttributeAccessIssue]
+        home = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
+        dump = getattr(home, f"_dump_{backend}_trace_json", None)
         for entry in json.loads(dump()).get("entries", []) if dump is not None else []:
             name = names.get(entry["process_group"][0])
             if name is not None and not entry.get("is_p2p") and entry["collective_seq_id"] == counts[name]:

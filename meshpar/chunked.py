@@ -236,7 +236,8 @@ class _Chunked(torch.autograd.Function):
             del logits_nV, loss  # before the next chunk's
         if grads is not None:
             ctx.save_for_backward(grads.hidden_ND, grads.weight_VD, grads.bias_V)  # type: ignore[arg-type]
-            ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)  # type: ignore[attr-defined]
+            bias_dtype = None if bias_V is None else bias_V.dtype
+            ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, bias_dtype)  # type: ignore[attr-defined]
         return total
 
     @staticmethod

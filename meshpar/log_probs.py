@@ -113,7 +113,8 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, upstream_2N: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        labels_N, counted_N, (top_N, total_N, entropy_N), hidden_ND, weight_VD, bias_V = ctx.saved_tensors  # type: ignore[attr-defined]
+        saved = ctx.saved_tensors  # type: ignore[attr-defined]
+        labels_N, counted_N, (top_N, total_N, entropy_N), hidden_ND, weight_VD, bias_V = saved
         finish, chunk, scale = ctx.how  # type: ignore[attr-defined]
         grads = Gradients(hidden_ND, weight_VD, bias_V)
         upstream_2N = upstream_2N * counted_N * scale

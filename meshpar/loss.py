@@ -234,4 +234,5 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         exp_NV, sum_N, index_N, here_N, counted_N = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_NV = exp_NV / sum_N[:, None]
         grad_NV.scatter_add_(1, index_N[:, None], -here_N[:, None].to(grad_NV.dtype))
-        return (grad_NV * (counted_N * upstream[0])[:, None]).to(ctx.dtype), None, None, None, None  # type: ignore[attr-defined]
+        grad_NV = grad_NV * (counted_N * upstream[0])[:, None]
+        return grad_NV.to(ctx.dtype), None, None, None, None  # type: ignore[attr-defined]

@@ -22,7 +22,9 @@ def shard_dim(placement: Placement) -> int | None:
     """Return the dim that a placement splits (``Shard`` and ``_StridedShard``, which is no subclass in every torch),
     else None.
     """
-    return placement.dim if placement.is_shard() or isinstance(placement, StridedShard) else None  # type: ignore[attr-defined]
+    if placement.is_shard() or isinstance(placement, StridedShard):
+        return placement.dim  # type: ignore[attr-defined]
+    return None
 
 
 def sharded_axes(tensor: Tensor) -> tuple[str, ...]:

@@ -154,7 +154,8 @@ def _is_called(model: nn.Module, name: str) -> bool:
     layers = model.get_submodule(name)
     owner = model.get_submodule(name.rpartition(".")[0])
     own = inspect.getsource(type(owner)) if type(owner).__module__.startswith("transformers.") else ""
-    return not re.search(r"\blayer\w*\.forward\(", own) and not any(hasattr(layer, "backward_pass") for layer in layers)  # type: ignore[attr-defined, union-attr]
+    reversible = any(hasattr(layer, "backward_pass") for layer in layers.children())
+    return not re.search(r"\blayer\w*\.forward\(", own) and not reversible
 
 
 def _ignored(model: Any) -> tuple[str, ...]:

@@ -93,7 +93,8 @@ class Slab:
 def _pinned(nbytes: int) -> Tensor:
     memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
     if torch.cuda.is_available():  # other accelerators copy from and to memory that is not pinned
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0))  # type: ignore[union-attr]
+        registered = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)  # type: ignore[union-attr]
+        torch.cuda.check_error(registered)
     return memory
 
 

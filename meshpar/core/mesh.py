@@ -300,7 +300,8 @@ def sizes_text(axis: str, number: int) -> str:
 
 def default_device_type() -> str:
     """Return the accelerator's device type where there is one, else ``"cpu"``."""
-    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # type: ignore[union-attr]
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if found is None else found.type
 
 
 def _parse(text: str) -> dict[str, int]:

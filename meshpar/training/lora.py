@@ -261,7 +261,9 @@ class _TrainedOnly(nn.Module):
         super().__init__()
         self._whole = (whole,)  # in a tuple, so that it is no part of this module
 
-    def state_dict(self, *args: Any, keep_vars: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, keep_vars: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
         trained = {name: parameter for name, parameter in self._whole[0].named_parameters() if parameter.requires_grad}
         return trained if keep_vars else {name: parameter.detach() for name, parameter in trained.items()}
 

@@ -338,9 +338,8 @@ class Profiled:
         times = times_of(json.loads((self._folder / TRACE).read_text(encoding="utf-8")), threads)
         files = {TRACE: "open in https://ui.perfetto.dev"}
         with suppress(FileNotFoundError):
-            files |= {
-                SNAPSHOT: f"{(self._folder / SNAPSHOT).stat().st_size >> 10} KiB, open in https://pytorch.org/memory_viz"
-            }
+            kib = (self._folder / SNAPSHOT).stat().st_size >> 10
+            files |= {SNAPSHOT: f"{kib} KiB, open in https://pytorch.org/memory_viz"}
         title = f"{self._par.plan} on {len(ranks)} ranks ({self._par.device.type})"
         where = (
             f"`{SNAPSHOT}` shows it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -162,8 +163,8 @@ def _stage(
                 made += zip(
                     (_fill(pattern, stars) for pattern in there), build([views[ours] for ours in together]), strict=True
                 )
-    seen: set[str] = set()
-    problems += [f"two tensors would be called {name!r}" for name, _ in made if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
+    calls = Counter(name for name, _ in made)
+    problems += [f"two tensors would be called {name!r}" for name, count in calls.items() if count > 1]
     if problems:
         raise LayoutError("\n  ".join([f"{rule} does not fit these tensors:", *problems]))
     return dict(made)

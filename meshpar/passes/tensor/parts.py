@@ -218,7 +218,7 @@ class FeatureTable(Style):
             )
         else:
             yield from replaced_problems(name, module, nn.Embedding)
-            yield from empty_problems(name, "features", int(module.weight.shape[1]), size)  # type: ignore[arg-type, index, union-attr]
+            yield from empty_problems(name, "features", module.get_parameter("weight").shape[1], size)
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Split the features."""
@@ -226,7 +226,7 @@ class FeatureTable(Style):
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Join the slices."""
-        inner, group, width = module.forward, context.group, int(module.weight.shape[1])  # type: ignore[arg-type, index, union-attr]
+        inner, group, width = module.forward, context.group, module.get_parameter("weight").shape[1]
         if not self.gather:
             context.join_after(name)
 
