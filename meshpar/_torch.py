@@ -321,6 +321,11 @@ class Units:
         lost, self._lost = self._lost, None
         return lost
 
+    def in_backward(self) -> bool:
+        """Tell whether a backward has come into a unit and has not ended, as far as FSDP2 knows."""
+        open_states = (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
+        return any(group._training_state in open_states for group in self._groups)
+
     def unwind(self) -> None:
         """Bring units back from a backward that an error ended; without it FSDP2 never sees the end of a later one,
         nor reduces in it.

@@ -642,7 +642,8 @@ class Cycle:
 
     def _unwind(self) -> None:
         """Wind up a backward that an error ended; the gradients that it left are refused until somebody clears them."""
-        if self._backward == -1 or _torch.in_backward():
+        begun = self._backward != -1 or self._units.in_backward()  # it came by FSDP2's hook, and no further
+        if not begun or _torch.in_backward():
             return
         self._close_backward()
         self._units.unwind()

@@ -124,6 +124,51 @@ def test_modules_without_parameters_may_come_and_go():
         assert torch.allclose(par.module(mine(par, x)), mine(par, expected))
 
 
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError
+
+
+class KeepsOutput(Block):
+    fails = False
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.last = Raises.apply(y) if self.fails else y
+        return self.last
+
+
+@on_ranks(2)
+def test_a_backward_from_a_kept_output_that_fails_is_refused_until_gradients_are_cleared():
+    """FSDP2's hook alone sees this backward begin: the module's own output is not in the loss."""
+    net = Net()
+    net.blocks[0] = KeepsOutput().double()
+    alone = copy.deepcopy(net)
+    alone(batch())
+    alone.blocks[0].last.square().mean().backward()
+    par = Plan("dp_shard=2", [FullyShard()]).apply(net, LAYOUT)
+    module, x = par.module, mine(par, batch())
+    module.blocks[0].fails = True
+    module(x)
+    with pytest.raises(MemoryError):
+        module.blocks[0].last.square().mean().backward()
+    module.blocks[0].fails = False
+    with pytest.raises(MeshparError, match=r"an error ended a backward(.|\n)*zero_grad"):
+        module(x)
+    module.zero_grad()
+    module(x)
+    module.blocks[0].last.square().mean().backward()
+    for name, parameter in module.named_parameters():
+        expected = alone.get_parameter(name).grad
+        got = None if parameter.grad is None else whole(parameter.grad)
+        assert got is None or not got.any() if expected is None else torch.allclose(got, expected)
+
+
 class Scaled(Block):
     def __init__(self):
         super().__init__()
