@@ -94,6 +94,6 @@ MakesGuards: TypeAlias = Callable[[Guarded], Iterable[Guard]]
 
 
 def guards_of(guarded: Guarded) -> tuple[Guard, ...]:
-    """Return the guards of a module from all installed packages."""
+    """Return the guards of a module from installed packages."""
     makers: list[MakesGuards] = [registry.plugin(GROUP, name) for name in registry.names(GROUP)]
     return tuple(guard for make in makers for guard in make(guarded))

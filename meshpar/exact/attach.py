@@ -19,6 +19,7 @@ from meshpar.core.resolved import Resolved
 from meshpar.exact.agreement import Agreement, Meeting
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.explain import Explanation
+from meshpar.exact.guards import own_guards
 from meshpar.exact.losses import Losses
 from meshpar.exact.mixing import mixing_test
 from meshpar.exact.unguarded import NoComparisons, NoLosses
@@ -83,7 +84,7 @@ def attach(
         module,
         None if off else explanation,
         resolved.same,
-        watching=() if off else guards_of(guarded),
+        watching=() if off else (*own_guards(guarded), *guards_of(guarded)),
         parts=guarded.lengths,
         agreement=NoComparisons(module, exchange)
         if silent
