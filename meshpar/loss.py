@@ -29,7 +29,7 @@ class Totals:
 
     Attributes:
         loss: the sum of the losses, a scalar without gradient.
-        values: name -> sum; None: the losses come alone.
+        values: name -> sum; empty where the losses come alone.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -148,7 +148,7 @@ def _differing(
     for name, chunk in parts:
         checksum = sums(file, chunk) if sums is not None else None
         reader.sum_to(chunk.position)
-        if (found := reader.sum_to(chunk.position + chunk.length)) != checksum and checksum is not None:
+        if (found := reader.sum_to(chunk.position + chunk.length)) != checksum:
             differs = True
             yield (
                 f"{name} at {chunk.offsets}, bytes {chunk.position} to {chunk.position + chunk.length}: "

@@ -200,22 +200,23 @@ def _gathered_stages(module: nn.Module, stage: int, stages: int, *, keep: bool) 
     dist.all_gather_object(every, stage, group=runtime.hosts())
     for sender in range(stages):
         source = every.index(sender)
-        told: list[Any] = [
+        described: list[Any] = [
             [
                 (name, value.shape, value.dtype) if isinstance(value, Tensor) else (name, value, None)
                 for name, value in mine.items()
             ]
         ]
-        dist.broadcast_object_list(told, src=source, group=runtime.hosts())
-        for name, what, dtype in told[0]:
+        dist.broadcast_object_list(described, src=source, group=runtime.hosts())
+        for name, what, dtype in described[0]:
+            if name in state:  # both ends have what is tied
+                continue
             if dtype is None:
-                state.setdefault(name, what)
+                state[name] = what
                 continue
             whole = whole_tensor(mine[name]) if stage == sender else torch.empty(what, dtype=dtype, device=device)
-            if name not in state:  # both ends have what is tied
-                whole = whole.detach().contiguous()
-                dist.broadcast(whole, src=source)
-                state[name] = whole.cpu().clone() if keep else None
+            whole = whole.detach().contiguous()
+            dist.broadcast(whole, src=source)
+            state[name] = whole.cpu().clone() if keep else None
     return state if keep else {}
 
 
