@@ -273,7 +273,7 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
                 recipe,
                 model,
                 divides=replica and any(pass_.divides_optimizer for pass_ in plan.passes),
-                shards=any(size > 1 for axis, size in spec.axes.items() if axis != "dp_replicate"),
+                shards=spec.size > 1 and any(pass_.shards(model, layout or layout_for(model)) for pass_ in plan.passes),
             )
         missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
         problems += [f"{recipe.where('teacher.model')}.{text}; train and export the teacher first" for text in missing]
