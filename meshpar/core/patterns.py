@@ -183,12 +183,15 @@ OWN_NUMBER = re.compile(r"(^|_)(idx|id|index|layer|number|place|layer_number)$")
 """Names of attributes in which a block knows its own number."""
 
 
-def kind_of(block: nn.Module, styles: Mapping[str, object] = MappingProxyType({})) -> Hashable:
+def kind_of(
+    block: nn.Module, place: int | None = None, styles: Mapping[str, object] = MappingProxyType({})
+) -> Hashable:
     """Return what two blocks of one kind have in common, which compute alike: classes, shapes, and plain settings other
     than their own number.
 
     Args:
         block: the block.
+        place: the number by which it may know itself; None: whatever is called like such a number is one.
         styles: more that distinguishes the modules in it, by their names in the block.
     """
     facts = []
@@ -196,7 +199,8 @@ def kind_of(block: nn.Module, styles: Mapping[str, object] = MappingProxyType({}
         settings = tuple(
             (key, repr(value))
             for key, value in sorted(vars(child).items())
-            if isinstance(value, bool | int | float | str) and not (type(value) is int and OWN_NUMBER.search(key))
+            if isinstance(value, bool | int | float | str)
+            and not (type(value) is int and OWN_NUMBER.search(key) and place in (None, value))
         )
         shapes = tuple(
             (key, tuple(value.shape), value.dtype) for key, value in child._parameters.items() if value is not None

@@ -297,8 +297,8 @@ def _spread(value: object, length: int, *, inside: bool = True) -> bool:
 def _one_of_each_kind(module: nn.Module, blocks: Sequence[str]) -> Iterator[str]:
     """Yield one block of each kind, and the outermost modules beside the blocks."""
     kinds: dict[Any, str] = {}
-    for name in blocks:
-        kinds.setdefault(kind_of(module.get_submodule(name)), name)
+    for place, name in enumerate(blocks):
+        kinds.setdefault(kind_of(module.get_submodule(name), place), name)
     yield from kinds.values()
     around = {name.rsplit(".", depth)[0] for name in blocks for depth in range(1, name.count(".") + 1)}
 

@@ -457,10 +457,10 @@ def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]
         yield ""
         return
     kinds: dict[Any, str] = {}
-    for name in blocks:
+    for place, name in enumerate(blocks):
         if styled := [inner for inner in context.styles if inner == name or inner.startswith(f"{name}.")]:
             inside = {inner[len(name) + 1 :]: context.styles[inner] for inner in styled}
-            kinds.setdefault(kind_of(module.get_submodule(name), inside), name)
+            kinds.setdefault(kind_of(module.get_submodule(name), place, inside), name)
     yield from kinds.values()
     yield from alone
 
