@@ -398,7 +398,7 @@ def first_step(module=None):
 def test_the_test_in_the_first_forward_leaves_no_trace():
     loss, grads, left = first_step()
     held = []
-    for verify in (True, False):
+    for verify in (True, True, False):  # the first in a process makes tensors that stay, such as a random state's
         par = Plan("tp=2", [TensorParallel()], verify=verify).apply(Remembers(), LAYOUT)
         par.verify(IDS)
         got, have, traces = first_step(par.module)
@@ -408,7 +408,7 @@ def test_the_test_in_the_first_forward_leaves_no_trace():
         gc.collect()
         held.append(sum(issubclass(type(value), torch.Tensor) for value in gc.get_objects()))
         del par
-    assert held[0] == held[1]
+    assert held[1] == held[2]
 
 
 class Sparse(Block):
