@@ -205,10 +205,10 @@ def _wrap(case: Case, model: Any, blocks: list[Any], backend: str, device: Any, 
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from meshpar import _torch
+    from meshpar._torch.recompute import ignore_profiler_marks
     from meshpar.passes.recompute import _selective_contexts
 
-    _torch.ignore_profiler_marks()
+    ignore_profiler_marks()
     for block in blocks:
         if case.recompute:
             checkpoint(block, **({"context_fn": _selective_contexts} if case.recompute == "selective" else {}))

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from meshpar import FullyShard, HybridShard, MeshSpec, Plan, TensorParallel
-from meshpar._torch import open_groups
+from meshpar._torch.groups import open_groups
 from meshpar.core.runtime import simulated
 from meshpar.forecasting import Batch, Trace
 from meshpar.forecasting.simulate import Simulation, simulate

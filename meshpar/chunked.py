@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor
 
-from meshpar import _torch
+from meshpar._torch.fsdp import output_dtype
 from meshpar.core.errors import MeshparError
 from meshpar.core.patterns import class_name, find_modules
 from meshpar.core.registry import layout_for
@@ -147,7 +147,7 @@ def chunk_for(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
         around_the_product(head)
     except MeshparError:
         return 0
-    exact = own_forward(model) is None and _torch.output_dtype(model) in (None, torch.float32)
+    exact = own_forward(model) is None and output_dtype(model) in (None, torch.float32)
     return min(CHUNK, max(LEAST, positions // 8)) if exact else 0
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor
 
-from meshpar._torch import assert_async
+from meshpar._torch.calls import assert_async
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 

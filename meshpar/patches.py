@@ -12,6 +12,19 @@ Undo = Callable[[], bool]
 """Undoes a change; returns False where it cannot be undone now. The garbage collector may call it anywhere."""
 
 
+def set_attribute(owner: object, name: str, value: object) -> Undo:
+    """Set an attribute; undoing it leaves what others set since alone."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+
+    def undo() -> bool:
+        if getattr(owner, name) is value:
+            setattr(owner, name, before)
+        return True
+
+    return undo
+
+
 @final
 @dataclass(slots=True)
 class _Change:

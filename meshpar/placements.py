@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from meshpar._torch import StridedShard, quiet_gathers
+from meshpar._torch.dtensor import StridedShard, quiet_gathers
 from meshpar.core.errors import MeshparError
 
 

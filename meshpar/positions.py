@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshpar._torch import as_one_operator
+from meshpar._torch.calls import as_one_operator
 from meshpar.core.errors import MeshparError
 from meshpar.passes.exchange import BLOCK, Exchange, run_by_run
 from meshpar.passes.installed import installed

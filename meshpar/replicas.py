@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshpar import _torch
+from meshpar._torch.groups import all_gather
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 
@@ -153,7 +153,7 @@ def _first_with_the_same(numbers: Sequence[int]) -> Tensor:
 def _gathered(mine: Tensor) -> Tensor:
     """Return the numbers (N,) of all ranks, (ranks, N), which the hosts exchange."""
     every = mine.new_empty(dist.get_world_size() * len(mine))
-    _torch.all_gather(every, mine, runtime.hosts())
+    all_gather(every, mine, runtime.hosts())
     return every.view(-1, len(mine))
 
 

@@ -20,7 +20,7 @@ from typing import Any, TextIO, final
 
 import torch.distributed as dist
 
-from meshpar._torch import collective_counts, last_collectives
+from meshpar._torch.groups import collective_counts, last_collectives
 
 STALLED = 75
 """The exit code of a rank that the watchdog ended (sysexits.h: EX_TEMPFAIL); another start may heal it."""

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from meshpar._torch import stored_at
+from meshpar._torch.dcp import stored_at
 from meshpar.checkpoints.format.archive import write_tensor
 from meshpar.checkpoints.storage.checksums import crc32, joined, table_of
 from meshpar.checkpoints.storage.files import TILE_BYTES, lies_in_memory, memory_of, tiles

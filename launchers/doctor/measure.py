@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar import _torch
+from meshpar._torch.groups import all_gather
 from meshpar.core import runtime
 from meshpar.core.mesh import MeshSpec
 from meshpar.forecasting.hardware import Hardware
@@ -109,7 +109,7 @@ def _prepared(
         received = torch.zeros_like(whole)
         return lambda: dist.all_to_all_single(received, whole, group=group)
     part = torch.zeros(whole.numel() // size, device=device)
-    return lambda: _torch.all_gather(whole, part, group)
+    return lambda: all_gather(whole, part, group)
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar import _torch
+from meshpar._torch.fsdp import parts_only
 from meshpar.core.errors import MeshparError
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Role
@@ -44,7 +44,7 @@ def run_passes(
     before = [weakref.ref(parameter) for parameter in module.parameters()]
     names, ties = [name for name, _ in module.named_parameters()], tied_names(module)
     for applied_pass, seen in zip(resolved.passes, resolved.seen, strict=True):
-        with _torch.parts_only():
+        with parts_only():
             applied_pass.apply(module, resolved.layout, meshes[seen])
         if Role.LAYERS in applied_pass.roles.values():  # other ranks have the others
             held = {name for name, _ in module.named_parameters()}

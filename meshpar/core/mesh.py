@@ -246,7 +246,7 @@ class MeshSpec:
 
         Collective: every rank enters and leaves it.
         """
-        from meshpar._torch import open_groups
+        from meshpar._torch.groups import open_groups
 
         before = set(open_groups())
         yield self.build(device_type)
@@ -263,11 +263,8 @@ class MeshSpec:
 
 
 def _built(device_type: str, axes: tuple[tuple[str, int], ...], *, own: bool) -> DeviceMesh:
-    from meshpar._torch import (  # loads FSDP2, which those who only name a mesh do without
-        forget_meshes,
-        own_groups,
-        share_timeout,
-    )
+    from meshpar._torch.dtensor import forget_meshes
+    from meshpar._torch.groups import own_groups, share_timeout
 
     forget_meshes()
     names, sizes = zip(*axes)

@@ -175,7 +175,7 @@ def hosts() -> dist.ProcessGroup:
         raise LaunchError("no process group is open; wrap the job in `with meshpar.distributed():`")
     if is_simulated() or "cpu:gloo" in dist.get_backend_config().split(","):
         return world
-    from meshpar._torch import open_groups  # loads FSDP2, which a job needs in any case
+    from meshpar._torch.groups import open_groups
 
     known = next(
         (group for group in open_groups() if group.group_desc == _HOSTS and group.size() == world.size()), None
@@ -192,7 +192,7 @@ def new_host_group(name: str, timeout_s: float | None = None) -> dist.ProcessGro
         name: what it is for.
         timeout_s: bound in seconds on its collectives; None: that of the default group.
     """
-    from meshpar._torch import shared_timeout
+    from meshpar._torch.groups import shared_timeout
 
     given = _LAZILY in os.environ
     os.environ.setdefault(_LAZILY, "1")

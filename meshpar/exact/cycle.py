@@ -20,7 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshpar import _torch
+from meshpar._torch.autograd import at_end_of_backward, backward, check_backwards, in_backward
+from meshpar._torch.calls import assert_async, eager, enter_by
+from meshpar._torch.fsdp import begin_anew, gather_before_backward, make_ready
+from meshpar._torch.optimizers import AdafactorOn, adafactor_on, before_steps
+from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.guards import Guard, Guards
@@ -142,7 +146,7 @@ class Cycle:
         self.reducing = True
         self._shares_gathered = False
         self._explained_by = explanation
-        self._units = _torch.Units(module)
+        self._units = Units(module)
         self._entrances = Entrances(self._enter_backward)
         self._depth = 0
         self._method: Callable[..., Any] | None = None
@@ -168,7 +172,7 @@ class Cycle:
     def _install(self) -> None:
         module: Any = self.module
         inner, forward = module._call_impl, module.forward
-        _torch.enter_by(module, functools.partial(self._enter, inner))
+        enter_by(module, functools.partial(self._enter, inner))
 
         def dispatch(*args: Any, **kwargs: Any) -> Any:
             method, self._method = self._method, None
@@ -191,12 +195,12 @@ class Cycle:
         if self._keeps:
             module.train = functools.partial(self._train, module.train)
         _LIVING[next(_NUMBERS)] = self
-        while_lives(self, "steps", functools.partial(_torch.before_steps, _before_every_step))
+        while_lives(self, "steps", functools.partial(before_steps, _before_every_step))
         if self._on or self._units.modules:  # a backward that comes into a unit by another way than its outputs
             while_lives(
                 self,
                 "backwards",
-                functools.partial(_torch.check_backwards, refuse_reduced, _before_every_backward, _after_failures),
+                functools.partial(check_backwards, refuse_reduced, _before_every_backward, _after_failures),
             )
         if self._on:
             one_process(self, _inside)
@@ -223,7 +227,7 @@ class Cycle:
         Raises:
             MeshparError: the module is not between two steps, or other parameters came, too.
         """
-        if self._depth or _torch.in_backward():
+        if self._depth or in_backward():
             raise MeshparError("par.adopt is called inside of a forward or a backward; call it between two steps")
         if not self.reducing:
             raise MeshparError(
@@ -247,7 +251,7 @@ class Cycle:
         """See the module after :meth:`came`, when the passes have placed what came; ``gone`` are parameters that it
         lost.
         """
-        _torch.begin_anew(self.module)
+        begin_anew(self.module)
         self._units.look()
         self._look()
         self.placed.record()
@@ -266,12 +270,12 @@ class Cycle:
         """
 
         def check(name: str, block: nn.Module, args: object) -> None:
-            if not self._depth and not _torch.in_backward():
+            if not self._depth and not in_backward():
                 raise MeshparError(f"{name} ({type(block).__name__}) is called from outside of the module, where {why}")
 
         for name, part in parts.items():
             if part not in self._guarded_parts:
-                part.register_forward_pre_hook(_torch.eager(functools.partial(check, name)), prepend=True)
+                part.register_forward_pre_hook(eager(functools.partial(check, name)), prepend=True)
         self._guarded_parts.update(parts.values())
 
     def explain_calls(self, parts: Iterable[nn.Module]) -> None:
@@ -340,7 +344,7 @@ class Cycle:
 
     def _enter(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one call of the module, by ``forward`` or by a method, its hooks and the passes' inside."""
-        if self._depth or _torch.in_backward():
+        if self._depth or in_backward():
             return self._told(inner, args, kwargs)
         self._depth += 1
         try:
@@ -374,7 +378,7 @@ class Cycle:
             self._depth -= 1
             self._method = None
 
-    @_torch.eager
+    @eager
     def _first_run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Try a split of positions on the first forward, and a split of features on the first whose gradients are
         wanted.
@@ -393,7 +397,7 @@ class Cycle:
         verified(test.run())
         return output
 
-    @_torch.eager
+    @eager
     def _before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._unwind()
         if not self._ready:
@@ -419,7 +423,7 @@ class Cycle:
         if self.agreement is not None and torch.is_grad_enabled():
             self.agreement.batch((args, kwargs))
 
-    @_torch.eager
+    @eager
     def _returned(self, output: object) -> None:
         for guard in self.watching:
             guard.after_forward(output)
@@ -445,7 +449,7 @@ class Cycle:
         if not all(self.agreement.meet("a forward of the module", [int(wrote)])) or wrote:
             return False
         if same is not None and runtime.queues(same.device):
-            _torch.assert_async(same, _WRITTEN)
+            assert_async(same, _WRITTEN)
         return True
 
     def _train(self, inner: Callable[..., nn.Module], mode: bool = True) -> nn.Module:
@@ -461,7 +465,7 @@ class Cycle:
         """
         if self._shards is None:
             return
-        _torch.make_ready(self.module)
+        make_ready(self.module)
         if self._shares_gathered and torch.is_grad_enabled():
             self._shards.check_unwritten()
         else:
@@ -469,29 +473,29 @@ class Cycle:
         self._shares_gathered = torch.is_grad_enabled() and not (self.reducing and self._units.reduces())
         self._shards.begin()
 
-    @_torch.eager
+    @eager
     def _before_unit(self, unit: nn.Module, args: object) -> None:
         if torch.is_inference_mode_enabled():  # a method of the module's own may have entered it
             stack = ExitStack()
             stack.enter_context(_outside_inference_mode())
             self._outside[unit] = stack
-        if not self._depth and not _torch.in_backward():
-            _torch.make_ready(self.module)
+        if not self._depth and not in_backward():
+            make_ready(self.module)
             self._units.reshard()
             self._entrances.begin()
             self._gather_shards()
         self._units.show(unit)
-        if self.agreement is not None and not _torch.in_backward():
+        if self.agreement is not None and not in_backward():
             self.agreement.unit(self._names[unit], self._units.trained(unit))
         if not torch.is_grad_enabled():
             self._without_grad.add(unit)
-        elif self._on and _torch.in_backward() and unit in self._without_grad:
+        elif self._on and in_backward() and unit in self._without_grad:
             raise MeshparError(
                 "the model recomputes a block by torch.utils.checkpoint(use_reentrant=True), whose backward inside a "
                 "backward sharding may reduce more than once; use checkpoint(..., use_reentrant=False), or "
                 "ActivationCheckpoint() in the plan"
             )
-        elif not _torch.in_backward():
+        elif not in_backward():
             self._without_grad.discard(unit)
             self._units.runs(unit)
             self._entrances.opens(unit)
@@ -505,27 +509,27 @@ class Cycle:
         self.expect_end()
         self._units.use(parameter)
 
-    @_torch.eager
+    @eager
     def _gathered(self, unit: nn.Module, args: object) -> None:
         self._units.remember(unit)
 
-    @_torch.eager
+    @eager
     def _before_freed(self, unit: nn.Module, args: object, output: object) -> None:
         if name := self._units.written(unit, look=not runtime.is_simulated() and self._looks.first(self._names[unit])):
             refuse_written(name)
 
-    @_torch.eager
+    @eager
     def _after_unit(self, unit: nn.Module, args: object, output: object) -> None:
         if torch.is_grad_enabled() and not isinstance(output, Tensor):
-            _torch.gather_before_backward(unit, output, _trained(output))
-        if not _torch.in_backward():
+            gather_before_backward(unit, output, _trained(output))
+        if not in_backward():
             self._entrances.closes(unit, output)
         if (stack := self._outside.pop(unit, None)) is not None:
             stack.close()
         if unit is not self.module:
             self._units.hide(unit)  # outside of it nobody sees that its weights are used, and they may be freed before
 
-    @_torch.eager
+    @eager
     def _after_forward(self, output: object) -> None:
         self._versions = self._versions_now() if self._on else {}
         tensors = _trained(output)
@@ -539,7 +543,7 @@ class Cycle:
 
     def before_backward(self, roots: list[Any]) -> None:
         """Look at a backward of whatever model that is about to run from ``roots``, tensors or nodes."""
-        if _torch.in_backward():
+        if in_backward():
             return
         self._forget_cleared()
         if (
@@ -636,14 +640,14 @@ class Cycle:
     def expect_end(self) -> None:
         """Run :meth:`_end_backward` when the backward that runs now ends."""
         if self._backward == -1:
-            self._backward = _torch.backward()
+            self._backward = backward()
             self._had_gradient = {id(parameter) for parameter in self._units.hooked() if parameter.grad is not None}
-            _torch.at_end_of_backward(self._end_backward)
+            at_end_of_backward(self._end_backward)
 
     def _unwind(self) -> None:
         """Wind up a backward that an error ended; the gradients that it left are refused until somebody clears them."""
         begun = self._backward != -1 or self._units.in_backward()  # it came by FSDP2's hook, and no further
-        if not begun or _torch.in_backward():
+        if not begun or in_backward():
             return
         self._close_backward()
         self._units.unwind()
@@ -716,7 +720,7 @@ class Cycle:
             guard.before_step(optimizer, trains=trains)
         if not trains:
             return optimizer
-        if not _torch.in_backward():  # whose recomputations read what is registered now
+        if not in_backward():  # whose recomputations read what is registered now
             self.check_parameters()
         if self.agreement is not None:
             self.agreement.settings(optimizer)
@@ -727,7 +731,7 @@ class Cycle:
             self._guarded.add(optimizer)
             guard_optimizer(optimizer)
         if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(parameter) for parameter in held):
-            return _torch.adafactor_on(optimizer, adafactor_by_parts)
+            return adafactor_on(optimizer, adafactor_by_parts)
         return optimizer
 
     def leave_step(self) -> None:
@@ -778,7 +782,7 @@ class Cycle:
         and saved.
         """
         self._unwind()
-        if not self._depth and not _torch.in_backward():
+        if not self._depth and not in_backward():
             self._units.reshard()
 
 
@@ -805,7 +809,7 @@ def _before_every_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Check a step of any optimizer, and let it step by what can."""
-    if isinstance(optimizer, _torch.AdafactorOn):  # whose class may call the step of a base
+    if isinstance(optimizer, AdafactorOn):  # whose class may call the step of a base
         return None
     instead = [steps for cycle in list(_LIVING.values()) if (steps := cycle._before_step(optimizer)) is not optimizer]
     return ((instead[0], *args[1:]), kwargs) if instead else None

@@ -20,7 +20,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from meshpar import _torch
+from meshpar._torch.autograd import Node, next_node
 from meshpar.core.errors import MeshparError
 from meshpar.exact.agreement import leaves
 
@@ -72,7 +72,7 @@ class Entrances:
             self._thread, self._stepped = threading.get_ident(), 0
             for known in (self._numbers, self._owners, self._exits, self._hooked):
                 known.clear()
-        number = _torch.next_node()
+        number = next_node()
         if self._numbers and self._numbers[-1] == number:  # no node came between
             self._owners[-1] = owner
             return
@@ -86,7 +86,7 @@ class Entrances:
         if self._thread != threading.get_ident():
             return
         self._forget(self._stepped)
-        self._stepped = _torch.next_node()
+        self._stepped = next_node()
 
     def _forget(self, number: int) -> None:
         first = bisect_right(self._numbers, number - 1)
@@ -152,5 +152,5 @@ def _nodes(values: Iterable[object]) -> Iterator[Any]:
     """Yield the nodes of a graph from which gradients of ``values`` come, tensors or nodes."""
     for leaf in values:
         node = leaf.grad_fn if isinstance(leaf, Tensor) else leaf
-        if isinstance(node, _torch.Node):
+        if isinstance(node, Node):
             yield node

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
-from meshpar import _torch
+from meshpar._torch.dtensor import change_attributes, change_operators
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.passes import random
@@ -38,11 +38,11 @@ def one_process(owner: object, inside: Callable[[], bool]) -> None:
         owner: a parallel module, or a part of one.
         inside: tells whether code of a parallel module runs, whose errors are explained elsewhere.
     """
-    while_lives(owner, "data", functools.partial(_torch.change_attributes, _assign, _refuse_numpy))
+    while_lives(owner, "data", functools.partial(change_attributes, _assign, _refuse_numpy))
     while_lives(
         owner,
         "operators",
-        functools.partial(_torch.change_operators, _draw, functools.partial(_refuse_unknown, inside), _refuse_lost),
+        functools.partial(change_operators, _draw, functools.partial(_refuse_unknown, inside), _refuse_lost),
     )
 
 

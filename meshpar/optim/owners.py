@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshpar import _torch
+from meshpar._torch.calls import without_modes
+from meshpar._torch.groups import flattened
 from meshpar.placements import local_index, shard_dim
 
 Place = tuple[slice, ...]
@@ -169,7 +170,7 @@ def shares(parameter: Tensor, groups: dict[tuple[int, ...], Any]) -> tuple[Owner
         return Owners((0,), None), [whole]
     names = mesh.mesh_dim_names
     assert names is not None, "meshpar's meshes have names"
-    with _torch.without_modes():  # in a simulation, too, ranks are numbers
+    with without_modes():  # in a simulation, too, ranks are numbers
         every = mesh.mesh.flatten().tolist()
     places = dict(zip(every, itertools.product(*map(range, mesh.shape)), strict=True))
     ranks = tuple(
@@ -184,7 +185,7 @@ def shares(parameter: Tensor, groups: dict[tuple[int, ...], Any]) -> tuple[Owner
     else:
         if ranks not in groups:
             axes = tuple(names[axis] for axis in split)
-            groups[ranks] = _torch.flattened(mesh if len(axes) == mesh.ndim else mesh[axes]).get_group()
+            groups[ranks] = flattened(mesh if len(axes) == mesh.ndim else mesh[axes]).get_group()
         group = groups[ranks]
     order = dist.get_process_group_ranks(group)
     held = [local_index(parameter.shape, parameter.placements, mesh.shape, places[rank]) for rank in order]

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from meshpar._torch import assert_async
-from meshpar._torch import collective_ops as ops
+from meshpar._torch.calls import assert_async
+from meshpar._torch.groups import collective_ops as ops
 from meshpar.passes.installed import installed, own_forward, set_forward
 
 RECOMPUTED: ContextVar[bool] = ContextVar("RECOMPUTED", default=False)

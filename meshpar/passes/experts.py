@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshpar._torch import eager, without_modes
+from meshpar._torch.calls import eager, without_modes
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.layout import ModelLayout

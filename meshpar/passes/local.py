@@ -19,7 +19,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from meshpar._torch import is_shard, part_here
+from meshpar._torch.autograd import part_here
+from meshpar._torch.fsdp import is_shard
 from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.mesh import sizes_text
 from meshpar.core.patterns import class_name, covers, is_called

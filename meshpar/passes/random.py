@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import nn
 
-from meshpar import _torch
+from meshpar._torch.calls import eager
 from meshpar.core import runtime
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -76,7 +76,7 @@ class SplitState:
         self._device = torch.device("cpu")
         self._shared: torch.Tensor | None = None
 
-    @_torch.eager
+    @eager
     def part(self, device: torch.device, coordinate: int) -> None:
         """Draw for a part from here on: switch ``device``'s default generator to a state of this ``coordinate``'s
         own.
@@ -85,7 +85,7 @@ class SplitState:
             self._device = device
             self._shared = _fork(device, coordinate)
 
-    @_torch.eager
+    @eager
     def join(self) -> None:
         """Draw what the ranks share from here on; of no effect where they do so already."""
         if self._shared is not None:

@@ -13,7 +13,8 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
-from meshpar import _torch
+from meshpar._torch.calls import eager
+from meshpar._torch.recompute import unseen
 from meshpar.core import runtime
 
 T = TypeVar("T")
@@ -93,10 +94,10 @@ class _Tape:
             self._place += 1
             value = self._values[self._place - 1]
             return lambda: value  # type: ignore[no-any-return]
-        wait = _torch.unseen(start)()
+        wait = unseen(start)()
 
         def read() -> T:
-            value = _torch.unseen(wait)()
+            value = unseen(wait)()
             self._values.append(value)
             return value
 
@@ -110,10 +111,10 @@ class _On:
     def __init__(self, make: Callable[[], _Tape]) -> None:
         self._make, self._before = make, list[Token[_Tape | None]]()
 
-    @_torch.eager
+    @eager
     def __enter__(self) -> None:
         self._before.append(_TAPE.set(self._make()))
 
-    @_torch.eager
+    @eager
     def __exit__(self, *error: object) -> None:
         _TAPE.reset(self._before.pop())

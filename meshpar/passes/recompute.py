@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from meshpar import _torch
+from meshpar._torch.calls import eager
+from meshpar._torch.recompute import checkpoint, ignore_profiler_marks, in_checkpoint, recompute_again
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
@@ -86,8 +87,8 @@ class ActivationCheckpoint(Pass):
         return iter(())
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        while_lives(module, "profiler marks", _torch.ignore_profiler_marks)
-        while_lives(module, "recomputation", _torch.recompute_again)
+        while_lives(module, "profiler marks", ignore_profiler_marks)
+        while_lives(module, "recomputation", recompute_again)
         # Random states come first: outside of what selective recomputation records and expects again.
         common: list[Contexts] = [_in_its_context]
         if not runtime.on_host(mesh.device_type):
@@ -107,10 +108,10 @@ class ActivationCheckpoint(Pass):
                     contexts.append(read_once)
                 if any(isinstance(child, _BatchNorm) for child in inside):
                     contexts.append(_counted_once)
-                _torch.checkpoint(block, preserve_rng_state=True, context_fn=partial(_together, contexts))
+                checkpoint(block, preserve_rng_state=True, context_fn=partial(_together, contexts))
 
 
-@_torch.eager  # as all that runs around a compiled block
+@eager  # as all that runs around a compiled block
 def _together(contexts: Sequence[Contexts]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of one block's forward and of its recomputation, each of which is several."""
     if len(contexts) == 1:
@@ -126,21 +127,21 @@ class _All:
     def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
         self._contexts, self._entered = contexts, list[ExitStack]()
 
-    @_torch.eager
+    @eager
     def __enter__(self) -> None:
         with ExitStack() as stack:
             for context in self._contexts:
                 stack.enter_context(context)
             self._entered.append(stack.pop_all())
 
-    @_torch.eager
+    @eager
     def __exit__(self, *error: Any) -> bool | None:
         return self._entered.pop().__exit__(*error)
 
 
 def _counted_once() -> Any:
     """Return contexts in which batch norms leave their running statistics alone when a block is recomputed."""
-    if _torch.in_checkpoint():
+    if in_checkpoint():
         raise MeshparError(
             "both the model (torch.utils.checkpoint) and the plan (ActivationCheckpoint) recompute a block, so its "
             "batch norms would count a batch less often than in one process; remove one of the two"
@@ -179,13 +180,13 @@ class _InContext:
     def __init__(self, context: Context) -> None:
         self._context, self._before = context, list[list[tuple[ContextVar[Any], Token[Any]]]]()
 
-    @_torch.eager
+    @eager
     def __enter__(self) -> None:
         self._before.append(
             [(name, name.set(value)) for name, value in self._context.items() if name.get(_NONE) is not value]
         )
 
-    @_torch.eager
+    @eager
     def __exit__(self, *error: object) -> None:
         for name, token in reversed(self._before.pop()):
             name.reset(token)
@@ -212,12 +213,12 @@ class _DrawingAgain:
     def __init__(self, module: Any) -> None:
         self._module, self._state, self._before = module, module.get_rng_state(), list[torch.Tensor]()
 
-    @_torch.eager
+    @eager
     def __enter__(self) -> None:
         self._before.append(self._module.get_rng_state())
         self._module.set_rng_state(self._state)
 
-    @_torch.eager
+    @eager
     def __exit__(self, *error: object) -> None:
         self._module.set_rng_state(self._before.pop())
 

@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshpar import _torch
+from meshpar._torch import BEFORE_2_13
+from meshpar._torch.fsdp import is_shard, make_unit, replicate
+from meshpar._torch.groups import flattened
 from meshpar.core import runtime
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, divisors
@@ -101,7 +103,7 @@ class Precision:
         for parameter in module.parameters():
             held: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
             if (
-                not held.is_contiguous() and 0 not in held.stride() and not _torch.is_shard(parameter)
+                not held.is_contiguous() and 0 not in held.stride() and not is_shard(parameter)
             ):  # which FSDP2 cannot split
                 held.data = held.data.contiguous()
         names, record = list(kept_whole(module, self.whole)), applied(module)
@@ -125,9 +127,7 @@ class Precision:
             if value is not None and value not in FLOATS:
                 yield f"{owner}({field}={value}) is not a floating dtype; use one of {', '.join(map(str, FLOATS))}"
         integers = [
-            name
-            for name, parameter in module.named_parameters()
-            if not parameter.is_floating_point() and _torch.BEFORE_2_13
+            name for name, parameter in module.named_parameters() if not parameter.is_floating_point() and BEFORE_2_13
         ]
         if left := sorted(set(integers) - set(kept_whole(module, self.whole))):
             yield (
@@ -200,16 +200,12 @@ class _Sharding(Precision):
         divided = self._shard_divided(module, layout, axes, common, ignored)
         *inner, (_, outer, _) = self.units(module, layout, self.min_params)
         units = [
-            _torch.make_unit(
-                unit, partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **common), ignored
-            )
+            make_unit(unit, partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **common), ignored)
             for unit, policy, _ in inner
             if unit not in divided  # blocks=(...) may name what is divided
         ]
         outermost = keep if not isinstance(keep, bool) else False
-        _torch.make_unit(
-            module, partial(fully_shard, reshard_after_forward=outermost, mp_policy=outer, **common), ignored
-        )
+        make_unit(module, partial(fully_shard, reshard_after_forward=outermost, mp_policy=outer, **common), ignored)
         self._prefetch(units)
 
     def _shard_divided(
@@ -234,14 +230,12 @@ class _Sharding(Precision):
             policy = self.policy(dtype, None, False)
             make = partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **common)
             units.update(
-                _torch.make_unit(child, make, ignored)
-                for child in unit.children()
-                if any(True for _ in child.parameters())
+                make_unit(child, make, ignored) for child in unit.children() if any(True for _ in child.parameters())
             )
-            held_on = mesh[axes] if common["mesh"].ndim == len(axes) else _torch.flattened(mesh[axes])
+            held_on = mesh[axes] if common["mesh"].ndim == len(axes) else flattened(mesh[axes])
             policy = self.kept() if unit in single and self.param_dtype is not None else policy
             make = partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **{**common, "mesh": held_on})
-            units.add(_torch.make_unit(unit, make, ignored))
+            units.add(make_unit(unit, make, ignored))
         return units
 
     def _offload_policy(self, mesh: DeviceMesh) -> OffloadPolicy:
@@ -391,7 +385,7 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         replicas, shards = self.axes
         splits = self.optimizer == "world" and mesh[replicas].size() > 1
-        self.shard(module, layout, mesh, self.axes, _torch.flattened(mesh[self.axes]) if splits else mesh[self.axes])
+        self.shard(module, layout, mesh, self.axes, flattened(mesh[self.axes]) if splits else mesh[self.axes])
         record = applied(module)
         if splits and record.replica_shards is None:
             record.replica_shards = ReplicaShards(module, mesh, record.divided, replicas, shards)
@@ -493,4 +487,4 @@ class Replicate(Precision, Pass):
         cast_buffers(module, self.buffer_dtype)
         ignored = self.keep_whole(module, mesh, self.axes)
         for unit, policy, _ in self.units(module, layout):
-            _torch.make_unit(unit, partial(_torch.replicate, mesh=mesh["dp_replicate"], mp_policy=policy), ignored)
+            make_unit(unit, partial(replicate, mesh=mesh["dp_replicate"], mp_policy=policy), ignored)

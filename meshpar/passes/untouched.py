@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshpar._torch import keep_version
+from meshpar._torch.autograd import keep_version
 from meshpar.core import runtime
 from meshpar.placements import local_tensor
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from meshpar import _torch
+from meshpar._torch.calls import assert_async
+from meshpar._torch.fsdp import gathered_bytes, gathered_inputs, is_gathered, make_ready, units_with_parameters
+from meshpar._torch.groups import all_gather, collective_ops, reduce_scatter, share_timeout
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 
@@ -61,13 +63,13 @@ class _Gather(_Allocates):
         """Start the hop over replicas, which the next gather waits for, unless the shard is up to date or nobody
         waits for it.
         """
-        if not self.fresh and not _torch.is_gathered(self._unit):
+        if not self.fresh and not is_gathered(self._unit):
             self._over_replicas(self._mine())
 
     def unwritten(self) -> Tensor:
         """Return whether this rank's part of the shard equals its slices, a bool of no dimensions."""
         mine = self._mine()
-        own = _torch.collective_ops.wait_tensor(self.shard()).chunk(self._replicas.size())[self._replicas.rank()]
+        own = collective_ops.wait_tensor(self.shard()).chunk(self._replicas.size())[self._replicas.rank()]
         return (mine.view(torch.uint8) == own.view(torch.uint8)).all()
 
     def shard(self) -> Tensor:
@@ -75,7 +77,7 @@ class _Gather(_Allocates):
         return self._shard if self._shard is not None else self._memory(self._mine())
 
     def _mine(self) -> Tensor:
-        return torch.cat(_torch.gathered_inputs(self._unit))
+        return torch.cat(gathered_inputs(self._unit))
 
     def _memory(self, mine: Tensor) -> Tensor:
         size = self._replicas.size() * mine.numel()
@@ -85,26 +87,26 @@ class _Gather(_Allocates):
 
     def _over_replicas(self, mine: Tensor) -> None:
         count = self._replicas.size()
-        memory = _torch.collective_ops.wait_tensor(self._memory(mine))
+        memory = collective_ops.wait_tensor(self._memory(mine))
         own = memory.chunk(count)[self._replicas.rank()]
         own.copy_(mine)
-        _torch.collective_ops.all_gather_into_tensor_out(own, count, self._replicas.group_name, out=memory)
+        collective_ops.all_gather_into_tensor_out(own, count, self._replicas.group_name, out=memory)
         self.fresh = True
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False) -> None:
         if not self.fresh:
             self._over_replicas(input_tensor)
-        shard, count = _torch.collective_ops.wait_tensor(self.shard()), self._replicas.size()
+        shard, count = collective_ops.wait_tensor(self.shard()), self._replicas.size()
         if self.following is not None:
             self.following.begin()
         if self.in_parts:
             together = zip(output_tensor.chunk(count), shard.chunk(count))
-            _together(_torch.all_gather(whole, part, self._shards, async_op=True) for whole, part in together)
+            _together(all_gather(whole, part, self._shards, async_op=True) for whole, part in together)
             return
         joined = torch.empty_like(
             output_tensor
         )  # shard after shard, and FSDP2 reads the slices of one replica after those of another
-        _torch.all_gather(joined, shard, self._shards)
+        all_gather(joined, shard, self._shards)
         output_tensor.view(count, self._shards.size(), -1).copy_(
             joined.view(self._shards.size(), count, -1).transpose(0, 1)
         )
@@ -142,8 +144,7 @@ class _Reduce(_Allocates):
         """Reduce-scatter several tensors over a group."""
         if not self.exchanges:
             _together(
-                _torch.reduce_scatter(output, source, op, group, async_op=True)
-                for output, source in zip(outputs, inputs)
+                reduce_scatter(output, source, op, group, async_op=True) for output, source in zip(outputs, inputs)
             )
             return
         received = [torch.empty_like(source) for source in inputs]
@@ -168,7 +169,7 @@ def _slices_group(axis: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
     made: Any = dist.new_group(
         dist.get_process_group_ranks(group), use_local_synchronization=True, group_desc=f"{axis} slices"
     )
-    _torch.share_timeout([made])
+    share_timeout([made])
     return made
 
 
@@ -214,7 +215,7 @@ class ReplicaShards:
         self._gathers.clear()
         self._reduces.clear()
         unit: Any  # FSDP2 names the classes of its collectives in private modules alone
-        for unit in _torch.units_with_parameters(self._module):
+        for unit in units_with_parameters(self._module):
             held_on = self._divided.get(unit, self._mesh)
             axis = held_on.get_group(replicas)
             if axis not in self._over:
@@ -255,7 +256,7 @@ class ReplicaShards:
         if looked_at and not runtime.queues(looked_at[0].device) and not all(looked_at):
             raise MeshparError(_WRITTEN)
         for same in looked_at:
-            _torch.assert_async(same, _WRITTEN)
+            assert_async(same, _WRITTEN)
 
     def begin(self) -> None:
         """Start to gather the first units' shards, if out of date; each unit starts a later one's. Collective over
@@ -266,7 +267,7 @@ class ReplicaShards:
 
     def tensors(self) -> list[Tensor]:
         """Return the shards of all units, of which those that were never gathered have no values yet."""
-        _torch.make_ready(self._module)
+        make_ready(self._module)
         return [gather.shard() for gather in self._gathers]
 
     def held(self) -> list[Tensor]:
@@ -276,4 +277,4 @@ class ReplicaShards:
     @property
     def nbytes(self) -> int:
         """Bytes of the shards, also of a module on the meta device."""
-        return sum(_torch.gathered_bytes(unit) for unit in _torch.units_with_parameters(self._module)) * self._replicas
+        return sum(gathered_bytes(unit) for unit in units_with_parameters(self._module)) * self._replicas

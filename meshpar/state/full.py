@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshpar import _torch
+from meshpar._torch.autograd import check_norms_of
+from meshpar._torch.dtensor import refuse_parts_as_numbers
+from meshpar._torch.fsdp import is_shard
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.passes.applied import applied
@@ -294,11 +296,9 @@ def refuse_copies(module: Any, *, patch: bool = True) -> None:  # noqa: ANN401 -
     guard_state(module)
     if not patch:
         return
-    while_lives(module, "norms", functools.partial(_torch.check_norms_of, _refuse_several_meshes))
+    while_lives(module, "norms", functools.partial(check_norms_of, _refuse_several_meshes))
     while_lives(
-        module,
-        "numbers",
-        functools.partial(_torch.refuse_parts_as_numbers, functools.partial(_refuse, _READ_AS_A_NUMBER)),
+        module, "numbers", functools.partial(refuse_parts_as_numbers, functools.partial(_refuse, _READ_AS_A_NUMBER))
     )
 
 
@@ -318,9 +318,7 @@ class _NotForDDP:
 
 def refuse_reduced(wanted: Iterable[object]) -> None:
     """Refuse to be asked by autograd for gradients that it does not have."""
-    if any(
-        _torch.is_shard(value) or "_meshpar_whole" in value.__dict__ for value in wanted if isinstance(value, Tensor)
-    ):
+    if any(is_shard(value) or "_meshpar_whole" in value.__dict__ for value in wanted if isinstance(value, Tensor)):
         _refuse(
             "torch.autograd.grad and backward(inputs=...) find no gradients of parameters that data ranks share: "
             "those are reduced when a whole backward has run; use loss.backward() and read parameter.grad, or a mesh "

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshpar import _torch
+from meshpar._torch.groups import bound
 from meshpar.core.errors import MeshparError, PlanError, ReplicaError
 from meshpar.parallelized import Parallelized
 from meshpar.state.shares import plan_problems
@@ -728,7 +728,7 @@ class Replicas:
             path = f"{key[0]}.{key[1]}/{' '.join(names)}/{dist.get_rank()}"
             limit = min(_CONNECT_S, self._patience_s)
             self._group = connect(members[0], path, names.index(self._name), len(names), limit)
-            _torch.bound(self._group, self._patience_s)
+            bound(self._group, self._patience_s)
             self._key, self._compared = (key, names), False
 
 

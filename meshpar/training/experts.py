@@ -10,7 +10,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from meshpar._torch import eager, in_backward
+from meshpar._torch.autograd import in_backward
+from meshpar._torch.calls import eager
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import class_name, find_modules, matches

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from meshpar._torch import eager
+from meshpar._torch.calls import eager
 from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import find_modules, matches

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshpar import _torch
+from meshpar._torch.groups import gloo_threads, group_title
 from meshpar.core import runtime
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import axis_groups, hold_state
@@ -285,8 +285,8 @@ class Profiled:
         finally:
             if tracer is not None:
                 tracer.stop()
-        axes = {_torch.group_title(group): axis for axis, group in self._par.groups()}
-        threads = {number: axes.get(title, "") for number, title in _torch.gloo_threads().items()}
+        axes = {group_title(group): axis for axis, group in self._par.groups()}
+        threads = {number: axes.get(title, "") for number, title in gloo_threads().items()}
         ranks: list[Any] = [None] * dist.get_world_size()
         mine = {"seconds": seconds / STEPS, "data": self._waited / STEPS, "memory": float(peak_memory(device))}
         holders: dict[str, int] = {}

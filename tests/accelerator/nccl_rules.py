@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from meshpar import _torch
+from meshpar.passes import world
 
 NAME = "rules"
 DEVICE = "cpu"
@@ -304,12 +304,12 @@ def rules() -> Iterator[Seen]:
     SEEN.made.clear()
     SEEN.clear()
     dist.Backend.default_device_backend_map[DEVICE] = NAME
-    operators, _torch.collective_ops = _torch.collective_ops, _Operators(_torch.collective_ops)
+    operators, world.collective_ops = world.collective_ops, _Operators(world.collective_ops)
     dist.init_process_group(NAME, store=dist.PrefixStore("rules", store), rank=rank, world_size=size, timeout=timeout)
     try:
         yield SEEN
         check_order([(group.title, group.ranks) for group in SEEN.made])
     finally:
-        _torch.collective_ops = operators
+        world.collective_ops = operators
         dist.Backend.default_device_backend_map.clear()
         dist.Backend.default_device_backend_map.update(was)

@@ -26,8 +26,8 @@ from meshpar import (
     MeshSpec,
     Plan,
     TensorParallel,
-    _torch,
 )
+from meshpar._torch import groups
 from meshpar.core import runtime
 from meshpar.passes.applied import applied
 from meshpar.placements import whole_tensor
@@ -191,13 +191,13 @@ def test_the_watchdog_names_the_collectives_of_nccl(monkeypatch):
     group = SimpleNamespace(group_name="3", group_desc="mesh_tp")
     entries = [{"process_group": ["3", "mesh_tp"], "collective_seq_id": 6 + n, "profiling_name": f"nccl:{name}", "is_p2p": False}
                for n, name in enumerate(("broadcast", "all_reduce"))]  # fmt: skip
-    monkeypatch.setattr(_torch, "open_groups", lambda: [group])
-    monkeypatch.setattr(_torch, "group_title", lambda group: group.group_desc)
-    monkeypatch.setattr(_torch, "collective_counts", lambda: {"mesh_tp": 7})
+    monkeypatch.setattr(groups, "open_groups", lambda: [group])
+    monkeypatch.setattr(groups, "group_title", lambda group: group.group_desc)
+    monkeypatch.setattr(groups, "collective_counts", lambda: {"mesh_tp": 7})
     monkeypatch.setattr(
         torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda: json.dumps({"entries": entries}), raising=False
     )
-    assert _torch.last_collectives() == {"mesh_tp": (7, "nccl:all_reduce")}
+    assert groups.last_collectives() == {"mesh_tp": (7, "nccl:all_reduce")}
 
 
 @pytest.mark.nightly
@@ -205,7 +205,7 @@ def test_what_a_rank_opens_and_calls_does_not_grow_with_the_ranks():
     mesh = MeshSpec("dp_replicate=-1,dp_shard=8", ranks_per_node=8)
     plans = [Plan(mesh.resolve(size), [HybridShard(optimizer="world")]) for size in (1024, 8192)]
     for plan in plans:
-        groups, seconds = groups_of(plan, plan.mesh.size)
-        assert sorted(groups) == sorted([plan.mesh.size, 8, plan.mesh.size // 8]) and seconds < patient(20)
+        made, seconds = groups_of(plan, plan.mesh.size)
+        assert sorted(made) == sorted([plan.mesh.size, 8, plan.mesh.size // 8]) and seconds < patient(20)
     fewer, more = (sent_in(trace)[0] for trace in traces_of(plans, layers=2))
     assert fewer == more, "collectives of a step by axis"

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import meshpar.forecasting.device as device
-from meshpar import FullyShard, ModelLayout, Plan, _torch
+from meshpar import FullyShard, ModelLayout, Plan
+from meshpar._torch.groups import collective_ops
 from meshpar.passes.reads import beside
 from tests.accelerator.races import Races
 from tests.accelerator.simulated import allocate, alone, install, simulated
@@ -42,8 +43,8 @@ def test_accesses_that_nothing_orders_are_found():
         tensor.sum()
 
     def collective(tensor, wait):
-        made = _torch.collective_ops.all_gather_into_tensor(tensor, 2, dist.group.WORLD.group_name)
-        (_torch.collective_ops.wait_tensor(made) if wait else made).sum()
+        made = collective_ops.all_gather_into_tensor(tensor, 2, dist.group.WORLD.group_name)
+        (collective_ops.wait_tensor(made) if wait else made).sum()
 
     def work(tensor, wait):
         pending = dist.all_reduce(tensor, async_op=True)

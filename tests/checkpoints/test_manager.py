@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import meshpar
-from meshpar._torch import flattened
+from meshpar._torch.groups import flattened
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, read_manifest, verify_files
 from meshpar.checkpoints.format.pickles import read_metadata
 from meshpar.core.layout import ModelLayout

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from meshpar import ContextParallel, ExpertParallel, FullyShard, HybridShard, MeshparError, TensorParallel, _torch
+from meshpar import ContextParallel, ExpertParallel, FullyShard, HybridShard, MeshparError, TensorParallel
+from meshpar._torch.optimizers import adafactor_on
 from meshpar.checkpoints import CheckpointManager
 from meshpar.exact.parts import adafactor_by_parts
 from meshpar.placements import local_tensor
@@ -117,7 +118,7 @@ def test_every_split_has_the_values_of_the_whole_tensor():
                 one.grad = torch.randn(one.shape, dtype=torch.float64).to(dtype)
                 other.grad = distribute_tensor(one.grad, mesh, other.placements)
             alone.step()
-            torch.optim.Adafactor.step(_torch.adafactor_on(divided, adafactor_by_parts))
+            torch.optim.Adafactor.step(adafactor_on(divided, adafactor_by_parts))
         for one, other in zip(plain, split, strict=True):
             torch.testing.assert_close(whole(other), one, rtol=tolerance, atol=tolerance)
             for key, value in alone.state[one].items():

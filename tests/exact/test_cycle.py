@@ -26,9 +26,10 @@ from meshpar import (
     PlanError,
     Replicate,
     TensorParallel,
-    _torch,
     token_loss,
 )
+from meshpar._torch import BEFORE_2_13
+from meshpar._torch.fsdp import is_gathered, units_with_parameters
 from meshpar.core import runtime
 from meshpar.core.errors import ParallelError
 from meshpar.exact.explain import Explanation
@@ -382,7 +383,7 @@ def test_the_split_is_tried_with_nothing_gathered():
     held = []
 
     def run(self):
-        held.extend(map(_torch.is_gathered, _torch.units_with_parameters(par.module)))
+        held.extend(map(is_gathered, units_with_parameters(par.module)))
         return tried(self)
 
     tried = SplitTest.run
@@ -697,7 +698,7 @@ def test_a_batch_of_ones_own_is_refused_in_a_later_step_too():
         par.module(torch.arange(6)[None] + torch.distributed.get_rank())
 
 
-@pytest.mark.skipif(not _torch.BEFORE_2_13, reason="this torch can do it")
+@pytest.mark.skipif(not BEFORE_2_13, reason="this torch can do it")
 @on_ranks(2)
 def test_what_an_older_torch_cannot_do_is_refused():
     par = applied(Packed(), "tp=2", [TensorParallel()], ModelLayout(tensor=PACKED_STYLES))
@@ -955,7 +956,7 @@ def check_kept(passes, mesh):
         model = transformer()
     par = Plan(mesh, passes).apply(model).materialize(seed=0)
     tokens, part = torch.arange(8)[None], local_tensor(par.module.head.weight)
-    units = _torch.units_with_parameters(par.module)
+    units = units_with_parameters(par.module)
     counts = [evaluated(par, tokens)[0] for _ in range(2)]
     assert min(counts) >= len(units), "in training mode a forward keeps nothing"
     par.module.eval()
@@ -974,7 +975,7 @@ def check_kept(passes, mesh):
         torch.ones(2, requires_grad=True).sum().backward()
     assert torch.equal(evaluated(par, tokens)[1], before)
     par.module.train()
-    assert not any(map(_torch.is_gathered, units))
+    assert not any(map(is_gathered, units))
     grads = []
     for evaluates in (False, True):
         loss = par.module(tokens).logits.square().sum()

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, PlanError, TensorParallel
-from meshpar._torch import collective_counts
+from meshpar._torch.groups import collective_counts
 from meshpar.core import registry
 from meshpar.core.guards import Guard
 from meshpar.testing import on_ranks

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from meshpar import LaunchError, MeshSpec
-from meshpar._torch import open_groups
+from meshpar._torch.groups import open_groups
 from meshpar.forecasting.hardware import Hardware
 from meshpar.launchers.agent.failures import exit_code
 from meshpar.launchers.doctor import devices as devices_module

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
-from meshpar import _torch
+from meshpar._torch.groups import gloo_threads, group_title
 from meshpar.core.mesh import MeshSpec
 from meshpar.testing import on_ranks
 from meshpar.training.profile import Page, Times, times_of
@@ -94,9 +94,9 @@ def test_gloos_threads_are_their_groups_also_when_others_start_in_between(tmp_pa
     mesh = MeshSpec("dp_shard=2,tp=2").build("cpu")
     stopped.set()
     beside.join()
-    until(lambda: len(_torch.gloo_threads()) >= 6, 10)  # a thread takes its name when it first runs
-    known = _torch.gloo_threads()
-    titles = {_torch.group_title(mesh.get_group(axis)): axis for axis in ("dp_shard", "tp")}
+    until(lambda: len(gloo_threads()) >= 6, 10)  # a thread takes its name when it first runs
+    known = gloo_threads()
+    titles = {group_title(mesh.get_group(axis)): axis for axis in ("dp_shard", "tp")}
     threads = {number: titles.get(title, "") for number, title in known.items()}
     assert sorted(threads.values()) == ["", "", "dp_shard", "dp_shard", "tp", "tp"]
     for axis in ("dp_shard", "tp", None):

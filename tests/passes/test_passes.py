@@ -18,7 +18,7 @@ from meshpar import (
     Replicate,
     TensorParallel,
 )
-from meshpar._torch import as_one_operator
+from meshpar._torch.calls import as_one_operator
 from meshpar.passes.recompute import _selective_contexts
 from meshpar.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, random_tokens, token_loss_sum, token_steps

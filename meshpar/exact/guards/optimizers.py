@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshpar import _torch
+from meshpar._torch.dtensor import flattens
 from meshpar.core.errors import MeshparError
 from meshpar.core.guards import Guard, Guarded
 from meshpar.placements import unevenly_split
@@ -63,7 +63,7 @@ def _refuse_flattening(optimizer: Optimizer, held: list[Tensor]) -> None:
             "unevenly over ranks; use Replicate(), or an optimizer that updates each element, or each parameter, "
             "alone"
         )
-    if isinstance(optimizer, torch.optim.LBFGS) and not all(map(_torch.flattens, held)):
+    if isinstance(optimizer, torch.optim.LBFGS) and not all(map(flattens, held)):
         raise MeshparError(
             "LBFGS flattens all parameters into one vector, which torch before 2.13 cannot do with parameters "
             "that are split along another dimension than the first; use a newer torch, AdamW or SGD, or a mesh "

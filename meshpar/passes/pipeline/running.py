@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from meshpar import _torch
+from meshpar._torch.calls import eager, enter_by
 from meshpar.core.errors import MeshparError
 from meshpar.loss import Found, Totals
 from meshpar.passes.installed import set_forward
@@ -254,7 +254,7 @@ class Layers:
                 raise _StageEndsError
             return output
 
-        _torch.enter_by(module, enter)
+        enter_by(module, enter)
         for place, chunk in enumerate(self._chunks):
             if place or self.rank:
                 chunk.blocks[0].register_forward_pre_hook(self._take, prepend=True)
@@ -273,7 +273,7 @@ class Layers:
         def enter(*args: Any, **kwargs: Any) -> Any:
             return (otherwise.forward if self._runs and self._chunk != chunk else inner)(*args, **kwargs)
 
-        _torch.enter_by(child, enter)
+        enter_by(child, enter)
 
     def _begin(self) -> None:
         """Learn the form of the value that comes, before the stand-ins of earlier blocks run."""
@@ -295,7 +295,7 @@ class Layers:
                 "ranks of pp the same ones, those of par.data_rank"
             )
 
-    @_torch.eager
+    @eager
     def _take(self, block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not self._runs:
             return None
@@ -306,7 +306,7 @@ class Layers:
             self._arrived = arrived.requires_grad_()
         return (arrived, *args[1:])
 
-    @_torch.eager
+    @eager
     def _hand_on(self, block: nn.Module, args: object, output: Any) -> None:
         if not self._runs:
             return

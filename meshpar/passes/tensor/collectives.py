@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshpar._torch import collective_ops as ops
+from meshpar._torch.groups import collective_ops as ops
 from meshpar.core.errors import MeshparError
 
 

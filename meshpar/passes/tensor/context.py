@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar._torch import in_backward
+from meshpar._torch.autograd import in_backward
 from meshpar.core.errors import ParallelError, PlanError
 from meshpar.core.guards import Guards
 from meshpar.passes.installed import set_forward

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from meshpar._torch import assert_async
+from meshpar._torch.calls import assert_async
 from meshpar.core.errors import PlanError
 from meshpar.core.mesh import sizes_text
 from meshpar.passes.installed import record, set_forward

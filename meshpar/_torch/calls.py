@@ -1,0 +1,55 @@
+"""Calls of modules and functions, beside the compiler.
+
+- ``eager``: ``torch.compiler.disable`` loads the compiler where it decorates, torch's own form at the first call.
+- ``as_one_operator``: an option of the compiler, which older releases lack; torch has no public list of its options.
+- ``enter_by``: a call of a module, with its hooks inside; ``nn.Module`` has no public place around both.
+- ``assert_async``: a check that does not wait for the device; private without a public form.
+- ``without_modes``: a try inside of a forward must not be recorded by selective recomputation; private without a public
+  form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch import _assert_async as assert_async
+from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+
+__all__ = ["as_one_operator", "assert_async", "eager", "enter_by", "without_modes"]
+
+P = ParamSpec("P")
+
+
+R = TypeVar("R")
+
+
+def eager(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep ``torch.compile`` out of ``function``: ``torch.compiler.disable`` that loads the compiler, half a second,
+    at the first call.
+    """
+    return cast("Callable[P, R]", _disable_dynamo(function))
+
+
+def as_one_operator(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a function into what selective recomputation sees as one operator, where torch can: its kernels alone
+    it does not see.
+    """
+    options: dict[str, Any] = {"wrap_inductor_compiled_regions": True}
+    can = options.keys() <= set(torch._inductor.list_options())
+    return cast("Callable[P, R]", torch.compile(function, options=options if can else None))
+
+
+def enter_by(module: Any, call: Callable[..., Any]) -> None:
+    """Let every call of ``module``, with its hooks, go through ``call``, which is not compiled where somebody
+    compiles the module.
+    """
+
+    @torch.compiler.disable(recursive=False)
+    def entered(self: object, *args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    module._call_impl = MethodType(entered, module)

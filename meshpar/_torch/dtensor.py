@@ -1,0 +1,236 @@
+"""DTensor's own tables of operators and plans, which have no public form.
+
+- ``refuse_parts_as_numbers``, ``change_operators``: what DTensor does with single operators is its own table.
+- ``change_attributes``: torch writes ``tensor.data = value`` into the outside of a DTensor alone, and has no hook for
+  it.
+- ``forget_meshes``: DTensor keeps what it planned for a mesh, whose groups may be closed, in caches by equal meshes.
+- ``quiet_gathers``: torch advises about a gather over two axes of one dim by a logger of a private module, and has no
+  switch for it.
+- ``StridedShard``: how FSDP2 names its split of a dim that the tensor axis split before (pytorch/pytorch#126697).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+from meshpar._torch import BEFORE_2_13
+from meshpar._torch.autograd import in_backward
+from meshpar.patches import Undo
+
+__all__ = [
+    "StridedShard",
+    "change_attributes",
+    "change_operators",
+    "flattens",
+    "forget_meshes",
+    "quiet_gathers",
+    "refuse_parts_as_numbers",
+]
+
+
+def flattens(tensor: torch.Tensor) -> bool:
+    """Tell whether torch can make a vector of a tensor without other ranks: before 2.13 only if it is not split
+    along a later dimension.
+    """
+    return not (
+        BEFORE_2_13
+        and isinstance(tensor, DTensor)
+        and any(isinstance(placement, Shard) and placement.dim > 0 for placement in tensor.placements)
+    )
+
+
+def refuse_parts_as_numbers(refuse: Callable[[], NoReturn]) -> Undo:
+    """Let ``refuse`` answer where a DTensor is read as a number (``.item()``) while its ranks hold parts of it.
+
+    torch returns this rank's part. Reading the whole would wait for the other ranks, who may not read.
+    """
+
+    def read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        (value,) = args
+        if not all(placement.is_replicate() for placement in value.placements):
+            refuse()
+        return op(value.to_local())
+
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    number = torch.ops.aten._local_scalar_dense.default
+    handlers.setdefault(number, read)
+
+    def undo() -> bool:
+        if handlers.get(number) is read:
+            del handlers[number]
+        return True
+
+    return undo
+
+
+def change_attributes(assign: Callable[[DTensor, object], bool], refuse_numpy: Callable[[DTensor], NoReturn]) -> Undo:
+    """Change what two attributes of DTensors do.
+
+    Args:
+        assign: answers ``tensor.data = value``, which torch ignores without an error; torch goes on where it returns
+            False.
+        refuse_numpy: is called in the place of ``tensor.numpy()``.
+    """
+    plain: Any = torch.Tensor.data
+
+    def write(tensor: DTensor, value: Any) -> None:
+        if not assign(tensor, value):
+            plain.__set__(tensor, value)
+
+    mine = property(plain.__get__, write)
+    changed: dict[str, Any] = {"data": mine, "numpy": lambda tensor, **_: refuse_numpy(tensor)}
+    for name, value in changed.items():
+        setattr(DTensor, name, value)
+
+    def undo() -> bool:
+        for name, value in changed.items():
+            if vars(DTensor).get(name) is value:
+                delattr(DTensor, name)
+        return True
+
+    return undo
+
+
+_RANDOM = (
+    *(
+        "normal_",
+        "uniform_",
+        "bernoulli_",
+        "bernoulli",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "native_dropout",
+        "exponential_",
+    ),
+    *("geometric_", "log_normal_", "cauchy_", "random_", "poisson", "multinomial"),
+)
+
+
+def change_operators(
+    draw: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+    refuse_unknown: Callable[[Any, Exception], None],
+    refuse_lost: Callable[[], NoReturn],
+) -> Undo:
+    """Change what DTensors do with operators of three kinds.
+
+    Args:
+        draw: runs an operator that draws random numbers, which torch draws on a CPU for each part as if it were the
+            whole.
+        refuse_unknown: is called with an operator that torch cannot run on shards, and its error, which is raised
+            afterwards.
+        refuse_lost: is called where somebody writes into a view that is a copy, gathered from shards, so that the write
+            would be lost.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers: dict[Any, Any] = dispatcher._custom_op_handlers
+    infer, compute = (
+        dispatcher._propagate_op_sharding_dispatch_slow_path,
+        dispatcher._dispatch_get_local_results_slow_path,
+    )
+    packets = [getattr(torch.ops.aten, name) for name in _RANDOM]
+    random = {
+        getattr(packet, overload): draw
+        for packet in packets
+        for overload in packet.overloads()
+        if "out" not in overload
+    }
+    handlers.update({op: handler for op, handler in random.items() if op not in handlers})
+    guards: dict[Any, Any] = {}
+
+    def inferred(op: Any, *args: Any) -> Any:
+        try:
+            return infer(op, *args)
+        except RuntimeError as error:
+            refuse_unknown(op, error)
+            raise
+
+    def computed(op: Any, args: tuple[Any, ...], info: Any) -> Any:
+        results = compute(op, args, info)
+        base = args[0] if args else None
+        if (
+            info.output_sharding.needs_redistribute
+            and _is_view(op)
+            and isinstance(base, DTensor)
+            and base.is_leaf
+            and not in_backward()
+        ):
+            for result in results if isinstance(results, list | tuple) else [results]:
+                result.untyped_storage().meshpar_copy = True
+            if not guards:
+                guards.update({written: guard for written in _writes() if written not in handlers})
+                handlers.update(guards)
+        return results
+
+    def guard(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = args[0]
+        if isinstance(written, DTensor) and hasattr(written._local_tensor.untyped_storage(), "meshpar_copy"):
+            refuse_lost()
+        handlers.pop(op, None)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = guard
+
+    dispatcher._propagate_op_sharding_dispatch_slow_path, dispatcher._dispatch_get_local_results_slow_path = (
+        inferred,
+        computed,
+    )
+
+    def undo() -> bool:
+        for op, handler in (random | guards).items():
+            if handlers.get(op) is handler:
+                del handlers[op]
+        for name, changed in (
+            ("_propagate_op_sharding_dispatch_slow_path", inferred),
+            ("_dispatch_get_local_results_slow_path", computed),
+        ):
+            if vars(dispatcher).get(name) is changed:
+                delattr(dispatcher, name)
+        return True
+
+    return undo
+
+
+def _is_view(op: Any) -> bool:
+    returned = op._schema.returns[0].alias_info if op._schema.returns else None
+    return returned is not None and not returned.is_write
+
+
+def _writes() -> Iterator[Any]:
+    """Yield the operators that write their first tensor."""
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if name.startswith("aten::") and packet.endswith("_") and not packet.startswith("_"):
+            yield getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def forget_meshes() -> None:
+    """Let DTensor plan anew: what it remembers by a mesh also serves an equal one, and may name groups that were
+    closed since.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    forget = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if forget is not None:
+        forget()
+
+
+@contextmanager
+def quiet_gathers() -> Iterator[None]:
+    """Keep DTensor's advice on slow gathers out of the log: what FSDP2 shards over tensor parallelism cannot be
+    gathered in another way.
+    """
+    log = logging.getLogger("torch.distributed.tensor._redistribute")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was

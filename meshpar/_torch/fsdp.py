@@ -1,0 +1,231 @@
+"""FSDP2's state of one unit, and how units are made.
+
+- ``replicate`` on FSDP2's machinery: private while torch settles whether it replaces DistributedDataParallel's
+  composable form (pytorch/pytorch#166433). It goes when ``torch.distributed.fsdp`` exports it.
+- ``ACCUMULATES_APART``: where FSDP2 keeps gradients that it has not reduced yet. It goes with torch 2.14.
+- ``parts_only``: FSDP2 holds the parameters of a unit in a list while it makes their shards, with no public form.
+- ``output_dtype``: FSDP2 keeps a module's policy to itself; ``gathered_inputs`` is what it sends when it gathers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "ACCUMULATES_APART",
+    "begin_anew",
+    "gather_before_backward",
+    "gathered_bytes",
+    "gathered_inputs",
+    "is_gathered",
+    "is_shard",
+    "make_ready",
+    "make_unit",
+    "output_dtype",
+    "own_modules",
+    "param_groups",
+    "parts_only",
+    "replicate",
+    "units_with_parameters",
+]
+
+ACCUMULATES_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
+"""Torch up to 2.14 accumulates gradients without reducing them beside ``.grad``, in the dtype of the reduction; 2.15
+in ``.grad``.
+"""
+
+
+@contextmanager
+def parts_only() -> Iterator[None]:
+    """Let FSDP2 free each parameter when its part is made; it keeps all of a unit's until the unit is made, and
+    compares names then.
+    """
+    contract: Any = importlib.import_module("torch.distributed._composable.contract")
+    inner, make, ordered = FSDPParamGroup.__init__, FSDPParam, contract.OrderedDict
+
+    def init(self: Any, params: list[nn.Parameter], *args: Any, **kwargs: Any) -> None:
+        importlib.import_module(
+            "torch._dynamo"
+        )  # whose first import keeps the frames around it until the collector runs
+        places = itertools.count()
+
+        def part(*args: Any, **kwargs: Any) -> FSDPParam:
+            made = make(*args, **kwargs)
+            params[next(places)] = made.sharded_param
+            return made
+
+        _fsdp_param_group.FSDPParam = part  # type: ignore[assignment,misc]
+        inner(self, params, *args, **kwargs)
+
+    def names(pairs: Iterable[tuple[str, Any]] = ()) -> OrderedDict[str, Any]:
+        return ordered((name, None) for name, _ in pairs)
+
+    FSDPParamGroup.__init__, contract.OrderedDict = init, names  # type: ignore[method-assign,misc,assignment]
+    try:
+        yield
+    finally:
+        FSDPParamGroup.__init__, contract.OrderedDict = inner, ordered  # type: ignore[method-assign,misc]
+        _fsdp_param_group.FSDPParam = make  # type: ignore[misc]
+
+
+def make_ready(module: nn.Module) -> None:
+    """Let ``module`` be the outermost one also where a part of it is called first."""
+    state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+    if state is not None and state._is_root is None:
+        state._lazy_init()
+
+
+def param_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    # torch 2.13 allows a state several groups, where 2.11 has one.
+    return [
+        group for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if group is not None
+    ]
+
+
+@final
+class _Came(nn.Module):
+    """Modules of a unit that came after the unit was made, for FSDP2 to shard their parameters."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(modules)
+
+    def forward(self) -> None:
+        """Is never called; FSDP2 requires one."""
+
+
+def make_unit(unit: nn.Module, make: Callable[..., FSDPModule], ignored: Collection[nn.Parameter]) -> FSDPModule:
+    """Make a unit; one that was made lets go of the parameters that left its modules since, and takes in those that
+    came.
+
+    Args:
+        unit: a module. The units in it come first.
+        make: makes a unit of a module, with the parameters to ignore.
+        ignored: parameters that belong to no unit.
+    """
+    if not isinstance(unit, FSDPModule):
+        return make(unit, ignored_params=set(ignored))
+    groups, known = param_groups(unit), {*map(id, ignored)}
+    held = [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
+    known.update(map(id, held))
+    inside = list(own_modules(unit))
+    came = [child for child in inside if any(id(value) not in known for value in child.parameters(recurse=False))]
+    if came:
+        (made,) = param_groups(make(_Came(came), ignored_params={*ignored, *held}))
+        if groups:
+            groups[0].fsdp_params += made.fsdp_params
+        else:
+            made.modules, groups = (unit,), [made]
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for child in inside:
+        for name, value in child._parameters.items():
+            places.setdefault(id(value), []).append((child, name))
+    for group in groups:
+        group.fsdp_params = [parameter for parameter in group.fsdp_params if id(parameter.sharded_param) in places]
+        for parameter in group.fsdp_params:
+            (owner, name), *others = places[id(parameter.sharded_param)]
+            parameter._module_info = type(parameter._module_info)(
+                owner, name, [one for one, _ in others], [name for _, name in others]
+            )
+    state: Any = unit._get_fsdp_state()
+    groups = [group for group in groups if group.fsdp_params]
+    if hasattr(state, "_fsdp_param_groups"):
+        state._fsdp_param_groups = groups
+    else:
+        state._fsdp_param_group = groups[0] if groups else None
+    return unit
+
+
+def own_modules(unit: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a unit, without those of the units in it."""
+    yield unit
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            yield from own_modules(child)
+
+
+def begin_anew(module: nn.Module) -> None:
+    """Let FSDP2 look at the units of a module, and their parameters, before the next forward as it does before the
+    first.
+    """
+    for unit in module.modules():
+        if not isinstance(unit, FSDPModule):
+            continue
+        state: Any = unit._get_fsdp_state()
+        state._is_root = None
+        state._state_ctx.all_states.clear()
+        for group in param_groups(unit):
+            group._module_fqn, group._reset_sharded_params = None, False
+            for handles in (
+                group._module_to_pre_save_state_dict_hook_handle,
+                group._module_to_pre_load_state_dict_hook_handle,
+            ):
+                for handle in handles.values():
+                    handle.remove()
+                handles.clear()
+
+
+def units_with_parameters(module: nn.Module) -> list[FSDPModule]:
+    """Return the units of a module that hold parameters, outermost first."""
+    return [child for child in module.modules() if isinstance(child, FSDPModule) and param_groups(child)]
+
+
+@torch.no_grad()
+def gathered_inputs(unit: FSDPModule) -> list[torch.Tensor]:
+    """Return what this rank sends when a sharded unit is gathered, as FSDP2 sends it."""
+    parts = [
+        part for group in param_groups(unit) for parameter in group.fsdp_params for part in parameter.all_gather_inputs
+    ]
+    return [part.view(torch.uint8) for part in parts] if len({part.dtype for part in parts}) > 1 else parts
+
+
+def is_gathered(unit: FSDPModule) -> bool:
+    """Return whether a unit's parameters are whole now."""
+    return any(group.is_unsharded for group in param_groups(unit))
+
+
+def gathered_bytes(unit: FSDPModule) -> int:
+    """Return the bytes of :func:`gathered_inputs`, also on the meta device."""
+    held = (
+        (parameter, parameter.mp_policy.param_dtype or parameter.sharded_param.dtype)
+        for group in param_groups(unit)
+        for parameter in group.fsdp_params
+    )
+    return sum(parameter.padded_sharded_param_size.numel() * dtype.itemsize for parameter, dtype in held)
+
+
+def gather_before_backward(unit: nn.Module, output: object, tensors: Iterable[Any]) -> None:
+    """Let FSDP2 know of outputs that it does not find itself, in objects of classes of their own."""
+    if isinstance(output, torch.Tensor):
+        return
+    state: Any = unit._get_fsdp_state() if isinstance(unit, FSDPModule) else None
+    known = {id(leaf) for leaf in tree_leaves(output)}
+    for tensor in tensors:
+        if id(tensor) not in known:
+            tensor.register_hook(state._pre_backward)
+
+
+def is_shard(parameter: torch.Tensor) -> bool:
+    """Tell whether a parameter is a unit's, which computes with another tensor that it gathers. Compiled code asks."""
+    return getattr(parameter, "_meshpar_shard", False)
+
+
+def output_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype to which FSDP2 casts the module's output, None where it does not."""
+    state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+    return None if state is None else state._mp_policy.output_dtype

@@ -1,0 +1,145 @@
+"""Process groups and their collectives.
+
+- ``collective_ops``: the collectives as operators that autograd functions and ``torch.compile`` can hold. Their Python
+  wrappers are renamed between releases (torch 2.13 deprecates ``all_gather_tensor``, which 2.11 has alone); the
+  operators keep their names. They go when the wrappers are public. ``all_gather`` and ``reduce_scatter`` of one tensor
+  have other names since torch 2.13.
+- ``flattened``: FSDP2 takes one axis to shard over; flattening several is private.
+- ``open_groups``, ``collective_counts``, ``last_collectives``: which process groups there are, their numbers of
+  collectives, and the flight recorder (gloo's in memory since torch 2.13); private without a public form.
+- ``gloo_threads``: a trace names the thread that ran a collective, gloo does not say whose thread it is; private
+  without a public form.
+- ``share_timeout``, ``shared_timeout``: a mesh's groups do not take the time-out of the group that they are made in;
+  private without a public form.
+- ``bound``: as ``share_timeout``, of a backend; ``set_timeout`` is public since torch 2.14.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the one axis over all ranks of a mesh, named after its axes: ``"dp_replicate+dp_shard"``."""
+    own = mesh._get_root_mesh().__dict__.get("_meshpar_own", False)
+    flat = mesh._flatten("+".join(mesh.mesh_dim_names or ()), dist.get_backend() if own else None)
+    share_timeout([flat.get_group()])
+    return flat
+
+
+def own_groups(names: Iterable[str], own: bool) -> dict[str, Any]:
+    """Return the arguments of ``init_device_mesh`` by which an axis of all ranks gets a group of its own."""
+    return {"backend_override": dict.fromkeys(names, dist.get_backend())} if own else {}
+
+
+collective_ops = torch.ops._c10d_functional
+
+
+all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+
+reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+def collective_counts() -> dict[str, int]:
+    """Return how many collectives the process groups of this rank have begun, by their axis and ranks; groups of
+    several models may share them.
+    """
+    if not dist.is_initialized():
+        return {}
+    found = dict[str, int]()
+    group: Any
+    for group in open_groups():
+        with suppress(RuntimeError):  # a backend without numbers (fake, mpi)
+            title = group_title(group)
+            found[title] = found.get(title, 0) + group._get_sequence_number_for_group()
+    return found
+
+
+def gloo_threads() -> dict[int, str]:
+    """Return the threads of this process that run gloo's collectives, by number, and the title of each one's group;
+    empty where not known.
+
+    Each of a process's groups starts threads of its own, as many as every other and before the next group's. Linux
+    tells their names.
+    """
+    threads = []
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # a thread that has just ended
+            if (task / "comm").read_text().strip() == "pt_gloo_runloop":
+                threads.append(
+                    (int((task / "stat").read_text().rsplit(")", 1)[1].split()[19]), int(task.name))
+                )  # when it was started
+    groups = [group for group, (backend, _) in dist.distributed_c10d._world.pg_map.items() if "gloo" in str(backend)]
+    per_group, rest = divmod(len(threads), len(groups)) if groups else (0, 1)
+    if rest or not per_group:
+        return {}
+    return {number: group_title(groups[place // per_group]) for place, (_, number) in enumerate(sorted(threads))}
+
+
+def shared_timeout() -> timedelta | None:
+    """Return the default group's bound on collectives; None where it has none, as a simulated one."""
+    world: Any = dist.group.WORLD
+    with suppress(IndexError, RuntimeError):  # a group of no device; a backend without options
+        return getattr(getattr(world._get_backend(world._device_types[0]), "options", None), "_timeout", None)
+    return None
+
+
+def share_timeout(groups: Iterable[Any]) -> None:
+    """Give groups the default group's bound on collectives; torch gives a mesh's groups 30 minutes with gloo and 10
+    with NCCL.
+    """
+    timeout = shared_timeout()
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public since torch 2.14
+    if timeout is not None:
+        for group in groups:
+            set_timeout(timeout, group)
+
+
+def open_groups() -> list[Any]:
+    """Return the process groups of this rank that are open."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def bound(group: Any, seconds: float) -> None:
+    """Bound every collective of a backend that was made without a process group; public (``set_timeout``) in newer
+    torch alone.
+    """
+    group._set_default_timeout(timedelta(seconds=seconds))
+
+
+def last_collectives() -> dict[str, tuple[int, str]]:
+    """Return the number and the name (with the line that called it, where it is known) of each group's last
+    collective.
+    """
+    counts = collective_counts()
+    names = {group.group_name: group_title(group) for group in open_groups()} if counts else {}
+    last = {name: (number, "a collective") for name, number in counts.items()}
+    for backend in ("fr", "nccl"):  # gloo's record, and NCCL's, which only a torch with NCCL has
+        home = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
+        dump = getattr(home, f"_dump_{backend}_trace_json", None)
+        for entry in json.loads(dump()).get("entries", []) if dump is not None else []:
+            name = names.get(entry["process_group"][0])
+            if name is not None and not entry.get("is_p2p") and entry["collective_seq_id"] == counts[name]:
+                last[name] = (counts[name], entry["profiling_name"])
+    return last
+
+
+def group_title(group: Any) -> str:
+    """Return what a process group is called: its axis and its ranks."""
+    ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+    said = (
+        group.group_desc.removeprefix("mesh_")
+        if group.group_desc not in ("", "undefined")
+        else f"group {group.group_name}"
+    )
+    return f"{said} (ranks {ranks})"

@@ -1,0 +1,81 @@
+"""Places around and inside of an optimizer's step.
+
+- ``before_steps``: torch forgets a hook of all optimizers in a step only with an error; where its own code runs, frames
+  tell.
+- ``adafactor_on``: Adafactor's ``_init_group`` lists the tensors on which its step works; there is no public place
+  between its state and its arithmetic.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from meshpar.patches import Undo
+
+
+def before_steps(run: Callable[..., Any]) -> Undo:
+    """Call ``run`` before every optimizer's step. Undoing waits while a thread is in a step, which iterates over the
+    hooks.
+    """
+    hook, torchs = register_optimizer_step_pre_hook(run), vars(sys.modules[Optimizer.__module__])
+
+    def undo() -> bool:
+        frames = (frame for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top))
+        if any(frame.f_globals is torchs for frame in frames):
+            return False
+        hook.remove()
+        return True
+
+    return undo
+
+
+class AdafactorOn:
+    """Let an Adafactor's step work on other objects than its tensors, one at a time; the bases after this one are its
+    class.
+
+    Attributes:
+        replace: is called with a parameter, its gradient and its state, and returns what takes the place of the
+            parameter, of the gradient and, by key, of the tensors of the state.
+    """
+
+    replace: Callable[[Tensor, Tensor, dict[str, Any]], tuple[Any, Any, dict[str, Any]]]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [{**group, "foreach": False} for group in vars(self)["param_groups"]]
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
+        parent: Any = super()
+        has_complex: bool = parent._init_group(group, *lists)
+        parameters, grads, rows, columns, variances, _ = lists
+        for place, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
+            replaced = self.replace(parameter, grad, self.state[parameter])  # type: ignore[attr-defined]
+            parameters[place], grads[place], state = replaced
+            rows[place], columns[place], variances[place] = (
+                state.get(key) for key in ("row_var", "col_var", "variance")
+            )
+        return has_complex
+
+
+@functools.cache
+def _adafactor_on(kind: type, replace: Callable[..., Any]) -> type:
+    return type(kind.__name__, (AdafactorOn, kind), {"replace": staticmethod(replace)})
+
+
+def adafactor_on(optimizer: torch.optim.Adafactor, replace: Callable[..., Any]) -> Any:
+    """Return an optimizer that shares everything with ``optimizer`` and steps on what ``replace`` returns (see
+    :class:`AdafactorOn`).
+    """
+    kind: Any = type(optimizer)
+    stands_in: Any = object.__new__(_adafactor_on(kind, replace))
+    stands_in.__dict__ = optimizer.__dict__
+    return stands_in
