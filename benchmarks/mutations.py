@@ -4,6 +4,7 @@ tests must fail.
     python benchmarks/mutations.py                      every mutation, resumed from its JSON; seconds to minutes each
     python benchmarks/mutations.py --list               what would be taken out
     python benchmarks/mutations.py --only collectives   those in files whose name contains a word
+    python benchmarks/mutations.py --only pipeline --tests tests/passes/test_pipeline.py   by some of the tests
 
 A mutation replaces one call by its first argument (``reduce_from(x, group)`` by ``x``), or leaves out a call that
 stands alone (``context.join()``), in a copy of the checkout. The tests run once with every call marked, which tells the
@@ -27,12 +28,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FILES = ("meshpar/passes/**/*.py", "meshpar/exact/*.py", "meshpar/parallelized.py")
+FILES = ("meshpar/passes/**/*.py", "meshpar/exact/*.py", "meshpar/parallelized.py", "meshpar/placements.py")
 NAMES = {
     "_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all", "all_reduce", "copy_to", "copy_weight",
     "reduce_from", "gather_partial", "reduce_scatter", "gather_replicated", "split_replicated", "regroup",
     "sum_gradients", "enter", "leave", "part", "join", "join_after", "reshard", "reduce", "drop_unreduced_gradients",
-    "make_ready", "all_gather_into_tensor", "reduce_scatter_tensor",
+    "make_ready", "all_gather_into_tensor", "reduce_scatter_tensor", "_send", "recv", "isend", "broadcast",
+    "broadcast_object_list", "_add_shared", "_share",
 }  # fmt: skip
 TESTS = (
     "tests/passes/test_traps.py",
@@ -46,6 +48,7 @@ TESTS = (
     "tests/passes/test_context.py",
     "tests/passes/test_experts.py",
     "tests/passes/test_world.py",
+    "tests/passes/test_pipeline.py",
     "tests/nightly/test_forecast_replay.py",
 )
 MARKS = """
@@ -150,7 +153,7 @@ class _Marked(ast.NodeTransformer):
         return ast.Subscript(ast.Tuple([mark, node], ast.Load()), ast.Constant(1), ast.Load())
 
 
-def reached(chosen: Sequence[Mutation], copy: Path) -> dict[str, list[str]]:
+def reached(chosen: Sequence[Mutation], copy: Path, tests: Sequence[str] = TESTS) -> dict[str, list[str]]:
     """Run the tests once with every call marked; return the tests that come by each call, the quickest first."""
     for path in {mutation.path for mutation in chosen}:
         here = {(mutation.line, mutation.column): mutation for mutation in chosen if mutation.path == path}
@@ -158,7 +161,7 @@ def reached(chosen: Sequence[Mutation], copy: Path) -> dict[str, list[str]]:
             ast.unparse(ast.fix_missing_locations(_Marked(here).visit(ast.parse((ROOT / path).read_text()))))
         )
     (copy / "marks.py").write_text(MARKS)
-    _pytest(copy, "-n", "2", *TESTS)
+    _pytest(copy, "-n", "2", *tests)
     for path in {mutation.path for mutation in chosen}:
         (copy / path).write_text((ROOT / path).read_text())
     found: dict[str, set[tuple[float, str]]] = {str(mutation): set() for mutation in chosen}
@@ -224,6 +227,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the mutations and run nothing")
     parser.add_argument("--only", default="", help="files whose name contains this")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="files of tests; all by default")
     parser.add_argument("--json", type=Path, default=Path("runs/mutations.json"), help="what is known already")
     args = parser.parse_args()
     chosen = [mutation for mutation in mutations() if args.only in mutation.path]
@@ -236,7 +240,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = checkout(Path(folder))
         if not all(str(mutation) in record["tests"] for mutation in chosen):
-            record["tests"] |= reached(chosen, copy)
+            record["tests"] |= reached(chosen, copy, args.tests)
         for mutation in chosen:
             if str(mutation) not in known:
                 known[str(mutation)] = (

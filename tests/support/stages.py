@@ -1,0 +1,110 @@
+"""Training over stages against one process: micro-batches of different sizes and lengths, and the models."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from meshpar import Plan
+from meshpar.placements import whole_tensor
+from meshpar.testing import token_loss_sum
+from tests.support.models_for_parity import VOCAB, huggingface, huggingface_gpt2, transformer
+
+SHAPES = ((2, 6), (1, 10), (3, 4), (2, 8), (1, 6), (2, 4), (4, 8))  # samples and positions of micro-batches
+
+
+def batches(rank, seed=0, number=4):
+    """Return micro-batches of one data rank, of different lengths and numbers of samples."""
+    draw = torch.Generator().manual_seed(100 * seed + rank)
+    found = []
+    for shape in SHAPES[:number]:
+        ids = torch.randint(VOCAB, shape, generator=draw)
+        labels = torch.cat([ids[:, 1:], torch.full((shape[0], 1), -100)], 1)
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def count(batch):
+    return int((batch["labels"] != -100).sum())
+
+
+def scaled_loss(scale):
+    return lambda module, batch: token_loss_sum(module, batch)[0] * scale
+
+
+def trained(make, mesh, passes, number=4, steps=3):
+    """Train and return losses, norms, first gradients and last weights by name, of all stages."""
+    torch.manual_seed(0)
+    par = Plan(mesh, passes).apply(make())
+    optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2, eps=1e-3)
+    losses, norms, gradients = [], [], {}
+    for step in range(steps):
+        mine = [par.split(batch) for batch in batches(par.data_rank, step, number)]
+        total = par.backward(mine, scaled_loss(par.token_scale(sum(map(count, mine)))))
+        if not step:
+            gradients = {name: whole_tensor(each.grad).clone() for name, each in par.module.named_parameters()}
+        norms.append(float(par.clip_grad_norm_(1.0)))
+        losses.append(float(par.data_sum(total.clone()) / par.loss_size))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: whole_tensor(each).clone() for name, each in par.module.named_parameters()}
+    return losses, norms, gradients, weights
+
+
+def one_process(make, data_ranks, number=4, steps=3):
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    losses, norms, gradients = [], [], {}
+    for step in range(steps):
+        every = [batch for rank in range(data_ranks) for batch in batches(rank, step, number)]
+        tokens = sum(map(count, every))
+        total = 0.0
+        for batch in every:
+            loss = token_loss_sum(model, batch)[0] / tokens
+            loss.backward()
+            total += float(loss.detach())
+        if not step:
+            gradients = {name: each.grad.clone() for name, each in model.named_parameters()}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, gradients, {name: each.detach() for name, each in model.named_parameters()}
+
+
+def assert_as_one_process(make, mesh, passes, data_ranks=1, number=4):
+    losses, norms, gradients, weights = trained(make, mesh, passes, number)
+    expected = one_process(make, data_ranks, number)
+    torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(norms, expected[1], rtol=1e-5, atol=1e-6)
+    for name, value in gradients.items():
+        torch.testing.assert_close(
+            value, expected[2][name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name} {text}"
+        )
+    for name, value in weights.items():
+        torch.testing.assert_close(
+            value, expected[3][name], rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name} {text}"
+        )
+    names = [None] * dist.get_world_size()
+    dist.all_gather_object(names, list(weights))
+    assert set().union(*names) == set(expected[3])
+
+
+MODELS = {
+    "Llama": lambda: huggingface("Llama", num_hidden_layers=4),
+    "tied Llama": lambda: huggingface("Llama", num_hidden_layers=3, tie_word_embeddings=True),
+    "Granite": lambda: huggingface(
+        "Granite", num_hidden_layers=4, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=2.0
+    ),
+    "Gemma2": lambda: huggingface("Gemma2", num_hidden_layers=4, sliding_window=4),
+    "Qwen3Moe": lambda: huggingface(
+        "Qwen3Moe", num_hidden_layers=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "GPT-2": lambda: huggingface_gpt2(),
+    "Bloom": lambda: huggingface(
+        "Bloom", n_layer=4, n_head=2, hidden_dropout=0.0, attention_dropout=0.0
+    ),  # a norm before its blocks
+    "OPT": lambda: huggingface("OPT", num_hidden_layers=4, word_embed_proj_dim=16, dropout=0.0),  # a projection
+    "Transformer": lambda: transformer(layers=4),
+}
