@@ -376,11 +376,15 @@ def cpu(result: Translated) -> str:
 
 
 def report_to(value: Any, result: Translated) -> str:
-    """Take ``report_to``: TensorBoard or not."""
+    """Take ``report_to``: the trackers that meshpar has."""
     names = [value] if isinstance(value, str) else list(value or ["none"])
     result.put("training.tensorboard", bool({"tensorboard", "all"} & set(names)))
-    others = sorted(set(names) - {"tensorboard", "all", "none"})
-    more = f"; {', '.join(others)} not: metrics.jsonl holds every number" if others else ""
+    known = sorted({"wandb", "mlflow"} & set(names))
+    if known:
+        result.put("trackers", {name: {} for name in known})
+    others = sorted(set(names) - {"tensorboard", "all", "none", *known})
+    more = f" and trackers: {', '.join(known)}" if known else ""
+    more += f"; {', '.join(others)} not: metrics.jsonl holds every number" if others else ""
     return f"became training.tensorboard: {str(result.data['training']['tensorboard']).lower()}{more}"
 
 

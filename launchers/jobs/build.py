@@ -44,6 +44,7 @@ from meshpar.training.objectives import Objective, freeze, teacher_problems
 from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, parameter_groups, scaled_rate
 from meshpar.training.profile import LEAST as PROFILED
 from meshpar.training.settings import TrainSettings
+from meshpar.training.tracking import tracker_problem
 
 
 def device_type(recipe: Recipe) -> str:
@@ -251,6 +252,7 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
             problems.append(f"{recipe.where(field)}: {error}")
     problems += _unwritable(recipe)
     problems += _unmeasured(recipe)
+    problems += [f"{recipe.where('trackers')}: {why}" for name in recipe.trackers if (why := tracker_problem(name))]
     problems += replica_problems(recipe) if replica else ()
     try:
         model = build_model(recipe, vocab_size)

@@ -45,15 +45,16 @@ from meshpar.training.elastic import Replicas
 from meshpar.training.elementwise import HasModes
 from meshpar.training.loop import Trainer
 from meshpar.training.lora import Adapters
-from meshpar.training.metrics import JsonLines, Reporter, TensorBoard, flops_per_token
+from meshpar.training.metrics import Reporter, flops_per_token
 from meshpar.training.optimizer import LossScaler
 from meshpar.training.profile import LEAST as PROFILED
 from meshpar.training.settings import Outcome
 from meshpar.training.stop import StopRequest
+from meshpar.training.tracking import METRICS, SENT, Trackers, facts_of
 
 log = logging.getLogger(__name__)
 
-TOKENIZER, RECIPE, TENSORBOARD, METRICS = "tokenizer", "recipe.yaml", "tensorboard", "metrics.jsonl"
+TOKENIZER, RECIPE, TENSORBOARD = "tokenizer", "recipe.yaml", "tensorboard"
 """Names of files and folders in a run's folder."""
 PROFILE = "profile"
 """The folder of a profile in a run's folder, with ``profile: true``."""
@@ -102,7 +103,7 @@ def run_job(recipe: Recipe) -> Outcome:
                     _begin_folder(given, data)
                 if recipe.kept != recipe.folder:
                     _take_up(recipe)
-                    stack.callback(_keep, recipe, METRICS, TENSORBOARD)
+                    stack.callback(_keep, recipe, METRICS, TENSORBOARD, SENT)
                 stack.enter_context(_new_steps_noted(trainer))
                 _report(recipe, par, trainer, stack)
                 _tell(recipe, par, trainer, come_from)
@@ -132,7 +133,7 @@ def _trainer(
         settings,
         validation=validation,
         checkpointer=Saver(
-            manager, saved, recipe.checkpoint.best, made_of[0], before=lambda: _keep(recipe, METRICS, TENSORBOARD)
+            manager, saved, recipe.checkpoint.best, made_of[0], before=lambda: _keep(recipe, METRICS, TENSORBOARD, SENT)
         ),
         scaler=LossScaler() if build.wants_scaler(recipe) else None,
         flops_per_token=None if replicas else flops_per_token(par.module),  # of all replicas, on the devices of one
@@ -382,6 +383,8 @@ def _take_up(recipe: Recipe) -> None:
         with here.with_suffix(".abandoned.jsonl").open("a", encoding="utf-8") as aside:
             aside.writelines(line for line in ours.splitlines(keepends=True) if line not in same)
         shutil.copyfile(stored, here)
+        if (recipe.kept / SENT).exists():
+            shutil.copytree(fetched(recipe.kept / SENT), recipe.folder / SENT, dirs_exist_ok=True)
 
 
 @contextlib.contextmanager
@@ -406,12 +409,19 @@ def _new_steps_noted(trainer: Trainer) -> Iterator[None]:
 
 
 def _reporters(recipe: Recipe, trainer: Trainer, step: int) -> tuple[Reporter, ...]:
-    board = [TensorBoard(recipe.folder / TENSORBOARD, step=step)] if recipe.training.tensorboard else []
+    boards: dict[str, dict[str, Any]] = {"tensorboard": {}} if recipe.training.tensorboard else {}
+    facts = {"recipe": recipe.plain(), **facts_of(trainer.par)}
     unit = getattr(objective_factory(recipe.training.objective), "unit", "tok")
     return (
         Console(lambda: trainer.total_steps, step=step, unit=unit),
-        JsonLines(recipe.folder / METRICS, step=step),
-        *board,
+        Trackers(
+            recipe.folder,
+            {**boards, **recipe.trackers},
+            step=step,
+            name=recipe.name,
+            facts=facts,
+            code=recipe.code or ".",
+        ),
     )
 
 

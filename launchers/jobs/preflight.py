@@ -165,6 +165,7 @@ def try_batch(recipe: Recipe, run: Callable[[Recipe], int], size: int) -> Trial:
             "training.log_every=1",
             "training.validate_every=null",
             "training.tensorboard=false",
+            "trackers={}",
             "checkpoint.resume=auto",
         ]
         overrides += [

@@ -12,7 +12,7 @@ from meshpar.checkpoints.storage import place as storage
 from meshpar.core import registry
 from meshpar.core.errors import MeshparError
 from meshpar.homes import expanded
-from meshpar.launchers.recipes.named import OBJECTIVES, objective_factory, own_problems, wants_teacher
+from meshpar.launchers.recipes.named import OBJECTIVES, TRACKERS, objective_factory, own_problems, wants_teacher
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, MixSection, Own, mixed_names, model_config
 from meshpar.launchers.recipes.yamlfile import Document, Place
@@ -295,4 +295,11 @@ def calling_problems(recipe: Recipe, document: Document) -> list[str]:
         except MeshparError as error:
             return [*found, f"{document.where(('training', 'objective'))}: {error}"]
         found += own_problems(factory, training.objective_options, document, ("training", "objective_options"))
+    for name, options in recipe.trackers.items():
+        try:
+            factory = registry.plugin(TRACKERS, name)
+        except MeshparError as error:
+            found.append(f"{document.where(('trackers', name))}: {error}")
+            continue
+        found += own_problems(factory, options, document, ("trackers", name), ("run",))
     return found

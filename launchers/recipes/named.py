@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 CONVERTERS = "meshpar.converters"
 OBJECTIVES = "meshpar.objectives"
+TRACKERS = "meshpar.trackers"
 _TEACHER = "teacher"
 PASSES = "meshpar.passes"
 SHARDING = ("FullyShard", "HybridShard", "Replicate")

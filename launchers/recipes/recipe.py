@@ -61,6 +61,8 @@ class Recipe(Section):
         lora: adapters; nothing else is trained.
         averages: averages of the weights by name, see below: ``{ema: {decay: 0.999}}``.
         validation: which weights are validated.
+        trackers: trackers with their options, in addition to TensorBoard: ``{wandb: {project: lm}}``. Names are those
+            of plugins (``wandb``, ``mlflow``, :mod:`meshpar.training.trackers`) or import paths.
         notes: how foreign or old names were translated.
     """
 
@@ -86,6 +88,7 @@ class Recipe(Section):
     training: TrainingSection
     averages: dict[str, AverageSection] = Field(default_factory=dict)
     validation: ValidationSection = ValidationSection()
+    trackers: dict[str, dict[str, Any]] = Field(default_factory=dict)
     checkpoint: CheckpointSection = CheckpointSection()
     _notes: tuple[str, ...] = PrivateAttr(())
     _document: Document | None = PrivateAttr(None)
@@ -136,7 +139,7 @@ class Recipe(Section):
 
     def to_yaml(self) -> str:
         """Return the recipe as resolved: reading this text gives the same recipe."""
-        data = self._plain()
+        data = self.plain()
         models = [section["model"] for section in (data, data.get("teacher")) if section]
         for section, tag in ((data["optimizer"], "name"), *((model, "kind") for model in models)):
             if "class" in section:  # which says what kind it is
@@ -147,15 +150,15 @@ class Recipe(Section):
         """Return the resolved recipe as a launcher sends it to ranks, which :func:`received` reads there."""
         document = self._document or Document(self.name, {})
         return {
-            "recipe": self._plain(),
+            "recipe": self.plain(),
             "notes": list(self._notes),
             "name": document.name,
             "lines": list(document.lines.items()),
             "overrides": list(document.overrides.items()),
         }
 
-    def _plain(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
+    def plain(self) -> dict[str, Any]:
+        """Return the resolved fields as plain data."""
         data = self.model_dump(mode="json")
         data["model"] = _model_text(self.model)
         if isinstance(self.optimizer, Own):

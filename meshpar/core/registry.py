@@ -20,6 +20,7 @@ GROUPS = (
     "meshpar.layouts",
     "meshpar.guards",
     "meshpar.objectives",
+    "meshpar.trackers",
     "meshpar.launchers",
     "meshpar.converters",
 )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from meshpar.training.samples import LabelledExamples, MixedSamples, PackedTokens, PairedExamples
     from meshpar.training.settings import TrainSettings
     from meshpar.training.tokens import TokenFile, write_tokens
+    from meshpar.training.tracking import TrackedRun, Tracker, Trackers, facts_of
 
 __all__ = [
     "AdamWSettings",
@@ -45,11 +46,15 @@ __all__ = [
     "Seq2Seq",
     "SequenceClassification",
     "TokenFile",
+    "TrackedRun",
+    "Tracker",
+    "Trackers",
     "TrainSettings",
     "Trainer",
     "WithAdapters",
     "add_adapters",
     "build_adamw",
+    "facts_of",
     "freeze",
     "peak_flops",
     "peak_memory",
@@ -80,11 +85,15 @@ _HOMES = {
     "Seq2Seq": "objectives",
     "SequenceClassification": "objectives",
     "TokenFile": "tokens",
+    "TrackedRun": "tracking",
+    "Tracker": "tracking",
+    "Trackers": "tracking",
     "TrainSettings": "settings",
     "Trainer": "loop",
     "WithAdapters": "lora",
     "add_adapters": "lora",
     "build_adamw": "optimizer",
+    "facts_of": "tracking",
     "freeze": "objectives",
     "peak_flops": "metrics",
     "peak_memory": "metrics",

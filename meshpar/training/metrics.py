@@ -5,6 +5,7 @@ speeds of accelerators.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import resource
@@ -18,9 +19,10 @@ from typing import Protocol, final
 import torch
 from torch import nn
 
-from meshpar.imports import need
 from meshpar.loss import IGNORE_INDEX
 from meshpar.passes.applied import all_parameters
+
+log = logging.getLogger(__name__)
 
 _HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float8": 1979e12}
 
@@ -251,6 +253,7 @@ class Reporter(Protocol):
         """Flush and close."""
 
 
+_MOST_UNWRITTEN = 16 << 20  # bytes
 _AS_READ = "surrogateescape"  # bytes that are no text are written as they were read
 
 
@@ -278,13 +281,23 @@ class JsonLines:
                 file.writelines(kept)
                 os.fsync(file.fileno())
             fresh.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._unwritten, self._warned = b"", False
 
     def report(self, record: Metrics) -> None:
-        """Write a line; values that JSON cannot store (nan, inf) become null."""
+        """Write a line; values that JSON cannot store (nan, inf) become null. Lines that a full disk refuses are
+        written with a later one.
+        """
         plain = {name: value if math.isfinite(value) else None for name, value in record.items()}
-        self._file.write(json.dumps({**plain, "time": round(time.time(), 3)}) + "\n")
-        self._file.flush()
+        line = json.dumps({**plain, "time": round(time.time(), 3)}) + "\n"
+        self._unwritten = self._unwritten[-_MOST_UNWRITTEN:] + line.encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not self._warned:
+                log.warning("%s: %s; training continues, and the lines are written later", self._file.name, error)
+            self._warned = True
 
     def note(self, text: str) -> None:
         """Ignore the text: the file has numbers only."""
@@ -306,25 +319,3 @@ def _lines(path: Path) -> list[str]:
     # a line without its end was cut off by a crash
     text = path.read_text(encoding="utf-8", errors=_AS_READ) if path.is_file() else ""
     return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-@final
-class TensorBoard:
-    """Write TensorBoard scalars, one per value."""
-
-    def __init__(self, folder: str | Path, *, step: int = 0) -> None:
-        """Open a writer; TensorBoard hides values of earlier runs after ``step``."""
-        self._writer = need("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=step + 1 if step else None)
-
-    def report(self, record: Metrics) -> None:
-        """Write every value at its step."""
-        for name, value in record.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, int(record["step"]))
-
-    def note(self, text: str) -> None:
-        """Ignore the text: the file has numbers only."""
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()

@@ -29,7 +29,7 @@ from meshpar.testing import on_ranks, whole
 from meshpar.training.console import Console
 from meshpar.training.data import Batches
 from meshpar.training.loop import Trainer
-from meshpar.training.metrics import JsonLines, Meter, TensorBoard, peak_flops
+from meshpar.training.metrics import JsonLines, Meter, peak_flops
 from meshpar.training.objectives import CausalLM
 from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw, scaled_rate
 from meshpar.training.samples import PackedTokens
@@ -845,20 +845,6 @@ def test_json_lines_that_cannot_be_rewritten_stay_as_they_are(tmp_path: Path, mo
     monkeypatch.undo()
     JsonLines(file, step=1).close()
     assert file.read_text() == '{"step": 1}\n'
-
-
-def test_tensorboard_has_every_scalar_once(tmp_path: Path) -> None:
-    board = TensorBoard(tmp_path)
-    board.report({"step": 1, "train/loss": 2.0, "lr": 0.1})
-    board.report({"step": 2, "train/loss": 1.0, "lr": 0.1})
-    board.close()
-    again = TensorBoard(tmp_path, step=1)
-    again.report({"step": 2, "train/loss": 1.5, "lr": 0.1})
-    again.close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.5)]
 
 
 def test_the_console_writes_plain_lines_where_there_is_no_terminal() -> None:

@@ -1,0 +1,166 @@
+"""meshpar's own trackers: TensorBoard, Weights & Biases and MLflow."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, final
+
+from meshpar.core.errors import MeshparError
+from meshpar.imports import need
+from meshpar.training.metrics import Metrics
+from meshpar.training.tracking import TrackedRun
+
+_NOT_A_VALUE = ("step", "time")
+
+
+def _values(record: Metrics) -> dict[str, float]:
+    return {name: value for name, value in record.items() if name not in _NOT_A_VALUE}
+
+
+@final
+class TensorBoard:
+    """Write TensorBoard scalars, one per value, to ``tensorboard`` in the run's folder."""
+
+    requires: ClassVar[tuple[str, str]] = ("tensorboard", "train")
+
+    def __init__(self, run: TrackedRun) -> None:
+        """Open a writer; TensorBoard hides values of earlier starts after ``run.step``."""
+        self._writer: Any = need("torch.utils.tensorboard").SummaryWriter(
+            str(run.folder / "tensorboard"), purge_step=run.step + 1 if run.step else None
+        )
+
+    def send(self, records: Sequence[Metrics]) -> None:
+        """Write every value at its step."""
+        for record in records:
+            for name, value in _values(record).items():
+                self._writer.add_scalar(name, value, int(record["step"]), walltime=record.get("time"))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+@final
+class WandB:
+    """Log to Weights & Biases; ``step`` is the x-axis. A resumed run continues the same W&B run."""
+
+    requires: ClassVar[tuple[str, str]] = ("wandb", "wandb")
+
+    def __init__(
+        self,
+        run: TrackedRun,
+        *,
+        project: str = "meshpar",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        mode: Literal["online", "offline"] | None = None,
+    ) -> None:
+        """Begin or continue the W&B run.
+
+        Args:
+            run: the run, whose facts become W&B's config.
+            project: W&B's project.
+            entity: user or team; None: your default.
+            group: W&B's group of the run.
+            tags: W&B's tags.
+            mode: ``offline`` writes files alone, for ``wandb sync``; None: ``online``, or what WANDB_MODE says.
+
+        Raises:
+            MeshparError: W&B has no key.
+        """
+        wandb: Any = need("wandb", extra="wandb")
+        if (mode or wandb.setup().settings.mode) == "online" and not wandb.login(prompt=False):
+            raise MeshparError("W&B has no API key; run `wandb login`, set WANDB_API_KEY, or set mode: offline")
+        # what is not uploaded when a run ends stays on the disk, for `wandb sync`
+        settings = wandb.Settings(console="off", silent=True, init_timeout=30.0, finish_timeout=5.0)
+        self._run = wandb.init(
+            project=project,
+            entity=entity,
+            group=group,
+            tags=list(tags),
+            mode=mode,
+            id=run.id,
+            name=run.name,
+            dir=str(run.folder),
+            config=dict(run.facts),
+            resume="allow",
+            reinit="create_new",
+            settings=settings,
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def send(self, records: Sequence[Metrics]) -> None:
+        """Log every record with its time."""
+        for record in records:
+            stamp = {"_timestamp": record["time"]} if "time" in record else {}
+            self._run.log({"step": int(record["step"]), **_values(record), **stamp})
+
+    def close(self) -> None:
+        """Finish the W&B run."""
+        self._run.finish()
+
+
+@final
+class MLflow:
+    """Log to an MLflow server or store. A resumed run continues the same MLflow run."""
+
+    requires: ClassVar[tuple[str, str]] = ("mlflow", "mlflow")
+
+    def __init__(self, run: TrackedRun, *, uri: str | None = None, experiment: str = "meshpar") -> None:
+        """Begin or continue the MLflow run.
+
+        Args:
+            run: the run; its facts become parameters, and its recipe the artifact ``recipe.json``.
+            uri: of the server or store; None: as MLFLOW_TRACKING_URI says.
+            experiment: name of MLflow's experiment, made if there is none.
+        """
+        mlflow: Any = need("mlflow", extra="mlflow")
+        self._metric = mlflow.entities.Metric
+        self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
+        known = self._client.get_experiment_by_name(experiment)
+        place = known.experiment_id if known else self._client.create_experiment(experiment)
+        found = self._client.search_runs([place], f"tags.`meshpar.id` = '{run.id}'", max_results=1)
+        if found:
+            self._id = found[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            self._id = self._client.create_run(place, tags={"meshpar.id": run.id}, run_name=run.name).info.run_id
+            written = [mlflow.entities.Param(name, value) for name, value in _flat(run.facts)]
+            for start in range(0, len(written), 100):  # the most of a request
+                self._client.log_batch(self._id, params=written[start : start + 100])
+        commit = run.facts.get("commit")
+        tags = [mlflow.entities.RunTag("mlflow.source.git.commit", commit)] if commit else []
+        self._client.log_batch(self._id, tags=tags)
+        if "recipe" in run.facts:
+            self._client.log_text(self._id, json.dumps(run.facts["recipe"], indent=1), "recipe.json")
+
+    def send(self, records: Sequence[Metrics]) -> None:
+        """Log every value at its step and time."""
+        metrics = [
+            self._metric(_key(name), float(value), int(record.get("time", 0.0) * 1000), int(record["step"]))
+            for record in records
+            for name, value in _values(record).items()
+        ]
+        for start in range(0, len(metrics), 1000):  # the most of a request
+            self._client.log_batch(self._id, metrics=metrics[start : start + 1000])
+
+    def close(self) -> None:
+        """Mark the MLflow run as finished."""
+        self._client.set_terminated(self._id)
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[^\w\-./ ]", "_", name)
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield facts by dotted name; a value is cut to MLflow's 6,000 characters."""
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield _key(f"{prefix}{name}"), str(value)[:6000]

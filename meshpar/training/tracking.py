@@ -1,0 +1,275 @@
+"""Trackers: plugins that show a run's records elsewhere. A thread sends them from ``metrics.jsonl``, so that a tracker
+that is down, slow or full never stops or slows a step.
+
+A plugin (entry-point group ``meshpar.trackers``) is called with a :class:`TrackedRun` and its options, and returns a
+:class:`Tracker`. An optional member ``requires`` is the package that it needs and meshpar's extra that installs it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import secrets
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
+import torch.distributed as dist
+
+from meshpar.core import registry
+from meshpar.core.errors import MeshparError, brief
+from meshpar.imports import need
+from meshpar.parallelized import Parallelized
+from meshpar.training.metrics import JsonLines, Metrics
+
+log = logging.getLogger(__name__)
+
+TRACKERS = "meshpar.trackers"
+METRICS, SENT = "metrics.jsonl", "trackers"
+"""Names in a run's folder: the records, and the folder that says how many of them each tracker has."""
+PATIENCE_S = 10.0
+"""How long the end of a run waits for its trackers."""
+_MOST = 100  # records at once
+_RETRY_S, _LONGEST_S = 1.0, 60.0
+_GIT_S = 10.0
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """What a tracker gets to know of a run.
+
+    Attributes:
+        name: of the run.
+        id: the same at each start of the run.
+        folder: the run's folder.
+        step: the last step that counts; later ones that the tracker has, of a start that failed, are void.
+        facts: ``recipe``, ``plan``, ``environment`` and ``commit``, as far as they are known; plain data.
+    """
+
+    name: str
+    id: str
+    folder: Path
+    step: int
+    facts: Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """A tracker, as a protocol. One thread makes it and calls it; an error or a delay here affects nothing else."""
+
+    def send(self, records: Sequence[Metrics]) -> None:
+        """Take records in their order: ``step``, ``time`` in seconds since 1970, and finite values by name.
+
+        An error has the same records sent again later, by a new tracker.
+        """
+
+    def close(self) -> None:
+        """Send what is left, and end."""
+
+
+@final
+class Trackers:
+    """Write records to ``metrics.jsonl``, and send them to trackers; a :class:`Reporter` of one rank.
+
+    >>> from meshpar.training import Trackers
+    >>> board = Trackers("runs/mine", {"wandb": {"project": "lm"}})  # doctest: +SKIP
+    >>> board.report({"step": 1, "train/loss": 2.5})  # doctest: +SKIP
+    >>> board.close()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        trackers: Mapping[str, Mapping[str, Any]],
+        *,
+        step: int = 0,
+        name: str | None = None,
+        facts: Mapping[str, Any] | None = None,
+        code: str | Path | None = None,
+    ) -> None:
+        """Open ``metrics.jsonl`` in ``folder`` and start one thread for each tracker.
+
+        Args:
+            folder: the run's folder, which keeps how much each tracker has got: a later start sends the rest.
+            trackers: options of each tracker, by name of a plugin or import path.
+            step: completed steps; lines of later ones are set aside (:class:`JsonLines`).
+            name: of the run; None: the folder's.
+            facts: what the trackers show of the run; :func:`facts_of` returns those of a plan.
+            code: a folder under git, whose commit is a fact too; None: none.
+
+        Raises:
+            MeshparError: there is no such tracker, or its package is not installed.
+        """
+        folder = Path(folder).absolute()
+        found = {called: plugin(called) for called in trackers}
+        self._lines = JsonLines(folder / METRICS, step=step)
+
+        def make(called: str, id_: str, step: int) -> Tracker:
+            told = dict(facts or {}) | ({} if code is None else {"commit": commit_of(Path(code))})
+            run = TrackedRun(name=name or folder.name, id=id_, folder=folder, step=step, facts=told)
+            return found[called](run, **trackers[called])
+
+        self._senders = [_Sender(called, make, folder, step) for called in found]
+
+    def report(self, record: Metrics) -> None:
+        """Write a record, and wake the trackers."""
+        self._lines.report(record)
+        for sender in self._senders:
+            sender.news.set()
+
+    def note(self, text: str) -> None:
+        """Ignore the text: trackers get numbers only."""
+
+    def close(self) -> None:
+        """Wait up to 10 seconds for the trackers. What they lack is sent at the next start."""
+        self._lines.close()
+        end = time.monotonic() + PATIENCE_S
+        for sender in self._senders:
+            sender.ends = True
+            sender.news.set()
+        for sender in self._senders:
+            sender.join(end)
+
+
+def plugin(name: str) -> Callable[..., Tracker]:
+    """Return what makes the tracker called ``name``; raises MeshparError without it or without its package."""
+    made = registry.plugin(TRACKERS, name)
+    if requires := getattr(made, "requires", None):
+        need(requires[0], extra=requires[1])
+    return made
+
+
+@final
+class _Sender:
+    """The thread of one tracker. It reads what it sends from the file, so nothing waits in memory."""
+
+    def __init__(self, name: str, make: Callable[[str, str, int], Tracker], folder: Path, step: int) -> None:
+        self.news, self.ends = threading.Event(), False
+        self._name, self._make, self._step = name, make, step
+        self._lines, self._marker = folder / METRICS, folder / SENT / f"{name}.json"
+        known: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            known = json.loads(self._marker.read_text(encoding="utf-8"))
+        self._id: str = known.get("id") or secrets.token_hex(4)
+        # of a run that was set back, what is left was sent
+        self._sent = min(int(known.get("sent", 0)), self._lines.stat().st_size)
+        self._warned = False
+        self._thread = threading.Thread(target=self._run, name=f"meshpar-tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def join(self, end: float) -> None:
+        """Wait until a time of the monotonic clock; warn if the tracker has not got everything by then."""
+        self._thread.join(max(0.0, end - time.monotonic()))
+        if self._thread.is_alive():
+            self._warn("it does not answer")
+
+    def _run(self) -> None:
+        tracker: Tracker | None = None
+        wait_s, last = _RETRY_S, False
+        while not last:
+            self.news.clear()
+            last = self.ends
+            try:
+                if tracker is None:
+                    self._mark()  # so that a start after this one continues it
+                    tracker = self._make(self._name, self._id, self._step)
+                while taken := self._unsent():
+                    records = [record for line in taken if (record := _record(line))]
+                    if records:
+                        tracker.send(records)
+                        self._step = max(self._step, *(int(record["step"]) for record in records))
+                    self._sent += sum(map(len, taken))
+                    self._mark()
+                    wait_s = _RETRY_S
+                if last:
+                    tracker.close()
+                else:
+                    self.news.wait()
+            except Exception as error:  # noqa: BLE001 - each tracker has its own
+                self._warn(brief(error))
+                tracker = None
+                end = time.monotonic() + wait_s
+                while not self.ends and time.monotonic() < end:
+                    time.sleep(min(0.1, wait_s))  # news come at each record, and say nothing of the tracker
+                wait_s = min(2 * wait_s, _LONGEST_S)
+
+    def _unsent(self) -> list[bytes]:
+        """Return lines that are whole and not sent yet."""
+        with self._lines.open("rb") as file:
+            file.seek(self._sent)
+            return [line for line in islice(file, _MOST) if line.endswith(b"\n")]
+
+    def _mark(self) -> None:
+        self._marker.parent.mkdir(exist_ok=True)
+        fresh = self._marker.with_suffix(".tmp")
+        fresh.write_text(json.dumps({"id": self._id, "sent": self._sent}), encoding="utf-8")
+        fresh.replace(self._marker)
+
+    def _warn(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "tracker %s: %s; training continues. Records stay in %s and are sent as soon as it answers, at the "
+                "latest when the run is started again",
+                self._name,
+                why,
+                self._lines,
+            )
+
+
+def _record(line: bytes) -> dict[str, float]:
+    """Return the finite values of a line; nothing for a line that is no record."""
+    try:
+        found = json.loads(line)
+        return {name: value for name, value in found.items() if value is not None} if "step" in found else {}
+    except (ValueError, TypeError):
+        return {}
+
+
+def facts_of(par: Parallelized) -> dict[str, Any]:
+    """Return ``plan`` and ``environment`` of a run as plain data, for :class:`Trackers`."""
+    from meshpar import __version__
+
+    return {
+        "plan": {"mesh": str(par.spec), "passes": [repr(pass_) for pass_ in par.plan.passes]},
+        "environment": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "meshpar": __version__,
+            "host": platform.node(),
+            "ranks": dist.get_world_size(),
+            "device": torch.cuda.get_device_name(par.device) if par.device.type == "cuda" else par.device.type,
+        },
+    }
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the commit of a folder under git, with ``-dirty`` behind it if files differ; None without git."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=_GIT_S
+        )
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def tracker_problem(name: str) -> str | None:
+    """Return why a tracker cannot be made here; None if it can."""
+    try:
+        plugin(name)
+    except MeshparError as error:
+        return str(error)
+    return None

@@ -1,0 +1,213 @@
+"""Trackers: what is sent to them, and what becomes of one that is slow, down, full or gone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from meshpar.core import registry
+from meshpar.core.errors import MeshparError
+from meshpar.training import TrackedRun, Trackers, tracking
+from meshpar.training.tracking import commit_of
+from tests.support.patience import until
+
+HERE = "tests.training.test_trackers"
+
+
+class Board:
+    """A stranger's tracker: keeps what it gets, and fails or hangs while it is told to."""
+
+    got: ClassVar[list[dict[str, float]]] = []
+    runs: ClassVar[list[TrackedRun]] = []
+    fails: ClassVar[threading.Event] = threading.Event()
+    hangs: ClassVar[threading.Event] = threading.Event()
+
+    def __init__(self, run: TrackedRun, *, project: str = "") -> None:
+        self.runs.append(run)
+
+    def send(self, records: Sequence[dict[str, float]]) -> None:
+        while self.hangs.is_set():
+            time.sleep(0.01)
+        if self.fails.is_set():
+            raise ConnectionError("the service is down")
+        self.got.extend(records)
+
+    def close(self) -> None:
+        self.got.append({"closed": 1})
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch):
+    Board.got, Board.runs = [], []
+    Board.fails.clear()
+    Board.hangs.clear()
+    monkeypatch.setattr(tracking, "_RETRY_S", 0.02)
+    yield
+    Board.hangs.clear()
+    Board.fails.clear()
+
+
+def steps() -> list[int]:
+    return [int(record["step"]) for record in Board.got if "step" in record]
+
+
+def report(board: Trackers, *numbers: int) -> None:
+    for step in numbers:
+        board.report({"step": step, "train/loss": 1.0 / step})
+
+
+def test_a_tracker_gets_every_record_and_the_facts_of_the_run(tmp_path: Path) -> None:
+    board = Trackers(tmp_path / "mine", {f"{HERE}.Board": {"project": "lm"}}, facts={"recipe": {"seed": 1}}, code=".")
+    board.report({"step": 1, "train/loss": 2.0, "bad": float("nan")})
+    report(board, 2, 3)
+    board.close()
+    assert steps() == [1, 2, 3]
+    assert Board.got[-1] == {"closed": 1}
+    assert Board.got[0].items() >= {"train/loss": 2.0}.items() and "bad" not in Board.got[0]
+    assert time.time() - Board.got[0]["time"] < 600
+    assert Board.runs[0].name == "mine"
+    assert Board.runs[0].facts == {"recipe": {"seed": 1}, "commit": commit_of(Path("."))}
+
+
+def test_a_tracker_that_is_down_gets_the_rest_later_and_there_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Board.fails.set()
+    board = Trackers(tmp_path, {f"{HERE}.Board": {}})
+    report(board, *range(1, 6))
+    until(lambda: len(Board.runs) > 2)  # it is tried again and again
+    Board.fails.clear()
+    until(lambda: steps() == [1, 2, 3, 4, 5])
+    report(board, 6)
+    board.close()
+    assert steps() == [1, 2, 3, 4, 5, 6]
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert "the service is down; training continues" in warning
+
+
+def test_a_tracker_that_hangs_slows_no_step_and_the_next_start_sends_the_rest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "PATIENCE_S", 0.1)
+    board = Trackers(tmp_path, {f"{HERE}.Board": {}})
+    report(board, 1)
+    until(lambda: steps() == [1])
+    Board.hangs.set()
+    start = time.perf_counter()
+    report(board, *range(2, 202))
+    assert time.perf_counter() - start < 2
+    board.close()
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert "it does not answer" in warning
+    Board.fails.set()  # the thread that is left fails
+    Board.hangs.clear()
+    until(lambda: not any(thread.name.startswith("meshpar-tracker") for thread in threading.enumerate()))
+    Board.fails.clear()
+    Board.got.clear()
+    monkeypatch.setattr(tracking, "PATIENCE_S", 30.0)
+    # the run was set back to step 150, of which the tracker knows the first
+    again = Trackers(tmp_path, {f"{HERE}.Board": {}}, step=150)
+    report(again, 151)
+    again.close()
+    assert steps() == [*range(2, 151), 151]
+    assert len({run.id for run in Board.runs}) == 1
+
+
+def test_lines_that_a_full_disk_refuses_are_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    board = Trackers(tmp_path, {})
+    report(board, 1)
+    full, whole = os.open("/dev/full", os.O_WRONLY), os.dup(board._lines._file.fileno())
+    os.dup2(full, board._lines._file.fileno())
+    report(board, 2, 3)
+    os.dup2(whole, board._lines._file.fileno())
+    report(board, 4)
+    board.close()
+    os.close(full)
+    os.close(whole)
+    lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [1, 2, 3, 4]
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert "No space left on device" in warning
+
+
+def test_tensorboard_has_every_scalar_once(tmp_path: Path) -> None:
+    board = Trackers(tmp_path, {"tensorboard": {}})
+    report(board, 1, 2)
+    board.close()
+    again = Trackers(tmp_path, {"tensorboard": {}}, step=1)
+    again.report({"step": 2, "train/loss": 1.5})
+    again.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 1.5)]
+
+
+def test_a_tracker_that_is_not_there_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MeshparError, match=r"no plugin .wandbb. in meshpar\.trackers"):
+        Trackers(tmp_path, {"wandbb": {}})
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MeshparError, match="pip install 'meshpar\\[wandb\\]'"):
+        Trackers(tmp_path, {"wandb": {}})
+    assert set(registry.names("meshpar.trackers")) >= {"tensorboard", "wandb", "mlflow"}
+
+
+def test_wandb_offline_has_records_config_and_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setattr(tracking, "PATIENCE_S", 120.0)
+    for last in (2, 3):
+        board = Trackers(
+            tmp_path, {"wandb": {"project": "lm", "mode": "offline"}}, step=last - 2, facts={"recipe": {"seed": 7}}
+        )
+        report(board, last - 1, last)
+        board.close()
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    (id_,) = {path.stem.removeprefix("run-") for path in files}
+    assert json.loads((tmp_path / "trackers" / "wandb.json").read_text())["id"] == id_
+    told = b"".join(path.read_bytes() for path in files)
+    assert b"train/loss" in told and b"recipe" in told
+
+
+def test_wandb_without_a_key_warns_once_and_keeps_the_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    board = Trackers(tmp_path, {"wandb": {"project": "lm", "mode": "online"}})
+    report(board, 1)
+    board.close()
+    (warning,) = (text for record in caplog.records if "tracker" in (text := record.getMessage()))
+    assert "W&B has no API key" in warning
+    assert json.loads((tmp_path / "trackers" / "wandb.json").read_text())["sent"] == 0
+
+
+def test_mlflow_has_metrics_parameters_and_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setattr(tracking, "PATIENCE_S", 120.0)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    for last in (2, 3):
+        board = Trackers(
+            tmp_path / "run",
+            {"mlflow": {"uri": uri, "experiment": "lm"}},
+            step=last - 2,
+            facts={"recipe": {"seed": 7}, "commit": "abc"},
+        )
+        report(board, last - 1, last)
+        board.close()
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("lm").experiment_id])
+    assert run.data.params["recipe.seed"] == "7"
+    assert run.data.tags["mlflow.source.git.commit"] == "abc"
+    assert run.info.status == "FINISHED"
+    assert [metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss")] == [1, 2, 2, 3]
