@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshpar.core.errors import ParallelError
 from meshpar.core.patterns import class_name, suggestion
@@ -54,6 +55,7 @@ class Placed:
         if names := [name for name, value in now.items() if id(value) not in known]:
             came = "was replaced by another tensor" if names[0] in self._names else "came into the module"
             new = self._new_modules(names)
+            self._check_sizes(new)
             raise ParallelError(
                 f"{', '.join(names[:6])} {came} after plan.apply: no pass places it or reduces its gradient. "
                 + (
@@ -138,6 +140,28 @@ class Placed:
                 f"{name or 'the model'} is placed already, with all modules in it; call par.adopt with the names of "
                 "modules that came since, or without names if modules only left"
             )
+        self._check_sizes([name])
+
+    def _check_sizes(self, names: Iterable[str]) -> None:
+        """Refuse new modules, in modules ``names``, that were built for this rank's part of a layer around which they
+        are put.
+
+        peft reads the sizes of a layer from the local part of its weight.
+        """
+        for outer in names:
+            for inner, new in self._module.get_submodule(outer).named_modules(prefix=outer):
+                if new in self.modules:
+                    continue
+                for leaf, layer in new.named_children():
+                    sizes, held = _features(layer), _held_features(layer)
+                    if layer in self.modules and held and held == _features(new) != sizes:
+                        raise ParallelError(
+                            f"{inner} was built for {held[1]} x {held[0]} features, this rank's part of the weight of "
+                            f"{inner}.{leaf}, which has {sizes[1]} x {sizes[0]}; build it before plan.apply. For LoRA, "
+                            "call layout = meshpar.training.add_adapters(model, meshpar.training.LoRA(...)) and "
+                            "plan.apply(model, layout), which trains adapters on every mesh; where no pass splits "
+                            "layers, peft.get_peft_model(model, config) before plan.apply is exact, too"
+                        )
 
     def _new_modules(self, names: Iterable[str]) -> list[str]:
         """Return the outermost new modules in which parameters called ``names`` are, or were."""
@@ -170,6 +194,16 @@ class Placed:
             for parameter in {id(parameter): parameter for parameter in (*held, *shards)}.values()
             if id(parameter) not in kept
         ]
+
+
+def _features(layer: object) -> tuple[object, object]:
+    return getattr(layer, "out_features", None), getattr(layer, "in_features", None)
+
+
+def _held_features(layer: nn.Module) -> tuple[int, ...]:
+    """Return the shape of this rank's part of a linear layer's weight; () if it has the whole weight."""
+    weight = layer._parameters.get("weight")
+    return tuple(weight.to_local().shape) if isinstance(weight, DTensor) and weight.ndim == 2 else ()
 
 
 def _call(names: Iterable[str]) -> str:

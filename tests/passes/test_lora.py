@@ -108,6 +108,52 @@ def check(build: Any, settings: LoRA, folder: Path, plans: tuple[str, ...], make
     return par
 
 
+def peft_model(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+
+
+def seeded() -> nn.Module:
+    torch.manual_seed(1)
+    return qwen3().double()
+
+
+def two_steps(net: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD([parameter for parameter in net.parameters() if parameter.requires_grad], 0.1)
+    for _ in range(2):
+        net(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [whole(parameter.detach()) for parameter in net.parameters() if parameter.requires_grad]
+
+
+@on_ranks(2)
+def test_adapters_that_peft_builds_after_apply_are_refused_and_what_the_message_says_is_exact() -> None:
+    ids = torch.randint(VOCAB, (4, 6), generator=torch.Generator().manual_seed(0))
+    for mesh, make in (("dp_shard=2", FullyShard), ("tp=2", TensorParallel)):
+        for how in (lambda par: par.module(ids), lambda par: par.adopt("model.layers")):
+            par = Plan(mesh, [make()]).apply(seeded())
+            peft_model(par.module)
+            with pytest.raises(MeshparError, match=r"self_attn\.q_proj was built for .*add_adapters\(model"):
+                how(par)
+    expected = two_steps(peft_model(seeded()).double(), ids)
+    par = Plan("dp_shard=2", [FullyShard()]).apply(peft_model(seeded()).double())
+    for got, value in zip(two_steps(par.module, ids.chunk(2)[par.data_rank]), expected, strict=True):
+        torch.testing.assert_close(got, value, atol=1e-9, rtol=0)
+    settings = LoRA(targets=("q_proj", "down_proj"), rank=2)
+    for mesh, make in (("dp_shard=2", FullyShard), ("tp=2", TensorParallel)):
+        alone, model = seeded(), seeded()
+        torch.manual_seed(5)
+        add_adapters(alone, settings)
+        torch.manual_seed(5)
+        par = Plan(mesh, [make()]).apply(model, add_adapters(model, settings))
+        trained = two_steps(par.module, ids.chunk(par.data_size)[par.data_rank])
+        for got, value in zip(trained, two_steps(alone, ids), strict=True):
+            torch.testing.assert_close(got, value, atol=1e-6, rtol=0)
+
+
 NIGHTLY = ("fsdp", "hsdp", "fsdp-tp-sequence", "world", "frozen", "frozen-hsdp", "frozen-world")
 
 
