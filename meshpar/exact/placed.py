@@ -52,6 +52,7 @@ class Placed:
             dict(self._module.named_parameters(remove_duplicate=False)),
             {*self._names.values(), *map(id, shards())},
         )
+        known |= self._assigned(now)
         if names := [name for name, value in now.items() if id(value) not in known]:
             came = "was replaced by another tensor" if names[0] in self._names else "came into the module"
             new = self._new_modules(names)
@@ -84,6 +85,22 @@ class Placed:
         self._check_kinds()
         # modules without parameters, the same parameters in other modules, or others that units have taken
         self.record()
+
+    def _assigned(self, now: Mapping[str, nn.Parameter]) -> set[int]:
+        """Return which parameters ``load_state_dict(assign=True)`` put in the place of the plan's, laid out as those.
+
+        Passes read a module's parameters in each call. Tied parameters must be one again; hooks stay with the tensor
+        that left.
+        """
+        held = {id(value): value for _, parameters, _ in self._held for value in parameters.values()}
+        places: dict[int, list[nn.Parameter | None]] = {}
+        for name, number in self._names.items():
+            places.setdefault(number, []).append(now.get(name))
+        return {
+            id(values[0])
+            for number, values in places.items()
+            if len({id(value) for value in values}) == 1 and _alike(held.get(number), values[0])
+        }
 
     def _check_kinds(self) -> None:
         if changed := next((name for child, kind, name in self._kinds if type(child) is not kind), None):
@@ -204,6 +221,17 @@ def _held_features(layer: nn.Module) -> tuple[int, ...]:
     """Return the shape of this rank's part of a linear layer's weight; () if it has the whole weight."""
     weight = layer._parameters.get("weight")
     return tuple(weight.to_local().shape) if isinstance(weight, DTensor) and weight.ndim == 2 else ()
+
+
+def _alike(one: object, other: object) -> bool:
+    return (
+        isinstance(one, DTensor)
+        and isinstance(other, DTensor)
+        and (one.device_mesh, one.placements, one.shape, one.dtype, one.device, one.requires_grad)
+        == (other.device_mesh, other.placements, other.shape, other.dtype, other.device, other.requires_grad)
+        and not one._backward_hooks
+        and not one._post_accumulate_grad_hooks
+    )
 
 
 def _call(names: Iterable[str]) -> str:

@@ -417,22 +417,58 @@ def test_a_rank_that_skips_a_batch_is_refused_at_once_on_both():
                 loss.backward()
 
 
-@on_ranks(2)
-def test_weights_that_are_loaded_by_assignment_are_trained_as_in_one_process():
-    for mesh, passes in plans(2, {mesh: PLANS[mesh] for mesh in ("dp_replicate=2", "dp_shard=2")}):
+def assigned(ranks):
+    for mesh, passes in plans(ranks):
         alone, par, x = Net(), Plan(mesh, passes).apply(Net(), LAYOUT), batch()
         step(par, x)
         optimizer = torch.optim.SGD(alone.parameters(), 0.1)
-        for again in range(2):
-            alone(x).square().mean().backward()
-            if not again:
-                optimizer.step()
-                optimizer.zero_grad()
+        alone(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
         par.module.load_state_dict(
             {name: value.clone() for name, value in par.module.state_dict().items()}, assign=True
         )
+        for _ in range(2):
+            ours = torch.optim.AdamW(par.module.parameters(), 0.1)
+            one = torch.optim.AdamW(alone.parameters(), 0.1)
+            for optimizer in (ours, one):
+                optimizer.zero_grad()
+            alone(x).square().mean().backward()
+            par.module(mine(par, x)).square().mean().backward()
+            check_gradients(par, alone)
+            assert torch.allclose(
+                par.clip_grad_norm_(1.0), torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0), atol=1e-12
+            )
+            ours.step(), one.step()
+        assert str(par.describe())
+
+
+@on_ranks(2)
+def test_weights_that_are_loaded_by_assignment_are_trained_as_in_one_process_on_two_ranks():
+    assigned(2)
+
+
+@pytest.mark.nightly
+@on_ranks(4)
+def test_weights_that_are_loaded_by_assignment_are_trained_as_in_one_process_on_four_ranks():
+    assigned(4)
+
+
+@on_ranks(2)
+def test_whole_weights_that_are_assigned_are_exact_and_an_assignment_that_unties_under_tp_is_refused():
+    for mesh, passes in plans(2, {mesh: PLANS[mesh] for mesh in ("dp_shard=2", "tp=2")}):
+        alone, other, par, x = Net(), Net(), Plan(mesh, passes).apply(Net(), LAYOUT), batch()
+        other.load_state_dict({name: 0.5 * value for name, value in alone.state_dict().items()}, assign=True)
+        par.module.load_state_dict(other.state_dict(), assign=True)
+        other(x).square().mean().backward()
         par.module(mine(par, x)).square().mean().backward()
-        check_gradients(par, alone)
+        check_gradients(par, other)
+    net = Net()
+    net.blocks[1].down.weight = net.blocks[0].down.weight
+    par = Plan("tp=2", [TensorParallel()]).apply(net, LAYOUT)
+    par.module.load_state_dict({name: value.clone() for name, value in par.module.state_dict().items()}, assign=True)
+    with pytest.raises(MeshparError, match=r"blocks\.0\.down\.weight, .*was replaced(.|\n)*\(par\.load_state_dict\)"):
+        par.module(batch())
 
 
 @on_ranks(2)
