@@ -122,7 +122,11 @@ class MLflow:
         self._metric = mlflow.entities.Metric
         self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
         known = self._client.get_experiment_by_name(experiment)
-        place = known.experiment_id if known else self._client.create_experiment(experiment)
+        if known:
+            place = known.experiment_id
+        else:  # MLflow's own place of artifacts, without a server, is the working directory
+            served = self._client.tracking_uri.startswith("http")
+            place = self._client.create_experiment(experiment, None if served else (run.folder / "mlflow").as_uri())
         found = self._client.search_runs([place], f"tags.`meshpar.id` = '{run.id}'", max_results=1)
         if found:
             self._id = found[0].info.run_id
