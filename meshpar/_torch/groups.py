@@ -28,9 +28,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of all ranks from which this one was taken."""
+    return mesh._get_root_mesh()
+
+
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """Return the one axis over all ranks of a mesh, named after its axes: ``"dp_replicate+dp_shard"``."""
-    own = mesh._get_root_mesh().__dict__.get("_meshpar_own", False)
+    own = root_of(mesh).__dict__.get("_meshpar_own", False)
     flat = mesh._flatten("+".join(mesh.mesh_dim_names or ()), dist.get_backend() if own else None)
     share_timeout([flat.get_group()])
     return flat

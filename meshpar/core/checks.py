@@ -243,14 +243,15 @@ def _module_problems(module: nn.Module) -> Iterator[str]:
 
 
 def _divided_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-    """Yield parameters that a pass divides over samples and that the data pass does not shard: nothing would reduce
-    their gradients.
+    """Yield trained parameters that a pass divides over samples and that the data pass does not shard: nothing would
+    reduce their gradients.
     """
+    trained = {name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     data = [pass_ for pass_ in passes if pass_.stage == Stage.DATA]
     sharded = {name for pass_ in data for name in pass_.shards(module, layout)}
     for pass_ in passes:
         axes = [] if pass_ in data else [axis for axis in axes_of([pass_], mesh, Role.SAMPLES) if mesh.axes[axis] > 1]
-        missing = sorted(pass_.shards(module, layout) - sharded) if axes and data else []
+        missing = sorted(pass_.shards(module, layout) & trained - sharded) if axes and data else []
         if missing:
             yield (
                 f"{pass_.name} divides {missing[0]} over {', '.join(axes)}, and {data[0].name} keeps it whole, so that "

@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 
 from meshpar._torch.autograd import part_here
 from meshpar._torch.fsdp import is_shard
+from meshpar._torch.groups import root_of
 from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.mesh import sizes_text
 from meshpar.core.patterns import class_name, covers, is_called
@@ -410,17 +411,19 @@ class WholeParameters:
                 see_plain(child, inside, "data ranks")
 
     def _placed(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter as a DTensor that the data axes replicate, and that is split over tensor axes as it
-        was.
+        """Return the parameter as a DTensor that the data axes replicate, and that is split over the axes of other
+        passes as it was, be they data axes, too (``ep``).
         """
-        names, placements = self._axes, [Replicate()] * len(self._axes)
+        mesh, names, placements = self._mesh, self._axes, [Replicate()] * len(self._axes)
         if isinstance(parameter, DTensor):
-            names = (*names, *(parameter.device_mesh.mesh_dim_names or ()))
-            placements = [*placements, *parameter.placements]  # type: ignore[list-item]
+            mesh, divided = root_of(parameter.device_mesh), parameter.device_mesh.mesh_dim_names or ()
+            copies = [axis for axis in names if axis not in divided]
+            names = (*copies, *divided)
+            placements = [*[Replicate()] * len(copies), *parameter.placements]  # type: ignore[list-item]
         held = local_tensor(parameter)
         held = held if held.is_meta else held.to(self._mesh.device_type)
         whole = DTensor.from_local(
-            held, self._mesh[names], placements, run_check=False, shape=parameter.shape, stride=strides(parameter.shape)
+            held, mesh[names], placements, run_check=False, shape=parameter.shape, stride=strides(parameter.shape)
         )
         fresh = nn.Parameter(whole, requires_grad=parameter.requires_grad)
         vars(fresh).update(vars(parameter), _meshpar_whole=True)

@@ -89,6 +89,7 @@ MEASURED = {
         "meshpar.training.profile",
     },
     "jobs.py": {"meshpar.launchers.jobs"},
+    "log_probs.py": {"meshpar.log_probs"},
     "peer_ranks.py": {"meshpar.models.huggingface"},
     "save_planning.py": {
         "meshpar.checkpoints.format.writing",

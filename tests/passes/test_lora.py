@@ -53,6 +53,7 @@ PLANS: dict[str, tuple[str, list[Any]]] = {
     "frozen": ("dp_shard=4", [FullyShard(whole="frozen")]),
     "frozen-tp": ("dp_shard=2,tp=2", [TensorParallel(), FullyShard(whole="frozen")]),
     "frozen-hsdp": ("dp_replicate=2,dp_shard=2", [HybridShard(whole="frozen")]),
+    "frozen-experts": ("dp_shard=2,ep=2", [ExpertParallel(), FullyShard(whole="frozen")]),
     "frozen-world": ("dp_replicate=2,dp_shard=2", [HybridShard(optimizer="world", whole="frozen")]),
 }
 SETTINGS = LoRA(targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), rank=4, alpha=8.0)
@@ -228,7 +229,7 @@ def qwen3_moe() -> nn.Module:
 ON_EXPERTS = LoRA(targets=("q_proj",), parameters=("experts.gate_up_proj", "experts.down_proj"), rank=4, alpha=8.0)
 
 
-@pytest.mark.parametrize("plan", daily(["experts", "experts-tp"], "experts"))
+@pytest.mark.parametrize("plan", daily(["experts", "experts-tp", "frozen-experts"], "experts"))
 def test_adapters_on_divided_experts_train_as_in_one_process_and_are_merged_as_peft_does(plan: str) -> None:
     train_experts(plan)
 
