@@ -189,6 +189,16 @@ class Units:
                 if type(held) is Tensor and _memory(held) != _memory(parameter.sharded_param):  # ``.data`` was assigned
                     parameter.reset_sharded_param()
 
+    @torch.no_grad()
+    def gather(self, unit: nn.Module) -> None:
+        """Gather a unit and let go of it as a forward of the unit would, which the ranks that call it wait for."""
+        for group in param_groups(unit):
+            was_sharded = group.is_sharded
+            group.unshard()
+            group.wait_for_unshard()
+            if was_sharded and group._reshard_after_forward:
+                group.reshard()
+
     def release(self, output: Iterable[Tensor]) -> None:
         """Let go of gathered weights after a call without gradients, which no backward needs; a call may have
         returned them.

@@ -18,8 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, first_line
+from meshpar.exact.schedule import Schedule
 from meshpar.passes import random
 from meshpar.passes.unused import Unused
 from meshpar.placements import local_tensor, sharded_axes
@@ -33,6 +35,7 @@ _SAME_BATCH = (
 )
 PLACES = (
     "a forward of the module",
+    "the end of a forward that leaves out blocks",
     "a backward",
     "a micro-batch of par.accumulate",
     "an optimizer's step",
@@ -61,6 +64,8 @@ class Agreement:
         split: axis -> process group, where ranks see different positions of the same samples.
         device: where numbers are exchanged.
         always: compare in every step; False: in the first ones.
+        predicts: a unit's forward exchanges nothing with other ranks but its weights, so that ranks whose forwards
+            call the same units each time need not meet before each unit.
     """
 
     def __init__(
@@ -73,8 +78,11 @@ class Agreement:
         device: torch.device,
         *,
         always: bool = True,
+        predicts: bool = False,
     ) -> None:
         self._always = always
+        self.predicts = predicts and always and bool(data_axes) and not runtime.queues(device)
+        self._schedule: Schedule | None = None
         self._module, self._mesh, self._device, self._draws = module, mesh, device, False
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
         self._split = split
@@ -94,6 +102,8 @@ class Agreement:
             later, self._later = self._later, None
             later.check()
         self._draws, self._backwards = draws, 0
+        if self._schedule is not None:
+            self._schedule.forget()
         self._batches, self._wholes, self._looks = (Looks(always=self._always) for _ in range(3))
 
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
@@ -155,22 +165,59 @@ class Agreement:
             if not all(same(digest_of(batch, self._device)[None], [group])):
                 raise MeshparError(f"ranks of {axis} split different batches; {_SAME_BATCH}")
 
-    def unit(self, name: str, trained: str) -> None:
-        """Check that all ranks call one unit together: every time on a CPU, beside an accelerator the first times.
+    def begin_forward(self, units: Units) -> None:
+        """Begin a forward of the module, whose units are called next."""
+        if self.predicts and self._schedule is None:
+            self._schedule = Schedule(units.gather)
+        if self._schedule is not None:
+            self._schedule.begin((torch.is_grad_enabled(), self._module.training))
+
+    def end_forward(self) -> None:
+        """End a forward of the module.
+
+        Raises:
+            MeshparError: on every rank alike, where this one called fewer units than the others.
+
+        Collective where this rank has called fewer units than before.
+        """
+        if self._schedule is not None and self._schedule.end():
+            self._meeting.meet("the end of a forward that leaves out blocks")
+
+    def fail_forward(self) -> None:
+        """End a forward in which an error was raised: gather what other ranks may wait for."""
+        if self._schedule is not None:
+            self._schedule.fail()
+
+    def unit(self, name: str, unit: nn.Module, units: Units) -> None:
+        """Check that all ranks call one unit together.
+
+        Every time on a CPU, or once a forward where all call the same units in each; beside an accelerator the first
+        times.
 
         Args:
             name: of the unit.
-            trained: which of its parameters want gradients.
+            unit: about to be gathered.
+            units: of the module.
 
         Raises:
             MeshparError: on every rank alike.
 
         Collective: every rank calls it.
         """
-        if not self._data_axes or not self._looks.now(name, self._device):
+        if not self._data_axes:
+            return
+        schedule, numbers, predicted = self._schedule, list[int](), list[nn.Module]()
+        if schedule is not None:
+            predicted = list(schedule.prediction)
+            numbers = [_number_of(predicted, units)] if predicted else [0]
+            if schedule.expects(unit):
+                return
+        elif not self._looks.now(name, self._device):
             return
         place = f"the forward of {name}" if name else "a forward of the module"
-        (alike,) = self._meeting.meet(place, [zlib.crc32(trained.encode())])
+        alike, *same_prediction = self._meeting.meet(place, [zlib.crc32(units.trained(unit).encode()), *numbers])
+        if schedule is not None and predicted and all(same_prediction):
+            schedule.follow(predicted)
         if not alike:
             raise MeshparError(
                 f"data ranks train different parameters in {name or 'the outermost block'}: requires_grad differs; "
@@ -460,6 +507,14 @@ class Later:
                 "own loss), or another number of steps; step on every rank alike"
             )
         return most
+
+
+def _number_of(predicted: Sequence[nn.Module], units: Units) -> int:
+    """Return a digest of the units that a forward will call, and of the parameters that are trained in each."""
+    modules: list[nn.Module] = [*units.modules]
+    places = {unit: place for place, unit in enumerate(modules)}
+    trained = "".join(f"{place}:{units.trained(unit)} " for unit, place in places.items())
+    return 1 + zlib.crc32(f"{[places[unit] for unit in predicted]} {trained}".encode())
 
 
 def _plain(value: object) -> object:

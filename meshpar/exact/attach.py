@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshpar.core import runtime
 from meshpar.core.guards import Guarded, Guards, guards_of
@@ -88,7 +89,16 @@ def attach(
         parts=guarded.lengths,
         agreement=NoComparisons(module, exchange)
         if silent
-        else Agreement(module, held_on, reduced, resolved.same, split, device, always=always),
+        else Agreement(
+            module,
+            held_on,
+            reduced,
+            resolved.same,
+            split,
+            device,
+            always=always,
+            predicts=_gathers_alone(module, resolved),
+        ),
         losses=NoLosses() if silent else Losses(groups, device, always=always),
         guards=guards,
     )
@@ -121,6 +131,13 @@ def renew(cycle: Cycle, resolved: Resolved, device: torch.device, *, verify: boo
             cycle.mixing_test = mixing_test(module, resolved.blocks)
     if cycle.agreement is not None:
         cycle.agreement.begin(draws=(resolved.layout.dropout or draws_random(module)) and not resolved.splits_sequence)
+
+
+def _gathers_alone(module: nn.Module, resolved: Resolved) -> bool:
+    """Tell whether nothing inside of a forward exchanges anything between ranks but data parallelism, which gathers."""
+    roles = (Role.POSITIONS, Role.FEATURES, Role.LAYERS)
+    divided = applied(module).divided or any(resolved.divided(role) for role in roles)
+    return not divided and not any(isinstance(child, _BatchNorm) for child in module.modules())
 
 
 def _parts(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

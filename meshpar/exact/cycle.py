@@ -13,7 +13,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol, final
 
 import torch
@@ -65,8 +65,17 @@ class Comparisons(Protocol):
     def whole(self, batch: object) -> None:
         """Before a batch is split by positions."""
 
-    def unit(self, name: str, trained: str) -> None:
-        """Before the forward of a unit, with a digit for each of its parameters."""
+    def begin_forward(self, units: Units) -> None:
+        """Before a forward of the module."""
+
+    def end_forward(self) -> None:
+        """After a forward of the module."""
+
+    def fail_forward(self) -> None:
+        """After a forward of the module that raised an error."""
+
+    def unit(self, name: str, unit: nn.Module, units: Units) -> None:
+        """Before the forward of a unit, one of ``units``."""
 
     @property
     def meets_before_backward(self) -> bool:
@@ -355,7 +364,7 @@ class Cycle:
                     self._entrances.opens(self.module)
                 output = None
                 try:
-                    output = run(inner, args, kwargs)
+                    output = self._called(run, inner, args, kwargs)
                 finally:
                     if not self._units.modules:
                         self._entrances.closes(self.module, output)
@@ -377,6 +386,20 @@ class Cycle:
             self._units.hide()  # outside of the door parameters are shards
             self._depth -= 1
             self._method = None
+
+    def _called(self, run: Callable[..., Any], inner: Callable[..., Any], args: object, kwargs: object) -> Any:
+        """Return what a call of the module returns, at whose end ranks have called the same units."""
+        if self.agreement is None:
+            return run(inner, args, kwargs)
+        self.agreement.begin_forward(self._units)
+        try:
+            output = run(inner, args, kwargs)
+        except Exception:
+            with suppress(Exception):  # of ranks that do not come; the error here is the one to tell
+                self.agreement.fail_forward()
+            raise
+        self.agreement.end_forward()
+        return output
 
     @eager
     def _first_run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -486,7 +509,7 @@ class Cycle:
             self._gather_shards()
         self._units.show(unit)
         if self.agreement is not None and not in_backward():
-            self.agreement.unit(self._names[unit], self._units.trained(unit))
+            self.agreement.unit(self._names[unit], unit, self._units)
         if not torch.is_grad_enabled():
             self._without_grad.add(unit)
         elif self._on and in_backward() and unit in self._without_grad:

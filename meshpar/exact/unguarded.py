@@ -8,6 +8,7 @@ from typing import final
 from torch import nn
 from torch.optim import Optimizer
 
+from meshpar._torch.units import Units
 from meshpar.passes.unused import Exchange, Unused
 
 
@@ -34,7 +35,16 @@ class NoComparisons:
     def whole(self, batch: object) -> None:
         """Compare nothing."""
 
-    def unit(self, name: str, trained: str) -> None:
+    def begin_forward(self, units: Units) -> None:
+        """Compare nothing."""
+
+    def end_forward(self) -> None:
+        """Compare nothing."""
+
+    def fail_forward(self) -> None:
+        """Compare nothing."""
+
+    def unit(self, name: str, unit: nn.Module, units: Units) -> None:
         """Compare nothing."""
 
     def backward(self) -> None:

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.exact.agreement import Agreement, Meeting
 from meshpar.exact.losses import Losses
@@ -145,9 +146,19 @@ class Settled:
             dist.all_reduce(torch.empty(2 * (1 + Meeting.NUMBERS), dtype=torch.int64, device=self._par.device))
         return [True] * len(numbers)
 
-    def unit(self, name: str, trained: str) -> None:
-        """Send the marks of a unit, where they are looked at."""
-        self.meet(name)
+    def begin_forward(self, units: Units) -> None:
+        """Send nothing."""
+
+    def end_forward(self) -> None:
+        """Send nothing."""
+
+    def fail_forward(self) -> None:
+        """Send nothing."""
+
+    def unit(self, name: str, unit: nn.Module, units: Units) -> None:
+        """Send the marks of a unit, where they are looked at: of the first one where the others are predicted."""
+        if not (name and self._real.predicts):
+            self.meet(name)
 
     @property
     def meets_before_backward(self) -> bool:

@@ -104,6 +104,60 @@ def test_a_data_rank_that_calls_fewer_blocks_is_refused_before_its_backward():
             par.module(x_of(), order=(0,) if par.data_rank else (0, 1)).sum().backward()
 
 
+def trained(par, steps, **kwargs):
+    """Run steps after which the order of the blocks is known."""
+    for _ in range(steps):
+        par.module(x_of(), **kwargs).sum().backward()
+        par.module.zero_grad()
+
+
+@pytest.mark.parametrize("order", [(0,), (1, 0), (0, 1, 1), (1,)], ids=str)
+@on_ranks(2)
+def test_a_data_rank_that_calls_other_blocks_than_in_earlier_steps_is_refused(order):
+    for passes in ([FullyShard()], [FullyShard(reshard_after_forward=False)], [Replicate()]):
+        par = applied(Net(), f"{passes[0].axes[0]}=2", passes)
+        trained(par, 3)
+        with pytest.raises(MeshparError, match="ranks are at different places of their loops"):
+            par.module(x_of(), order=order if par.data_rank else (0, 1)).sum().backward()
+
+
+@on_ranks(2)
+def test_blocks_that_all_ranks_leave_out_or_call_again_after_some_steps_match_one_process():
+    one, par = Net(), applied(Net(), "dp_shard=2", [FullyShard()])
+    one.load_state_dict(par.state_dict(full=True, everywhere=True))
+    for order in [(0, 1)] * 3 + [(0,), (0, 1, 1), (0, 1), (1, 0), (0, 1), (0, 1), (0, 1), (0, 1), (1,)]:
+        for module in (one, par.module):
+            module.zero_grad()
+            module(x_of(), order=order).square().mean().backward()
+        for (name, parameter), sharded in zip(one.named_parameters(), par.module.parameters(), strict=True):
+            grad = None if sharded.grad is None else sharded.grad.full_tensor()
+            assert (grad is None) == (parameter.grad is None), (order, name)
+            assert grad is None or torch.allclose(grad, parameter.grad, atol=1e-6), (order, name)
+
+
+@on_ranks(2)
+def test_a_data_rank_whose_forward_fails_after_some_steps_is_refused_where_the_others_are():
+    par = applied(Net(), "dp_shard=2", [FullyShard()])
+    trained(par, 3)
+    batches = [x_of()[:, :5], x_of()] if par.data_rank else [x_of(), x_of()]
+    with pytest.raises(MeshparError, match="ranks are at different places of their loops"):
+        for batch in batches:
+            try:
+                loss = par.module(batch).sum()
+            except RuntimeError:
+                continue
+            loss.backward()
+
+
+@on_ranks(2)
+def test_parameters_that_one_rank_freezes_after_some_steps_are_named():
+    par = applied(Net(), "dp_shard=2", [FullyShard()])
+    trained(par, 3)
+    par.module.blocks[1].requires_grad_(par.data_rank == 0)
+    with pytest.raises(MeshparError, match=r"data ranks train different parameters in blocks\.1"):
+        par.module(x_of())
+
+
 @on_ranks(2)
 def test_data_ranks_that_call_two_models_of_one_class_in_different_orders_are_refused():
     first, second = (applied(Net(), "dp_shard=2", [FullyShard()]) for _ in range(2))

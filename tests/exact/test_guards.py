@@ -89,7 +89,9 @@ def test_without_guards_ranks_exchange_what_passes_do():
 def test_after_the_first_steps_first_exchanges_no_more_than_off():
     plan = ("dp_replicate=2,dp_shard=2", [HybridShard()])
     always, first, off = (sum(counted(*plan, guards).values()) for guards in ("always", "first", "off"))
-    assert first == off < always, (first, off, always)
+    assert first == off, (first, off)
+    beside = 3  # before the forward, the backward and the step; which gradients exist is compared by the passes, too
+    assert always == off + beside, f"{always} against {off}, with three blocks"
 
 
 PATCHED = {
