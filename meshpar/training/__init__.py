@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from meshpar.training.elastic import Change, Replicas
     from meshpar.training.examples import ExampleFile, ExampleSplit
     from meshpar.training.experts import ExpertLoad
+    from meshpar.training.generating import generate, log_likelihoods
     from meshpar.training.loop import Trainer
     from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
     from meshpar.training.metrics import peak_flops, peak_memory
@@ -56,6 +57,8 @@ __all__ = [
     "build_adamw",
     "facts_of",
     "freeze",
+    "generate",
+    "log_likelihoods",
     "peak_flops",
     "peak_memory",
     "write_tokens",
@@ -95,6 +98,8 @@ _HOMES = {
     "build_adamw": "optimizer",
     "facts_of": "tracking",
     "freeze": "objectives",
+    "generate": "generating",
+    "log_likelihoods": "generating",
     "peak_flops": "metrics",
     "peak_memory": "metrics",
     "write_tokens": "tokens",

@@ -1,0 +1,218 @@
+"""Generate and score tokens with the live, sharded model: prompts are divided over the data ranks, weights stay where
+they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from meshpar.core.errors import MeshparError
+from meshpar.core.passes import Role
+from meshpar.parallelized import Parallelized
+from meshpar.passes.random import mix
+from meshpar.training.objectives import whole_logits
+
+T = TypeVar("T")
+Tokens = Sequence[int]
+
+
+def generate(
+    par: Parallelized,
+    prompts: Sequence[Tokens],
+    *,
+    tokens: int = 64,
+    ends: Collection[int] = (),
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    batch: int = 8,
+) -> list[list[int]]:
+    """Return the tokens after each prompt, the same on every mesh and every rank.
+
+    Models of transformers use their key/value cache; others compute the whole text for each token. An encoder-decoder
+    reads the prompt and writes another text.
+
+    >>> generate(par, [[1, 5, 7], [2]], tokens=32, ends=[0])  # doctest: +SKIP
+
+    Args:
+        par: the parallel module.
+        prompts: token ids, at least one each; all prompts of all ranks.
+        tokens: largest number of new tokens.
+        ends: token ids that end a text; they are not returned.
+        temperature: 0: the most likely token; otherwise logits are divided by it, and a token is drawn.
+        top_p: draw from the fewest tokens whose probabilities reach this sum.
+        seed: of the draws, together with the place of the prompt in ``prompts``.
+        batch: prompts of a data rank at once.
+
+    Raises:
+        MeshparError: the mesh divides positions or layers, or a prompt is empty.
+
+    Collective: every rank calls it, with the same arguments.
+    """
+    if not all(prompts):
+        raise MeshparError(f"prompt {[bool(one) for one in prompts].index(False)} has no token; give it at least one")
+
+    def answered(places: list[int], rows: list[Tokens]) -> list[list[float]]:
+        drawn = [torch.Generator().manual_seed(mix(seed, place)) for place in places]
+        step, made = _continuation(par, rows), [list[int]() for _ in rows]
+        left = [place >= 0 for place in places]
+        last = None
+        for _ in range(tokens):
+            logits = step(last)
+            last = _chosen(logits, drawn, temperature, top_p)
+            for row, token in enumerate(last.tolist()):
+                left[row] = left[row] and token not in ends
+                made[row] += [token] if left[row] else []
+            if not par.data_sum(torch.tensor(float(any(left)), device=par.device)):
+                break  # only where every rank is done: a rank that left would make the others wait
+        return [[len(row), *row, *[0] * (tokens - len(row))] for row in made]
+
+    found = _divided(par, prompts, answered, 1 + tokens, batch)
+    return [[int(token) for token in row[1 : 1 + int(row[0])]] for row in found]
+
+
+def log_likelihoods(
+    par: Parallelized, pairs: Sequence[tuple[Tokens, Tokens]], *, batch: int = 8
+) -> list[tuple[float, bool]]:
+    """Return the log-probability of each pair's second text after its first, and whether the model would write it
+    greedily; the same on every rank.
+
+    Args:
+        par: the parallel module: a causal language model.
+        pairs: token ids of a context, at least one, and of what follows.
+        batch: pairs of a data rank at once.
+
+    Raises:
+        MeshparError: the mesh divides positions or layers, or a context is empty.
+
+    Collective: every rank calls it, with the same arguments.
+    """
+    if not all(context for context, _ in pairs):
+        raise MeshparError("a context has no token; begin it with the token that begins a text")
+
+    def scored(places: list[int], rows: list[tuple[Tokens, Tokens]]) -> list[list[float]]:
+        texts = [[*context, *more] for context, more in rows]
+        logits = _logits(par.module(input_ids=_padded(texts, par.device)))
+        found = []
+        for row, (context, more) in enumerate(rows):
+            there = logits[row, len(context) - 1 : len(context) + len(more) - 1].float().log_softmax(-1)
+            target = torch.tensor(list(more), dtype=torch.int64, device=there.device)
+            greedy = bool((there.argmax(-1) == target).all())
+            found.append([float(there.gather(-1, target[:, None]).sum()), float(greedy)])
+        return found
+
+    return [(row[0], bool(row[1])) for row in _divided(par, pairs, scored, 2, batch)]
+
+
+def _divided(
+    par: Parallelized,
+    rows: Sequence[T],
+    function: Callable[[list[int], list[T]], list[list[float]]],
+    width: int,
+    batch: int,
+) -> list[list[float]]:
+    """Return ``width`` numbers for each of ``rows``, of which every data rank computes its part, in as many batches."""
+    for role in (Role.POSITIONS, Role.LAYERS):
+        if axes := par.resolved.divided(role):
+            raise MeshparError(
+                f"generating and scoring need whole sequences and every layer on a rank, and {axes[0]} divides them; "
+                "evaluate on a mesh without it"
+            )
+    table = torch.zeros(len(rows), width, dtype=torch.float64)
+    own = list(range(par.data_rank, len(rows), par.data_size))
+    with _evaluating(par.module):
+        for start in range(0, math.ceil(len(rows) / par.data_size), batch):
+            places = own[start : start + batch]
+            # a rank without rows computes one as well, whose values do not count
+            found = function(places or [-1], [rows[place] for place in places] or [rows[0]])
+            for place, values in zip(places, found, strict=False):
+                table[place] = torch.tensor(values, dtype=torch.float64)
+    if par.device.type == "mps":
+        table = table.float()
+    return par.data_sum(table.to(par.device)).tolist()
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    was = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train(was)
+
+
+def _logits(output: Any) -> Tensor:  # noqa: ANN401 - of any model
+    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(found, Tensor):
+        raise MeshparError(f"the model returned a {type(output).__name__}; expected logits, or an output with .logits")
+    return whole_logits(found)
+
+
+def _padded(rows: Sequence[Tokens], device: torch.device, *, left: bool = False) -> Tensor:
+    """Return rows as one tensor, with zeros behind the short ones, or before them."""
+    length = max(map(len, rows))
+    lines = [[*[0] * ((length - len(row)) * left), *row, *[0] * ((length - len(row)) * (not left))] for row in rows]
+    return torch.tensor(lines, dtype=torch.int64, device=device)
+
+
+def _continuation(par: Parallelized, rows: Sequence[Tokens]) -> Callable[[Tensor | None], Tensor]:
+    """Return a function from the tokens chosen last, (B,), None at first, to the logits of the next, (B, V)."""
+    module: Any = par.module
+    config, named = getattr(module, "config", None), inspect.signature(type(module).forward).parameters
+    if "past_key_values" not in named or config is None:
+        texts = [list(row) for row in rows]
+
+        def whole(last: Tensor | None) -> Tensor:
+            for text, token in zip(texts, [] if last is None else last.tolist(), strict=False):
+                text.append(token)
+            ends = torch.tensor([len(text) - 1 for text in texts])
+            return _logits(module(input_ids=_padded(texts, par.device)))[torch.arange(len(texts)), ends]
+
+        return whole
+    pairs = bool(getattr(config, "is_encoder_decoder", False))
+    ids = _padded(rows, par.device, left=not pairs)
+    mask = _padded([[1] * len(row) for row in rows], par.device, left=not pairs)
+    given: dict[str, Any] = {"use_cache": True, "return_dict": True, "attention_mask": mask}
+
+    def cached(last: Tensor | None) -> Tensor:
+        if pairs:
+            begin = torch.full((len(rows), 1), config.decoder_start_token_id, device=par.device)
+            given.update({"decoder_input_ids": begin, "input_ids": ids} if last is None else {"input_ids": None})
+            given.update({} if last is None else {"decoder_input_ids": last[:, None]})
+        else:
+            if last is not None:
+                given["attention_mask"] = nn.functional.pad(given["attention_mask"], (0, 1), value=1)
+            given["input_ids"] = ids if last is None else last[:, None]
+            if "position_ids" in named:
+                places = (given["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+                given["position_ids"] = places if last is None else places[:, -1:]
+        output = module(**{name: value for name, value in given.items() if value is not None})
+        given["past_key_values"] = output.past_key_values
+        if pairs:
+            given["encoder_outputs"] = (output.encoder_last_hidden_state,)
+        return _logits(output)[:, -1]
+
+    return cached
+
+
+def _chosen(logits_BV: Tensor, drawn: Sequence[torch.Generator], temperature: float, top_p: float) -> Tensor:
+    """Return the next token of each row, (B,)."""
+    if temperature <= 0:
+        return logits_BV.argmax(-1)
+    probabilities_BV, order_BV = (
+        (logits_BV.double() / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    )
+    sums_BV = probabilities_BV.cumsum(-1)
+    kept_BV = probabilities_BV * (sums_BV - probabilities_BV < top_p)
+    draws = torch.stack([torch.rand((), generator=one, dtype=torch.float64) for one in drawn]).to(logits_BV.device)
+    place_B1 = (kept_BV.cumsum(-1) < (draws * kept_BV.sum(-1))[:, None]).sum(-1, keepdim=True)
+    return order_BV.gather(-1, place_B1.clamp(max=order_BV.shape[-1] - 1))[:, 0]
