@@ -21,7 +21,7 @@ from meshpar.forecasting.extrapolate import deepened
 from meshpar.forecasting.hardware import Hardware
 from meshpar.forecasting.lints import lints
 from meshpar.forecasting.report import Forecast, with_unit
-from meshpar.forecasting.simulate import Depths, Simulation, simulate
+from meshpar.forecasting.simulate import Depths, Simulation, simulate, stages_of
 from meshpar.forecasting.step import Batch, Loss, summed_token_loss
 from meshpar.forecasting.trace import Trace
 from meshpar.plan import Plan
@@ -79,8 +79,6 @@ def forecast(
     size = _size(plan) if world_size is None else world_size
     plan = on_nodes(plan, profile, size)
     spec = plan.check(model, known, size)
-    if spec.axes.get("pp", 1) > 1:
-        raise PlanError(["a forecast replays a rank that has all layers, and pp divides them; measure the plan"])
     if replicas > 1 and (problems := list(plan_problems(spec, model, optimizer_copies))):
         raise PlanError(problems)
     settled = Plan(spec, plan.passes)
@@ -160,6 +158,6 @@ def probes(job: Simulation, depths: Depths) -> list[Simulation]:
     ahead = max((pass_.blocks_ahead for pass_ in job.plan.passes), default=1)
     first = _PROBES + max(0, ahead - 1)
     first += (depths.blocks - first) % period
-    if depths.blocks <= first + period or job.replicas > 1:
+    if depths.blocks <= first + period or job.replicas > 1 or stages_of(job.plan) > 1:
         return [job]
     return [replace(job, model=depths.shallow(count)) for count in (first, first + period)]

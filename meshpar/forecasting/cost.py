@@ -7,11 +7,12 @@ streams, which the trace has.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
+from meshpar.core.errors import MeshparError
 from meshpar.forecasting.hardware import Hardware
 from meshpar.forecasting.trace import Collective, Event, Trace
 
@@ -51,6 +52,7 @@ class Cost:
             and torchtitan count).
         spans: the timeline.
         ends: end of each event of the trace, in seconds.
+        stages: of each stage of a trace with stages, of which this is the fullest's.
     """
 
     seconds: float
@@ -62,14 +64,57 @@ class Cost:
     mfu: float
     spans: tuple[Span, ...]
     ends: tuple[float, ...]
+    stages: tuple[Cost, ...] = ()
 
 
 def cost(trace: Trace, hardware: Hardware) -> Cost:
     """Return the time of one step of ``trace`` on ``hardware``."""
+    if trace.stages:
+        return _of_stages(trace, hardware)
     clock = _Clock(trace, hardware)
     for phase, event in trace.events():
         clock.step(phase, event)
-    seconds = max([clock.host, *clock.free.values()])
+    return _read(clock, trace, max([clock.host, *clock.free.values()]), trace.flops(recomputed=False))
+
+
+def _of_stages(trace: Trace, hardware: Hardware) -> Cost:
+    """Let the stages' clocks run together: a stage waits for what another one sends, and all for one another where
+    they exchange something.
+    """
+    clocks = [_Clock(stage, hardware) for stage in trace.stages]
+    left = [deque(stage.events()) for stage in trace.stages]
+    sent: dict[tuple[int, int, int], deque[float]] = defaultdict(deque)
+    (axis,) = {event.collective.axis for _, event in left[0] if event.collective and event.collective.peer >= 0}
+    while any(left):
+        before = sum(map(len, left))
+        for stage, (clock, events) in enumerate(zip(clocks, left, strict=True)):
+            while events:
+                message = events[0][1].collective
+                if message is None or message.axis != axis:
+                    clock.step(*events.popleft())
+                elif message.kind == "send":
+                    sent[stage, message.peer, message.tag].append(clock.step(*events.popleft()))
+                elif message.kind == "recv" and (come := sent[message.peer, stage, message.tag]):
+                    clock.arrive(events.popleft()[1], come.popleft())
+                else:
+                    break
+        if sum(map(len, left)) < before:
+            continue
+        if not all(left) or any(events[0][1].collective.kind == "recv" for events in left):  # type: ignore[union-attr]
+            raise MeshparError("the stages of the trace wait for one another: a message is missing")
+        now = max(max(clock.free["compute"], clock.host) for clock in clocks)
+        for clock, events in zip(clocks, left, strict=True):
+            clock.wait_until(now, axis)
+            clock.step(*events.popleft())
+    seconds = max(max([clock.host, *clock.free.values()]) for clock in clocks)
+    flops = sum(stage.flops(recomputed=False) for stage in trace.stages) / len(trace.stages)
+    stages = tuple(_read(clock, stage, seconds, flops) for clock, stage in zip(clocks, trace.stages, strict=True))
+    fullest = max(range(len(stages)), key=lambda stage: trace.stages[stage].memory().peak)
+    return replace(stages[fullest], stages=stages)
+
+
+def _read(clock: _Clock, trace: Trace, seconds: float, flops: float) -> Cost:
+    hardware = clock.hardware
     dtypes = [event.dtype for _, event in trace.events() if event.flops]
     peak = hardware.flops(max(set(dtypes), key=dtypes.count)) if dtypes else 1.0
     return Cost(
@@ -79,7 +124,7 @@ def cost(trace: Trace, hardware: Hardware) -> Cost:
         exposed=dict(clock.exposed),
         idle=clock.idle,
         tokens_per_second=trace.tokens * trace.data_size / seconds,
-        mfu=trace.flops(recomputed=False) / seconds / peak,
+        mfu=flops / seconds / peak,
         spans=tuple(clock.spans),
         ends=tuple(clock.ends),
     )
@@ -100,13 +145,33 @@ class _Clock:
         self.spans: list[Span] = []
         self.busy_until = 0.0
 
-    def step(self, phase: str, event: Event) -> None:
+    def step(self, phase: str, event: Event) -> float:
+        """Work off an event; return when it ends."""
         if event.kind == "wait":
             end = self._wait(event)
         elif event.collective is not None:
             end = self._send(phase, event, event.collective)
         else:
             end = self._compute(phase, event)
+        self._noted(event, end)
+        return end
+
+    def arrive(self, event: Event, came: float) -> None:
+        """Wait for what another rank sends; the host waits, too, for the numbers that say what form it has."""
+        assert event.collective is not None
+        self.host += self.hardware.host
+        self.wait_until(came, event.collective.axis)
+        if event.collective.dtype == "int64":
+            self.host = max(self.host, self.free["compute"])
+        self._noted(event, self.free["compute"])
+
+    def wait_until(self, time: float, axis: str) -> None:
+        """Let the main stream wait for other ranks."""
+        free = max(self.free["compute"], self.host)
+        self.exposed[axis] += max(0.0, time - free)
+        self.free["compute"] = max(self.free["compute"], time)
+
+    def _noted(self, event: Event, end: float) -> None:
         self.ends.append(end)
         if event.collective is not None:
             self.axis[event.stream] = event.collective.axis
@@ -123,14 +188,15 @@ class _Clock:
     def _send(self, phase: str, event: Event, sent: Collective) -> float:
         hardware = self.hardware
         self.host += hardware.host
-        lane = f"{sent.axis} {sent.kind}" if event.kind == "async" else event.stream
-        queue = f"group {sent.axis}" if event.kind == "async" else event.stream
+        lane = f"{sent.axis} {sent.kind}" if event.kind == "async" or sent.peer >= 0 else event.stream
+        behind = event.kind == "async" or sent.kind == "send"  # a rank goes on as it sends to another
+        queue = f"{sent.axis} {sent.peer}" if sent.peer >= 0 else f"group {sent.axis}" if behind else event.stream
         start = max(self.free[event.stream], self.free[queue], self.host)
         took = sending_time(sent, hardware)
         end = start + took
         self.free[queue] = end
         self.sending[sent.axis, sent.kind] += took
-        if event.kind == "collective" and event.stream == "compute":
+        if event.kind == "collective" and event.stream == "compute" and sent.peer < 0:
             self.exposed[sent.axis] += took
         self.busy_until = max(self.busy_until, end)
         self.spans.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
 
@@ -26,6 +27,7 @@ _LANES = {
     "reduce": "#b5544d",
     "replicate": "#8e5ea2",
 }
+_BOXES = {"forward": "#2f5d8a", "backward": "#5aa469"}
 _WIDTH, _POINTS, _SHOWN = 1000, 700, 20
 
 
@@ -43,6 +45,7 @@ def page(forecasts: Sequence[Forecast], ranking: Ranking | None = None) -> str:
         _timeline(first, 0.0, first.cost.seconds),
         f"<small>compute waits for: {_exposed(first)}. Below, a few blocks of backward:</small>",
         _timeline(first, *_few_blocks(first)),
+        *(["<h2>Schedule of the stages</h2>", _schedule(first)] if first.trace.stages else []),
         "<h2>Mesh</h2>",
         _mesh(first),
         "<h2>Collectives of a step</h2>",
@@ -194,6 +197,35 @@ def _timeline(forecast: Forecast, start: float, end: float) -> str:
             for x, width, what in drawn
         ]
     return f"<svg viewBox='0 0 {_WIDTH} {len(lanes) * 26 + 6}'>{''.join(parts)}</svg>"
+
+
+def _schedule(forecast: Forecast) -> str:
+    """Draw one row for each stage, with a box for each forward and backward of a micro-batch, and nothing where the
+    stage waits.
+    """
+    scale, parts = 930 / forecast.cost.seconds, []
+    for stage, (trace, timed) in enumerate(zip(forecast.trace.stages, forecast.cost.stages, strict=True)):
+        at, numbers, top = 0, Counter[str](), stage * 30
+        parts.append(f"<text x=0 y={top + 18}>stage {stage}</text>")
+        for phase in trace.phases:
+            kinds = ["" if event.collective is None else event.collective.kind for event in phase.events]
+            ends, start = timed.ends[at : at + len(kinds)], timed.ends[at - 1] if at else 0.0
+            at += len(kinds)
+            if phase.name not in _BOXES or not ends:
+                continue
+            begun = [end for end, kind in zip(ends, kinds) if kind == "recv"]
+            done = max([start, *(end for end, kind in zip(ends, kinds) if kind not in ("send", "broadcast"))])
+            x, width = (begun[-1] if begun else start) * scale, (done - (begun[-1] if begun else start)) * scale
+            number = str(numbers[phase.name]) if numbers[phase.name] < forecast.batch.accumulate else ""
+            numbers[phase.name] += 1
+            parts.append(
+                f"<rect x={70 + x:.1f} y={top + 3} width={max(width, 0.3):.1f} height=22 stroke=#fff "
+                f"fill={_BOXES[phase.name]}><title>{phase.name} {number}</title></rect>"
+            )
+            if width > 12:
+                parts.append(f"<text x={70 + x + width / 2 - 3:.1f} y={top + 18} style='fill:#fff'>{number}</text>")
+    keys = "".join(f'<i style="background:{colour}"></i>{name}' for name, colour in _BOXES.items())
+    return f"<svg viewBox='0 0 {_WIDTH} {stage * 30 + 34}'>{''.join(parts)}</svg><div class=k>{keys}</div>"
 
 
 def _mesh(forecast: Forecast) -> str:

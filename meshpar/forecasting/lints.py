@@ -189,6 +189,7 @@ def _exposed(timed: Cost) -> Iterator[Lint]:
                 "a larger micro-batch, prefetch_forward=1, or shards inside a node with replicas across (HybridShard)"
             ),
             "dp_replicate": "more accumulation, or fewer replicas",
+            "pp": "more micro-batches, virtual=2, or other cuts (stages=)",
         }.get(axis, "a larger micro-batch")
         yield Lint(
             name="exposed communication",

@@ -32,6 +32,8 @@ COLLECTIVES: dict[Any, str] = {
     c10d.broadcast_.default: "broadcast",
     functional.broadcast.default: "broadcast",
     c10d.barrier.default: "barrier",
+    c10d.send.default: "send",
+    c10d.recv_.default: "recv",
 }
 """Operators that cross the network. One that is not here and looks like one is refused by the recorder, never
 overlooked.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
 
 import torch
@@ -220,7 +220,8 @@ class Recorder(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._record(func, args, kwargs, outputs)
+        if not outputs or any(output.device.type != "meta" for output in outputs):  # else shapes are looked for
+            self._record(func, args, kwargs, outputs)
         return result
 
     # what it does with it
@@ -276,6 +277,8 @@ class Recorder(TorchDispatchMode):
             size=size,
             dtype=str(dtype).removeprefix("torch."),
         )
+        if collective.kind in ("send", "recv"):
+            collective = replace(collective, peer=args[2], tag=args[3])
         deferred = func.namespace == "_c10d_functional"
         if deferred:
             self._pending[outputs[0].untyped_storage()._cdata] = len(self.events)

@@ -43,7 +43,7 @@ class Forecast:
         hardware: the hardware profile.
         batch: the batch of a data rank.
         world_size: number of ranks.
-        trace: trace of the rank with the most memory.
+        trace: trace of the rank with the most memory; ``trace.stages`` has those of all stages.
         memory: memory of this rank over the step.
         cost: time of the step.
         lints: avoidable costs, the largest first.
@@ -88,6 +88,8 @@ def text(forecast: Forecast) -> str:
     screen.print(_memory(forecast))
     screen.print(_collectives(forecast))
     screen.print(_time(forecast))
+    if forecast.trace.stages:
+        screen.print(_stages(forecast))
     for lint in forecast.lints:
         price = f"{lint.seconds * 1e3:,.1f} ms" if lint.seconds else f"{lint.size / GIB:,.2f} GiB"
         screen.print(f"- {lint.name} ({price}): {lint.text}", highlight=False, markup=False)
@@ -121,6 +123,7 @@ def as_data(forecast: Forecast) -> dict[str, Any]:
         },
         "memory": {"bytes": forecast.hardware.memory, "reserved": forecast.hardware.reserved},
         "collectives": rows(forecast),
+        "stages": stage_rows(forecast),
         "flops": {"all": trace.flops(), "without_recomputation": trace.flops(recomputed=False)},
         "step": {
             "seconds": timed.seconds,
@@ -156,6 +159,56 @@ def rows(forecast: Forecast) -> list[dict[str, Any]]:
         }
         for (phase, sent), count in counted.items()
     ]
+
+
+def stage_rows(forecast: Forecast) -> list[dict[str, Any]]:
+    """Return what each stage holds, computes, sends and waits for; none where ranks have all layers.
+
+    ``waiting``: seconds in which a stage has nothing to compute because it waits for another one, the bubble.
+    """
+    found = list[dict[str, Any]]()
+    for trace, timed in zip(forecast.trace.stages, forecast.cost.stages, strict=True):
+        sent = [sent for _, sent in trace.collectives() if sent.peer >= 0]
+        found.append(
+            {
+                "blocks": trace.depth,
+                "bytes": trace.memory().peak,
+                "micro_batches": trace.live(),
+                "activations": trace.memory().held.get("activations", 0),
+                "sent": sum(message.size for message in sent if message.kind == "send"),
+                "computing": sum(timed.computing.values()),
+                "waiting": timed.exposed.get(sent[0].axis, 0.0),
+            }
+        )
+    return found
+
+
+def _stages(forecast: Forecast) -> Table:
+    """Return a row for each stage, with marks at the fullest and at the one that computes for longest."""
+    data, seconds = stage_rows(forecast), forecast.cost.seconds
+    idle = sum(row["waiting"] for row in data) / len(data) / seconds
+    table = _table(f"Stages: one waits for another for {idle:.1%} of a step on average")
+    for name in (
+        "stage",
+        "blocks",
+        "peak GiB",
+        "activations GiB",
+        "of micro-batches",
+        "sent MiB",
+        "ms",
+        "waits ms",
+        "",
+    ):
+        table.add_column(name, justify="left" if name == "" else "right")
+    fullest, slowest = (max(data, key=lambda row: row[name]) for name in ("bytes", "computing"))
+    for place, row in enumerate(data):
+        marks = [word for word, most in (("fullest", fullest), ("slowest", slowest)) if row is most]
+        table.add_row(
+            str(place), str(row["blocks"]), f"{row['bytes'] / GIB:.3f}", f"{row['activations'] / GIB:.3f}",
+            str(row["micro_batches"]), f"{row['sent'] / 2**20:,.3f}", f"{row['computing'] * 1e3:,.1f}",
+            f"{row['waiting'] * 1e3:,.1f}", ", ".join(marks),
+        )  # fmt: skip
+    return table
 
 
 def _where(sent: Collective, forecast: Forecast) -> str:

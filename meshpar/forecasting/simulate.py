@@ -5,6 +5,7 @@ of its own.
 from __future__ import annotations
 
 import copy
+import math
 import multiprocessing
 import pickle
 import subprocess
@@ -26,10 +27,12 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
+from meshpar.core.passes import Role
 from meshpar.core.patterns import kind_of
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import Batch, Loss, axis_groups, record_step, summed_token_loss
 from meshpar.forecasting.trace import Collective, Trace
+from meshpar.passes.applied import applied
 from meshpar.placements import local_tensor
 from meshpar.plan import Plan
 from meshpar.state import initialize
@@ -251,6 +254,25 @@ def run(job: Simulation) -> Trace:
     """Simulate in this process, on which :func:`meshpar.forecasting.device.install` was called. Only the worker
     does.
     """
+    stages = stages_of(job.plan)
+    if stages == 1:
+        return _run(job, [])
+    stride, form, traces = job.world_size // stages, list[int](), list[Trace]()
+    for stage in range(stages):
+        one = replace(job, rank=stage * stride + job.rank % stride, model=copy.deepcopy(job.model))
+        traces.append(_run(one, form))
+    return replace(max(traces, key=lambda trace: trace.memory().peak), stages=tuple(traces))
+
+
+def stages_of(plan: Plan) -> int:
+    """Return over how many ranks a plan divides layers."""
+    axes = [axis for pass_ in plan.passes for axis, role in pass_.roles.items() if role is Role.LAYERS]
+    assert isinstance(plan.mesh, MeshSpec)
+    return math.prod(plan.mesh.axes.get(axis, 1) for axis in axes)
+
+
+def _run(job: Simulation, form: list[int]) -> Trace:
+    """Simulate one rank. ``form``: of what stages send each other, which the first stage finds and the others get."""
     from meshpar.training.optimizer import AdamWSettings, build_adamw
 
     plan, compiled = _uncompiled(job.plan)
@@ -264,6 +286,8 @@ def run(job: Simulation) -> Trace:
         device.kernels_of(job.device, documents=job.batch.documents),
     ):
         par = plan.apply(job.model, job.layout, device_type=device.NAME)
+        if (layers := applied(par.module).layers) is not None:
+            layers.supposed = form
         initialize.allocate(par.module, par.device, par.home)
         private.settle(par, job.device)
         par.module.train()

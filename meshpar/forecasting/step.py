@@ -173,12 +173,16 @@ def record_step(
         data_size=par.data_size,
         held=held,
         exact=exact,
-        parameters=sum(parameter.numel() for parameter in par.module.parameters())
-        if parameters is None
-        else parameters,
+        parameters=_parameters(par.module) if parameters is None else parameters,
         phases=phases,
         compiled=any(pass_.compiles for pass_ in par.plan.passes),
     )
+
+
+def _parameters(module: nn.Module) -> int:
+    """Return the number of parameters of a module, those of other stages included."""
+    elsewhere = {id(one): one for one in applied(module).elsewhere.values() if isinstance(one, nn.Parameter)}
+    return sum(parameter.numel() for parameter in (*module.parameters(), *elsewhere.values()))
 
 
 def _step(
@@ -195,7 +199,11 @@ def _step(
 ) -> None:
     tokens = sum(batch["labels"].numel() for batch in batches)
     scale = par.token_scale(torch.full((), tokens, dtype=torch.float32, device=par.device))
-    for batch in par.accumulate((par.split(whole_batch) for whole_batch in batches), reduce_each=reduce_each):
+    mine = (par.split(whole_batch) for whole_batch in batches)
+    if (layers := applied(par.module).layers) is not None:
+        layers.begins = lambda action: recorder.phase({"F": "forward", "B": "backward"}[action.kind])
+        par.backward(mine, lambda module, batch: loss(module, batch) * scale, reduce_each=reduce_each)
+    for batch in par.accumulate(mine, reduce_each=reduce_each) if layers is None else ():
         recorder.phase("forward")
         value = loss(par.module, batch) * scale
         recorder.phase("backward")

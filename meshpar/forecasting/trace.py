@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal, final
 
 HELD = (
@@ -28,14 +29,16 @@ class Collective:
     """One collective of one group of ranks.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``barrier``; ``send``:
-            from rank to rank.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``barrier``; ``send``
+            and ``recv``: from rank to rank.
         axis: the mesh axis; several joined by ``+``.
         ranks: size of the group.
         stride: distance between neighbours of the group in rank numbers, so that a topology says which lie on one node.
         size: bytes: the gathered result, the reduce-scatter's input, the larger of what a rank puts in and gets in an
             all-to-all or a send; otherwise what a rank puts in.
         dtype: of what travels.
+        peer: the rank of the group at the other end of a send, -1 of a collective.
+        tag: of a send, by which two ranks tell apart what they exchange in one direction.
     """
 
     kind: str
@@ -44,6 +47,8 @@ class Collective:
     stride: int
     size: int
     dtype: str
+    peer: int = -1
+    tag: int = 0
 
 
 @final
@@ -109,6 +114,8 @@ class Trace:
         parameters: number of parameters of the whole model.
         phases: the events of each phase.
         compiled: blocks are compiled, so their element-wise operators are joined.
+        stages: where ranks have different layers, the trace of a rank of each stage, in order; this trace is that of
+            the fullest.
     """
 
     axes: Mapping[str, int]
@@ -120,6 +127,7 @@ class Trace:
     parameters: int
     phases: tuple[Phase, ...]
     compiled: bool = False
+    stages: tuple[Trace, ...] = ()
 
     def events(self) -> Iterator[tuple[str, Event]]:
         """Yield (phase, event) in order; ``target`` counts in this order."""
@@ -134,6 +142,11 @@ class Trace:
     def flops(self, *, recomputed: bool = True) -> int:
         """Return the floating-point operations of this rank, with or without those that are done again."""
         return sum(event.flops for _, event in self.events() if recomputed or not event.recomputed)
+
+    def live(self) -> int:
+        """Return the most micro-batches whose activations are held at a time."""
+        steps = [(phase.name == "forward") - (phase.name == "backward") for phase in self.phases]
+        return max(accumulate(steps), default=0)
 
     def memory(self) -> Memory:
         """Return the memory that is held over the step."""
@@ -161,7 +174,8 @@ class Trace:
 
     def to_json(self) -> str:
         """Return the trace as text; ``Trace.from_json`` reads it."""
-        data = asdict(self)
+        data = asdict(replace(self, stages=()))
+        data["stages"] = [stage.to_json() for stage in self.stages]
         data["phases"] = [
             {"name": phase.name, "events": [_packed(event) for event in phase.events]} for phase in self.phases
         ]
@@ -174,7 +188,8 @@ class Trace:
         phases = (
             Phase(name=phase["name"], events=tuple(map(_unpacked, phase["events"]))) for phase in data.pop("phases")
         )
-        return cls(**data, phases=tuple(phases))
+        stages = tuple(map(cls.from_json, data.pop("stages")))
+        return cls(**data, phases=tuple(phases), stages=stages)
 
 
 @final

@@ -274,6 +274,55 @@ def test_overlapped_communication_costs_nothing_and_exposed_its_time():
     )
 
 
+def stages_of(micro_batches, mute=False):
+    """Return a trace of two stages in 1F1B order, whose forwards and backwards take equally long."""
+
+    def message(kind, peer, tag):
+        sent = Collective(kind=kind, axis="pp", ranks=2, stride=1, size=8, dtype="float32", peer=peer, tag=tag)
+        return Event(kind="collective", name=kind, collective=sent)
+
+    def stage(number, names):
+        other = 1 - number
+        work = Event(kind="compute", name="mm", flops=10**15, moved=1, shape=(1, 8192, 8192, 8192), dtype="bfloat16")
+        parts = {
+            (0, "F"): (work, *(() if mute else (message("send", other, 0),))),
+            (0, "B"): (message("recv", other, 1), work),
+            (1, "F"): (message("recv", other, 0), work),
+            (1, "B"): (work, message("send", other, 1)),
+        }
+        phases = tuple(
+            Phase(name={"F": "forward", "B": "backward"}[name], events=parts[number, name]) for name in names
+        )
+        return Trace(
+            axes={"pp": 2}, depth=1, tokens=micro_batches, data_size=1, held={"parameters": 8 - number}, exact={"parameters": 0},
+            parameters=1, phases=phases,
+        )  # fmt: skip
+
+    stages = stage(0, "F" + "FB" * (micro_batches - 1) + "B"), stage(1, "FB" * micro_batches)
+    return replace(stages[0], stages=stages)
+
+
+def test_stages_wait_for_one_another():
+    hardware, trace = Hardware.load("h100"), stages_of(5)
+    one = cost(trace.stages[0], hardware).computing["matmul"] / 10
+    timed = cost(trace, hardware)
+    assert timed.seconds == pytest.approx((5 + 2 - 1) * 2 * one, rel=1e-3)
+    for stage in timed.stages:
+        assert stage.exposed["pp"] == pytest.approx(2 * one, rel=1e-2) or stage is timed.stages[1]
+    assert [stage.live() for stage in trace.stages] == [2, 1] and timed.ends == timed.stages[0].ends
+    assert Trace.from_json(trace.to_json()) == trace
+    with pytest.raises(MeshparError, match="a message is missing"):
+        cost(stages_of(5, mute=True), hardware)
+    shape = MeshSpec("pp=2")
+    simulation = Simulation(
+        plan=Plan(shape, []), model=transformer(SMALL), batch=Batch(sequence=1, accumulate=5), world_size=2
+    )
+    report = evaluated(trace, hardware, simulation, "all")
+    assert [row["micro_batches"] for row in as_data(report)["stages"]] == [2, 1]
+    assert "one waits for another for" in text(report)
+    assert page([report]).count("<title>backward") == 10
+
+
 def test_a_search_tries_ep_for_mixtures(monkeypatch):
     """On traces in which dividing experts pays: the estimate counts the samples of each rank of ``ep``, as the
     forecast of the winner.

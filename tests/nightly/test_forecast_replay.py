@@ -16,6 +16,7 @@ from meshpar import (
     ExpertParallel,
     FullyShard,
     HybridShard,
+    PipelineParallel,
     Plan,
     Replicate,
     TensorParallel,
@@ -88,6 +89,13 @@ CASES = {
     "experts, skewed": ("dp_shard=1,ep=2", [ExpertParallel(skew=1.5), FullyShard()]),
     "experts, fsdp x ep": ("dp_shard=2,ep=2", [ExpertParallel(), ActivationCheckpoint(), FullyShard()]),
     "gpt2, fsdp x tp": ("dp_shard=2,tp=2", [SP, FullyShard()]),
+    "stages": ("pp=2", [PipelineParallel()]),
+    "stages, tied, fsdp": ("pp=2,dp_shard=2", [PipelineParallel(), FullyShard()]),
+    "stages of tp, recomputed": (
+        "pp=2,tp=2",
+        [PipelineParallel(schedule="gpipe"), TensorParallel(), ActivationCheckpoint()],
+    ),
+    "stages, interleaved": ("pp=2", [PipelineParallel(virtual=2)]),
     "fsdp x cp": ("dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),
     "cp by heads, recomputed": (
         "dp_shard=1,cp=2",
@@ -112,6 +120,8 @@ ON_THE_LAST_RANK = ("fsdp, uneven", "fsdp x tp")
 def model_of(case):
     if case.startswith("experts"):
         return functools.partial(mixture_of, SkewedRouter if "skewed" in case else EvenRouter)
+    if case.startswith("stages"):
+        return functools.partial(Transformer, replace(SHAPE, layers=5, tied="tied" in case))
     return MODELS["gpt2" if case.startswith("gpt2") else "transformer"]
 
 
@@ -140,7 +150,13 @@ def simulated(covered):
         )
         for case, rank in wanted
     ]
-    return dict(zip(wanted, (trace.to_json() for trace in simulate(jobs))))
+    found = {}
+    for (case, rank), trace in zip(wanted, simulate(jobs), strict=True):
+        stages = trace.stages or (trace,)
+        found |= {
+            (case, rank + stage * world_of(case) // len(stages)): one.to_json() for stage, one in enumerate(stages)
+        }
+    return found
 
 
 def real_step(case, expected):
@@ -153,8 +169,7 @@ def real_step(case, expected):
         {name: tensor.zero_() for name, tensor in BATCH.tensors(par.device).items()} for _ in range(BATCH.accumulate)
     ]
     for _ in range(2):
-        for batch in par.accumulate(map(par.split, batches)):
-            summed_token_loss(par.module, batch).backward()
+        par.backward(map(par.split, batches), summed_token_loss)
         optimizer.step()
         optimizer.zero_grad()
     # Gloo's threads let go of a collective's input some time after its result is there, now and then at the peak: the

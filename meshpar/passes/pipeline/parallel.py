@@ -86,7 +86,7 @@ class PipelineParallel(Pass):  # type: ignore[override]
         group, ranks, rank = mesh["pp"].get_group(), mesh["pp"].size(), mesh["pp"].get_local_rank()
         if ranks == 1:
             return
-        if self.virtual > 1 and ranks == 2 and dist.get_backend(group) != "gloo":
+        if self.virtual > 1 and ranks == 2 and dist.get_backend(group) not in ("gloo", "fake"):
             raise MeshparError(  # what two ranks exchange in one direction is told apart by tags, which gloo alone has
                 f"PipelineParallel(virtual={self.virtual}) over pp=2 requires gloo, got {dist.get_backend(group)}; use "
                 "pp=4 or more, or virtual=1"

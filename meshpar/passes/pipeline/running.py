@@ -19,7 +19,7 @@ from meshpar._torch.calls import eager, enter_by
 from meshpar.core.errors import MeshparError
 from meshpar.loss import Found, Totals
 from meshpar.passes.installed import set_forward
-from meshpar.passes.pipeline.schedule import actions
+from meshpar.passes.pipeline.schedule import Action, actions
 from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, TailStandIn
 from meshpar.placements import local_tensor
 from meshpar.replicas import digest_of_several
@@ -59,6 +59,10 @@ class Layers:
         schedule: see :func:`meshpar.passes.pipeline.schedule.actions`.
         carried: the form of the value that passes from block to block, which the stand-ins return.
         shared: parameters that other stages have, too -> the ranks of the group that do.
+
+    Attributes:
+        begins: is called with each action of a backward before it runs.
+        supposed: of a simulated rank.
     """
 
     def __init__(
@@ -81,6 +85,8 @@ class Layers:
         self._header: list[int] = []
         self._form: tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]] = (False, [])  # of the last totals
         self._sent: list[tuple[dist.Work, Tensor]] = []  # on their way, the first that was sent first
+        self.begins: Callable[[Action], object] = lambda action: None
+        self.supposed: list[int] | None = None  # the header of what a simulated rank gets, as the first stage fills it
 
     @property
     def _stage(self) -> int:
@@ -124,6 +130,7 @@ class Layers:
         todo = actions(self._schedule, self.rank, self.ranks, len(batches), len(self._chunks))
         for place, action in enumerate(todo, 1):
             self._chunk = action.chunk
+            self.begins(action)
             if action.kind == "F":
                 self._number = action.number
                 value = self._forward(batches[action.number], loss)
@@ -151,7 +158,7 @@ class Layers:
         both = torch.stack([totals.loss, totals.loss.new_tensor(float(form != self._form))])
         dist.broadcast(both, group=self.group, group_src=self.ranks - 1)
         loss, changed = both
-        if changed:
+        if self.supposed is None and changed:
             forms = [form]
             dist.broadcast_object_list(forms, group=self.group, group_src=self.ranks - 1, device=self._device)
             self._form = forms[0]
@@ -192,7 +199,7 @@ class Layers:
     def _forward(self, batch: Micro, function: Callable[[nn.Module, Micro], Any]) -> Any:
         self._arrived, self._left, self._calls = None, None, 0
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-        self._digest = int(digest_of_several(tensors))
+        self._digest = int(digest_of_several(tensors)) if self.supposed is None else 0
         with self._running():
             try:
                 return function(self._module, batch)
@@ -281,8 +288,10 @@ class Layers:
             return
         header = torch.empty(_HEADER + _MOST_DIMS, dtype=torch.int64, device=self._device)
         dist.recv(header, group=self.group, group_src=(self.rank - 1) % self.ranks, tag=_FORTH)
-        self._header = header.tolist()
+        self._header = header.tolist() if self.supposed is None else self.supposed
         self._carried.dtype, self._carried.width = _DTYPES[self._header[0]], self._header[1]
+        if self.supposed is not None:
+            return
         number, count, digest, stage = self._header[3:_HEADER]
         if (number, count, stage) != (self._number, self._count, self._stage - 1):
             raise MeshparError(
@@ -316,6 +325,8 @@ class Layers:
         known = [self._number, self._count, self._digest, self._stage]
         header = [_DTYPES.index(data.dtype), width, data.ndim, *known, *data.shape]
         header += [0] * (_HEADER + _MOST_DIMS - len(header))
+        if self.supposed is not None:
+            self.supposed[:] = header
         self._send(torch.tensor(header, device=self._device), self.rank + 1, _FORTH)
         self._send(data, self.rank + 1, _FORTH)
 
