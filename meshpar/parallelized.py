@@ -557,7 +557,7 @@ class Parallelized:
             return Verification(modules={}, differences=(), skipped={}, seconds=0.0)
         waiting = None
         if self.cycle is not None:
-            waiting, self.cycle.split_test = self.cycle.split_test, None
+            waiting, self.cycle.first_runs.split = self.cycle.first_runs.split, None
         training = [child for child in self.module.modules() if child.training]
         try:
             self.module.eval()
@@ -570,7 +570,7 @@ class Parallelized:
             for child in training:
                 child.training = True
             if self.cycle is not None:
-                self.cycle.split_test = waiting
+                self.cycle.first_runs.split = waiting
         self.reshard()
         with nullcontext() if self.cycle is None else self.cycle.inside():
             return verified(test.run())

@@ -18,12 +18,12 @@ from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Role, find_blocks
 from meshpar.core.resolved import Resolved
 from meshpar.exact.agreement import Agreement, Meeting
+from meshpar.exact.comparisons import NoComparisons, NoLosses
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.explain import Explanation
 from meshpar.exact.guards import own_guards
 from meshpar.exact.losses import Losses
 from meshpar.exact.mixing import mixing_test
-from meshpar.exact.unguarded import NoComparisons, NoLosses
 from meshpar.exact.verify import split_test
 from meshpar.passes.applied import applied
 from meshpar.passes.random import draws_random
@@ -126,9 +126,9 @@ def renew(cycle: Cycle, resolved: Resolved, device: torch.device, *, verify: boo
         cycle.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)
     cycle.explain_calls(part for part in parts.values() if any(True for _ in part.children()))
     if verify and not runtime.is_simulated():
-        cycle.split_test = split_test(module, resolved.blocks, device)
+        cycle.first_runs.split = split_test(module, resolved.blocks, device)
         if not resolved.divided(Role.LAYERS):  # it runs the model on other batches, which a stage cannot do alone
-            cycle.mixing_test = mixing_test(module, resolved.blocks)
+            cycle.first_runs.mixing = mixing_test(module, resolved.blocks)
     if cycle.agreement is not None:
         cycle.agreement.begin(draws=(resolved.layout.dropout or draws_random(module)) and not resolved.splits_sequence)
 

@@ -14,7 +14,7 @@ import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +29,21 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.guards import Guard, Guards
 from meshpar.exact.agreement import leaves
+from meshpar.exact.comparisons import Comparisons, LossComparison
 from meshpar.exact.entrances import STALE, Entrances
 from meshpar.exact.explain import Explanation
-from meshpar.exact.mixing import MixingTest
+from meshpar.exact.first_runs import FirstRuns
+from meshpar.exact.hooks import GradientHooks
+from meshpar.exact.left import LeftGradients
 from meshpar.exact.operators import one_process
 from meshpar.exact.parts import adafactor_by_parts
 from meshpar.exact.placed import Placed
-from meshpar.exact.verify import SplitTest, verified
 from meshpar.passes.applied import applied
 from meshpar.passes.installed import set_forward
 from meshpar.passes.local import refuse_written
 from meshpar.passes.outside import average_outside
 from meshpar.patches import while_lives
-from meshpar.placements import local_tensor, sharded_axes
+from meshpar.placements import sharded_axes
 from meshpar.replicas import Looks
 from meshpar.state.full import guard_optimizer, refuse_reduced
 
@@ -51,66 +53,6 @@ _WRITTEN = (
 )
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
 """Names of methods that models publish beside ``forward`` and that enter as it does."""
-
-
-class Comparisons(Protocol):
-    """The comparisons between ranks; see :class:`meshpar.exact.agreement.Agreement`."""
-
-    def begin(self, *, draws: bool) -> None:
-        """Before the first step, and after modules came."""
-
-    def batch(self, inputs: object) -> None:
-        """Before a forward."""
-
-    def whole(self, batch: object) -> None:
-        """Before a batch is split by positions."""
-
-    def begin_forward(self, units: Units) -> None:
-        """Before a forward of the module."""
-
-    def end_forward(self) -> None:
-        """After a forward of the module."""
-
-    def fail_forward(self) -> None:
-        """After a forward of the module that raised an error."""
-
-    def unit(self, name: str, unit: nn.Module, units: Units) -> None:
-        """Before the forward of a unit, one of ``units``."""
-
-    @property
-    def meets_before_backward(self) -> bool:
-        """Ranks meet before the next backward."""
-        ...
-
-    def backward(self) -> None:
-        """Before a backward."""
-
-    def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
-        """Before ranks exchange something at ``place``; tells of each number whether all have the same."""
-        ...
-
-    def micro_batches(self, left: int) -> None:
-        """Before a micro-batch."""
-
-    def settings(self, optimizer: Optimizer) -> None:
-        """Before an optimizer's step."""
-
-    def gradients(self, unused: list[nn.Parameter]) -> None:
-        """After a backward that left gradients, zeros for what was ``unused`` here; those that no rank used lose
-        theirs.
-        """
-
-
-class LossComparison(Protocol):
-    """The comparison of what backwards start from; see :class:`meshpar.exact.losses.Losses`."""
-
-    @property
-    def compared(self) -> bool:
-        """The next loss is compared."""
-        ...
-
-    def check(self, roots: Iterable[object]) -> None:
-        """Before a backward of the module."""
 
 
 @final
@@ -146,9 +88,6 @@ class Cycle:
         self.agreement: Comparisons | None = agreement
         self.losses: LossComparison | None = losses
         self.watching, self.parts = tuple(watching), parts
-        self.split_test: SplitTest | None = None
-        self.mixing_test: MixingTest | None = None
-        self._eager = ExitStack()
         self._looks = Looks()
         # Ranks tell one another in each evaluation whether one wrote a shard meanwhile.
         self._keeps, self._kept = applied(module).keeps_gathered and guards == "always", False
@@ -157,18 +96,19 @@ class Cycle:
         self._explained_by = explanation
         self._units = Units(module)
         self._entrances = Entrances(self._enter_backward)
+        self._hooks = GradientHooks(self._units, refuses=self._on)
+        self.first_runs = FirstRuns(self._units)
+        self.left_gradients = LeftGradients(module, self._units, refuses=self._on)
         self._depth = 0
         self._method: Callable[..., Any] | None = None
         self._ready = False
         self._steps = 0
         self._begun: set[_Forward] = set()
         self._backward = -1  # the number of the one that runs
-        self._cut_short, self._errors = False, 0
+        self._errors = 0
         self._versions: dict[
             Tensor, int
         ] = {}  # of parameters, since the last forward or the beginning of the backward that runs
-        self._left: list[tuple[Tensor, Tensor, int]] = []
-        self._had_gradient: set[int] = set()
         self._outside: dict[nn.Module, ExitStack] = {}
         self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._without_grad: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -243,7 +183,7 @@ class Cycle:
                 "par.adopt is called between the micro-batches of par.accumulate; call it after the loop"
             )
         self.reshard()
-        self._refuse_left()
+        self.left_gradients.refuse()
         self._units.hide()
         if moved := self._units.moved():
             raise ParallelError(
@@ -359,7 +299,7 @@ class Cycle:
         try:
             with _outside_inference_mode(), _parts_called():
                 self._before_forward(args, kwargs)
-                run = self._told if self.split_test is None and self.mixing_test is None else self._first_run
+                run = functools.partial(self.first_runs.run, self._told) if self.first_runs.wait else self._told
                 if not self._units.modules and torch.is_grad_enabled():
                     self._entrances.opens(self.module)
                 output = None
@@ -402,25 +342,6 @@ class Cycle:
         return output
 
     @eager
-    def _first_run(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Try a split of positions on the first forward, and a split of features on the first whose gradients are
-        wanted.
-        """
-        if self.mixing_test is not None:
-            self.mixing_test.run(inner, args, kwargs)
-            self.mixing_test = None
-        if not torch.is_grad_enabled() or self.split_test is None:
-            return self._told(inner, args, kwargs)
-        test, self.split_test = self.split_test, None
-        self._eager.enter_context(test.eagerly())
-        with test.watch():
-            output = self._told(inner, args, kwargs)
-        test.returned(output)
-        self._units.reshard()
-        verified(test.run())
-        return output
-
-    @eager
     def _before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._unwind()
         if not self._ready:
@@ -440,7 +361,7 @@ class Cycle:
         self._entrances.begin()
         self._gather_shards()
         if torch.is_grad_enabled():
-            self._refuse_left()
+            self.left_gradients.refuse()
         for guard in self.watching:
             guard.before_forward(args, kwargs)
         if self.agreement is not None and torch.is_grad_enabled():
@@ -568,7 +489,7 @@ class Cycle:
         """Look at a backward of whatever model that is about to run from ``roots``, tensors or nodes."""
         if in_backward():
             return
-        self._forget_cleared()
+        self.left_gradients.forget_cleared()
         if (
             self._kept
         ):  # since an evaluation, whose weights may have been swapped back; of this rank alone: the ranks still ask
@@ -664,7 +585,7 @@ class Cycle:
         """Run :meth:`_end_backward` when the backward that runs now ends."""
         if self._backward == -1:
             self._backward = backward()
-            self._had_gradient = {id(parameter) for parameter in self._units.hooked() if parameter.grad is not None}
+            self._hooks.begin_backward()
             at_end_of_backward(self._end_backward)
 
     def _unwind(self) -> None:
@@ -674,13 +595,12 @@ class Cycle:
             return
         self._close_backward()
         self._units.unwind()
-        self._leave()
-        self._cut_short = True
+        self.left_gradients.leave(by_error=True)
         self._errors += 1
 
     def _close_backward(self) -> None:
         self._backward = -1
-        self._eager.close()
+        self.first_runs.end_backward()
         for forward in self._begun:
             forward.done = True
         self._begun.clear()
@@ -695,38 +615,15 @@ class Cycle:
         if not any(parameter._post_accumulate_grad_hooks for parameter in versions):
             self._refuse_written_since(versions)
         if self._units.modules and not (self.reducing and self._units.reduces()):
-            if self._on and (self._units.hooked() or self._units.hooked_after()):
-                self._refuse_hooks()
+            self._hooks.refuse_unreduced()
             return
         unused = self._units.take_filled() + ([] if self.whole is None else self.whole.reduce())
         if self.agreement is not None and any(parameter.grad is not None for parameter in self.module.parameters()):
             self.agreement.gradients(unused)
-        if self._on and any(parameter.grad is None and parameter._post_accumulate_grad_hooks for parameter in unused):
-            raise MeshparError(
-                "a post-accumulate-grad hook ran for a parameter that no rank used in this backward; use every "
-                "parameter in each step, or change gradients between backward and step instead"
-            )
-        self._run_hooks([parameter for parameter in self._units.hooked() if parameter.grad is not None])
+        self._hooks.refuse_unused(unused)
+        self._hooks.run()
         for guard in self.watching:
             guard.after_backward()
-
-    def _refuse_hooks(self) -> None:
-        raise MeshparError(
-            "a hook on a parameter gets the gradient of one backward, but here several are added up before it can "
-            "run; change gradients between the last backward and the step instead, or run one backward a step"
-        )
-
-    def _run_hooks(self, hooked: list[Tensor]) -> None:
-        """Call the hooks of sharded parameters, to which autograd hands no gradient, with the reduced one."""
-        if self._on and any(id(parameter) in self._had_gradient for parameter in hooked):
-            self._refuse_hooks()
-        for parameter in hooked:
-            hooks: Mapping[int, Callable[[Tensor], Tensor | None]] = parameter._backward_hooks or {}
-            for hook in list(hooks.values()):
-                assert parameter.grad is not None, "only parameters with a gradient are handed in"
-                changed = hook(parameter.grad)
-                if changed is not None:
-                    parameter.grad = changed
 
     # Step
 
@@ -749,7 +646,7 @@ class Cycle:
             self.agreement.settings(optimizer)
         self._steps += 1
         self._entrances.step()
-        self._refuse_left()
+        self.left_gradients.refuse()
         if optimizer not in self._guarded:
             self._guarded.add(optimizer)
             guard_optimizer(optimizer)
@@ -760,45 +657,7 @@ class Cycle:
     def leave_step(self) -> None:
         """Remember that a step was left before its gradients were reduced, until somebody clears gradients."""
         if self._units.modules:
-            self._leave()
-
-    def _leave(self) -> None:
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = grad
-                self._left.append((parameter, grad, grad._version))
-
-    def _refuse_left(self) -> None:
-        """Refuse to go on with the gradients of a step or a backward that was left; forget those that somebody
-        cleared.
-        """
-        self._forget_cleared()
-        if not self._on:
-            return
-        if self._cut_short:
-            raise MeshparError(
-                "an error ended a backward, so the gradients are incomplete; call optimizer.zero_grad() after such an "
-                "error"
-            )
-        if self._left:
-            raise MeshparError(
-                "par.accumulate was left before its last micro-batch, so that the gradients of this step were never "
-                "reduced; call optimizer.zero_grad() after leaving it, or run all micro-batches"
-            )
-
-    def _forget_cleared(self) -> None:
-        """Forget the gradients that a step or a backward left, where somebody has cleared them."""
-        if self._left and not any(
-            parameter.grad is grad and grad._version == version for parameter, grad, version in self._left
-        ):
-            self._units.drop_unreduced_gradients()
-            self._left.clear()
-        if self._cut_short:
-            grads = (
-                local_tensor(parameter.grad) for parameter in self.module.parameters() if parameter.grad is not None
-            )
-            self._cut_short = bool(self._left) or any(bool(grad.count_nonzero()) for grad in grads)
+            self.left_gradients.leave()
 
     def reshard(self) -> None:
         """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained

@@ -74,7 +74,7 @@ def fake_mode() -> FakeTensorMode:
 def settle(par: Parallelized, device_type: str) -> None:
     """Let the ranks compare what they compare after the first steps on a device of this type, and look at nothing."""
     assert par.cycle is not None, "apply gives it one"
-    par.cycle.split_test = None
+    par.cycle.first_runs.split = None
     par.cycle.placed.record()
     on_cpu = par.cycle.guards == "always" and not runtime.queues(device_type)
     if isinstance(par.cycle.losses, Losses):

@@ -142,13 +142,13 @@ def _alone(par: Parallelized, module: nn.Module) -> Iterator[set[torch.dtype]]:
         else {torch.float32, *(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())}
     )
     blocks = [block for _, block in find_blocks(par.module, par.layout)] if module is par.module else []
-    waiting = None if par.cycle is None else par.cycle.mixing_test
+    waiting = None if par.cycle is None else par.cycle.first_runs.mixing
     if par.cycle is not None:
-        par.cycle.mixing_test = None
+        par.cycle.first_runs.mixing = None
     try:
         with as_evaluated(module, blocks) as seen:
             seen |= held
             yield seen
     finally:
         if par.cycle is not None:
-            par.cycle.mixing_test = waiting
+            par.cycle.first_runs.mixing = waiting
