@@ -572,7 +572,7 @@ class Parallelized:
             if self.cycle is not None:
                 self.cycle.first_runs.split = waiting
         self.reshard()
-        with nullcontext() if self.cycle is None else self.cycle.inside():
+        with nullcontext() if self.cycle is None else self.cycle.calls.inside():
             return verified(test.run())
 
     def register_method(self, name: str) -> None:
@@ -585,7 +585,7 @@ class Parallelized:
             MeshparError: the module has no such method.
         """
         if self.cycle is not None:
-            self.cycle.register_method(name)
+            self.cycle.calls.register_method(name)
 
     def state_dict(self, *, full: bool = False, everywhere: bool = False) -> dict[str, Any]:
         """Return the module's state: this rank's shards as DTensors, or whole tensors in host memory.

@@ -120,11 +120,11 @@ def renew(cycle: Cycle, resolved: Resolved, device: torch.device, *, verify: boo
             f"it would treat this rank's positions as the whole sequence; {enter}, or use "
             "TensorParallel(sequence_parallel=False)"
         )
-        cycle.only_inside(parts, why)
+        cycle.calls.only_inside(parts, why)
     elif resolved.data_pass is not None:
         why = f"its weights are gathered with those of a larger unit; {enter}, or name it in the pass's blocks"
-        cycle.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)
-    cycle.explain_calls(part for part in parts.values() if any(True for _ in part.children()))
+        cycle.calls.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)
+    cycle.calls.explain_parts(part for part in parts.values() if any(True for _ in part.children()))
     if verify and not runtime.is_simulated():
         cycle.first_runs.split = split_test(module, resolved.blocks, device)
         if not resolved.divided(Role.LAYERS):  # it runs the model on other batches, which a stage cannot do alone

@@ -8,9 +8,7 @@ Here is the one door through which every call of the module goes, and the one pl
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
-import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from meshpar._torch.autograd import at_end_of_backward, backward, check_backwards, in_backward
-from meshpar._torch.calls import assert_async, eager, enter_by
+from meshpar._torch.calls import eager, enter_by
 from meshpar._torch.fsdp import begin_anew, gather_before_backward, make_ready
 from meshpar._torch.optimizers import AdafactorOn, adafactor_on, before_steps
 from meshpar._torch.units import Units
@@ -29,30 +27,25 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.guards import Guard, Guards
 from meshpar.exact.agreement import leaves
+from meshpar.exact.backwards import Backwards, Forward, refuse_second_order
+from meshpar.exact.calls import Calls
 from meshpar.exact.comparisons import Comparisons, LossComparison
-from meshpar.exact.entrances import STALE, Entrances
+from meshpar.exact.entrances import Entrances
 from meshpar.exact.explain import Explanation
 from meshpar.exact.first_runs import FirstRuns
+from meshpar.exact.gathered import SharedWeights
 from meshpar.exact.hooks import GradientHooks
 from meshpar.exact.left import LeftGradients
 from meshpar.exact.operators import one_process
 from meshpar.exact.parts import adafactor_by_parts
 from meshpar.exact.placed import Placed
 from meshpar.passes.applied import applied
-from meshpar.passes.installed import set_forward
 from meshpar.passes.local import refuse_written
 from meshpar.passes.outside import average_outside
 from meshpar.patches import while_lives
 from meshpar.placements import sharded_axes
 from meshpar.replicas import Looks
 from meshpar.state.full import guard_optimizer, refuse_reduced
-
-_WRITTEN = (
-    "a parameter was written through .data between two forwards of an evaluation, which share their gathered weights; "
-    "write through the parameter itself, under torch.no_grad()"
-)
-PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
-"""Names of methods that models publish beside ``forward`` and that enter as it does."""
 
 
 @final
@@ -89,60 +82,31 @@ class Cycle:
         self.losses: LossComparison | None = losses
         self.watching, self.parts = tuple(watching), parts
         self._looks = Looks()
-        # Ranks tell one another in each evaluation whether one wrote a shard meanwhile.
-        self._keeps, self._kept = applied(module).keeps_gathered and guards == "always", False
         self.reducing = True
-        self._shares_gathered = False
-        self._explained_by = explanation
+        self.calls = Calls(module, explanation)
         self._units = Units(module)
         self._entrances = Entrances(self._enter_backward)
+        self._shared = SharedWeights(module, self._units, compares=guards == "always")
+        self._backwards = Backwards(module, self._units, refuses=self._on)
         self._hooks = GradientHooks(self._units, refuses=self._on)
         self.first_runs = FirstRuns(self._units)
         self.left_gradients = LeftGradients(module, self._units, refuses=self._on)
-        self._depth = 0
-        self._method: Callable[..., Any] | None = None
         self._ready = False
-        self._steps = 0
-        self._begun: set[_Forward] = set()
         self._backward = -1  # the number of the one that runs
-        self._errors = 0
-        self._versions: dict[
-            Tensor, int
-        ] = {}  # of parameters, since the last forward or the beginning of the backward that runs
         self._outside: dict[nn.Module, ExitStack] = {}
         self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._without_grad: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._explained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._guarded_parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._install()
         self._look()
 
     def _install(self) -> None:
         module: Any = self.module
-        inner, forward = module._call_impl, module.forward
-        enter_by(module, functools.partial(self._enter, inner))
-
-        def dispatch(*args: Any, **kwargs: Any) -> Any:
-            method, self._method = self._method, None
-            return (method or forward)(*args, **kwargs)
-
-        set_forward(module, dispatch)
-        for name in dir(type(module)):
-            if (
-                hasattr(nn.Module, name)
-                or name.startswith("_")
-                or not inspect.isfunction(inspect.getattr_static(type(module), name))
-            ):
-                continue
-            if PUBLISHED.fullmatch(name):
-                self.register_method(name)
-            elif self._on and not _is_of_a_library(type(module), name):
-                self._explain_method(name)
+        enter_by(module, functools.partial(self._enter, module._call_impl))
+        self.calls.install(explained=self._on)
         if self._units.modules:
             module._is_fsdp_managed_module = True  # by which transformers' generate knows that ranks must go in step
-        if self._keeps:
-            module.train = functools.partial(self._train, module.train)
+        self._shared.free_before_training(self.reshard)
         _LIVING[next(_NUMBERS)] = self
         while_lives(self, "steps", functools.partial(before_steps, _before_every_step))
         if self._on or self._units.modules:  # a backward that comes into a unit by another way than its outputs
@@ -157,7 +121,7 @@ class Cycle:
     def _look(self) -> None:
         """See the module as the passes left it."""
         known = applied(self.module)
-        self.whole, self._selective, self._shards = known.whole, known.selective, known.replica_shards
+        self.whole = known.whole
         self._names = {unit: name for name, unit in self.module.named_modules()}
         for unit in self._units.modules:
             if unit not in self._seen:
@@ -176,7 +140,7 @@ class Cycle:
         Raises:
             MeshparError: the module is not between two steps, or other parameters came, too.
         """
-        if self._depth or in_backward():
+        if self.calls.depth or in_backward():
             raise MeshparError("par.adopt is called inside of a forward or a backward; call it between two steps")
         if not self.reducing:
             raise MeshparError(
@@ -206,50 +170,10 @@ class Cycle:
         self.placed.record()
         for guard in self.watching:
             guard.renew(gone)
-        self._looks, self._shares_gathered, self._ready, self._kept = Looks(), False, False, False
-        self._steps += 1  # a backward through an earlier forward would meet other units
+        self._looks, self._ready = Looks(), False
+        self._shared.renew()
+        self._backwards.step()  # a backward through an earlier forward would meet other units
         self._entrances.step()
-
-    def only_inside(self, parts: Mapping[str, nn.Module], why: str) -> None:
-        """Refuse calls of parts of the module from outside of it.
-
-        Args:
-            parts: name -> module.
-            why: the end of the message.
-        """
-
-        def check(name: str, block: nn.Module, args: object) -> None:
-            if not self._depth and not in_backward():
-                raise MeshparError(f"{name} ({type(block).__name__}) is called from outside of the module, where {why}")
-
-        for name, part in parts.items():
-            if part not in self._guarded_parts:
-                part.register_forward_pre_hook(eager(functools.partial(check, name)), prepend=True)
-        self._guarded_parts.update(parts.values())
-
-    def explain_calls(self, parts: Iterable[nn.Module]) -> None:
-        """Explain errors of parts that are called from outside of the module, as the module's own calls are
-        explained.
-        """
-
-        def explained(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or self._depth:
-                return inner(*args, **kwargs)
-            return self._told(inner, args, kwargs)
-
-        for part in parts:
-            if part not in self._explained:
-                self._explained.add(part)
-                set_forward(part, functools.partial(explained, part.forward))
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Let blocks be called as they are inside of a call of the module."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
 
     def check_parameters(self) -> None:
         """Refuse parameters that the plan did not place."""
@@ -257,49 +181,19 @@ class Cycle:
         if self._on:
             self.placed.check(self._units.shards)
 
-    def _told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return ``run(*args, **kwargs)``; errors are told in the user's terms where the guards are on."""
-        return run(*args, **kwargs) if self._explained_by is None else self._explained_by.told(run, args, kwargs)
-
     # Forward
-
-    def register_method(self, name: str) -> None:
-        """Let the module's method ``name`` enter as ``forward`` does: with gathered weights, this rank's inputs, and
-        these checks.
-        """
-        module: Any = self.module
-        bound = getattr(module, name, None)
-        if not callable(bound):
-            raise MeshparError(f"{type(module).__name__} has no method {name!r}; give the name of one")
-
-        @functools.wraps(bound)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._depth:
-                return bound(*args, **kwargs)
-            self._method = bound
-            return module(*args, **kwargs)
-
-        setattr(module, name, call)
-
-    def _explain_method(self, name: str) -> None:
-        module: Any = self.module
-        bound = getattr(module, name)
-
-        @functools.wraps(bound)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self._told(bound, args, kwargs)
-
-        setattr(module, name, call)
 
     def _enter(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one call of the module, by ``forward`` or by a method, its hooks and the passes' inside."""
-        if self._depth or in_backward():
-            return self._told(inner, args, kwargs)
-        self._depth += 1
+        if self.calls.depth or in_backward():
+            return self.calls.explained(inner, args, kwargs)
+        self.calls.depth += 1
         try:
             with _outside_inference_mode(), _parts_called():
                 self._before_forward(args, kwargs)
-                run = functools.partial(self.first_runs.run, self._told) if self.first_runs.wait else self._told
+                run = self.calls.explained
+                if self.first_runs.wait:
+                    run = functools.partial(self.first_runs.run, run)
                 if not self._units.modules and torch.is_grad_enabled():
                     self._entrances.opens(self.module)
                 output = None
@@ -313,19 +207,11 @@ class Cycle:
                 if torch.is_grad_enabled():
                     self._after_forward(output)
                 else:
-                    if self._shards is not None:
-                        # an evaluation's weights may be swapped back before the backward of an earlier forward
-                        self._shards.changed()
-                    if self._keeps and not self.module.training and self._trains:
-                        self._units.keep()
-                        self._kept = True
-                    else:
-                        self._units.release(leaf for leaf in leaves(output, objects=True) if isinstance(leaf, Tensor))
+                    self._shared.evaluated(output)
                 return output
         finally:
             self._units.hide()  # outside of the door parameters are shards
-            self._depth -= 1
-            self._method = None
+            self.calls.leave()
 
     def _called(self, run: Callable[..., Any], inner: Callable[..., Any], args: object, kwargs: object) -> Any:
         """Return what a call of the module returns, at whose end ranks have called the same units."""
@@ -356,10 +242,10 @@ class Cycle:
         self.check_parameters()
         # Parameters that an earlier forward left gathered may be older than the last step: any code may have changed
         # the shards since.
-        if not self._serves():
+        if not self._shared.serve(self.agreement):
             self._units.reshard()
         self._entrances.begin()
-        self._gather_shards()
+        self._shared.begin(reducing=self.reducing)
         if torch.is_grad_enabled():
             self.left_gradients.refuse()
         for guard in self.watching:
@@ -372,62 +258,17 @@ class Cycle:
         for guard in self.watching:
             guard.after_forward(output)
 
-    @property
-    def _trains(self) -> bool:
-        """The module is trained. Backwards of other models, such as a student, would free what a frozen teacher
-        keeps.
-        """
-        return any(parameter.requires_grad for parameter in self.module.parameters())
-
-    def _serves(self) -> bool:
-        """Tell whether what the last forward left gathered serves this one: both only evaluate, and no rank wrote a
-        shard meanwhile.
-
-        Collective where the last forward left something. It follows from forwards and modes alone whether it did.
-        """
-        kept, self._kept = self._kept, False
-        if not kept or torch.is_grad_enabled() or self.module.training or self.agreement is None:
-            return False
-        same = self._units.unwritten()
-        wrote = same is None or (not runtime.queues(same.device) and not same)
-        if not all(self.agreement.meet("a forward of the module", [int(wrote)])) or wrote:
-            return False
-        if same is not None and runtime.queues(same.device):
-            assert_async(same, _WRITTEN)
-        return True
-
-    def _train(self, inner: Callable[..., nn.Module], mode: bool = True) -> nn.Module:
-        if mode:
-            self.reshard()
-        return inner(mode)
-
-    def _gather_shards(self) -> None:
-        """Start to gather over replicas before a forward: any code may have written since the last one.
-
-        The micro-batches of one step share what the first gathered. Every rank comes here alike: what it does follows
-        from forwards.
-        """
-        if self._shards is None:
-            return
-        make_ready(self.module)
-        if self._shares_gathered and torch.is_grad_enabled():
-            self._shards.check_unwritten()
-        else:
-            self._shards.changed()
-        self._shares_gathered = torch.is_grad_enabled() and not (self.reducing and self._units.reduces())
-        self._shards.begin()
-
     @eager
     def _before_unit(self, unit: nn.Module, args: object) -> None:
         if torch.is_inference_mode_enabled():  # a method of the module's own may have entered it
             stack = ExitStack()
             stack.enter_context(_outside_inference_mode())
             self._outside[unit] = stack
-        if not self._depth and not in_backward():
+        if not self.calls.depth and not in_backward():
             make_ready(self.module)
             self._units.reshard()
             self._entrances.begin()
-            self._gather_shards()
+            self._shared.begin(reducing=self.reducing)
         self._units.show(unit)
         if self.agreement is not None and not in_backward():
             self.agreement.unit(self._names[unit], unit, self._units)
@@ -475,11 +316,8 @@ class Cycle:
 
     @eager
     def _after_forward(self, output: object) -> None:
-        self._versions = self._versions_now() if self._on else {}
-        tensors = _trained(output)
-        if not tensors:
-            return
-        begin = functools.partial(self._begin_backward, _Forward(self._steps, self._errors, self._versions))
+        forward, tensors = self._backwards.after_forward(), _trained(output)
+        begin = functools.partial(self._begin_backward, forward)
         for tensor in tensors:
             tensor.register_hook(begin)
 
@@ -490,16 +328,14 @@ class Cycle:
         if in_backward():
             return
         self.left_gradients.forget_cleared()
-        if (
-            self._kept
-        ):  # since an evaluation, whose weights may have been swapped back; of this rank alone: the ranks still ask
-            self._units.reshard()
+        if self._shared.kept:  # since an evaluation, whose weights may have been swapped back
+            self._units.reshard()  # of this rank alone: the ranks still ask
         for guard in self.watching:
             guard.before_backward(roots)
         if self._units.modules:
             self._entrances.look(roots)
-            if self._on:
-                self._refuse_changed_since(roots)
+            if self._on and (self._backwards.turned or self._backwards.written) and self._entrances.reached(roots):
+                self._backwards.refuse_changed()
         meets = self.agreement is not None and self.agreement.meets_before_backward
         compares = self.losses is not None and self.losses.compared
         if (meets or compares) and self._entrances.reached(roots):
@@ -508,75 +344,18 @@ class Cycle:
             if self.losses is not None and compares:
                 self.losses.check(roots)
 
-    def _refuse_changed_since(self, roots: list[Any]) -> None:
-        """Refuse parameters that somebody changed between a forward and its backward, which gathers them once more."""
-        if (name := self._units.turned()) is not None and self._entrances.reached(roots):
-            raise MeshparError(
-                f"requires_grad of {name} changed between a forward and its backward, so that its gradient would be "
-                "lost; freeze and unfreeze parameters before the forward, or after the backward"
-            )
-        if self._written_since(self._versions) is not None and self._entrances.reached(roots):
-            self._refuse_written_since(self._versions)
-
-    def _versions_now(self) -> dict[Tensor, int]:
-        """Return numbers that change when somebody writes parameters, other than by ``.data``; autograd knows
-        nothing of a DTensor's.
-        """
-        held = self._units.shards() if self._units.modules else self.module.parameters()
-        return {tensor: tensor._version for tensor in held}
-
-    def _written_since(self, versions: Mapping[Tensor, int]) -> Tensor | None:
-        return next((tensor for tensor, version in versions.items() if tensor._version != version), None)
-
-    def _refuse_written_since(self, versions: Mapping[Tensor, int]) -> None:
-        written = self._written_since(versions)
-        if written is not None:
-            name = next(
-                (name for name, parameter in self.module.named_parameters() if parameter is written), "a parameter"
-            )
-            raise MeshparError(
-                f"{name} was written between a forward and the end of its backward, which may use the new values; "
-                "write after the backward. par.averaged(decay) may evaluate other weights in between"
-            )
-
-    def _begin_backward(self, forward: _Forward, grad: Tensor) -> None:
+    def _begin_backward(self, forward: Forward, grad: Tensor) -> None:
         """Look at a backward that reaches an output of the module, and see that its end is noticed."""
-        if self._on:
-            self._refuse_wrong_backward(forward)
-        if not self._begun:
+        if self._backwards.begin(forward):
             self._units.show()
         self.expect_end()
-        self._begun.add(forward)
-
-    def _refuse_wrong_backward(self, forward: _Forward) -> None:
-        if self._units.modules:
-            _refuse_second_order()
-            if forward.done:
-                raise MeshparError(
-                    "a second backward runs through one forward (retain_graph=True), whose weights data parallelism "
-                    "has freed; add the losses and run one backward, or run the forward again"
-                )
-            if forward.errors != self._errors:
-                raise MeshparError(
-                    "an error ended an earlier backward, and the forward of this one came before it; clear the "
-                    "gradients by optimizer.zero_grad() and run the forward again"
-                )
-            if forward.steps != self._steps:
-                raise MeshparError(STALE)
-        elif forward.done and self._selective:
-            raise MeshparError(
-                "a second backward runs through one forward (retain_graph=True), whose saved results selective "
-                "recomputation has freed; add the losses and run one backward, or use "
-                "ActivationCheckpoint(mode='full')"
-            )
-        self._refuse_written_since(forward.versions)
 
     def _enter_backward(self, unit: nn.Module) -> None:
         """Gather a unit for a backward that comes into it otherwise than by its outputs: by a loss that a block
         keeps.
         """
         if self._on:
-            _refuse_second_order()
+            refuse_second_order()
         self.expect_end()
         self._units.enters_backward(unit)
         self._units.show(unit)
@@ -596,14 +375,12 @@ class Cycle:
         self._close_backward()
         self._units.unwind()
         self.left_gradients.leave(by_error=True)
-        self._errors += 1
+        self._backwards.fail()
 
     def _close_backward(self) -> None:
         self._backward = -1
         self.first_runs.end_backward()
-        for forward in self._begun:
-            forward.done = True
-        self._begun.clear()
+        self._backwards.close()
 
     def _end_backward(self) -> None:
         self._close_backward()
@@ -611,9 +388,7 @@ class Cycle:
             raise MeshparError(
                 f"{name} was written in a backward, by a hook; write after it, outside of the module's calls"
             )
-        versions, self._versions = self._versions, {}
-        if not any(parameter._post_accumulate_grad_hooks for parameter in versions):
-            self._refuse_written_since(versions)
+        self._backwards.end()
         if self._units.modules and not (self.reducing and self._units.reduces()):
             self._hooks.refuse_unreduced()
             return
@@ -644,7 +419,7 @@ class Cycle:
             self.check_parameters()
         if self.agreement is not None:
             self.agreement.settings(optimizer)
-        self._steps += 1
+        self._backwards.step()
         self._entrances.step()
         self.left_gradients.refuse()
         if optimizer not in self._guarded:
@@ -664,12 +439,12 @@ class Cycle:
         and saved.
         """
         self._unwind()
-        if not self._depth and not in_backward():
+        if not self.calls.depth and not in_backward():
             self._units.reshard()
 
 
 def _inside() -> bool:
-    return any(cycle._depth for cycle in list(_LIVING.values()))
+    return any(cycle.calls.depth for cycle in list(_LIVING.values()))
 
 
 def _before_every_backward(roots: list[Any]) -> None:
@@ -697,24 +472,6 @@ def _before_every_step(
     return ((instead[0], *args[1:]), kwargs) if instead else None
 
 
-@final
-class _Forward:
-    """One forward: how many optimizer steps and errors in backwards came before it, and whether a backward has been
-    through it.
-    """
-
-    def __init__(self, steps: int, errors: int, versions: Mapping[Tensor, int]) -> None:
-        self.steps, self.errors, self.versions, self.done = steps, errors, versions, False
-
-
-def _refuse_second_order() -> None:
-    if torch.is_grad_enabled():
-        raise MeshparError(
-            "a gradient of a gradient (create_graph=True) needs weights that data parallelism has freed by then; use "
-            "a mesh of tensor parallelism alone, or compute the penalty from finite differences"
-        )
-
-
 @contextmanager
 def _parts_called() -> Iterator[None]:
     """Let torch's attention and encoder layers call their parts in evaluation, too, instead of a kernel that reads
@@ -726,14 +483,6 @@ def _parts_called() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-
-
-def _is_of_a_library(kind: type, name: str) -> bool:
-    """Tell whether a method comes from torch or transformers, whose methods beside forward compute nothing with
-    weights.
-    """
-    owner = next(base for base in kind.__mro__ if name in vars(base))
-    return owner.__module__.startswith(("torch.", "transformers."))
 
 
 def _trained(output: object) -> list[Tensor]:

@@ -1,0 +1,114 @@
+"""The gathered weights that forwards share: of evaluations one after another, and of the micro-batches of one step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from meshpar._torch.calls import assert_async
+from meshpar._torch.fsdp import make_ready
+from meshpar._torch.units import Units
+from meshpar.core import runtime
+from meshpar.exact.agreement import leaves
+from meshpar.exact.comparisons import Comparisons
+from meshpar.passes.applied import applied
+
+_WRITTEN = (
+    "a parameter was written through .data between two forwards of an evaluation, which share their gathered weights; "
+    "write through the parameter itself, under torch.no_grad()"
+)
+
+
+@final
+class SharedWeights:
+    """The gathered weights of one module between its forwards.
+
+    Args:
+        module: the outermost module.
+        units: of the module.
+        compares: ranks tell one another in each evaluation whether one wrote a shard meanwhile.
+
+    Attributes:
+        kept: the last forward was an evaluation's, and left weights gathered for the next one.
+    """
+
+    def __init__(self, module: nn.Module, units: Units, *, compares: bool) -> None:
+        self._module, self._units = module, units
+        self._keeps, self.kept = applied(module).keeps_gathered and compares, False
+        self._shares_gathered = False
+        self.renew()
+
+    def renew(self) -> None:
+        """Look at the module anew: modules came into it."""
+        self._shards = applied(self._module).replica_shards
+        self._shares_gathered, self.kept = False, False
+
+    def free_before_training(self, free: Callable[[], None]) -> None:
+        """Let ``module.train()`` call ``free``, where evaluations keep weights gathered."""
+        module: Any = self._module
+        if self._keeps:
+            module.train = functools.partial(_train, module.train, free)
+
+    def serve(self, agreement: Comparisons | None) -> bool:
+        """Tell whether what the last forward left gathered serves the next: both only evaluate, and no rank wrote a
+        shard meanwhile.
+
+        Collective where the last forward left something. It follows from forwards and modes alone whether it did.
+        """
+        kept, self.kept = self.kept, False
+        if not kept or torch.is_grad_enabled() or self._module.training or agreement is None:
+            return False
+        same = self._units.unwritten()
+        wrote = same is None or (not runtime.queues(same.device) and not same)
+        if not all(agreement.meet("a forward of the module", [int(wrote)])) or wrote:
+            return False
+        if same is not None and runtime.queues(same.device):
+            assert_async(same, _WRITTEN)
+        return True
+
+    def begin(self, *, reducing: bool) -> None:
+        """Start to gather over replicas before a forward: any code may have written since the last one.
+
+        The micro-batches of one step share what the first gathered. Every rank comes here alike: what it does follows
+        from forwards.
+
+        Args:
+            reducing: the backward of this forward reduces gradients.
+        """
+        if self._shards is None:
+            return
+        make_ready(self._module)
+        if self._shares_gathered and torch.is_grad_enabled():
+            self._shards.check_unwritten()
+        else:
+            self._shards.changed()
+        self._shares_gathered = torch.is_grad_enabled() and not (reducing and self._units.reduces())
+        self._shards.begin()
+
+    def evaluated(self, output: object) -> None:
+        """Keep or free gathered weights after a forward without gradients."""
+        if self._shards is not None:
+            # an evaluation's weights may be swapped back before the backward of an earlier forward
+            self._shards.changed()
+        if self._keeps and not self._module.training and self._trains:
+            self._units.keep()
+            self.kept = True
+        else:
+            self._units.release(leaf for leaf in leaves(output, objects=True) if isinstance(leaf, Tensor))
+
+    @property
+    def _trains(self) -> bool:
+        """The module is trained. Backwards of other models, such as a student, would free what a frozen teacher
+        keeps.
+        """
+        return any(parameter.requires_grad for parameter in self._module.parameters())
+
+
+def _train(inner: Callable[..., nn.Module], free: Callable[[], None], mode: bool = True) -> nn.Module:
+    if mode:
+        free()
+    return inner(mode)
