@@ -91,6 +91,7 @@ class Skips(torch.nn.Module):
         embedded = self.embed(ids)
         if self.needs:
             assert self.layers[0].in_features == self.layers[0].out_features
+            self.needs = False  # as models that choose a kind of attention in their first forward
         first = hidden = self.layers[0](embedded)
         for layer in self.layers[1:]:
             hidden = layer(hidden).tanh()

@@ -63,6 +63,7 @@ def examine(module: nn.Module, layout: ModelLayout) -> tuple[Anatomy | None, lis
 
 
 def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, list[str]]:
+    fresh = without_values(twin)  # a first forward may change what a later one asks of the blocks
     calls, carried, taken = list[str](), list[Tensor](), list[Tensor | None]()
     widths = list[int]()  # of what blocks return
     beginnings = set[Any]()  # nodes that make what embeddings return
@@ -122,7 +123,7 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
         problems.append(f"{around[0]}, which has its blocks inside, has parameters of its own")
     problems += _crossings(twin, names, beginnings, carried, output)
     if not problems and len(names) > 1:
-        problems += _needed(twin, names, widths[0])
+        problems += _needed(fresh, names, widths[0])
     return Anatomy(blocks=tuple(names), head=tuple(head), tail=tuple(tail)), problems
 
 
