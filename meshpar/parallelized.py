@@ -27,9 +27,9 @@ from meshpar.core.patterns import class_name
 from meshpar.core.registry import imported
 from meshpar.core.resolved import Resolved
 from meshpar.description import Description, describe
-from meshpar.exact.agreement import leaves
 from meshpar.exact.attach import renew
 from meshpar.exact.cycle import Cycle
+from meshpar.exact.leaves import leaves
 from meshpar.exact.verify import Verification, call, split_test, verified
 from meshpar.log_probs import TokenLogProbs, token_log_probs
 from meshpar.loss import Found as Losses

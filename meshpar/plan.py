@@ -22,8 +22,8 @@ from meshpar.core.mesh import MeshSpec, default_device_type
 from meshpar.core.passes import Pass, Role
 from meshpar.core.resolved import Resolved, resolve
 from meshpar.description import Description, describe
-from meshpar.exact.agreement import next_number
 from meshpar.exact.attach import attach
+from meshpar.exact.meeting import next_number
 from meshpar.exact.proving import prove
 from meshpar.exact.verify import Verification, verified
 from meshpar.parallelized import Parallelized

@@ -4,52 +4,32 @@ that keep one copy.
 
 from __future__ import annotations
 
-import threading
-import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any, final
+from collections.abc import Mapping, Sequence
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshpar._torch.units import Units
 from meshpar.core import runtime
-from meshpar.core.errors import MeshparError, first_line
+from meshpar.core.errors import MeshparError
+from meshpar.exact.copies import check_copies
+from meshpar.exact.leaves import digest_of
+from meshpar.exact.meeting import Later, Meeting
 from meshpar.exact.schedule import Schedule
 from meshpar.passes import random
 from meshpar.passes.unused import Unused
-from meshpar.placements import local_tensor, sharded_axes
-from meshpar.replicas import FACTOR, Looks, digest, same
+from meshpar.replicas import Looks, digest, same
 from meshpar.state.initialize import state
 
-_RELATIVE, _FLOOR = 1e-2, 1e-4
 _SAME_BATCH = (
     "they compute one sample together, so pass par.data_rank and par.data_size to the sampler: "
     "DistributedSampler(data, num_replicas=par.data_size, rank=par.data_rank)"
 )
-PLACES = (
-    "a forward of the module",
-    "the end of a forward that leaves out blocks",
-    "a backward",
-    "a micro-batch of par.accumulate",
-    "an optimizer's step",
-    "par.token_scale",
-    "par.data_sum",
-    "par.adopt",
-    "par.check_replicas",
-    "par.state_dict(full=True)",
-)
-"""Where ranks meet, besides the forwards of blocks: a message can name these places of other ranks, too."""
-_NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""Of the models that all ranks of a default group made together: a rank may simulate others alone, or have made some
-in another group.
-"""
 
 
 @final
@@ -368,147 +348,6 @@ class Agreement:
             )
 
 
-def models_made() -> int:
-    """Return the number of models that all ranks of the open process group have made together."""
-    return 0 if dist.group.WORLD is None else _NUMBERS.get(dist.group.WORLD, 0)
-
-
-def own_group(number: int) -> dist.ProcessGroup:
-    """Return a new group of all ranks for one model's exchanges through the hosts. Collective: every rank calls it."""
-    return runtime.new_host_group(f"meshpar model {number}")
-
-
-def count_models_anew() -> None:
-    """Forget the models that were made; for processes in which one job follows another. Every rank calls it."""
-    _NUMBERS.clear()
-
-
-def next_number() -> int:
-    """Return the number of a model that all ranks make now, from 0."""
-    number = models_made()
-    if dist.group.WORLD is not None:
-        _NUMBERS[dist.group.WORLD] = number + 1
-    return number
-
-
-@final
-class Meeting:
-    """Small exchanges of all ranks, through the hosts where a process group joins them; each tells where its rank is.
-
-    Every exchange has the same size and is a maximum, so that ranks at different places learn of it, whatever they came
-    for.
-
-    Args:
-        model: the name of the module's class.
-        number: of the model among those of this process, equal on all ranks: models of one class differ by it.
-        own: a group for this model alone.
-    """
-
-    NUMBERS = 2
-
-    def __init__(self, model: str, number: int, own: dist.ProcessGroup | None = None) -> None:
-        self._model, self.own = f"{number} {model}", own
-        self._places = {self._tag(place): place for place in PLACES}
-        self._history = 0
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Meeting:
-        """Return the exchanges of a module to which a plan was applied last. Collective: every rank calls it."""
-        number = models_made() - 1
-        alone = number > 0 and dist.get_world_size() > 1 and not runtime.is_simulated()
-        return cls(type(module).__name__, number, own_group(number) if alone else None)
-
-    def exchange(self) -> tuple[list[dist.ProcessGroup], torch.device]:
-        """Return the group of all ranks' exchanges, and their device."""
-        return [self.hosts], torch.device("cpu")
-
-    def counted(self, number: int) -> int:
-        """Take a number into the digest of all that this rank has counted, and return the digest."""
-        self._history = (self._history * FACTOR + number + 1) % (1 << 62)
-        return self._history
-
-    @property
-    def hosts(self) -> dist.ProcessGroup:
-        """The group of the exchanges: all models' in the main thread, which sees when ranks call them in different
-        orders; in another one the model's own, where it has one.
-        """
-        here = threading.current_thread() is threading.main_thread()
-        return runtime.hosts() if here or self.own is None else self.own
-
-    def _tag(self, place: str) -> int:
-        return zlib.crc32(f"{self._model} {place}".encode())
-
-    def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
-        """See :meth:`Agreement.meet`."""
-        if dist.get_world_size() == 1:
-            return [True] * len(numbers)
-        tag = self._tag(place)
-        self._places[tag] = place
-        mine = torch.tensor([tag, *numbers, *[0] * (self.NUMBERS - len(numbers))], device="cpu")
-        try:
-            here, *agree = _spans(mine, self.hosts)
-        except RuntimeError as error:
-            raise MeshparError(
-                f"this rank is at {place}, and the other ranks did not come there in time: every rank must call the "
-                f"module, and train and evaluate with it, equally often. The wait ended with: {first_line(error)}"
-            ) from error
-        if here[0] != here[1]:
-            other = next((self._places[number] for number in here if number != tag and number in self._places), None)
-            raise MeshparError(
-                f"ranks are at different places of their loops: this rank is at {place}, another one at "
-                f"{other or 'another place, or with another model'}. Every rank must run the same calls in the same "
-                "order: as many batches (also in evaluation: drop or pad the rest), steps and sums. All data ranks "
-                "gather and reduce a block together: call every block on every rank, or make a skipped part one block "
-                "with its neighbours (blocks=...)"
-            )
-        return [high == low for high, low in agree[: len(numbers)]]
-
-
-@final
-class Later:
-    """Compare which gradients each rank has after a backward: exchanged beside other work, read by :meth:`check`.
-
-    Args:
-        meeting: of the ranks.
-        trained: names and parameters.
-        marks: of each parameter 0 without a gradient here, 1 with zeros for others' gradients, 2 with a gradient.
-    """
-
-    def __init__(self, meeting: Meeting, trained: Sequence[tuple[str, nn.Parameter]], marks: Sequence[int]) -> None:
-        self._trained, self._marks = trained, marks
-        mine = torch.tensor([meeting.counted(len(marks)), *marks], device="cpu")
-        self._both, self._work = torch.cat([mine, -mine]), None
-        if dist.get_world_size() > 1:
-            self._work = dist.all_reduce(self._both, dist.ReduceOp.MAX, meeting.hosts, async_op=True)
-
-    def check(self) -> list[int]:
-        """Wait for the exchange, and return the largest mark of each parameter.
-
-        Raises:
-            MeshparError: on every rank alike.
-        """
-        if self._work is not None:
-            self._work.wait()
-        (most_counted, *most), (least_counted, *least) = self._both.view(2, -1).tolist()
-        if any(high and not -low for high, low in zip(most, least)):
-            without = [
-                name
-                for (name, parameter), mark in zip(self._trained, self._marks)
-                if parameter.requires_grad and not mark
-            ]
-            raise MeshparError(
-                "data ranks have gradients for different parameters; here these have none: "
-                f"{', '.join(without[:6]) or '(all have one)'}; call the same blocks on every rank; to leave out a "
-                "block, multiply its output by 0 instead of skipping it"
-            )
-        if most_counted != -least_counted:
-            raise MeshparError(
-                "ranks took different steps: other settings of an optimizer (a learning rate that follows a rank's "
-                "own loss), or another number of steps; step on every rank alike"
-            )
-        return most
-
-
 def _number_of(predicted: Sequence[nn.Module], units: Units) -> int:
     """Return a digest of the units that a forward will call, and of the parameters that are trained in each."""
     modules: list[nn.Module] = [*units.modules]
@@ -526,98 +365,3 @@ def _plain(value: object) -> object:
     if isinstance(value, Tensor):
         return "..." if runtime.queues(value.device) else value.tolist()
     return value
-
-
-def _spans(mine: Tensor, hosts: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """Return of each number the largest and the least of all ranks."""
-    both = torch.cat([mine, -mine])
-    dist.all_reduce(both, dist.ReduceOp.MAX, hosts)
-    most, least = both.view(2, -1).tolist()
-    return [(high, -low) for high, low in zip(most, least)]
-
-
-def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> None:
-    """Check that what the ranks of each axis keep whole has one gradient there.
-
-    Raises:
-        MeshparError: on every rank alike, naming the parameters.
-
-    Collective over the axes.
-    """
-    for axis in axes:
-        if odd := differing_gradients(module, axis, mesh.get_group(axis), mesh.device_type):
-            raise MeshparError(
-                f"ranks of {axis} have different gradients for parameters that each keeps whole: "
-                f"{', '.join(odd[:6])}; where such a module sees a slice of the heads or features, give it the style "
-                "'grad_sum' in the layout's tensor-parallel table; where it draws random numbers, draw them from a "
-                "generator with the same seed on these ranks"
-            )
-
-
-def differing_gradients(module: nn.Module, axis: str, group: dist.ProcessGroup, device_type: str) -> list[str]:
-    """Return the names of parameters that every rank of ``axis`` keeps whole and whose gradients have different norms
-    there.
-
-    A replicated parameter that sees a slice of the heads or features has a part of its gradient on each rank. A
-    gradient that is zero in theory, and so is rounding noise, does not count.
-
-    Collective over ``group``, the ranks of ``axis``, on a device of ``device_type``; parameters may be on the host.
-    """
-    kept = [(name, p) for name, p in module.named_parameters() if p.requires_grad and axis not in sharded_axes(p)]
-    if not kept:
-        return []
-    norms = torch.stack([_norm(parameter).to(device_type) for _, parameter in kept])
-    most, least = norms.clone(), norms.neg()
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    dist.all_reduce(least, dist.ReduceOp.MAX, group)
-    odd = (most + least) > _RELATIVE * most + _FLOOR * most.max()
-    return [name for (name, _), differs in zip(kept, odd.tolist(), strict=True) if differs]
-
-
-def _norm(parameter: torch.Tensor) -> torch.Tensor:
-    if parameter.grad is None:
-        return torch.zeros((), device=local_tensor(parameter).device)
-    return torch.linalg.vector_norm(local_tensor(parameter.grad).float())
-
-
-def digest_of(values: object, device: torch.device) -> Tensor:
-    """Return a 64-bit digest of the tensors and plain values in ``values``, nested as they may be; DTensors are left
-    out.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for leaf in leaves(values):
-        if isinstance(leaf, DTensor):
-            continue
-        if isinstance(leaf, Tensor):
-            total = total * FACTOR + zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
-            total = total * FACTOR + digest(leaf).to(device)
-        elif isinstance(leaf, int | float | str):
-            total = total * FACTOR + zlib.crc32(repr(leaf).encode())
-    return total
-
-
-def leaves(values: object, *, objects: bool = False, around: tuple[int, ...] = ()) -> Iterator[Any]:
-    """Yield what is in lists, tuples, mappings and dataclasses, in order; with ``objects``, in attributes of other
-    objects, too.
-
-    An object that is ``around`` itself (``around`` has the ids of objects) is not entered again.
-    """
-    if id(values) in around:
-        return
-    inside: Iterable[Any]
-    if isinstance(values, Tensor | str | nn.Module | type):
-        yield values
-        return
-    if isinstance(values, Mapping):
-        inside = values.values()
-    elif isinstance(values, list | tuple):
-        inside = values
-    elif is_dataclass(values):
-        inside = [getattr(values, field.name) for field in fields(values)]
-    elif objects and hasattr(values, "__dict__"):
-        inside = vars(values).values()
-    else:
-        yield values
-        return
-    for part in inside:
-        yield from leaves(part, objects=objects, around=(*around, id(values)))

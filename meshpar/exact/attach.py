@@ -17,12 +17,13 @@ from meshpar.core.guards import Guarded, Guards, guards_of
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Role, find_blocks
 from meshpar.core.resolved import Resolved
-from meshpar.exact.agreement import Agreement, Meeting
+from meshpar.exact.agreement import Agreement
 from meshpar.exact.comparisons import NoComparisons, NoLosses
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.explain import Explanation
 from meshpar.exact.guards import own_guards
 from meshpar.exact.losses import Losses
+from meshpar.exact.meeting import Meeting
 from meshpar.exact.mixing import mixing_test
 from meshpar.exact.verify import split_test
 from meshpar.passes.applied import applied

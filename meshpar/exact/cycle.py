@@ -26,7 +26,6 @@ from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.guards import Guard, Guards
-from meshpar.exact.agreement import leaves
 from meshpar.exact.backwards import Backwards, Forward, refuse_second_order
 from meshpar.exact.calls import Calls
 from meshpar.exact.comparisons import Comparisons, LossComparison
@@ -35,6 +34,7 @@ from meshpar.exact.explain import Explanation
 from meshpar.exact.first_runs import FirstRuns
 from meshpar.exact.gathered import SharedWeights
 from meshpar.exact.hooks import GradientHooks
+from meshpar.exact.leaves import leaves
 from meshpar.exact.left import LeftGradients
 from meshpar.exact.operators import one_process
 from meshpar.exact.parts import adafactor_by_parts

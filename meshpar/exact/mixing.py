@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.patterns import class_name, kind_of
-from meshpar.exact.agreement import leaves
+from meshpar.exact.leaves import leaves
 from meshpar.exact.trial import as_evaluated, off, quiet
 from meshpar.passes.exchange import Exchange
 from meshpar.passes.installed import in_its_own_place, installed

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshpar.core.errors import ParallelError
 from meshpar.core.patterns import kind_of
-from meshpar.exact.agreement import leaves
+from meshpar.exact.leaves import leaves
 from meshpar.exact.trial import (
     Run,
     gathered,

@@ -29,8 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar._torch.units import Units
 from meshpar.core import runtime
-from meshpar.exact.agreement import Agreement, Meeting
+from meshpar.exact.agreement import Agreement
 from meshpar.exact.losses import Losses
+from meshpar.exact.meeting import Meeting
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.passes.routing import Routing

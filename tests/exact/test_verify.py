@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import meshpar.passes.tensor.styles
 from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError, Plan, PlanError, TensorParallel
-from meshpar.exact.agreement import leaves
+from meshpar.exact.leaves import leaves
 from meshpar.exact.verify import split_test
 from meshpar.passes.untouched import LARGEST, MOST, CannotKeep, untouched
 from meshpar.testing import assert_parity, on_ranks, token_steps
