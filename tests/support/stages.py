@@ -106,5 +106,8 @@ MODELS = {
         "Bloom", n_layer=4, n_head=2, hidden_dropout=0.0, attention_dropout=0.0
     ),  # a norm before its blocks
     "OPT": lambda: huggingface("OPT", num_hidden_layers=4, word_embed_proj_dim=16, dropout=0.0),  # a projection
+    "Camembert": lambda: huggingface(  # tied to a part of its head, whose name is the first
+        "Camembert", num_hidden_layers=4, is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    ),
     "Transformer": lambda: transformer(layers=4),
 }

@@ -77,8 +77,9 @@ def stand_in(kind: type[nn.Module], old: nn.Module, kept: Collection[int]) -> No
         if id(parameter) not in kept:
             old._parameters[name] = None
     old._buffers.clear()
-    for name in list(old._modules):
-        delattr(old, name)
+    for name, child in list(old.named_children()):
+        if not any(id(parameter) in kept for parameter in child.parameters()):
+            delattr(old, name)
     old.__class__ = type(f"{type(old).__name__}StandIn", (kind, type(old)), {})
 
 
