@@ -655,14 +655,14 @@ HABITS: dict[str, Habit] = {
         "outputs",
         (FROM,),
         loss=("loss = loss + 0.1 * F.mse_loss(out, last)",),
-        start=("last = 0.0 * module(batch(99)[0])[: 8 // par.data_size].detach()",),
+        start=("last = 0.0 * module(batch(99)[0][par.data_rank :: par.data_size]).detach()",),
         stepped=("last = out",),
     ),
     "output_of_the_last_step_detached": _looped(
         "outputs",
         (ALWAYS,),
         loss="loss = loss + 0.1 * F.mse_loss(out, last)",
-        start="last = module(batch(99)[0])[par.data_rank :: par.data_size].detach()",
+        start="last = module(batch(99)[0][par.data_rank :: par.data_size]).detach()",
         stepped="last = out.detach()",
     ),
     # Odd parameters
