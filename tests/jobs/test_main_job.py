@@ -244,6 +244,24 @@ def test_a_terminal_that_is_closed_during_validation_stops_the_run_with_a_checkp
     assert read_manifest(folder / "closed" / "checkpoints" / "step-00000005").extra["owes_validation"]
 
 
+@pytest.mark.nightly
+def test_an_interrupt_of_one_rank_that_tokenises_is_one_line(folder: Path) -> None:
+    (folder / "much.txt").write_text(text() * 500)
+    more = ["mesh=", f"data.paths=[{folder / 'much.txt'}]", f"data.cache={folder / 'much'}"]
+    process = start(folder, "interrupted", *more)
+    try:
+        until(lambda: (folder / "much").is_dir() or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        output = rest_of(process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert (process.returncode, output.splitlines()[-1:]) == (130, ["meshpar: interrupted"]), output
+    assert "Traceback" not in output
+    assert not (folder / "interrupted" / "checkpoints").exists()
+
+
 def test_the_export_is_the_model_that_was_trained(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     if not (folder / "whole").is_dir():
