@@ -20,12 +20,15 @@ from meshpar.core.errors import CheckpointError
 T = TypeVar("T")
 
 
-@final
 class PickledObject:
     """The attributes of one pickled object, without its class."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
+
+
+class _WithState(PickledObject):
+    """Of a class whose pickles have other state than a dict of attributes."""
 
     def __setstate__(self, state: object) -> None:
         self.__dict__.update(state if isinstance(state, dict) else {"state": state})
@@ -44,16 +47,19 @@ class SavedTensor:
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_METADATA_CLASSES = {
+_PART_CLASSES = {
     (_METADATA, "ChunkStorageMetadata"),
-    (_METADATA, "Metadata"),
     (_METADATA, "MetadataIndex"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
+"""Of which a ``.metadata`` has one for each part. Pickle sets their attributes itself, faster than a method would."""
+_METADATA_CLASSES = {
+    (_METADATA, "Metadata"),
     (_METADATA, "StorageMeta"),
     (_METADATA, "TensorProperties"),
     (_METADATA, "TensorStorageMetadata"),
     (_METADATA, "BytesStorageMetadata"),
     (_METADATA, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "Path"),
     ("pathlib", "PosixPath"),
@@ -97,7 +103,8 @@ class _ItemReader(_Reader):
 
 def read_metadata(data: bytes, path: object) -> PickledObject:
     """Return DCP's ``.metadata`` as records; raises CheckpointError for anything else."""
-    known: dict[tuple[str, str], Any] = dict.fromkeys(_METADATA_CLASSES, PickledObject)
+    known: dict[tuple[str, str], Any] = dict.fromkeys(_METADATA_CLASSES, _WithState)
+    known |= dict.fromkeys(_PART_CLASSES, PickledObject)
     known["torch", "Size"] = lambda sizes=(): tuple(sizes)
     known["collections", "OrderedDict"] = dict
     loaded = _guarded(lambda: _Reader(io.BytesIO(data), known).load(), path)

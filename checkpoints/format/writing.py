@@ -145,13 +145,23 @@ def metadata_bytes(groups: Iterable[Group], parts: Iterable[PlacedPart], tied: M
     for other, saved in tied.items():
         others.setdefault(saved, []).append(other)
         metadata.state_dict_metadata[other] = metadata.state_dict_metadata[saved]
+    sizes: dict[tuple[int, ...], torch.Size] = {}
     metadata.storage_data = {
-        MetadataIndex(name, torch.Size(part.offsets)): stored_at(part.file, part.position, part.length)
+        _index(name, sizes.setdefault(part.offsets, torch.Size(part.offsets))): stored_at(
+            part.file, part.position, part.length
+        )
         for part in parts
         for name in (part.name, *others.get(part.name, ()))
     }
     metadata.version = CURRENT_DCP_VERSION
     return _pickled(metadata)
+
+
+def _index(name: str, offsets: torch.Size) -> MetadataIndex:
+    """Return the index of a part. ``MetadataIndex`` itself copies its offsets, and a pickle holds shared ones once."""
+    index = MetadataIndex(name)
+    object.__setattr__(index, "offset", offsets)
+    return index
 
 
 def _pickled(metadata: Metadata) -> bytes:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import hashlib
 import itertools
 import json
+import sys
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
@@ -53,7 +56,7 @@ class Layout(NamedTuple):
 
     def parts(self) -> Iterator[PlacedPart]:
         """Yield the parts in the order of the files."""
-        parts = zip(unpack(self.names), array("I", self.kind), strict=True)
+        parts = zip(map(sys.intern, unpack(self.names)), array("I", self.kind), strict=True)
         for file, count in self.files:
             position = 0
             for name, kind in itertools.islice(parts, count):
@@ -108,6 +111,10 @@ class Ledger:
     """
 
     def __init__(self, groups: Sequence[Group], layouts: Sequence[Layout], tied: Sequence[Sequence[str]]) -> None:
+        with _uncollected():
+            self._make(groups, layouts, tied)
+
+    def _make(self, groups: Sequence[Group], layouts: Sequence[Layout], tied: Sequence[Sequence[str]]) -> None:
         self._layouts = [layout.digest for layout in layouts]
         self._files = [name for layout in layouts for name, _ in layout.files]
         parts = [part for layout in layouts for part in layout.parts()]
@@ -171,6 +178,18 @@ def make_manifest(
     """Write torch's metadata into the folder and return the manifest of files that this process wrote alone."""
     layout = layout_of(files)
     return Ledger(groups, [layout], entries.get("tied", ())).write(folder, [report_of(files, layout)], entries)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let Python not look for cycles among millions of new objects that hold none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @functools.lru_cache(1 << 16)
