@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import weakref
@@ -279,8 +280,14 @@ class Parallelized:
         self._refuse_divided_layers("par.adopt", "put new modules into the model before plan.apply")
         if self.cycle is None:
             return [parameter for name in names for parameter in self.module.get_submodule(name).parameters()]
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+        parameters = self._adopt(self.cycle, names, optimizers)
+        gc.collect()  # modules that left, and whole weights of those that came, are in cycles
+        return parameters
+
+    def _adopt(self, cycle: Cycle, names: Sequence[str], optimizers: Collection[Optimizer]) -> list[nn.Parameter]:
         came = self._agreed_on(names)
-        placed, known = self.cycle.placed.modules, dict(self.module.named_modules())
+        placed, known = cycle.placed.modules, dict(self.module.named_modules())
         late = [name for name, parameter in known.items() if parameter not in placed]
         resolved = self.plan.checked(before_plan(self.module, placed), self.layout, self.spec.size)
         if problems := [
@@ -294,14 +301,14 @@ class Parallelized:
             f"{name}.{leaf}": value for name in late for leaf, value in known[name].named_buffers(recurse=False)
         }
         initialize.check_weights({**fresh, **fresh_buffers}, "the weights handed to par.adopt")
-        gone, renamed = self.cycle.left(), self.cycle.placed.renamed()
+        gone, renamed = cycle.left(), cycle.placed.renamed()
         self.resolved = resolved
         ready = partial(prepare, self.module, resolved, self._meshes)
         replaced = run_passes(self.module, resolved, self._meshes, self.device, ready)
-        self.cycle.adopted([*replaced, *gone])
-        renew(self.cycle, resolved, self.device, verify=self.plan.verify)
+        cycle.adopted([*replaced, *gone])
+        renew(cycle, resolved, self.device, verify=self.plan.verify)
         parameters = list(dict.fromkeys(self.module.get_parameter(name) for name in came))
-        for one_optimizer in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
+        for one_optimizer in optimizers:
             _forget(one_optimizer, gone)
         for average in self._averages:
             average.follow(came, renamed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 import tempfile
@@ -17,10 +18,13 @@ from torch.nn import functional as F
 from meshpar import (
     ActivationCheckpoint,
     Compile,
+    ContextParallel,
+    ExpertParallel,
     FullyShard,
     HybridShard,
     MeshparError,
     ModelLayout,
+    Parallelized,
     Pass,
     Plan,
     PlanError,
@@ -29,7 +33,13 @@ from meshpar import (
     TensorParallel,
 )
 from meshpar.checkpoints import CheckpointManager, export_module
-from meshpar.testing import on_ranks, whole
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.registry import layout_for
+from meshpar.core.resolved import resolve
+from meshpar.models.transformer import Layer
+from meshpar.testing import on_ranks, token_steps, whole
+from meshpar.testing.parity import assert_records_match, train_steps
+from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.tiers import daily
 
 LAYOUT = ModelLayout(
@@ -609,3 +619,74 @@ def test_adopted_batch_norms_are_one_processs_and_adopted_modules_in_bfloat16_ar
         steps(par.module, ids.chunk(2, 1)[par.data_rank])
         found.append({name: whole(parameter) for name, parameter in par.module.named_parameters()})
     assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
+
+
+def one_process(module):
+    spec = MeshSpec()
+    resolved = resolve((), spec, module, layout_for(module))
+    return Parallelized(module, Plan(spec), resolved, {spec: None}, torch.device("cpu"))
+
+
+def other_head(net, device=None):
+    torch.manual_seed(5)
+    net.head = nn.Linear(net.head.in_features, VOCAB, bias=False, device=device)
+    return "head"
+
+
+def other_block(net):
+    torch.manual_seed(6)
+    net.layers[1] = Layer(net.config)
+    return "layers.1"
+
+
+def mixture():
+    return transformer(experts=4, qk_norm=True)
+
+
+SPLIT = TensorParallel(sequence_parallel=True, loss_parallel=True)
+AXES = {
+    "positions split over tp": ("tp=2", [SPLIT], transformer, None),
+    "cp": (
+        "dp_shard=1,cp=2",
+        [ContextParallel(), FullyShard()],
+        transformer,
+        r"mixes positions, .* before plan\.apply",
+    ),
+    "ep": ("dp_shard=1,ep=2", [ExpertParallel(), FullyShard()], mixture, r"holds experts, .* before plan\.apply"),
+}
+
+
+@on_ranks(2)
+def test_modules_are_adopted_or_refused_where_positions_or_experts_are_divided():
+    steps = token_steps(VOCAB, parts=2, micro_batches=2)
+    for axis, (mesh, passes, build, refused) in AXES.items():
+        for how in (other_head, other_block):
+            torch.manual_seed(4)
+            alone = build()
+            par = Plan(mesh, passes).apply(copy.deepcopy(alone))
+            name = how(par.module)
+            if how is other_block and refused is not None:
+                with pytest.raises(PlanError, match=refused):
+                    par.adopt(name)
+                continue
+            par.adopt(name)
+            how(alone)
+            got, expected = train_steps(par, steps), train_steps(one_process(alone), steps)
+            if dist.get_rank() == 0:
+                assert_records_match(expected, got), axis
+
+
+@on_ranks(2)
+def test_modules_are_adopted_before_materialize():
+    found = {}
+    for late in (False, True):
+        with torch.device("meta"):
+            net = transformer()
+        if not late:
+            other_head(net, "meta")
+        par = Plan("dp_shard=2", [FullyShard()]).apply(net)
+        if late:
+            par.adopt(other_head(par.module, "meta"))
+        par.materialize(seed=3)
+        found[late] = par.state_dict(full=True, everywhere=True)
+    assert all(torch.equal(found[True][name], value) for name, value in found[False].items())
