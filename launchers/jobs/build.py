@@ -38,7 +38,9 @@ from meshpar.state.shares import plan_problems
 from meshpar.training.divided import check_separable
 from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.elementwise import check_elementwise
+from meshpar.training.evaluation import Evaluation, Harness, MultipleChoice, Samples, make_evaluation
 from meshpar.training.experts import balance_problems
+from meshpar.training.generating import check_whole
 from meshpar.training.lora import add_adapters
 from meshpar.training.objectives import Objective, freeze, teacher_problems
 from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, parameter_groups, scaled_rate
@@ -212,6 +214,16 @@ def averages_of(recipe: Recipe, par: Parallelized) -> dict[str, Averaged]:
         made[name] = par.averaged(
             **{"dtype": section.dtype, **given}, device="cpu" if section.keep_on == "host" else None
         )
+    return made
+
+
+def evaluations_of(recipe: Recipe, par: Parallelized, tokenizer: object) -> dict[str, Evaluation]:
+    """Return the evaluations, by name; raises MeshparError where one cannot be made, or does not fit the mesh."""
+    if recipe.evaluations and tokenizer is None:
+        raise RecipeError(f"{recipe.where('evaluations')}: the run has no tokenizer; name one with data.tokenizer")
+    made = {name: make_evaluation(name, tokenizer, options) for name, options in recipe.evaluations.items()}
+    if any(isinstance(evaluation, MultipleChoice | Samples | Harness) for evaluation in made.values()):
+        check_whole(par)
     return made
 
 

@@ -139,6 +139,7 @@ def _trainer(
         flops_per_token=None if replicas else flops_per_token(par.module),  # of all replicas, on the devices of one
         averages=build.averages_of(recipe, par),
         validated=build.validated(recipe),
+        evaluations=build.evaluations_of(recipe, par, data.tokenizer),
     )
     return trainer, made_of[0]
 

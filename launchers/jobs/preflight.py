@@ -166,6 +166,7 @@ def try_batch(recipe: Recipe, run: Callable[[Recipe], int], size: int) -> Trial:
             "training.validate_every=null",
             "training.tensorboard=false",
             "trackers={}",
+            "evaluations={}",
             "checkpoint.resume=auto",
         ]
         overrides += [

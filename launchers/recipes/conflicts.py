@@ -12,7 +12,14 @@ from meshpar.checkpoints.storage import place as storage
 from meshpar.core import registry
 from meshpar.core.errors import MeshparError
 from meshpar.homes import expanded
-from meshpar.launchers.recipes.named import OBJECTIVES, TRACKERS, objective_factory, own_problems, wants_teacher
+from meshpar.launchers.recipes.named import (
+    EVALUATIONS,
+    OBJECTIVES,
+    TRACKERS,
+    objective_factory,
+    own_problems,
+    wants_teacher,
+)
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, MixSection, Own, mixed_names, model_config
 from meshpar.launchers.recipes.yamlfile import Document, Place
@@ -48,10 +55,10 @@ def _length_problems(recipe: Recipe) -> Conflicts:
     data, training, schedule = recipe.data, recipe.training, recipe.schedule
     if training.steps is None and training.epochs is None:
         yield ("training",), "set the length of the training: steps, epochs or both"
-    if training.validate_every is not None and not data.validates:
+    if training.validate_every is not None and not data.validates and not recipe.evaluations:
         yield (
             ("training", "validate_every"),
-            "there is no validation data; set data.validation_fraction or data.validation_paths",
+            "there is no validation data; set data.validation_fraction, data.validation_paths or evaluations",
         )
     length = schedule.steps or training.steps
     if length is not None and schedule.warmup_steps > length:
@@ -88,10 +95,10 @@ def _average_problems(recipe: Recipe) -> Conflicts:
     if validated not in ("trained", *names) and not (validated == "averaged" and len(names) == 1):
         has = f"the averages {', '.join(names)}" if names else "no averages"
         yield ("validation", "weights"), f"there is no average {validated!r}: the recipe has {has}; name one of them"
-    if validated != "trained" and not recipe.data.validates:
+    if validated != "trained" and not recipe.data.validates and not recipe.evaluations:
         yield (
             ("validation", "weights"),
-            "there is no validation data; set data.validation_fraction or data.validation_paths",
+            "there is no validation data; set data.validation_fraction, data.validation_paths or evaluations",
         )
 
 
@@ -295,11 +302,14 @@ def calling_problems(recipe: Recipe, document: Document) -> list[str]:
         except MeshparError as error:
             return [*found, f"{document.where(('training', 'objective'))}: {error}"]
         found += own_problems(factory, training.objective_options, document, ("training", "objective_options"))
-    for name, options in recipe.trackers.items():
-        try:
-            factory = registry.plugin(TRACKERS, name)
-        except MeshparError as error:
-            found.append(f"{document.where(('trackers', name))}: {error}")
-            continue
-        found += own_problems(factory, options, document, ("trackers", name), ("run",))
+    named = [(TRACKERS, "trackers", "run", recipe.trackers)]
+    named += [(EVALUATIONS, "evaluations", "tokenizer", recipe.evaluations)]
+    for group, heading, argument, entries in named:
+        for name, options in entries.items():
+            try:
+                factory = registry.plugin(group, name)
+            except MeshparError as error:
+                found.append(f"{document.where((heading, name))}: {error}")
+                continue
+            found += own_problems(factory, options, document, (heading, name), (argument,))
     return found

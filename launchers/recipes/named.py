@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CONVERTERS = "meshpar.converters"
 OBJECTIVES = "meshpar.objectives"
-TRACKERS = "meshpar.trackers"
+TRACKERS, EVALUATIONS = "meshpar.trackers", "meshpar.evaluations"
 _TEACHER = "teacher"
 PASSES = "meshpar.passes"
 SHARDING = ("FullyShard", "HybridShard", "Replicate")

@@ -63,6 +63,9 @@ class Recipe(Section):
         validation: which weights are validated.
         trackers: trackers with their options, in addition to TensorBoard: ``{wandb: {project: lm}}``. Names are those
             of plugins (``wandb``, ``mlflow``, :mod:`meshpar.training.trackers`) or import paths.
+        evaluations: evaluations with their options, made after each validation: ``{multiple_choice: {path:
+            questions.jsonl}}``. Names are those of plugins (``multiple_choice``, ``samples``, ``lm_eval``,
+            :mod:`meshpar.training.evaluation`) or import paths.
         notes: how foreign or old names were translated.
     """
 
@@ -89,6 +92,7 @@ class Recipe(Section):
     averages: dict[str, AverageSection] = Field(default_factory=dict)
     validation: ValidationSection = ValidationSection()
     trackers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    evaluations: dict[str, dict[str, Any]] = Field(default_factory=dict)
     checkpoint: CheckpointSection = CheckpointSection()
     _notes: tuple[str, ...] = PrivateAttr(())
     _document: Document | None = PrivateAttr(None)

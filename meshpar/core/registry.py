@@ -21,6 +21,7 @@ GROUPS = (
     "meshpar.guards",
     "meshpar.objectives",
     "meshpar.trackers",
+    "meshpar.evaluations",
     "meshpar.launchers",
     "meshpar.converters",
 )

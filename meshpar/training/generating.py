@@ -111,6 +111,16 @@ def log_likelihoods(
     return [(row[0], bool(row[1])) for row in _divided(par, pairs, scored, 2, batch)]
 
 
+def check_whole(par: Parallelized) -> None:
+    """Raise MeshparError if the mesh divides positions or layers."""
+    for role in (Role.POSITIONS, Role.LAYERS):
+        if axes := par.resolved.divided(role):
+            raise MeshparError(
+                f"generating and scoring need whole sequences and every layer on a rank, and {axes[0]} divides them; "
+                "evaluate on a mesh without it"
+            )
+
+
 def _divided(
     par: Parallelized,
     rows: Sequence[T],
@@ -119,12 +129,7 @@ def _divided(
     batch: int,
 ) -> list[list[float]]:
     """Return ``width`` numbers for each of ``rows``, of which every data rank computes its part, in as many batches."""
-    for role in (Role.POSITIONS, Role.LAYERS):
-        if axes := par.resolved.divided(role):
-            raise MeshparError(
-                f"generating and scoring need whole sequences and every layer on a rank, and {axes[0]} divides them; "
-                "evaluate on a mesh without it"
-            )
+    check_whole(par)
     table = torch.zeros(len(rows), width, dtype=torch.float64)
     own = list(range(par.data_rank, len(rows), par.data_size))
     with _evaluating(par.module):

@@ -28,6 +28,7 @@ from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.documents import check_documents
 from meshpar.training.elastic import Replicas
 from meshpar.training.elementwise import HasModes, evaluated
+from meshpar.training.evaluation import Evaluation
 from meshpar.training.experts import ExpertLoad
 from meshpar.training.metrics import Meter, Reading, Reporter, losses_of, means
 from meshpar.training.objectives import Objective
@@ -112,6 +113,7 @@ class Trainer:
         flops_per_token: float | None = None,
         averages: Mapping[str, Averaged] | None = None,
         validated: str = "trained",
+        evaluations: Mapping[str, Evaluation] | None = None,
     ) -> None:
         """Store the parts of the training; nothing runs yet.
 
@@ -131,6 +133,8 @@ class Trainer:
             averages: averages of the weights by name (:meth:`Parallelized.averaged`), updated after each step of the
                 optimizer and saved with it.
             validated: which weights are validated: ``"trained"``, or the name of an average.
+            evaluations: made of the same weights after each validation, or in its place; their numbers are
+                ``eval/NAME/...``.
         """
         own = {id(parameter) for parameter in par.module.parameters()}
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
@@ -148,6 +152,7 @@ class Trainer:
         self.schedule, self.settings, self.validation = schedule, settings, validation
         self.checkpointer, self.reporters, self.scaler = checkpointer, tuple(reporters), scaler
         self.averages, self._validated = dict(averages or {}), validated
+        self.evaluations = dict(evaluations or {})
         if validated not in ("trained", *self.averages):
             raise MeshparError(
                 f"validated is {validated!r}; expected 'trained' or an average: {', '.join(self.averages) or 'none'}"
@@ -205,7 +210,9 @@ class Trainer:
             "owes_validation": self.owes_validation,
             "schedule": asdict(self.planned),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "metrics": {name: value for name, value in self._values.items() if name.startswith(("train/", "val/"))},
+            "metrics": {
+                name: value for name, value in self._values.items() if name.startswith(("train/", "val/", "eval/"))
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -496,7 +503,8 @@ class Trainer:
                 self.par.check_replicas()
         # validation first: the checkpoint contains its metrics
         self.owes_validation = False
-        if self.validation is not None and (last or self._due(settings.validate_every, epoch_ended)):
+        evaluates = self.validation is not None or self.evaluations
+        if evaluates and (last or self._due(settings.validate_every, epoch_ended)):
             self._validate()
         if last or self._due(settings.checkpoint_every, epoch_ended):
             self._save(last=last)
@@ -506,10 +514,34 @@ class Trainer:
         self._read()
         average = self.averages.get(self._validated)
         with evaluated(self.optimizer) if average is None else average.swapped():
-            found = self.validate()
-        self.owes_validation = not found
-        if found:
-            self._publish({"step": self.step} | {f"val/{name}": value for name, value in found.items()})
+            found = {} if self.validation is None else self.validate()
+            self.owes_validation = self.validation is not None and not found
+            if found:
+                self._publish({"step": self.step} | {f"val/{name}": value for name, value in found.items()})
+            if not self.owes_validation:
+                self._evaluate()
+
+    def _evaluate(self) -> None:
+        """Make the evaluations, publish their numbers and print their texts."""
+
+        def moved(*_: object) -> None:
+            self.validated += 1  # for a watchdog
+            if self.replicas is not None:
+                self.replicas.alive()
+
+        handle = self.par.module.register_forward_hook(moved)
+        try:
+            for name, evaluation in self.evaluations.items():
+                with self._meter.paused():
+                    found = evaluation(self.par)
+                numbers = {f"eval/{name}/{key}": value for key, value in found.items() if not isinstance(value, str)}
+                if numbers:
+                    self._publish({"step": self.step, **numbers})
+                for key, text in found.items():
+                    if isinstance(text, str):
+                        self._note(f"step {self.step}, {name}: {key!r} -> {text!r}")
+        finally:
+            handle.remove()
 
     def _tell_changes(self) -> None:
         """Report which replicas were lost and joined."""

@@ -103,7 +103,7 @@ def trainer(
     )
     parts = {
         name: more.pop(name)
-        for name in ("validation", "checkpointer", "reporters", "scaler", "objective")
+        for name in ("validation", "checkpointer", "reporters", "scaler", "objective", "evaluations")
         if name in more
     }
     settings = TrainSettings(**{"steps": steps, "log_every": 1, "seed": 11} | more)
@@ -582,6 +582,23 @@ def test_a_second_sigint_interrupts_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # what is not finite
+
+
+@on_ranks(2)
+def test_evaluations_are_made_with_each_validation_also_without_validation_data(tmp_path: Path) -> None:
+    par = parallel("dp_shard=2", [FullyShard()])
+    heard, seen = Records(), list[Any]()
+
+    def evaluation(par: Parallelized) -> dict[str, Any]:
+        seen.append(par.module.training)
+        return {"choice": 0.5, "text": "hello"}
+
+    made = trainer(par, packed(tmp_path), reporters=[heard], validate_every=4, evaluations={"mine": evaluation})
+    values = made.run().values
+    assert len(seen) == 2
+    assert [record["step"] for record in heard.records if "eval/mine/choice" in record] == [4, 6]
+    assert "step 4, mine: 'text' -> 'hello'" in heard.notes
+    assert values["eval/mine/choice"] == made.state_dict()["metrics"]["eval/mine/choice"] == 0.5
 
 
 class Poisoned:

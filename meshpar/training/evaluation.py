@@ -1,0 +1,261 @@
+"""Evaluations beside the validation loss, of the live, sharded model: multiple choice, samples, EleutherAI's harness.
+
+A plugin (entry-point group ``meshpar.evaluations``) is called with the run's tokenizer and its options, and returns an
+:class:`Evaluation`. An optional member ``requires`` is the package that it needs and meshpar's extra that installs it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, final
+
+from meshpar.core import registry
+from meshpar.core.errors import MeshparError, RecipeError
+from meshpar.homes import expanded
+from meshpar.imports import need
+from meshpar.parallelized import Parallelized
+from meshpar.training.generating import generate, log_likelihoods
+
+EVALUATIONS = "meshpar.evaluations"
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that evaluations use."""
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends a text."""
+        ...
+
+    def encode(self, text: str, /) -> list[int]:
+        """Return the tokens of a text."""
+        ...
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """Return the text of tokens."""
+        ...
+
+
+class Evaluation(Protocol):
+    """An evaluation, as a protocol."""
+
+    def __call__(self, par: Parallelized, /) -> Mapping[str, float | str]:
+        """Return numbers, which are reported, and texts, which are printed, by name.
+
+        Collective: every rank calls it, and all ranks return the same.
+        """
+        ...
+
+
+def make_evaluation(name: str, tokenizer: Any, options: Mapping[str, Any]) -> Evaluation:  # noqa: ANN401 - of any kind
+    """Return an evaluation, by name of a plugin or import path; raises MeshparError without it or without its
+    package.
+    """
+    factory = registry.plugin(EVALUATIONS, name)
+    if requires := getattr(factory, "requires", None):
+        need(requires[0], extra=requires[1])
+    return factory(tokenizer, **options)
+
+
+@final
+class MultipleChoice:
+    """Choose among answers by their log-likelihood after the question: ``accuracy``, and ``accuracy_norm``, with the
+    log-likelihood divided by the number of bytes of an answer.
+
+    >>> MultipleChoice(tokenizer, path="questions.jsonl")(par)  # doctest: +SKIP
+    {'accuracy': 0.5, 'accuracy_norm': 0.5}
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        path: str,
+        question: str = "question",
+        choices: str = "choices",
+        answer: str = "answer",
+        delimiter: str = " ",
+        batch: int = 8,
+    ) -> None:
+        """Read the questions.
+
+        Args:
+            tokenizer: of the model.
+            path: file of JSON lines.
+            question: key of the question, a text that is not empty.
+            choices: key of the list of answers.
+            answer: key of the right answer's place in the list, from 0.
+            delimiter: text between a question and an answer.
+            batch: answers of a data rank at once.
+
+        Raises:
+            RecipeError: the file cannot be read, or a line lacks a key.
+        """
+        self._encode, self._batch = tokenizer.encode, batch
+        self._asked: list[tuple[str, list[str], int]] = []
+        place = path
+        try:
+            for number, line in enumerate(expanded(Path(path)).read_text(encoding="utf-8").splitlines(), 1):
+                place, found = f"{path}:{number}", json.loads(line)
+                text, given, right = found[question], [delimiter + str(one) for one in found[choices]], found[answer]
+                if not (text and 0 <= right < len(given)):
+                    raise ValueError(f"answer {right!r} is no place in {len(given)} choices, or the question is empty")
+                self._asked.append((text, given, right))
+        except OSError as error:
+            raise RecipeError(f"{path} cannot be read: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise RecipeError(
+                f"{place} is no question: {error!r}; expected {question!r}, {choices!r} and {answer!r}"
+            ) from error
+        if not self._asked:
+            raise RecipeError(f"{path} has no line; expected a question in each line")
+
+    def __call__(self, par: Parallelized) -> dict[str, float | str]:
+        """Return both accuracies. Collective."""
+        pairs = [_pair(self._encode, text, one) for text, given, _ in self._asked for one in given]
+        scores = iter(log_likelihoods(par, pairs, batch=self._batch))
+        right = normed = 0
+        for _, given, answer in self._asked:
+            sums = [next(scores)[0] for _ in given]
+            rates = [value / len(one.encode()) for value, one in zip(sums, given, strict=True)]
+            right += sums.index(max(sums)) == answer
+            normed += rates.index(max(rates)) == answer
+        return {"accuracy": right / len(self._asked), "accuracy_norm": normed / len(self._asked)}
+
+
+def _pair(encode: Any, text: str, more: str) -> tuple[list[int], list[int]]:  # noqa: ANN401 - a function
+    """Return the tokens of ``text`` and those that ``more`` adds to them."""
+    before, whole = encode(text), encode(text + more)
+    return before, whole[len(before) :]
+
+
+@final
+class Samples:
+    """Print how the model continues texts (:func:`generate`)."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompts: Sequence[str],
+        tokens: int = 64,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        """See :func:`generate`; ``prompts`` are texts."""
+        self._tokenizer, self._prompts = tokenizer, list(prompts)
+        self._how: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+
+    def __call__(self, par: Parallelized) -> dict[str, float | str]:
+        """Return the text after each prompt, by prompt. Collective."""
+        asked = [self._tokenizer.encode(text) for text in self._prompts]
+        made = generate(par, asked, ends=[self._tokenizer.eos_id], **self._how)
+        return {text: self._tokenizer.decode(one) for text, one in zip(self._prompts, made, strict=True)}
+
+
+@final
+class Harness:
+    """Run tasks of EleutherAI's lm-evaluation-harness on the live model."""
+
+    requires: ClassVar[tuple[str, str]] = ("lm_eval", "lm-eval")
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        tasks: Sequence[str],
+        limit: int | None = None,
+        shots: int | None = None,
+        include: str | None = None,
+        length: int | None = None,
+        batch: int = 8,
+    ) -> None:
+        """Find the tasks.
+
+        Args:
+            tokenizer: of the model.
+            tasks: names of tasks.
+            limit: questions of each task; None: all.
+            shots: solved examples before a question; None: as the task says.
+            include: folder of further tasks' files.
+            length: the most tokens of a text, whose beginning is cut; None: as the model's config says, or 2048.
+            batch: texts of a data rank at once.
+        """
+        self._tokenizer, self._tasks, self._length, self._batch = tokenizer, list(tasks), length, batch
+        self._how: dict[str, Any] = {"limit": limit, "num_fewshot": shots}
+        self._manager = need("lm_eval.tasks", extra="lm-eval").TaskManager(include_path=include)
+        if missing := [task for task in tasks if task not in self._manager.all_tasks]:
+            raise MeshparError(f"the harness has no task {', '.join(missing)}; `lm_eval ls tasks` lists its tasks")
+
+    def __call__(self, par: Parallelized) -> dict[str, float | str]:
+        """Return every metric as ``task/metric``. Collective."""
+        harness = need("lm_eval", extra="lm-eval")
+        config = getattr(par.module, "config", None)
+        known = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+        length = self._length or next((number for number in known if number), 2048)
+        found = harness.simple_evaluate(
+            model=_live(par, self._tokenizer, length, self._batch),
+            tasks=self._tasks,
+            task_manager=self._manager,
+            bootstrap_iters=0,
+            random_seed=None,  # the training's own random state stays
+            numpy_random_seed=None,
+            torch_random_seed=None,
+            **self._how,
+        )
+        return {
+            f"{task}/{name.partition(',')[0]}": float(value)
+            for task, values in found["results"].items()
+            for name, value in values.items()
+            if isinstance(value, int | float) and "stderr" not in name and name != "sample_len"
+        }
+
+
+def _live(par: Parallelized, tokenizer: Tokenizer, length: int, batch: int) -> Any:  # noqa: ANN401 - of the harness
+    """Return the live model in the harness's terms."""
+    base, utils = need("lm_eval.api.model", extra="lm-eval").TemplateLM, need("lm_eval.utils", extra="lm-eval")
+
+    class Live(base):  # type: ignore[misc, valid-type]
+        eot_token_id = tokenizer.eos_id
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+            return tokenizer.encode(string)
+
+        def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:  # noqa: ANN401
+            pairs = [(before[-(length + 1 - len(more)) :], more) for _, before, more in requests]
+            return log_likelihoods(par, pairs, batch=batch)
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:  # noqa: ANN401
+            windows = [
+                [
+                    (None, *utils.make_disjoint_window(window))
+                    for window in utils.get_rolling_token_windows(
+                        token_list=tokenizer.encode(request.args[0]),
+                        prefix_token=self.prefix_token_id,
+                        max_seq_len=length,
+                        context_len=1,
+                    )
+                ]
+                for request in requests
+            ]
+            scores = iter(self._loglikelihood_tokens([window for text in windows for window in text]))
+            return [sum(next(scores)[0] for _ in text) for text in windows]
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:  # noqa: ANN401
+            answers = []
+            for request in requests:
+                text, how = request.args
+                most = int(how.get("max_gen_toks", 256))
+                until = how.get("until") or []
+                drawn = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
+                ids = tokenizer.encode(text)[-(length - most) :]
+                (made,) = generate(par, [ids], tokens=most, ends=[tokenizer.eos_id], temperature=drawn)
+                answer = tokenizer.decode(made)
+                ends = [answer.find(stop) for stop in ([until] if isinstance(until, str) else until) if stop]
+                answers.append(answer[: min((place for place in ends if place >= 0), default=len(answer))])
+            return answers
+
+    return Live()
