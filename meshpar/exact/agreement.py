@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from meshpar._torch.calls import eager
 from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
@@ -145,6 +146,7 @@ class Agreement:
             if not all(same(digest_of(batch, self._device)[None], [group])):
                 raise MeshparError(f"ranks of {axis} split different batches; {_SAME_BATCH}")
 
+    @eager
     def begin_forward(self, units: Units) -> None:
         """Begin a forward of the module, whose units are called next."""
         if self.predicts and self._schedule is None:
@@ -152,6 +154,7 @@ class Agreement:
         if self._schedule is not None:
             self._schedule.begin((torch.is_grad_enabled(), self._module.training))
 
+    @eager
     def end_forward(self) -> None:
         """End a forward of the module.
 
@@ -163,6 +166,7 @@ class Agreement:
         if self._schedule is not None and self._schedule.end():
             self._meeting.meet("the end of a forward that leaves out blocks")
 
+    @eager
     def fail_forward(self) -> None:
         """End a forward in which an error was raised: gather what other ranks may wait for."""
         if self._schedule is not None:
