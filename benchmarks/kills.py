@@ -1,6 +1,6 @@
 """Hundreds of kill -9 over whole jobs: is any number lost or doubled, any export wrong, any file of the user's gone?
 
-    python benchmarks/kills.py [--kills 300] [--seed 0] [--storage disk] [--folder DIR] [--seconds S]
+    python benchmarks/kills.py [--kills 300] [--seed 0] [--storage disk] [--mesh pp=2] [--folder DIR] [--seconds S]
 
 One job trains undisturbed. Then the same job is started again and again, and each time killed at a random moment: a
 rank, the launcher, or all at once. It writes metrics and TensorBoard's events, validates, saves often and keeps two
@@ -216,12 +216,13 @@ def mine(path: Path) -> bool:
     return path.exists() and path.read_text() == str(path)
 
 
-def prepare() -> dict[str, str]:
+def prepare(mesh: str) -> dict[str, str]:
     """Train undisturbed, and return the step of each of its exports, by digest."""
     draw = random.Random(0)
     pairs = [(draw.randrange(50), draw.randrange(50)) for _ in range(4000)]
     Path("text.txt").write_text("".join(f"def add_{a}_{b}():\n    return {a} + {b}\n\n" for a, b in pairs))
-    Path("job.yaml").write_text(RECIPE)
+    passes = "passes: [PipelineParallel]\n" if "pp" in mesh else ""
+    Path("job.yaml").write_text(RECIPE.replace("mesh: dp_shard=2\n", f"mesh: {mesh}\n{passes}"))
     undisturbed = train(
         "output=undisturbed", "checkpoint.keep=null", "checkpoint.every=1"
     )  # a launcher's death saves at any step
@@ -278,6 +279,7 @@ def main() -> int:
     parser.add_argument(
         "--storage", choices=("disk", "s3"), default="disk", help="of the jobs; the undisturbed one is on the disk"
     )
+    parser.add_argument("--mesh", choices=("dp_shard=2", "pp=2"), default="dp_shard=2", help="of the jobs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--folder", type=Path, default=None, help="where to keep what was done; default: a temporary one"
@@ -292,7 +294,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         stack.enter_context(contextlib.chdir(folder))
         if not NOTES.exists():
-            right = prepare()
+            right = prepare(options.mesh)
             NOTES.write_text(
                 json.dumps(dict(right=right, kinds={}, kills=0, jobs=0, exports=0, wrong=[], lines=[], seconds=0.0))
             )

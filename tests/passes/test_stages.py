@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshpar import (
     ActivationCheckpoint,
@@ -14,11 +18,14 @@ from meshpar import (
     FullyShard,
     HybridShard,
     PipelineParallel,
+    Plan,
     TensorParallel,
 )
-from meshpar.testing import on_ranks
+from meshpar.checkpoints import CheckpointManager
+from meshpar.placements import whole_tensor
+from meshpar.testing import launch, on_ranks, token_loss_sum
 from tests.support.models_for_parity import huggingface
-from tests.support.stages import assert_as_one_process, one_process, trained
+from tests.support.stages import MODELS, assert_as_one_process, batches, one_process, scaled_loss, trained
 from tests.support.tiers import daily
 
 INSIDE = {
@@ -102,3 +109,90 @@ def test_interleaved_stages_differ_from_one_process_by_the_order_of_sums_alone()
         if isinstance(mine, dict):
             whole = {name: whole[name] for name in mine}
         torch.testing.assert_close(mine, whole, rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2)
+def test_evaluations_and_reported_values_come_to_all_stages():
+    torch.manual_seed(0)
+    par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]())
+    torch.manual_seed(0)
+    alone, mine = MODELS["Llama"](), batches(0)
+
+    def loss(module, batch):
+        total, tokens = token_loss_sum(module, batch)
+        return total, {"tokens": torch.as_tensor(tokens), "each": total.detach().repeat(2)}
+
+    for _ in range(2):  # the second time, ranks know the form of the values
+        total, values = par.backward(mine, loss)
+        expected = [loss(alone, batch) for batch in mine]
+        torch.testing.assert_close(float(total), sum(float(value) for value, _ in expected))
+        for name in ("tokens", "each"):
+            torch.testing.assert_close(values[name], sum(reported[name] for _, reported in expected))
+    found = par.forward(mine, lambda module, batch: token_loss_sum(module, batch)[0])
+    torch.testing.assert_close(found, [value.detach() for value, _ in expected])
+
+
+INSIDE_SAVED = {
+    "FSDP": ("dp_shard=2", lambda: [FullyShard()]),
+    "TP": ("tp=2", lambda: [TensorParallel()]),
+    "FSDP x TP": ("dp_shard=2,tp=2", lambda: [TensorParallel(), FullyShard()]),
+}
+SAVED = {
+    f"pp {stages}, {name}": (f"pp={stages},{axes}", stages, passes)
+    for stages in (1, 2, 4)
+    for name, (axes, passes) in INSIDE_SAVED.items()
+}
+
+
+def built(name, seed):
+    """Return a model on the mesh of this name, and its optimizer."""
+    mesh, stages, passes = SAVED[name]
+    torch.manual_seed(seed)
+    par = Plan(mesh, [*([PipelineParallel()] if stages > 1 else []), *passes()]).apply(
+        huggingface("Llama", num_hidden_layers=4, tie_word_embeddings=True)
+    )
+    return par, torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+
+
+def digests(par, optimizer):
+    """Return the digest of each parameter of this rank and of its moments, by the parameter's name."""
+    return {
+        name: [
+            hashlib.sha256(whole_tensor(value).detach().numpy().tobytes()).hexdigest()
+            for value in (each, *(optimizer.state[each][moment] for moment in ("exp_avg", "exp_avg_sq")))
+        ]
+        for name, each in par.module.named_parameters()
+    }
+
+
+def save_step(folder, name):
+    par, optimizer = built(name, 0)
+    par.backward(batches(par.data_rank), scaled_loss(par.token_scale(40)))
+    optimizer.step()
+    with CheckpointManager(f"{folder}/{name}") as manager:
+        manager.save(1, par, optimizer)
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, digests(par, optimizer))
+    if dist.get_rank() == 0:
+        known = {name: value for rank in every for name, value in rank.items()}
+        assert all(known[name] == value for rank in every for name, value in rank.items())
+        Path(folder, f"{name}.json").write_text(json.dumps(known))
+
+
+def restore_steps(folder, name):
+    for saved in SAVED:
+        par, optimizer = built(name, 1)
+        with CheckpointManager(f"{folder}/{saved}") as manager:
+            manager.restore(par, optimizer)
+        expected = json.loads(Path(folder, f"{saved}.json").read_text())
+        found = digests(par, optimizer)
+        assert found == {name: expected[name] for name in found}, (saved, name)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_each_mesh_restores_what_each_other_saved_bitwise(tmp_path):
+    """Nine meshes, 81 pairs; restored on its own mesh, too."""
+    for run in (save_step, restore_steps):
+        for name, (mesh, _, _) in SAVED.items():
+            launch(__name__, run.__name__, Plan(mesh, []).mesh.size, (str(tmp_path), name), timeout_s=300.0)
