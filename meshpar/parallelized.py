@@ -638,7 +638,6 @@ class Parallelized:
         """Return a sharded moving average of the parameters: exponential, Karras' power form, or a plain mean. See
         :class:`meshpar.state.averaging.Averaged`.
         """
-        self._refuse_divided_layers("par.averaged", "keep the average on a mesh without it")
         average = Averaged(
             self,
             decay,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.core.errors import MeshparError
+from meshpar.passes.applied import applied
 from meshpar.placements import held_by_this_rank, local_tensor
 
 
@@ -192,7 +193,9 @@ class Averaged:
         self._refuse_inside("load_state_dict()")
         given: Mapping[str, Tensor] = state["averages"]
         problems = [f"missing: {name}" for name in self._averages if name not in given]
-        problems += [f"unexpected: {name}" for name in given if name not in self._averages]
+        problems += [
+            f"unexpected: {name}" for name in given if name not in {*self._averages, *applied(self._module).elsewhere}
+        ]
         problems += [
             text
             for name, average in self._averages.items()

@@ -177,7 +177,7 @@ def test_a_stage_alone_is_refused():
         par.module(mine[0]["input_ids"])
     with pytest.raises(MeshparError, match=remedy):
         list(par.accumulate(mine))
-    for verb in (par.averaged, par.published, lambda: par.adopt("lm_head"), lambda: par.verify(mine[0])):
+    for verb in (par.published, lambda: par.adopt("lm_head"), lambda: par.verify(mine[0])):
         with pytest.raises(MeshparError, match="needs every layer on every rank, and pp divides them"):
             verb()
     losses = par.forward(mine, lambda module, batch: float(token_loss_sum(module, batch)[0]))

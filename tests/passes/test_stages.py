@@ -196,3 +196,41 @@ def test_each_mesh_restores_what_each_other_saved_bitwise(tmp_path):
     for run in (save_step, restore_steps):
         for name, (mesh, _, _) in SAVED.items():
             launch(__name__, run.__name__, Plan(mesh, []).mesh.size, (str(tmp_path), name), timeout_s=300.0)
+
+
+@pytest.mark.nightly
+@on_ranks(2)
+def test_averages_of_stages_are_those_of_one_process_and_restore_on_other_meshes(tmp_path):
+    def trained_average(par):
+        average = par.averaged(0.5)
+        optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2, eps=1e-3)
+        for step in range(3):
+            par.backward(batches(0, step), scaled_loss(0.01))
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update()
+        with average.swapped():
+            losses = par.forward(batches(0), lambda module, batch: float(token_loss_sum(module, batch)[0]))
+        return average, optimizer, losses
+
+    def parallel(mesh, passes):
+        torch.manual_seed(0)
+        return Plan(mesh, passes).apply(MODELS["tied Llama"]())
+
+    _, _, expected = trained_average(parallel("dp_shard=2", [FullyShard()]))
+    par = parallel("pp=2", [PipelineParallel()])
+    average, optimizer, losses = trained_average(par)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    mine = {name: value.clone() for name, value in average.state_dict()["averages"].items()}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, par, optimizer, averages={"ema": average})
+        for mesh, passes in (("dp_shard=2", [FullyShard()]), ("pp=2", [PipelineParallel(stages=(2, 1))])):
+            other = parallel(mesh, passes)
+            again = other.averaged(0.5)
+            manager.restore(other, torch.optim.AdamW(other.module.parameters()), averages={"ema": again})
+            found = {name: whole_tensor(value) for name, value in again.state_dict()["averages"].items()}
+            every = [None] * 2
+            dist.all_gather_object(every, mine)
+            known = {name: value for rank in every for name, value in rank.items()}
+            assert all(torch.equal(value, known[name]) for name, value in found.items())
+    average.load_state_dict({"averages": known, "updates": 1})
