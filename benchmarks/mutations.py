@@ -198,7 +198,8 @@ def survives(mutation: Mutation, tests: Sequence[str], copy: Path) -> bool:
 
 def _pytest(copy: Path, *tests: str) -> str:
     """Return the name of the first test that fails."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    # The server that ranks are forked from begins with this path, and would import the installed checkout otherwise.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
     command = [sys.executable, "-m", "pytest", "-q", "--timeout", "120", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     named = [
