@@ -84,7 +84,8 @@ class Layers:
         self._left: Tensor | None = None
         self._header: list[int] = []
         self._form: tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]] = (False, [])  # of the last totals
-        self._sent: list[tuple[dist.Work, Tensor]] = []  # on their way, the first that was sent first
+        # On their way by their tags, the first that was sent first.
+        self._sent: dict[int, list[tuple[dist.Work, Tensor]]] = {_FORTH: [], _BACK: []}
         self.begins: Callable[[Action], object] = lambda action: None
         self.supposed: list[int] | None = None  # the header of what a simulated rank gets, as the first stage fills it
 
@@ -147,7 +148,7 @@ class Layers:
             else:
                 reduces(place == len(todo))
                 self._backward(*running.pop((action.chunk, action.number)))
-        self._settle()
+        self._settle_all()
         self._add_shared(before)
         self._share(totals)
 
@@ -185,7 +186,7 @@ class Layers:
                 for self._number, batch in group:
                     result = self._forward(batch, function)
                     found += [result] if self._chunk == last else []
-        self._settle()
+        self._settle_all()
         found = tree_map_only(Tensor, Tensor.cpu, found)
         dist.broadcast_object_list(found, group=self.group, group_src=self.ranks - 1, device=device)
         return tree_map_only(Tensor, partial(Tensor.to, device=device), found)
@@ -211,6 +212,7 @@ class Layers:
         if not self._ends:
             grad = torch.empty_like(left, memory_format=torch.contiguous_format)
             dist.recv(grad, group=self.group, group_src=(self.rank + 1) % self.ranks, tag=_BACK)
+            self._settle(_FORTH, max(0, len(self._sent[_FORTH]) - 2))  # the value came there, and those before it
         if left.requires_grad:
             torch.autograd.backward([left], None if grad is None else [grad])
         if arrived is not None:
@@ -333,15 +335,22 @@ class Layers:
     def _send(self, value: Tensor, to: int, tag: int) -> None:
         work = dist.isend(value, group=self.group, group_dst=to % self.ranks, tag=tag)
         assert work is not None, "this rank is in the group"
-        self._sent.append((work, value))
-        # A neighbour is behind by as many micro-batches as there are stages, each a header, a value and a gradient.
-        self._settle(3 * (self.ranks + 1) * len(self._chunks))
+        self._sent[tag].append((work, value))
+        # A neighbour is behind by as many micro-batches as there are stages, each a header and a value. A gradient it
+        # takes before it needs anything else of this rank, unless each has several stages.
+        several = 2 * (self.ranks + 1) * len(self._chunks)
+        self._settle(tag, 1 if tag == _BACK and len(self._chunks) == 1 else several)
 
-    def _settle(self, most: int = 0) -> None:
+    def _settle(self, tag: int, most: int) -> None:
         """Wait until at most so many of the values that this rank has sent are on their way."""
-        while len(self._sent) > most:
-            work, _ = self._sent.pop(0)
+        sent = self._sent[tag]
+        while len(sent) > most:
+            work, _ = sent.pop(0)
             work.wait()
+
+    def _settle_all(self) -> None:
+        for tag in self._sent:
+            self._settle(tag, 0)
 
     def _set_aside(self) -> dict[str, Tensor]:
         """Take away the gradients that shared parameters have from before, which are sums over stages already."""
