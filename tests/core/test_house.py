@@ -90,6 +90,7 @@ MEASURED = {
     },
     "jobs.py": {"meshpar.launchers.jobs"},
     "log_probs.py": {"meshpar.log_probs"},
+    "pipeline.py": {"meshpar.testing.memory"},
     "peer_ranks.py": {"meshpar.models.huggingface"},
     "save_planning.py": {
         "meshpar.checkpoints.format.writing",
