@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -94,12 +95,14 @@ metric_list: [{metric: exact_match}]"""
 
 
 @pytest.mark.nightly
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="the harness is not installed")
 @on_ranks(2, fresh="loads the harness, which sets seeds and caches of the process")
 def test_the_harness_finds_on_the_live_model_what_it_finds_on_the_export(tmp_path, monkeypatch):
-    harness, transformers = pytest.importorskip("lm_eval"), pytest.importorskip("transformers")
     import os
 
+    import lm_eval as harness
     import torch.distributed as dist
+    import transformers
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
