@@ -39,7 +39,7 @@ TWO_STAGES = [(name, schedule) for name in MODELS for schedule in SCHEDULES]
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("name", "schedule"), daily(TWO_STAGES, ("Camembert", "1f1b"), ("Gemma2", "1f1b"), ("OPT", "gpipe"))
+    ("name", "schedule"), daily(TWO_STAGES, ("Camembert", "1f1b"), ("Gemma2", "1f1b"), ("CTRL", "gpipe"))
 )
 def test_two_stages_train_as_one_process(name, schedule):
     assert_as_one_process(MODELS[name], "pp=2", [PipelineParallel(schedule=schedule)])

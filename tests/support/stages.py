@@ -91,6 +91,14 @@ def assert_as_one_process(make, mesh, passes, data_ranks=1, number=4):
     assert set().union(*names) == set(expected[3])
 
 
+def ctrl():
+    import transformers
+
+    sizes = dict(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=4, n_head=4, dff=48)
+    config = transformers.CTRLConfig(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, use_cache=False)
+    return transformers.CTRLLMHeadModel(config)
+
+
 MODELS = {
     "Llama": lambda: huggingface("Llama", num_hidden_layers=4),
     "tied Llama": lambda: huggingface("Llama", num_hidden_layers=3, tie_word_embeddings=True),
@@ -109,5 +117,6 @@ MODELS = {
     "Camembert": lambda: huggingface(  # tied to a part of its head, whose name is the first
         "Camembert", num_hidden_layers=4, is_decoder=True, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
     ),
+    "CTRL": ctrl,  # writes into what its embedding returns
     "Transformer": lambda: transformer(layers=4),
 }

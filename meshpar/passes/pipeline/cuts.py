@@ -32,11 +32,13 @@ class Anatomy:
         blocks: names of the blocks, in the order of their calls.
         head: names of the modules with parameters that run before the first block.
         tail: names of those that run behind the last one.
+        written: names of those of ``head`` into whose results the model writes.
     """
 
     blocks: tuple[str, ...]
     head: tuple[str, ...]
     tail: tuple[str, ...]
+    written: frozenset[str] = frozenset()
 
 
 def blocks_in_line(module: nn.Module, layout: ModelLayout) -> list[str]:
@@ -67,6 +69,7 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
     calls, carried, taken = list[str](), list[Tensor](), list[Tensor | None]()
     widths = list[int]()  # of what blocks return
     beginnings = set[Any]()  # nodes that make what embeddings return
+    returned = list[tuple[str, Tensor, int]]()  # by them, and its version then
     blocks = {name: twin.get_submodule(name) for name in names}
     owners = {
         name: child
@@ -86,13 +89,15 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
         value = output[0] if isinstance(output, tuple) and output else output
         carried.append(value if isinstance(value, Tensor) else torch.empty(0))
 
-    def begins(child: nn.Module, args: object, output: Any) -> None:
+    def begins(name: str, child: nn.Module, args: object, output: Any) -> None:
         if not taken:
-            beginnings.update(leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            beginnings.update(leaf.grad_fn for leaf in leaves)
+            returned.extend((name, leaf, leaf._version) for leaf in leaves)
 
     with ExitStack() as stack:
-        for child in owners.values():
-            stack.callback(child.register_forward_hook(begins).remove)
+        for name, child in owners.items():
+            stack.callback(child.register_forward_hook(partial(begins, name)).remove)
         for name, child in {**blocks, **owners}.items():
             stack.callback(child.register_forward_pre_hook(partial(before, name), with_kwargs=True).remove)
         for name, child in blocks.items():
@@ -124,7 +129,8 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
     problems += _crossings(twin, names, beginnings, carried, output)
     if not problems and len(names) > 1:
         problems += _needed(fresh, names, widths[0])
-    return Anatomy(blocks=tuple(names), head=tuple(head), tail=tuple(tail)), problems
+    written = frozenset(name for name, tensor, version in returned if tensor._version != version)
+    return Anatomy(blocks=tuple(names), head=tuple(head), tail=tuple(tail), written=written), problems
 
 
 @contextmanager

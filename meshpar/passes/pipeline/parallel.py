@@ -105,10 +105,10 @@ class PipelineParallel(Pass):  # type: ignore[override]
             if name not in mine:
                 _put(module, name, BlockStandIn(carried))
         kept = {id(module.get_parameter(name)) for name, at in shared.items() if rank in at}
-        for old in [module.get_submodule(name) for name in anatomy.head if rank > 0]:
+        for name, old in [(name, module.get_submodule(name)) for name in anatomy.head if rank > 0]:
             twin = twin_of(old)
             stand_in(HeadStandIn, old, kept)
-            old.carried, old.twin = carried, (twin,)  # type: ignore[assignment]
+            old.carried, old.twin, old.written = carried, (twin,), name in anatomy.written  # type: ignore[assignment]
         for old in [module.get_submodule(name) for name in anatomy.tail if rank < ranks - 1]:
             stand_in(TailStandIn, old, kept)
         layers = Layers(

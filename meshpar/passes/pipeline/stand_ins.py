@@ -45,11 +45,13 @@ class HeadStandIn(nn.Module):
     Attributes:
         carried: the dtype of what passes from block to block, which the NaN has.
         twin: the module as it was, without values, which finds the shapes.
+        written: the model writes into what it returns, which then has memory.
     """
 
     stands_in = True
     carried: Carried
     twin: tuple[nn.Module]
+    written: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), (args, kwargs))
@@ -57,7 +59,8 @@ class HeadStandIn(nn.Module):
         with torch.no_grad():
             returned = self.twin[0](*given[0], **given[1])
         value = torch.full((), torch.nan, dtype=self.carried.dtype, device=device)
-        return tree_map_only(Tensor, lambda tensor: value.expand(tensor.shape), returned)
+        empty = tree_map_only(Tensor, lambda tensor: value.expand(tensor.shape), returned)
+        return tree_map_only(Tensor, torch.clone, empty) if self.written else empty
 
 
 class TailStandIn(nn.Module):
