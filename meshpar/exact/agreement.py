@@ -46,7 +46,7 @@ class Agreement:
         device: where numbers are exchanged.
         always: compare in every step; False: in the first ones.
         predicts: a unit's forward exchanges nothing with other ranks but its weights, so that ranks whose forwards
-            call the same units each time need not meet before each unit.
+            call the same units each time need not meet before each unit on a CPU.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Agreement:
         predicts: bool = False,
     ) -> None:
         self._always = always
-        self.predicts = predicts and always and bool(data_axes) and not runtime.queues(device)
+        self.predicts = predicts and always and bool(data_axes)
         self._schedule: Schedule | None = None
         self._module, self._mesh, self._device, self._draws = module, mesh, device, False
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
@@ -149,7 +149,7 @@ class Agreement:
     @eager
     def begin_forward(self, units: Units) -> None:
         """Begin a forward of the module, whose units are called next."""
-        if self.predicts and self._schedule is None:
+        if self.predicts and self._schedule is None and not runtime.queues(self._device):
             self._schedule = Schedule(units.gather)
         if self._schedule is not None:
             self._schedule.begin((torch.is_grad_enabled(), self._module.training))
