@@ -146,13 +146,15 @@ def _divided(
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    was = module.training
+    modes = [(child, child.training) for child in module.modules()]
     module.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        module.train(was)
+        module.train()
+        for child, training in modes:
+            child.training = training
 
 
 def _logits(output: Any) -> Tensor:  # noqa: ANN401 - of any model

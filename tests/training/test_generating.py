@@ -116,7 +116,9 @@ def test_draws_and_scores_do_not_depend_on_the_mesh_or_the_batch():
     assert len({tuple(one) for one in found[0][0]}) == len(PROMPTS)
     for _, scores in found[1:]:
         torch.testing.assert_close(torch.tensor(scores), torch.tensor(found[0][1]), rtol=1e-5, atol=1e-5)
+    frozen = next(par.module.children()).eval()
     greedy = generate(par, PROMPTS, tokens=3)
+    assert par.module.training and not frozen.training  # as they were
     scores = log_likelihoods(par, list(zip(PROMPTS, greedy)))
     assert all(written for _, written in scores)
     logits = own()(torch.tensor([[*PROMPTS[0], *greedy[0]]])).logits[0].float().log_softmax(-1)
