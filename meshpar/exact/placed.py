@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import final
 
 from torch import Tensor, nn
@@ -48,11 +48,8 @@ class Placed:
         if all(_same(child, parameters, children) for child, parameters, children in self._held):
             self._check_kinds()
             return
-        now, known = (
-            dict(self._module.named_parameters(remove_duplicate=False)),
-            {*self._names.values(), *map(id, shards())},
-        )
-        known |= self._assigned(now)
+        now, sharded = dict(self._module.named_parameters(remove_duplicate=False)), set(map(id, shards()))
+        known = {*self._names.values(), *sharded, *self._assigned(now, sharded)}
         if names := [name for name, value in now.items() if id(value) not in known]:
             came = "was replaced by another tensor" if names[0] in self._names else "came into the module"
             new = self._new_modules(names)
@@ -86,11 +83,11 @@ class Placed:
         # modules without parameters, the same parameters in other modules, or others that units have taken
         self.record()
 
-    def _assigned(self, now: Mapping[str, nn.Parameter]) -> set[int]:
+    def _assigned(self, now: Mapping[str, nn.Parameter], sharded: Collection[int]) -> set[int]:
         """Return which parameters ``load_state_dict(assign=True)`` put in the place of the plan's, laid out as those.
 
-        Passes read a module's parameters in each call. Tied parameters must be one again; hooks stay with the tensor
-        that left.
+        Passes read a module's parameters in each call, but units keep what they shard: one in whose place they have not
+        taken another trains on. Tied parameters must be one again; hooks stay with the tensor that left.
         """
         held = {id(value): value for _, parameters, _ in self._held for value in parameters.values()}
         places: dict[int, list[nn.Parameter | None]] = {}
@@ -99,7 +96,9 @@ class Placed:
         return {
             id(values[0])
             for number, values in places.items()
-            if len({id(value) for value in values}) == 1 and _alike(held.get(number), values[0])
+            if number not in sharded
+            and len({id(value) for value in values}) == 1
+            and _alike(held.get(number), values[0])
         }
 
     def _check_kinds(self) -> None:

@@ -472,6 +472,18 @@ def test_whole_weights_that_are_assigned_are_exact_and_an_assignment_that_unties
 
 
 @on_ranks(2)
+def test_a_parameter_that_one_like_it_replaces_while_a_unit_keeps_it_is_refused():
+    for mesh, passes in plans(2, {mesh: PLANS[mesh] for mesh in ("dp_shard=2", "dp_replicate=2")}):
+        par, x = Plan(mesh, passes).apply(Net(), LAYOUT), batch()
+        step(par, x)
+        copy.copy(par.module)(mine(par, x))
+        down = par.module.blocks[0].down
+        down.weight = nn.Parameter(0.5 * down.weight.detach())
+        with pytest.raises(MeshparError, match=r"blocks\.0\.down\.weight was replaced by another tensor"):
+            par.module(mine(par, x))
+
+
+@on_ranks(2)
 def test_a_loop_goes_on_after_settings_that_differed_between_ranks():
     par = Plan("dp_shard=2", [FullyShard()]).apply(Net(), LAYOUT)
     optimizer = torch.optim.SGD(par.module.parameters(), 0.1 * (1 + par.data_rank))
