@@ -193,9 +193,8 @@ class Averaged:
         self._refuse_inside("load_state_dict()")
         given: Mapping[str, Tensor] = state["averages"]
         problems = [f"missing: {name}" for name in self._averages if name not in given]
-        problems += [
-            f"unexpected: {name}" for name in given if name not in {*self._averages, *applied(self._module).elsewhere}
-        ]
+        known = {*self._averages, *applied(self._module).elsewhere}
+        problems += [f"unexpected: {name}" for name in given if name not in known]
         problems += [
             text
             for name, average in self._averages.items()
