@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same values do."""
+"""The comparison of ranks that should hold the same values."""
 
 from __future__ import annotations
 

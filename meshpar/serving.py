@@ -52,7 +52,7 @@ class Stream(Protocol):
 
 
 class Sent(NamedTuple):
-    """What became of one version, the same on every rank.
+    """The end of one version's way, the same on every rank.
 
     Attributes:
         acknowledged: the receiver has it whole.

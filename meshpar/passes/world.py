@@ -247,7 +247,7 @@ class ReplicaShards:
             gather.fresh = False
 
     def check_unwritten(self) -> None:
-        """See that this rank's slices are still what the shards were gathered from, bit for bit.
+        """Check that this rank's slices are still what the shards were gathered from, bit for bit.
 
         Raises:
             MeshparError: they are not. On an accelerator, where looking would wait, the device ends with an assertion.

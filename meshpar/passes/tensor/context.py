@@ -116,7 +116,7 @@ class Context:
             self.random.join()
 
     def join_after(self, name: str) -> None:
-        """See that activations count as replicated after the region that has ``name``, or else after the module around
+        """Count activations as replicated after the region that has ``name``, or else after the module around
         it.
 
         So they do also where an error or a recomputation leaves that module early.
@@ -138,8 +138,8 @@ class Context:
         set_forward(module, forward)
 
     def arrive(self, name: str, x: Tensor) -> None:
-        """See that all ranks of the axis come to the module called ``name``; under sequence parallelism each may branch
-        otherwise.
+        """Check that all ranks of the axis come to the module called ``name``; under sequence parallelism each may
+        branch otherwise.
 
         Collective over the axis, where anything is looked at.
 

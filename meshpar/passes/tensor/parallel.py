@@ -44,7 +44,7 @@ class _Table:
         return (*self.modules, *self.parameters)
 
     def covers(self, name: str) -> bool:
-        """Whether a pattern names the parameter ``name`` itself."""
+        """Tell whether a pattern names the parameter ``name`` itself."""
         return any(matches(pattern, name) for pattern in self.parameters)
 
 
