@@ -1,6 +1,6 @@
 """Log-probabilities of tokens: memory at a large vocabulary, and what bfloat16 does to them.
 
-    python benchmarks/log_probs.py [--vocabulary 131072] [--tokens 1024] [--steps 200]
+    python benchmarks/log_probs.py [--vocabulary 131072] [--tokens 1024] [--steps 150]
 
 One process. First the peak of values, entropies and gradients in chunks beside that of whole logits. Then a small Llama
 is trained on this project's pages, byte by byte, and the log-probabilities of the same tokens by the same weights are
@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=int, default=131072)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=150)
     options = parser.parse_args()
     memory(options.vocabulary, options.tokens)
     with torch.no_grad():
