@@ -261,8 +261,6 @@ def by_hand(session: Session) -> None:
 def with_meshpar(session: Session) -> None:
     """All of meshpar's loop: its data, objective, schedule, metrics and stop signal, not only its sharding."""
     import meshpar
-    from meshpar.checkpoints import Safetensors
-    from meshpar.models.huggingface import from_config
     from meshpar.training import (
         AdamWSettings,
         Batches,
@@ -274,19 +272,38 @@ def with_meshpar(session: Session) -> None:
         build_adamw,
     )
 
-    passes: list[Any] = [meshpar.TensorParallel()] if "tp" in session.plan else []
-    passes.append(meshpar.HybridShard() if "dp_replicate" in session.plan else meshpar.FullyShard())
-    mesh = ",".join(f"{axis}={size}" for axis, size in session.plan.items())
     with meshpar.distributed("cpu"):
-        model = from_config(str(session.folder / "weights"))
-        par = meshpar.Plan(mesh, passes).apply(model).materialize(weights=Safetensors(session.folder / "weights"))
-        session.module = par.module
+        par = _applied(session)
         tokens = PackedTokens(TokenFile.open(session.folder / "tokens.bin"), LENGTH)
         data = Batches(tokens, micro_batch=MICRO_BATCH, data_rank=par.data_rank, data_size=par.data_size, seed=None)
         optimizer = build_adamw(par.module, AdamWSettings(lr=LR, weight_decay=0.1))
         settings = TrainSettings(steps=BATCHES, clip=CLIP, log_every=LOG_EVERY)
         schedule = Schedule(name="constant", lr=LR, steps=BATCHES)
         Trainer(par, Kept(session), Turns(session, data), optimizer, schedule, settings).run()  # type: ignore[arg-type]
+
+
+def with_meshpar_by_hand(session: Session, guards: Any = "always") -> None:
+    """The loop by hand around a module to which meshpar applied its plan."""
+    import meshpar
+
+    with meshpar.distributed("cpu"):
+        par = _applied(session, guards)
+        loop(session, par.module, optimizer_of(par.module), clips=lambda _: par.clip_grad_norm_(CLIP))
+
+
+def _applied(session: Session, guards: Any = "always") -> Any:
+    """Return the model with its weights, parallel."""
+    import meshpar
+    from meshpar.checkpoints import Safetensors
+    from meshpar.models.huggingface import from_config
+
+    passes: list[Any] = [meshpar.TensorParallel()] if "tp" in session.plan else []
+    passes.append(meshpar.HybridShard() if "dp_replicate" in session.plan else meshpar.FullyShard())
+    mesh, weights = ",".join(f"{axis}={size}" for axis, size in session.plan.items()), session.folder / "weights"
+    par = meshpar.Plan(mesh, passes, guards=guards).apply(from_config(str(weights)))
+    par.materialize(weights=Safetensors(weights))
+    session.module = par.module
+    return par
 
 
 class Turns:
@@ -427,6 +444,8 @@ PEERS: dict[str, Callable[[Session], None]] = {
     "torch by hand": by_hand,
     "torch by hand, once more": by_hand,
     "meshpar": with_meshpar,
+    "meshpar, loop by hand": with_meshpar_by_hand,
+    "meshpar, loop by hand, guards off": lambda session: with_meshpar_by_hand(session, "off"),
     "accelerate": with_accelerate,
     "accelerate, made to shard": with_accelerate_forced,
     "transformers DistributedConfig": with_transformers,

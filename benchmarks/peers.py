@@ -35,8 +35,8 @@ from tests.support.patience import patient
 RANKS_OF = {"FSDP, 2 ranks": 2, "FSDP, 4 ranks": 4, "HSDP, 2 x 2": 4, "FSDP x TP, 2 x 2": 4}
 HAND, AGAIN = "torch by hand", "torch by hand, once more"
 PEERS = (
-    HAND, AGAIN, "meshpar", "accelerate", "accelerate, made to shard", "transformers DistributedConfig",
-    "Lightning Fabric", "torchtitan",
+    HAND, AGAIN, "meshpar", "meshpar, loop by hand", "meshpar, loop by hand, guards off", "accelerate",
+    "accelerate, made to shard", "transformers DistributedConfig", "Lightning Fabric", "torchtitan",
 )  # fmt: skip
 SCRIPT = Path(__file__).with_name("peer_ranks.py")
 PATIENCE_S = 180.0
