@@ -495,6 +495,11 @@ def test_a_plan_that_cannot_run_is_refused_before_anything_is_simulated():
         forecast(Plan("tp=3", [TensorParallel()]), transformer(SMALL), Batch(sequence=64), hardware="h100")
 
 
+def run_script(script):
+    command = [sys.executable, "-m", "tests.support.script", str(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
 def test_a_simulation_ends_with_the_process_that_asked(tmp_path):
     script = tmp_path / "asks.py"
     script.write_text("""
@@ -506,6 +511,8 @@ if __name__ == "__main__":
     start = subprocess.Popen
     def started(*args, **options):
         process = start(*args, **options)
+        while b"meshpar.forecasting.worker" not in open(f"/proc/{process.pid}/cmdline", "rb").read():
+            time.sleep(0.001)
         print(process.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     subprocess.Popen = started
@@ -517,7 +524,7 @@ if __name__ == "__main__":
         layout=meshpar.ModelLayout(),
     )
 """)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = run_script(script)
     assert done.returncode == -signal.SIGKILL, done.stderr
     until(lambda: not running(done.stdout.strip()), report=lambda: "the simulation goes on without who asked")
 
@@ -544,7 +551,7 @@ if __name__ == "__main__":
     told = meshpar.forecast(plan, model, meshpar.forecasting.Batch(sequence=8), hardware="h100", optimizer=optimizer)
     print(told.memory.held.get("optimizer", 0))
 """)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = run_script(script)
     assert done.stdout.split() == ["0"], done.stderr
 
 
@@ -581,7 +588,7 @@ def main():
 def test_a_model_that_a_script_defines_is_forecast(tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT + 'if __name__ == "__main__":\n    main()\n')
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = run_script(script)
     assert done.stdout.split() == [str(3 * (32 * 32 + 32))], done.stderr
 
 
@@ -589,7 +596,7 @@ def test_a_model_that_a_script_defines_is_forecast(tmp_path):
 def test_a_script_that_forecasts_when_it_is_imported_is_told(tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT + "main()\n")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = run_script(script)
     assert done.returncode and 'under if __name__ == "__main__"' in done.stderr
 
 

@@ -36,7 +36,10 @@ from typing import Any
 
 RANKS = ("meshpar.launchers.jobs.worker",)
 """What ``python -m`` runs warm from the command ``run`` or ``train``,"""
-COMMANDS = ("meshpar.launchers", "meshpar.forecasting.worker", *RANKS)
+SIMULATIONS = ("meshpar.forecasting.worker",)
+"""from a script,"""
+SCRIPT = "tests.support.script"
+COMMANDS = ("meshpar.launchers", SCRIPT, *SIMULATIONS, *RANKS)
 """and from a test."""
 
 TEST_WORKER = "import sys;exec(eval(sys.stdin.readline()))"
@@ -203,7 +206,7 @@ def write_command(path: Path) -> Path:
 def command() -> None:
     """Run meshpar's command line. Where it returns, the process is a rank that has ended."""
     _load(_OF_RANKS)
-    if sys.argv[1] in ("run", "train") and _serves_ranks():
+    if sys.argv[1] in ("run", "train") and _serves(RANKS):
         return
     sys.path[0] = os.getcwd()
     vars(sys.modules["__main__"]).pop("warm", None)
@@ -239,6 +242,8 @@ def _become(
     import torch
 
     while os.getppid() != owner:
+        if not Path("/proc", str(owner)).exists():
+            os._exit(1)
         time.sleep(0.001)
     _name(args)
     for number, stream in enumerate(streams[:3]):
@@ -257,7 +262,9 @@ def _become(
     if args[-1] == TEST_WORKER:
         _run_test_worker()
         return
-    if args[2] == "meshpar.launchers" and args[3] in ("run", "train") and _serves_ranks():
+    started = RANKS if args[2] == "meshpar.launchers" and args[3] in ("run", "train") else ()
+    started = SIMULATIONS if args[2] == SCRIPT else started
+    if started and _serves(started):
         return
     _open_streams()
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
@@ -306,12 +313,12 @@ def _run_test_worker() -> None:
     exec(TEST_WORKER, vars(main))
 
 
-def _serves_ranks() -> bool:
-    """Fork a server of this process's own; true in a rank that came from it and has ended."""
+def _serves(modules: Sequence[str]) -> bool:
+    """Fork a server of this process's own for ``modules``; true in a process that came from it and has ended."""
     asking = _forked_server()
     if asking is None:
         return True
-    _patch(RANKS, _Server(connection=asking))
+    _patch(modules, _Server(connection=asking))
     return False
 
 
