@@ -167,8 +167,9 @@ def imported(path):
     """The absolute names that a module imports, wherever in it, also for types alone; a package's own names are
     loaded on first use.
     """
-    lazy = [node for node in nodes(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
-    later = {id(inner) for node in lazy for inner in ast.walk(node)} if path.name == "__init__.py" else set()
+    gathers = nodes(path) if path.name == "__init__.py" else []
+    lazy = [node for node in gathers if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    later = {id(inner) for node in lazy for inner in ast.walk(node)}
     for node in nodes(path):
         if id(node) in later:
             continue
@@ -206,7 +207,7 @@ def test_ranks_are_kept_unless_a_test_says_why_not():
     found = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
         for node in nodes(path):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "on_ranks":
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "on_ranks":
                 unknown = {keyword.arg for keyword in node.keywords} - known
                 found += [f"{path.name}:{node.lineno}: {word}" for word in unknown]
     assert not found, "ranks run one test after another; write fresh='the reason' where they must not"
@@ -256,7 +257,8 @@ def test_one_file_asks_what_kind_of_storage_a_place_is():
         for path, _ in sources()
         for node in nodes(path)
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func) == "isinstance"
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "isinstance"
         and kinds.search(ast.unparse(node.args[1]))
     }
     assert askers == {"checkpoints/storage/place.py"}
