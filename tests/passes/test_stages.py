@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from functools import partial
 from pathlib import Path
@@ -39,17 +40,11 @@ INSIDE = {
 ORDERS = {"gpipe": ("gpipe", 1), "1f1b": ("1f1b", 1), "interleaved": ("1f1b", 2)}
 
 
-def cells(ranks):
-    """Return the stages, axes inside, schedules and ties that so many ranks train."""
-    sizes = {"alone": 1, "HSDP 2x2": 4}
-    return [
-        (stages, inside, order, tied)
-        for stages in (2, 4)
-        for inside in INSIDE
-        if stages * sizes.get(inside, 2) == ranks
-        for order in ORDERS
-        for tied in (True, False)
-    ]
+RANKS_INSIDE = dict.fromkeys(INSIDE, 2) | {"alone": 1, "HSDP 2x2": 4}
+CELLS = sorted(
+    itertools.product((2, 4), INSIDE, ORDERS, (True, False)), key=lambda cell: cell[0] * RANKS_INSIDE[cell[1]]
+)
+"""Stages, axes inside, schedule, whether weights are tied; by ranks, which serve one cell after another."""
 
 
 def assert_cell(stages, inside, order, tied):
@@ -68,31 +63,9 @@ def assert_cell(stages, inside, order, tied):
     assert_as_one_process(make, mesh, passes, data_ranks, number=7)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(("stages", "inside", "order", "tied"), daily(cells(2), (2, "alone", "interleaved", True)))
-def test_cells_of_two_ranks_train_as_one_process(stages, inside, order, tied):
-    assert_cell(stages, inside, order, tied)
-
-
-@pytest.mark.nightly
-@on_ranks(4)
-@pytest.mark.parametrize(("stages", "inside", "order", "tied"), cells(4))
-def test_cells_of_four_ranks_train_as_one_process(stages, inside, order, tied):
-    assert_cell(stages, inside, order, tied)
-
-
-@pytest.mark.nightly
-@on_ranks(8)
-@pytest.mark.parametrize(("stages", "inside", "order", "tied"), cells(8))
-def test_cells_of_eight_ranks_train_as_one_process(stages, inside, order, tied):
-    assert_cell(stages, inside, order, tied)
-
-
-@pytest.mark.nightly
-@on_ranks(16)
-@pytest.mark.parametrize(("stages", "inside", "order", "tied"), cells(16))
-def test_cells_of_sixteen_ranks_train_as_one_process(stages, inside, order, tied):
-    assert_cell(stages, inside, order, tied)
+@pytest.mark.parametrize(("stages", "inside", "order", "tied"), daily(CELLS, (2, "alone", "interleaved", True)))
+def test_stages_with_every_axis_inside_train_as_one_process(stages, inside, order, tied):
+    launch(__name__, "assert_cell", stages * RANKS_INSIDE[inside], (stages, inside, order, tied))
 
 
 @pytest.mark.nightly
