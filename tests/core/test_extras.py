@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.support.tiers import daily
+
 LACKING = """
 import sys
 from importlib.machinery import PathFinder
@@ -44,7 +46,8 @@ def test_a_hardware_profile_without_yaml_names_the_extra() -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "command"), [("typer", "--help"), ("pydantic", "check quickstart"), ("yaml", "describe gpt2")]
+    ("missing", "command"),
+    daily([("typer", "--help"), ("pydantic", "check quickstart"), ("yaml", "describe gpt2")], ("typer", "--help")),
 )
 def test_the_command_line_without_its_extra_is_one_message(missing: str, command: str) -> None:
     done = run(f"from meshpar.launchers.__main__ import main; sys.argv = 'meshpar {command}'.split(); main()", missing)

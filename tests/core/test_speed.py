@@ -42,11 +42,13 @@ MODELS = {
 EAGER = Compile(backend="aot_eager")
 
 
+BLOCKS = {"dp_shard=2": [ActivationCheckpoint(), EAGER, FullyShard()], "tp=2": [TensorParallel(), EAGER]}
+
+
 @on_ranks(2)
-def test_like_blocks_are_compiled_once() -> None:
-    plans = [("dp_shard=2", [ActivationCheckpoint(), EAGER, FullyShard()]), ("tp=2", [TensorParallel(), EAGER])]
-    for mesh, passes in plans:
-        assert graphs(MODELS["transformer"], mesh, passes) == 1, mesh
+@pytest.mark.parametrize("mesh", daily(BLOCKS, "dp_shard=2"))
+def test_like_blocks_are_compiled_once(mesh: str) -> None:
+    assert graphs(MODELS["transformer"], mesh, BLOCKS[mesh]) == 1
 
 
 @pytest.mark.parametrize("name", daily(["gpt2", "llama"], "llama"))

@@ -219,14 +219,17 @@ def check_changes(plans, chains):
 CHAINS = (probe, block, more_blocks, removed, grown), (tied_to_placed, adapters, nothing, sides, tied)
 
 
-@pytest.mark.parametrize("plan", daily(["fsdp", "replicate", "tp"], "fsdp", "tp"))
-def test_adopted_modules_train_as_in_one_process_on_two_ranks(plan):
-    train_on_two(plan)
+TWO = [(plan, chain) for plan in ("fsdp", "replicate", "tp") for chain in (0, 1)]
+
+
+@pytest.mark.parametrize(("plan", "chain"), daily(TWO, ("fsdp", 0), ("tp", 1)))
+def test_adopted_modules_train_as_in_one_process_on_two_ranks(plan, chain):
+    train_on_two(plan, chain)
 
 
 @on_ranks(2)
-def train_on_two(plan):
-    check_changes((plan,), (0, 1))
+def train_on_two(plan, chain):
+    check_changes((plan,), (chain,))
 
 
 FOUR = [(plan, chain) for plan in ("hsdp", "world", "fsdp-tp") for chain in (0, 1)]
@@ -453,29 +456,33 @@ def said(error):
     return call
 
 
+@pytest.mark.parametrize("plan", daily(["fsdp", "replicate", "tp"], "fsdp"))
+def test_the_calls_that_messages_say_are_exact(plan):
+    call_as_said(plan)
+
+
 @on_ranks(2)
-def test_the_calls_that_messages_say_are_exact():
-    for plan in ("fsdp", "replicate", "tp"):
-        for how in (grown, probe, removed, tied_to_placed):
-            alone = Net()
-            (par, optimizer), one = applied(plan), torch.optim.AdamW(alone.parameters(), 0.05)
-            check(step(par, par.module, optimizer, 0), step(None, alone, one, 0), plan)
-            change(how, par.module)
-            change(how, alone, one)
-            with pytest.raises(MeshparError, match=r"after plan\.apply") as refused:
-                par.module(torch.arange(12).view(2, 6))
-            added = eval(said(refused.value), {"par": par})
-            if how is not probe:
-                with pytest.raises(
-                    MeshparError,
-                    match=r"holds \d parameters from before par\.adopt, .* par\.adopt\(\.\.\., optimizer=optimizer\)",
-                ):
-                    optimizer.step()
-            renew(optimizer, par.module)
-            assert {id(parameter) for parameter in added} <= {
-                id(parameter) for parameter in optimizer.param_groups[-1]["params"]
-            }
-            check(step(par, par.module, optimizer, 1), step(None, alone, one, 1), plan, how.__name__)
+def call_as_said(plan):
+    for how in (grown, probe, removed, tied_to_placed):
+        alone = Net()
+        (par, optimizer), one = applied(plan), torch.optim.AdamW(alone.parameters(), 0.05)
+        check(step(par, par.module, optimizer, 0), step(None, alone, one, 0), plan)
+        change(how, par.module)
+        change(how, alone, one)
+        with pytest.raises(MeshparError, match=r"after plan\.apply") as refused:
+            par.module(torch.arange(12).view(2, 6))
+        added = eval(said(refused.value), {"par": par})
+        if how is not probe:
+            with pytest.raises(
+                MeshparError,
+                match=r"holds \d parameters from before par\.adopt, .* par\.adopt\(\.\.\., optimizer=optimizer\)",
+            ):
+                optimizer.step()
+        renew(optimizer, par.module)
+        assert {id(parameter) for parameter in added} <= {
+            id(parameter) for parameter in optimizer.param_groups[-1]["params"]
+        }
+        check(step(par, par.module, optimizer, 1), step(None, alone, one, 1), plan, how.__name__)
 
 
 def scaled(net, place):
@@ -521,8 +528,9 @@ COMBINED = {
 
 @pytest.mark.parametrize(
     "plans",
-    [tuple(COMBINED)[::3], *(pytest.param(tuple(COMBINED)[first::3], marks=pytest.mark.nightly) for first in (1, 2))],
-    ids=", ".join,
+    daily(
+        [(tuple(COMBINED)[first::4],) for first in range(4)], (tuple(COMBINED)[::4],), ids=lambda case: ", ".join(*case)
+    ),
 )
 def test_adopted_modules_are_exact_under_every_pass_in_micro_batches_and_in_averages(plans):
     in_micro_batches_and_averages(plans)

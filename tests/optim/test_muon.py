@@ -129,7 +129,7 @@ def test_two_ranks_equal_one_process(mesh):
     on_ranks(2, timeout_s=400)(equals_one_process)(mesh, 2)
 
 
-@pytest.mark.parametrize("mesh", daily(ON_FOUR, "dp_replicate=2,dp_shard=2,", "dp_shard=2,tp=2"))
+@pytest.mark.parametrize("mesh", daily(ON_FOUR, "dp_replicate=2,dp_shard=2,"))
 def test_four_ranks_equal_one_process(mesh):
     on_ranks(4, timeout_s=400)(equals_one_process)(mesh, 1)
 

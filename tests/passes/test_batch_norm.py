@@ -142,7 +142,7 @@ LONG = ("recomputed-and-compiled", "replicate")
 @pytest.mark.parametrize(
     "plan",
     [
-        *daily([plan for plan in PLANS if plan not in LONG], "fsdp-tp", "recomputed-in-part", "replicate-tp"),
+        *daily([plan for plan in PLANS if plan not in LONG], "fsdp-tp", "recomputed-in-part"),
         *(pytest.param(plan, marks=pytest.mark.long) for plan in LONG),
     ],
 )
@@ -288,6 +288,7 @@ def test_mixed_precision_trains_and_evaluates():
     close("evaluation", par.module.eval()(x).float(), expected.eval()(x), 3e-2)
 
 
+@pytest.mark.nightly
 @on_ranks(2, timeout_s=170)
 def test_compiled_as_one_graph():
     norm, expected = nn.BatchNorm1d(4), nn.BatchNorm1d(4)

@@ -55,6 +55,8 @@ ONCE = {("hf-llama", "fsdp-tp-sequence-loss"), ("gpt2", "tp-sequence-loss")}
 """Other models in each run of the suite: as the plan is."""
 RECOMPUTED = ("replicate", "fsdp", "hsdp", "tp-sequence-loss")
 """Plans that are run with recomputation by day: it beside each pass."""
+OFF = ("replicate", "fsdp", "hsdp", "tp", "fsdp-tp-sequence-loss")
+"""Plans that are run without guards by day."""
 ON_EIGHT = {(EVERYWHERE, "hsdp-tp-sequence-loss")}
 """What runs on eight ranks in the suite."""
 
@@ -120,7 +122,8 @@ FORMS = ("plain", "recomputed", "off")
 
 def by_day(model, plan):
     if model == EVERYWHERE:
-        return tuple(form for form in FORMS if form != "recomputed" or plan in RECOMPUTED)
+        chosen = {"plain": PLANS, "recomputed": RECOMPUTED, "off": OFF}
+        return tuple(form for form in FORMS if plan in chosen[form])
     return ("plain",) if (model, plan) in ONCE else ()
 
 

@@ -46,13 +46,19 @@ KNOBS = {
     "recomputed-and-compiled": [ActivationCheckpoint(), Compile(), FullyShard()],
 }
 
+DAILY = ("offload", "one-unit", "whole-subtree", "selective", "every-second")
+
 
 @pytest.mark.parametrize(
     "knob",
     [
         pytest.param("compiled", marks=pytest.mark.long),
         pytest.param("recomputed-and-compiled", marks=pytest.mark.nightly),
-        *(knob for knob in KNOBS if "compiled" not in knob),
+        *(
+            pytest.param(knob, marks=[] if knob in DAILY else [pytest.mark.nightly])
+            for knob in KNOBS
+            if "compiled" not in knob
+        ),
     ],
 )
 def test_fsdp_knobs(knob):

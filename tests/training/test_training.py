@@ -36,6 +36,7 @@ from meshpar.training.samples import PackedTokens
 from meshpar.training.settings import TrainSettings
 from meshpar.training.stop import StopRequest
 from meshpar.training.tokens import write_tokens
+from tests.support.tiers import daily
 
 VOCAB = 64
 
@@ -417,10 +418,15 @@ def test_resuming_on_two_ranks_is_bitwise_and_one_rank_stops_both() -> None:
         check_one_rank_stops_all(Path(name))
         first, second = (parallel("dp_shard=2", [FullyShard()]) for _ in range(2))
         check_stop_in_validation(Path(name), first, second, late=1)
-        for reduce_each in (False, True):
-            check_stop_in_a_long_step(Path(name), [FullyShard()], reduce_each)
-        check_stop_in_a_long_step(Path(name), [FullyShard(reshard_after_forward=False)], False)
         check_two_ranks_match_one(Path(name))
+
+
+LONG_STEPS = [(reshard, reduce_each) for reshard in (True, False) for reduce_each in (True, False)]
+
+
+@pytest.mark.parametrize(("reshard", "reduce_each"), daily(LONG_STEPS, (True, False)))
+def test_a_stop_in_a_long_step_leaves_its_micro_batches(tmp_path: Path, reshard: bool, reduce_each: bool) -> None:
+    on_ranks(2)(check_stop_in_a_long_step)(tmp_path, reshard, reduce_each)
 
 
 def check_ranks_must_agree(folder: Path) -> None:
@@ -551,10 +557,11 @@ def check_stop_in_validation(folder: Path, par: Parallelized, last: Parallelized
     assert kept.steps[4][2] == whole.steps[4][2]
 
 
-def check_stop_in_a_long_step(folder: Path, passes: list[Any], reduce_each: bool) -> None:
+def check_stop_in_a_long_step(folder: Path, reshard: bool, reduce_each: bool) -> None:
     """The micro-batches that were done are left, the state before the step is saved, and the next start repeats the
     step.
     """
+    passes = [FullyShard(reshard_after_forward=reshard)]
     samples, (whole, part) = packed(folder), (parallel("dp_shard=2", passes, dropout=0.2) for _ in range(2))
     more: dict[str, Any] = {"micro": 1, "accumulate": 6, "steps": 3, "reduce_each": reduce_each}
     trainer(whole, samples, **more).run()
