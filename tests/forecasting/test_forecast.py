@@ -86,10 +86,28 @@ def probes_of(name):
     }
 
 
+def at_depths(name, depths):
+    """Return simulations of one step of a model of five blocks, and of its first ones."""
+    made = {
+        "recomputed": job(SMALL, "dp_replicate=2,dp_shard=2,tp=2", [SP, ActivationCheckpoint(), HybridShard(**BF16)]),
+        "kept": job(SMALL, "dp_shard=4", [FullyShard(reshard_after_forward=False)], accumulate=2),
+    }[name]
+    shorter = Depths(made.model, made.model.meshpar_layout())
+    return {
+        (name, depth): made if depth == SMALL.layers else replace(made, model=shorter.shallow(depth))
+        for depth in depths
+    }
+
+
+def of_gpt2(layers):
+    model = meta(lambda: GPT2(GPT2Config(n_layer=layers)))
+    return Simulation(plan=Plan("dp_shard=4", [FullyShard()]), model=model, batch=Batch(sequence=64), world_size=4)
+
+
 @functools.cache
 def more_traces():
     """The simulations that are made at night alone."""
-    jobs = probes_of("llama-8b") | probes_of("llama-70b")
+    jobs = probes_of("llama-8b") | probes_of("llama-70b") | at_depths("kept", (2, 5)) | {("gpt2", 12): of_gpt2(12)}
     if importlib.util.find_spec("torchao") is not None:
         jobs |= {
             name: job(SMALL, "dp_shard=2", [*more, FullyShard(**BF16)])
@@ -101,17 +119,7 @@ def more_traces():
 @functools.cache
 def traces():
     """The simulations of each run of this file, in one pool of workers."""
-    deep = {
-        "recomputed": job(SMALL, "dp_replicate=2,dp_shard=2,tp=2", [SP, ActivationCheckpoint(), HybridShard(**BF16)]),
-        "kept": job(SMALL, "dp_shard=4", [FullyShard(reshard_after_forward=False)], accumulate=2),
-    }
-    jobs = {}
-    for name, made in deep.items():
-        jobs |= {
-            (name, depth): replace(made, model=Depths(made.model, made.model.meshpar_layout()).shallow(depth))
-            for depth in (2, 3)
-        }
-        jobs[name, 5] = made
+    jobs = at_depths("recomputed", (2, 3, 5)) | at_depths("kept", (3,)) | {("gpt2", 3): of_gpt2(3)}
     wide = [
         (size, job(replace(SMALL, layers=2), "dp_shard=2", [FullyShard(**BF16)], micro_batch=size))
         for size in (1, 2, 5)
@@ -126,10 +134,6 @@ def traces():
     jobs["padded"] = job(replace(SMALL, layers=2), "dp_shard=48", [FullyShard(**BF16)])
     jobs["masked"] = Simulation(
         plan=Plan("dp_shard=2", [FullyShard(**BF16)]), model=meta(Masked), batch=Batch(sequence=2048), world_size=2
-    )
-    gpt2 = meta(lambda: GPT2(GPT2Config()))
-    jobs["gpt2"] = Simulation(
-        plan=Plan("dp_shard=4", [FullyShard()]), model=gpt2, batch=Batch(sequence=64), world_size=4
     )
     jobs |= probes_of("llama-405b")
     counts = []
@@ -163,11 +167,12 @@ def test_float8_products_count_at_their_own_speed():
         cost(eight, Hardware.load("a100"))
 
 
-def test_gpt2_on_four_ranks_holds_the_closed_form():
-    exact = traces()["gpt2"].exact
-    model = meta(lambda: GPT2(GPT2Config()))
+@pytest.mark.parametrize(("layers", "count"), daily([(3, 60_648_960), (12, 124_439_808)], (3, 60_648_960)))
+def test_gpt2_on_four_ranks_holds_the_closed_form(layers, count):
+    trace = (traces() if layers == 3 else more_traces())["gpt2", layers]
+    exact, model = trace.exact, of_gpt2(layers).model
     held = sum(-(-p.shape[0] // 4) * (p.numel() // p.shape[0]) * 4 for p in model.parameters())
-    assert traces()["gpt2"].parameters == 124_439_808
+    assert trace.parameters == count
     assert (exact["parameters"], exact["gradients"], exact["optimizer"]) == (held, held, 2 * held)
 
 
@@ -214,9 +219,10 @@ def test_a_step_of_experts_counts_the_chosen_ones():
     assert kinds == {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
 
 
-@pytest.mark.parametrize("name", ["recomputed", "kept"])
+@pytest.mark.parametrize("name", daily(["recomputed", "kept"], "recomputed"))
 def test_probes_tell_the_full_depth_to_the_byte(name):
-    extrapolated, replayed = deepened(traces()[name, 2], traces()[name, 3], 5), traces()[name, 5]
+    known = traces() if name == "recomputed" else traces() | more_traces()
+    extrapolated, replayed = deepened(known[name, 2], known[name, 3], 5), known[name, 5]
     assert extrapolated.collectives() == replayed.collectives()
     assert (extrapolated.exact, extrapolated.held, extrapolated.parameters) == (
         replayed.exact,
@@ -370,11 +376,11 @@ def found(name):
 
 
 def test_float32_is_the_first_lever():
-    name, lint = next(iter(found("gpt2").items()))
+    name, lint = next(iter(found(("gpt2", 3)).items()))
     assert name == "float32" and lint.text.startswith(
         "100% of the operations are in float32, which h100 computes at 1/"
     )
-    assert lint.seconds == max(other.seconds for other in found("gpt2").values()) > 0
+    assert lint.seconds == max(other.seconds for other in found(("gpt2", 3)).values()) > 0
     assert "float32" not in found(("recomputed", 3))
 
 
