@@ -23,6 +23,7 @@ from meshpar import (
     Replicate,
     TensorParallel,
 )
+from meshpar._torch.groups import collective_counts
 from meshpar.checkpoints import CheckpointManager
 from meshpar.optim import Muon
 from meshpar.passes.applied import applied
@@ -204,6 +205,18 @@ def test_steps_of_several_backwards_add_up():
     whole = gradients(mine)
     for name, grad in gradients(mine[:2], mine[2:]).items():
         torch.testing.assert_close(grad, whole[name], msg=name)
+
+
+@pytest.mark.nightly
+@on_ranks(2, fresh="opens groups")
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_backends_without_tags_get_a_group_for_each_kind_of_message(monkeypatch, virtual):
+    monkeypatch.setattr("meshpar.passes.pipeline.running.TAGGED", ())
+    make = partial(huggingface, "Llama", num_hidden_layers=4)
+    assert_as_one_process(make, "pp=2", [PipelineParallel(virtual=virtual)])
+    titles = {title.partition(" (")[0] for title in collective_counts()}
+    senders = [""] if virtual == 1 else [" from 0", " from 1"]
+    assert titles >= {f"pp {kind}{sender}" for kind in ("forth", "back") for sender in senders}
 
 
 @on_ranks(2)

@@ -8,11 +8,9 @@ from types import MappingProxyType
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Role, Stage
@@ -86,11 +84,6 @@ class PipelineParallel(Pass):  # type: ignore[override]
         group, ranks, rank = mesh["pp"].get_group(), mesh["pp"].size(), mesh["pp"].get_local_rank()
         if ranks == 1:
             return
-        if self.virtual > 1 and ranks == 2 and dist.get_backend(group) not in ("gloo", "fake"):
-            raise MeshparError(  # what two ranks exchange in one direction is told apart by tags, which gloo alone has
-                f"PipelineParallel(virtual={self.virtual}) over pp=2 requires gloo, got {dist.get_backend(group)}; use "
-                "pp=4 or more, or virtual=1"
-            )
         anatomy, _ = examine(module, layout)
         assert anatomy is not None, "problems() has found it"
         bounds = [*self._firsts(module, anatomy, ranks * self.virtual), len(anatomy.blocks)]

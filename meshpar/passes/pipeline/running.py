@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshpar._torch.calls import eager, enter_by
+from meshpar._torch.groups import share_timeout
 from meshpar.core.errors import MeshparError
 from meshpar.loss import Found, Totals
 from meshpar.passes.installed import set_forward
@@ -29,6 +30,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMS = 6
 _HEADER = 7  # numbers before the sizes
 _FORTH, _BACK = 0, 1  # tags of messages, of which two ranks may exchange both kinds in one direction
+TAGGED = ("gloo", "fake")  # backends that keep messages of different tags apart
 
 
 class _StageEndsError(BaseException):
@@ -78,6 +80,7 @@ class Layers:
         self._module, self._chunks, self._tail, self._schedule = module, chunks, tail, schedule
         self.group, self._carried, self.shared = group, carried, shared
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._lanes = _lanes(group, both_ways=self.ranks == 2 and len(chunks) > 1)
         self._runs, self._device, self._chunk = False, torch.device("cpu"), 0
         self._number = self._count = self._calls = self._digest = 0
         self._arrived: Tensor | None = None
@@ -211,7 +214,7 @@ class Layers:
         grad = None
         if not self._ends:
             grad = torch.empty_like(left, memory_format=torch.contiguous_format)
-            dist.recv(grad, group=self.group, group_src=(self.rank + 1) % self.ranks, tag=_BACK)
+            self._receive(grad, self.rank + 1, _BACK)
             self._settle(_FORTH, max(0, len(self._sent[_FORTH]) - 2))  # the value came there, and those before it
         if left.requires_grad:
             torch.autograd.backward([left], None if grad is None else [grad])
@@ -289,7 +292,7 @@ class Layers:
         if self._begins:
             return
         header = torch.empty(_HEADER + _MOST_DIMS, dtype=torch.int64, device=self._device)
-        dist.recv(header, group=self.group, group_src=(self.rank - 1) % self.ranks, tag=_FORTH)
+        self._receive(header, self.rank - 1, _FORTH)
         self._header = header.tolist() if self.supposed is None else self.supposed
         self._carried.dtype, self._carried.width = _DTYPES[self._header[0]], self._header[1]
         if self.supposed is not None:
@@ -312,7 +315,7 @@ class Layers:
             return None
         shape = self._header[_HEADER : _HEADER + self._header[2]]
         arrived = torch.empty(shape, dtype=self._carried.dtype, device=args[0].device)
-        dist.recv(arrived, group=self.group, group_src=(self.rank - 1) % self.ranks, tag=_FORTH)
+        self._receive(arrived, self.rank - 1, _FORTH)
         if torch.is_grad_enabled():
             self._arrived = arrived.requires_grad_()
         return (arrived, *args[1:])
@@ -332,8 +335,15 @@ class Layers:
         self._send(torch.tensor(header, device=self._device), self.rank + 1, _FORTH)
         self._send(data, self.rank + 1, _FORTH)
 
+    def _receive(self, into: Tensor, sender: int, tag: int) -> None:
+        sender %= self.ranks
+        dist.recv(into, group=self._lane(tag, sender), group_src=sender, tag=tag)
+
+    def _lane(self, tag: int, sender: int) -> dist.ProcessGroup:
+        return self._lanes[tag, sender] if (tag, sender) in self._lanes else self._lanes[tag, 0]
+
     def _send(self, value: Tensor, to: int, tag: int) -> None:
-        work = dist.isend(value, group=self.group, group_dst=to % self.ranks, tag=tag)
+        work = dist.isend(value, group=self._lane(tag, self.rank), group_dst=to % self.ranks, tag=tag)
         assert work is not None, "this rank is in the group"
         self._sent[tag].append((work, value))
         # A neighbour is behind by as many micro-batches as there are stages, each a header and a value. A gradient it
@@ -373,14 +383,38 @@ class Layers:
             mine = local_tensor(parameter.grad)
             (other,) = (rank for rank in ranks if rank != self.rank)
             theirs = torch.empty_like(mine, memory_format=torch.contiguous_format)
-            work = dist.isend(mine.contiguous(), group=self.group, group_dst=other)
-            assert work is not None, "this rank is in the group"
-            dist.recv(theirs, group=self.group, group_src=other)
-            work.wait()
+            to, back = (_FORTH, _BACK) if self.rank < other else (_BACK, _FORTH)
+            self._send(mine.contiguous(), other, to)
+            self._receive(theirs, other, back)
+            self._settle_all()
             first, second = (mine, theirs) if self.rank < other else (theirs, mine)
             mine.copy_(first + second)
             if name in before:
                 parameter.grad += before[name]
+
+
+def _lanes(group: dist.ProcessGroup, *, both_ways: bool) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Return the groups by which each kind of message travels, by its tag and sender; sender 0 stands for all.
+
+    NCCL runs what two ranks exchange in a group in the order of their calls, whatever the tags: a rank that sends its
+    next value before it takes a gradient would wait for a rank that sends the gradient first.
+
+    Args:
+        group: the ranks that have the stages.
+        both_ways: two ranks send each other values and gradients.
+
+    Collective over the group.
+    """
+    kinds = [(tag, sender) for tag in (_FORTH, _BACK) for sender in range(1 + both_ways)]
+    if dist.get_backend(group) in TAGGED:
+        return dict.fromkeys(kinds, group)
+    ranks, found = dist.get_process_group_ranks(group), dict[tuple[int, int], dist.ProcessGroup]()
+    for tag, sender in kinds:
+        title = f"pp {'back' if tag == _BACK else 'forth'}" + (f" from {sender}" if both_ways else "")
+        made: Any = dist.new_group(ranks, use_local_synchronization=True, group_desc=title)
+        found[tag, sender] = made
+    share_timeout(found.values())
+    return found
 
 
 def refused() -> MeshparError:
