@@ -31,7 +31,7 @@ from meshpar.description import Description, describe
 from meshpar.exact.attach import renew
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.leaves import leaves
-from meshpar.exact.verify import Verification, call, split_test, verified
+from meshpar.exact.verify import Verification, call, of_stages, run, split_test, verified
 from meshpar.log_probs import TokenLogProbs, token_log_probs
 from meshpar.loss import Found as Losses
 from meshpar.loss import Totals
@@ -558,8 +558,7 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
-        self._refuse_divided_layers("par.verify", "try the split on a mesh without it, or by plan.prove")
-        test = split_test(self.module, self.resolved.blocks, self.device)
+        test, stage = split_test(self.module, self.resolved.blocks, self.device), applied(self.module).layers
         if test is None:
             return Verification(modules={}, differences=(), skipped={}, seconds=0.0)
         waiting = None
@@ -572,7 +571,10 @@ class Parallelized:
                 with suppress(CannotKeep):  # what cannot be put back goes on, as in a forward of the user's own
                     stack.enter_context(untouched(self.module, batch))
                 with test.eagerly(), test.watch(), torch.enable_grad():
-                    test.returned(call(self.module, batch))
+                    if stage is None:
+                        test.returned(call(self.module, batch))
+                    else:
+                        stage.forward([batch], run, self.device)
         finally:
             for child in training:
                 child.training = True
@@ -580,7 +582,8 @@ class Parallelized:
                 self.cycle.first_runs.split = waiting
         self.reshard()
         with nullcontext() if self.cycle is None else self.cycle.calls.inside():
-            return verified(test.run())
+            found = test.run()
+        return verified(found if stage is None else of_stages(stage.gathered(found)))
 
     def register_method(self, name: str) -> None:
         """Let ``module.name(...)`` run like a call of the module: with gathered weights and the plan's checks.
@@ -693,8 +696,9 @@ class Parallelized:
     ) -> Any:  # noqa: ANN401 - of a floor above
         """Return the weights as a stream of whole tensors under their published names, for an inference engine. See
         :class:`meshpar.checkpoints.Published`, which takes the ``options``, too.
+
+        Collective where a pass divides layers: every rank calls it.
         """
-        self._refuse_divided_layers("par.published", "export a saved step (`meshpar export`)")
         return imported("meshpar.checkpoints.Published")(self, dtype, bucket, adapters, averaged, **options)
 
     def reshard(self) -> None:

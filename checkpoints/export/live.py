@@ -22,6 +22,7 @@ from meshpar.checkpoints.steps.checkpointable import Checkpointable
 from meshpar.checkpoints.steps.state import model_state
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError
+from meshpar.passes.applied import applied
 from meshpar.placements import local_index, local_tensor
 from meshpar.training.lora import NAME, PackedAdapter, adapted_layers, base_name
 from meshpar.weights import TypedSource, WeightMap
@@ -123,6 +124,8 @@ class Published:
         self._digested, self.version, self.digest = digested, 0, ""
         if not 0 <= to < dist.get_world_size():
             raise CheckpointError(f"to is {to}; expected a rank from 0 to {dist.get_world_size() - 1}")
+        self._known: dict[str, tuple[torch.Size, torch.dtype, _Boxes]] | None = None
+        self._known = self._of_all_stages()
         self.metadata()
 
     def metadata(self) -> list[TensorMeta]:
@@ -176,8 +179,11 @@ class Published:
         many ranks to many.
 
         Raises:
-            CheckpointError: a tensor that is made of parts of several ranks, such as one with merged adapters.
+            CheckpointError: a tensor that is made of parts of several ranks, such as one with merged adapters; layers
+                that are divided over ranks.
         """
+        if self._known is not None:
+            raise CheckpointError("no rank has parts of all layers, which pp divides; iterate over the stream instead")
         held = self._held()
         leaf, parts = _Leaf(held, torch.device("meta")), _Parts(held, dist.get_rank(), self._par.device)
         source, dtypes, order = self._written(leaf)
@@ -210,7 +216,40 @@ class Published:
             raise CheckpointError(
                 f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before"
             )
-        return {clean_name(name): _Held(averages.get(name, state[name]), state[name].dtype) for name in in_order(state)}
+        own = {clean_name(name): _Held(averages.get(name, state[name]), state[name].dtype) for name in in_order(state)}
+        if self._known is None:
+            return own
+        others = {name: torch.empty(self._known[name][0], device="meta") for name in self._known if name not in own}
+        return {
+            name: _Held(own[name].tensor if name in own else others[name], *self._known[name][1:])
+            for name in in_order(self._known)
+        }
+
+    def _of_all_stages(self) -> dict[str, tuple[torch.Size, torch.dtype, _Boxes]] | None:
+        """Return shape, dtype and parts of the tensors of all stages, which the first stage that has one sends; None
+        where every rank has all layers.
+
+        Collective where layers are divided.
+        """
+        if (layers := applied(self._par.module).layers) is None:
+            return None
+        found, adapted = dict[str, tuple[torch.Size, torch.dtype, _Boxes]](), False
+        said: list[Any] = [dist.get_process_group_ranks(layers.group)]
+        dist.broadcast_object_list(said, src=self.to, group=runtime.hosts())
+        for stage in said[0]:  # a rank of each, which shares its tensors with all that send some of them
+            described: list[Any] = [None, None]
+            if stage == dist.get_rank():
+                boxes = _BoxesOf(stage)
+                own = {name: (one.tensor.shape, one.dtype, boxes(one.tensor)) for name, one in self._held().items()}
+                described = [own, bool(adapted_layers(self._par.module))]
+            dist.broadcast_object_list(described, src=stage, group=runtime.hosts())
+            found, adapted = {**described[0], **found}, adapted or described[1]
+        if adapted:
+            raise CheckpointError(
+                "the module has adapters, and pp divides its layers: no rank can merge those of others; save a step "
+                "and export it (export_safetensors), or train adapters on a mesh without pp"
+            )
+        return found
 
     def _written(self, leaf: _Leaf) -> tuple[TypedSource, Mapping[str, torch.dtype], list[str]]:
         """Return the tensors as an export writes them, made of those of a leaf, the dtype of each, and their order."""
@@ -235,11 +274,20 @@ class Published:
         return made, dtypes, list(itertools.chain.from_iterable(files.values()))
 
 
+_Boxes = list[tuple[Spans, list[int]]]
+"""Parts of a tensor, and the ranks that have each."""
+
+
 class _Held(NamedTuple):
-    """A tensor of which ranks hold parts, and the dtype that its values have in the module."""
+    """A tensor of which ranks hold parts, and the dtype that its values have in the module.
+
+    Attributes:
+        boxes: its parts where stages told them; None: as this rank's tensor says.
+    """
 
     tensor: Tensor
     dtype: torch.dtype
+    boxes: _Boxes | None = None
 
 
 class _Need(NamedTuple):
@@ -343,7 +391,28 @@ class _Piece(NamedTuple):
         return math.prod(span.stop - span.start for span in self.place)
 
 
-_Boxes = list[tuple[Spans, list[int]]]
+@final
+class _BoxesOf:
+    """The parts of tensors and the ranks that have them; none where ``to`` gets a tensor from other ranks than those
+    that share it with this one.
+    """
+
+    def __init__(self, to: int) -> None:
+        self._to, self._found = to, dict[Any, _Boxes]()
+
+    def __call__(self, tensor: Tensor) -> _Boxes:
+        if not isinstance(tensor, DTensor):
+            return [(tuple((0, size) for size in tensor.shape), [self._to])]
+        mesh = tensor.device_mesh
+        key = (tuple(tensor.shape), tensor.placements, mesh)
+        if key not in self._found:
+            boxes: dict[Spans, list[int]] = {}
+            members = mesh.mesh
+            for coordinate in itertools.product(*map(range, members.shape)) if (members == self._to).any() else ():
+                index = local_index(tensor.shape, tensor.placements, tuple(members.shape), coordinate)
+                boxes.setdefault(tuple((span.start, span.stop) for span in index), []).append(int(members[coordinate]))
+            self._found[key] = list(boxes.items())
+        return self._found[key]
 
 
 @final
@@ -355,10 +424,10 @@ class _Parts(_Leaf):
     def __init__(self, held: Mapping[str, _Held], to: int, device: torch.device) -> None:
         super().__init__(held, device)
         self._to, self._rank, self._count = to, dist.get_rank(), 0
-        self._boxes: dict[Any, _Boxes] = {}
+        self._boxes = _BoxesOf(to)
         self._rooms = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
         self._waiting: Iterator[tuple[_Need, list[tuple[_Piece, Tensor | None]]]] = iter(())
-        on_host = all(local_tensor(tensor.tensor).is_cpu for tensor in held.values())
+        on_host = all(local_tensor(one.tensor).is_cpu for one in held.values() if not one.tensor.is_meta)
         self._group = runtime.hosts() if on_host else dist.group.WORLD
         self._home = torch.device("cpu") if on_host else device
 
@@ -443,22 +512,8 @@ class _Parts(_Leaf):
         return found
 
     def _parts_of(self, name: str) -> _Boxes:
-        """Return each part of a tensor and the ranks that have it; none where ``to`` gets it from other ranks than
-        those that share it with this one.
-        """
-        tensor = self._held[name].tensor
-        if not isinstance(tensor, DTensor):
-            return [(tuple((0, size) for size in tensor.shape), [self._to])]
-        mesh = tensor.device_mesh
-        key = (tuple(tensor.shape), tensor.placements, mesh)
-        if key not in self._boxes:
-            boxes: dict[Spans, list[int]] = {}
-            members = mesh.mesh
-            for coordinate in itertools.product(*map(range, members.shape)) if (members == self._to).any() else ():
-                index = local_index(tensor.shape, tensor.placements, tuple(members.shape), coordinate)
-                boxes.setdefault(tuple((span.start, span.stop) for span in index), []).append(int(members[coordinate]))
-            self._boxes[key] = list(boxes.items())
-        return self._boxes[key]
+        held = self._held[name]
+        return self._boxes(held.tensor) if held.boxes is None else held.boxes
 
     def places(self, needs: Iterable[_Need], whole: Tensor) -> Iterator[Spans]:
         """Yield the slices of a published tensor that this rank's parts may be, from what all of it is made of."""

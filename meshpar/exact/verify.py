@@ -443,6 +443,16 @@ def verified(verification: Verification) -> Verification:
     return verification
 
 
+def of_stages(parts: Sequence[Verification]) -> Verification:
+    """Return one verification of those of stages."""
+    return Verification(
+        modules={name: size for part in parts for name, size in part.modules.items()},
+        differences=tuple(difference for part in parts for difference in part.differences),
+        skipped={name: why for part in parts for name, why in part.skipped.items()},
+        seconds=max(part.seconds for part in parts),
+    )
+
+
 def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]) -> Iterator[str]:
     """Yield the modules to try: one block of each kind, embeddings and heads beside them, or the model where other
     styles stand outside.
@@ -480,6 +490,11 @@ def call(module: nn.Module, batch: object) -> Any:
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(*batch) if isinstance(batch, list | tuple) else module(batch)
+
+
+def run(module: nn.Module, batch: object) -> None:
+    """Call a module as :func:`call` does, and return nothing."""
+    call(module, batch)
 
 
 def split_test(module: nn.Module, blocks: Sequence[str], device: torch.device) -> SplitTest | None:

@@ -37,6 +37,10 @@ MESHES = {
     "dp_shard=2,ep=2": [meshpar.ExpertParallel(), FSDP],
     "dp_shard=2,cp=2": [meshpar.ContextParallel(), FSDP],
     "dp_shard=2 whole": [meshpar.FullyShard(whole=("model.norm", "lm_head"))],
+    "pp=2": [meshpar.PipelineParallel()],
+    "pp=2,dp_shard=2": [meshpar.PipelineParallel(), FSDP],
+    "pp=2,dp_replicate=2": [meshpar.PipelineParallel(), meshpar.Replicate()],
+    "pp=2,tp=2": [meshpar.PipelineParallel(), TP],
 }
 
 
@@ -244,6 +248,26 @@ def test_a_stream_of_two_versions_is_an_error_and_the_next_one_is_whole() -> Non
         par.published(to=2)
     with pytest.raises(meshpar.CheckpointError, match="layers with adapters"):
         par.published(adapters="only")
+
+
+STAGES = [("pp=2", name) for name in MODELS] + [
+    ("pp=2,dp_shard=2", "tied"), ("pp=2,dp_replicate=2", "llama"), ("pp=2,tp=2", "llama"), ("pp=2,dp_shard=2", "llama"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mesh", "name"), daily(STAGES, ("pp=2,dp_shard=2", "tied")))
+def test_stages_stream_what_they_export(mesh: str, name: str) -> None:
+    on_ranks(2 if mesh == "pp=2" else 4)(assert_stages_exported)(mesh, name)
+
+
+def assert_stages_exported(mesh: str, name: str) -> None:
+    par = planned(name, mesh)
+    expected = exported(par, dtype=torch.bfloat16)
+    for bucket in (3000, "256MiB"):  # tensors in several buckets, all in one
+        same(par, expected, dtype=torch.bfloat16, bucket=bucket)
+    assert len(list(par.published(to=dist.get_world_size() - 1))) == len(par.published().metadata())
+    with pytest.raises(meshpar.CheckpointError, match="no rank has parts of all layers, which pp divides"):
+        next(par.published().shards())
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from functools import partial
 
@@ -11,9 +12,11 @@ import torch.distributed as dist
 
 from meshpar import (
     ActivationCheckpoint,
+    CheckpointError,
     Compile,
     ContextParallel,
     ExpertParallel,
+    Float8,
     FullyShard,
     HybridShard,
     MeshparError,
@@ -31,7 +34,9 @@ from meshpar.passes.pipeline.cuts import even_cuts
 from meshpar.passes.pipeline.schedule import SCHEDULES, Action, actions
 from meshpar.placements import whole_tensor
 from meshpar.testing import on_ranks, token_loss_sum
+from meshpar.training import LoRA, add_adapters
 from tests.support.models_for_parity import VOCAB, huggingface, transformer
+from tests.support.patience import until
 from tests.support.stages import MODELS, assert_as_one_process, batches, scaled_loss
 from tests.support.tiers import daily
 
@@ -182,9 +187,8 @@ def test_a_stage_alone_is_refused():
         par.module(mine[0]["input_ids"])
     with pytest.raises(MeshparError, match=remedy):
         list(par.accumulate(mine))
-    for verb in (par.published, lambda: par.adopt("lm_head"), lambda: par.verify(mine[0])):
-        with pytest.raises(MeshparError, match="needs every layer on every rank, and pp divides them"):
-            verb()
+    with pytest.raises(MeshparError, match="needs every layer on every rank, and pp divides them"):
+        par.adopt("lm_head")
     losses = par.forward(mine, lambda module, batch: float(token_loss_sum(module, batch)[0]))
     torch.manual_seed(0)
     assert len(losses) == len(mine) and all(loss > 0 for loss in losses)
@@ -205,6 +209,25 @@ def test_steps_of_several_backwards_add_up():
     whole = gradients(mine)
     for name, grad in gradients(mine[:2], mine[2:]).items():
         torch.testing.assert_close(grad, whole[name], msg=name)
+
+
+@on_ranks(4)
+def test_verify_tries_the_split_of_every_stage():
+    def written(*names):
+        torch.manual_seed(0)
+        par = Plan("pp=2,tp=2", [PipelineParallel(), TensorParallel()], verify=False).apply(MODELS["Llama"]())
+        for name, child in par.module.named_modules():
+            if name in names:
+                forward = child.forward
+                child.forward = lambda x, forward=forward: forward(x) * x.std()  # of a part of the features
+        return par
+
+    batch = {"input_ids": batches(0)[0]["input_ids"]}
+    found = written().verify(batch)
+    assert found.modules and not found.differences
+    second = "model.layers.2.mlp.down_proj"
+    with pytest.raises(MeshparError, match=r"model\.layers\.2: "):
+        written(second).verify(batch)
 
 
 @pytest.mark.nightly
@@ -402,3 +425,118 @@ def test_checkpoints_load_on_other_stages_bitwise(tmp_path, saved, restored):
 def test_stages_of_hybrid_meshes_train_as_one_process(mesh):
     passes = [TensorParallel(), FullyShard()] if "tp" in mesh else [HybridShard()]
     assert_as_one_process(MODELS["Llama"], mesh, [PipelineParallel(), *passes], 2 if "tp" in mesh else 4)
+
+
+@pytest.mark.nightly
+@on_ranks(8)
+def test_stages_whose_replicas_divide_the_optimizer_train_as_one_process():
+    passes = [PipelineParallel(), HybridShard(optimizer="world")]
+    assert_as_one_process(MODELS["Llama"], "pp=2,dp_replicate=2,dp_shard=2", passes, 4)
+
+
+@on_ranks(4)
+def test_gradients_reduced_in_each_backward_are_those_of_one_process():
+    def gradients(**options):
+        torch.manual_seed(0)
+        par = Plan("pp=2,dp_shard=2", [PipelineParallel(), FullyShard()]).apply(MODELS["tied Llama"]())
+        par.backward(batches(par.data_rank), scaled_loss(0.1), **options)
+        return {name: whole_tensor(parameter.grad) for name, parameter in par.module.named_parameters()}
+
+    expected = gradients()
+    for name, grad in gradients(reduce_each=True).items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("virtual", daily((1, 2), 1))
+def test_adapters_train_as_one_process(virtual):
+    pytest.importorskip("peft")
+
+    def made():
+        torch.manual_seed(0)
+        model = huggingface("Llama", num_hidden_layers=4)
+        layout = add_adapters(model, LoRA(rank=4, targets=("q_proj", "down_proj")))
+        draw = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(generator=draw)
+        return model, layout
+
+    par = Plan("pp=2", [PipelineParallel(virtual=virtual)]).apply(*made())
+    alone, _ = made()
+    par.backward(batches(0), scaled_loss(0.01))
+    for batch in batches(0):
+        scaled_loss(0.01)(alone, batch).backward()
+    mine = dict(par.module.named_parameters())
+    assert sum("lora" in name for name in mine) == 8
+    for name, parameter in mine.items():
+        expected = alone.get_parameter(name).grad
+        assert (expected is None) == (parameter.grad is None), name
+        if expected is not None:
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-6, msg=name)
+    with pytest.raises(CheckpointError, match="has adapters, and pp divides its layers"):
+        par.published()
+
+
+@on_ranks(2)
+def test_dropout_differs_between_stages_and_is_the_same_in_a_recomputation():
+    def trained(*others):
+        torch.manual_seed(0)
+        par = Plan("pp=2", [PipelineParallel(), *others]).apply(transformer(layers=4, dropout=0.3))
+        par.manual_seed(5)
+        masks = list[torch.Tensor]()
+        drop = par.module.layers[2 * dist.get_rank()].mlp_drop
+        drop.register_forward_hook(lambda module, args, output: masks.append((output == 0).detach()))
+        total = par.backward([{"input_ids": batches(0)[0]["input_ids"]}] * 2, lambda module, batch: (
+            module(**batch).logits.square().mean()))  # fmt: skip
+        return float(total), {name: each.grad for name, each in par.module.named_parameters()}, masks
+
+    total, gradients, masks = trained()
+    again, recomputed, _ = trained(ActivationCheckpoint())
+    assert total == again and not torch.equal(masks[0], masks[1])
+    for name, grad in gradients.items():
+        assert torch.equal(grad, recomputed[name]), name
+    others = [None, None]
+    dist.all_gather_object(others, masks[0])
+    assert not torch.equal(*others)
+
+
+@on_ranks(2)
+def test_a_rank_says_for_which_stage_it_waits_and_in_which_action(tmp_path):
+    par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]())
+    layers, said = applied(par.module).layers, tmp_path / "said"
+
+    def look():
+        until(lambda: "waits" in layers.doing())
+        said.write_text(layers.doing())
+
+    def loss(module, batch):
+        if dist.get_rank() == 0:
+            until(said.exists)  # so that the other stage waits
+        return scaled_loss(0.1)(module, batch)
+
+    watching = threading.Thread(target=look)
+    if dist.get_rank():
+        watching.start()
+    par.backward(batches(0)[:2], loss)
+    assert layers.doing() == ""
+    if dist.get_rank():
+        watching.join()
+        assert said.read_text() == "stage 1, forward of micro-batch 0 of 2, waits for stage 0"
+
+
+@pytest.mark.nightly
+@on_ranks(2)
+def test_products_in_float8_are_those_without_stages():
+    def gradients(mesh, *passes):
+        torch.manual_seed(0)
+        par = Plan(mesh, passes).apply(MODELS["Llama"]())
+        total = par.backward(batches(0), scaled_loss(0.01))  # the same on both ranks
+        return total, {name: whole_tensor(each.grad) for name, each in par.module.named_parameters()}
+
+    float8 = Float8(recipe="rowwise_with_gw_hp", emulate=True)
+    total, found = gradients("pp=2", PipelineParallel(), float8)
+    whole, expected = gradients("dp_replicate=2", float8, Replicate())
+    torch.testing.assert_close(total, whole, rtol=1e-5, atol=0)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-6, msg=name)
