@@ -36,7 +36,7 @@ from meshpar.launchers.jobs.preflight import opened, patience_s
 from meshpar.launchers.recipes.named import objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.parallelized import Parallelized
-from meshpar.passes.applied import all_parameters
+from meshpar.passes.applied import all_parameters, applied
 from meshpar.state.averaging import Averaged
 from meshpar.training import elastic_job
 from meshpar.training.console import Console
@@ -109,9 +109,17 @@ def run_job(recipe: Recipe) -> Outcome:
                 _tell(recipe, par, trainer, come_from)
                 if recipe.profile and left < PROFILED:
                     trainer.reporters[0].note(f"no profile: it requires {PROFILED} steps, and {left} are left")
-            with watched(recipe.watchdog, lambda: trainer.step, lambda: (trainer.validated, manager.writes)):
+            here = functools.partial(_where, trainer)
+            with watched(recipe.watchdog, here, lambda: (trainer.validated, manager.writes)):
                 # to the end of the checkpoints that are written in the background
                 return trainer.run(heard.enter_context(StopRequest()))
+
+
+def _where(trainer: Trainer) -> str:
+    """Return the step, and where layers are divided what this rank's stage does in it."""
+    layers = applied(trainer.par.module).layers
+    doing = "" if layers is None else layers.doing()
+    return f"{trainer.step} ({doing})" if doing else str(trainer.step)
 
 
 def _trainer(

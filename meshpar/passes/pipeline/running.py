@@ -86,6 +86,8 @@ class Layers:
         self._arrived: Tensor | None = None
         self._left: Tensor | None = None
         self._header: list[int] = []
+        self._action: Action | None = None  # that runs
+        self._awaited = ""  # the stage whose message this rank waits for
         self._form: tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]] = (False, [])  # of the last totals
         # On their way by their tags, the first that was sent first.
         self._sent: dict[int, list[tuple[dist.Work, Tensor]]] = {_FORTH: [], _BACK: []}
@@ -106,6 +108,14 @@ class Layers:
     def _ends(self) -> bool:
         """The last blocks run, and the loss."""
         return self._stage == self.ranks * len(self._chunks) - 1
+
+    def doing(self) -> str:
+        """Return which stage of this rank runs or waits for which, in which action; nothing outside of a step."""
+        action = self._action
+        if action is None:
+            return ""
+        kind = "forward" if action.kind == "F" else "backward"
+        return f"stage {self._stage}, {kind} of micro-batch {action.number} of {self._count}{self._awaited}"
 
     def counted_elsewhere(self) -> set[int]:
         """Return the numbers of the parameters that the norm over all stages counts on another stage."""
@@ -133,7 +143,7 @@ class Layers:
         before = self._set_aside()
         todo = actions(self._schedule, self.rank, self.ranks, len(batches), len(self._chunks))
         for place, action in enumerate(todo, 1):
-            self._chunk = action.chunk
+            self._chunk, self._action = action.chunk, action
             self.begins(action)
             if action.kind == "F":
                 self._number = action.number
@@ -154,6 +164,7 @@ class Layers:
         self._settle_all()
         self._add_shared(before)
         self._share(totals)
+        self._action = None
 
     def _share(self, totals: Totals) -> None:
         """Give all stages the sums of the last one."""
@@ -337,7 +348,9 @@ class Layers:
 
     def _receive(self, into: Tensor, sender: int, tag: int) -> None:
         sender %= self.ranks
+        self._awaited = f", waits for stage {self._stage + (1 if tag == _BACK else -1)}"
         dist.recv(into, group=self._lane(tag, sender), group_src=sender, tag=tag)
+        self._awaited = ""
 
     def _lane(self, tag: int, sender: int) -> dist.ProcessGroup:
         return self._lanes[tag, sender] if (tag, sender) in self._lanes else self._lanes[tag, 0]
