@@ -84,6 +84,39 @@ def test_stages_with_other_passes_train_as_one_process(name):
     assert_as_one_process(make, mesh, [PipelineParallel(virtual=virtual), *others()], data_ranks)
 
 
+class Sees(torch.nn.Module):
+    """A language model with a tower for images, which texts do not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 32))
+        self.text = huggingface("Llama")
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(32, 32)])  # of the tower
+
+    def forward(self, input_ids, image=None):
+        embedded = self.text.model.embed_tokens(input_ids)
+        if image is not None:
+            embedded = embedded + self.layers[0](self.tower(image))
+        return self.text(inputs_embeds=embedded)
+
+
+@on_ranks(2)
+def test_a_tower_that_texts_do_not_call_stays_on_the_first_stage_and_refuses_to_run():
+    assert_as_one_process(Sees, "pp=2", [PipelineParallel()])
+    par = Plan("pp=2", [PipelineParallel()]).apply(Sees())
+    assert bool(list(par.module.tower.parameters())) == (dist.get_rank() == 0)
+    image = torch.ones(1, 4, 32)
+
+    def loss(module, batch):
+        return module(batch, image=image).logits.sum()
+
+    with pytest.raises(MeshparError, match=r"does not call LayerNorm, and this batch does"):
+        if dist.get_rank() == 0:
+            par.backward([torch.zeros(1, 4, dtype=torch.int64)], loss)
+        else:  # where a forward would first wait for the other stage's
+            par.module.tower(image)
+
+
 class Skips(torch.nn.Module):
     """Blocks of linear layers, the last of which sees the result of the first."""
 
@@ -121,7 +154,9 @@ def test_models_that_hand_on_more_than_one_value_are_refused():
     model.skips = ""
     plan.check(model, world_size=2)
     model.needs = True
-    with pytest.raises(PlanError, match=r"needs more of a block than its result \(AttributeError: 'BlockStandIn'"):
+    with pytest.raises(
+        PlanError, match=r"needs more of the blocks before layers\.3 than their result \(AttributeError: 'BlockStandIn'"
+    ):
         plan.check(model, world_size=2)
     model.needs = False
     model.scale = torch.nn.Parameter(torch.ones(()))

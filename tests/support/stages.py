@@ -32,6 +32,10 @@ def scaled_loss(scale):
     return lambda module, batch: token_loss_sum(module, batch)[0] * scale
 
 
+def gradient_of(parameter):
+    return None if parameter.grad is None else whole_tensor(parameter.grad).clone()
+
+
 def trained(make, mesh, passes, number=4, steps=3):
     """Train and return losses, norms, first gradients and last weights by name, of all stages."""
     torch.manual_seed(0)
@@ -42,7 +46,7 @@ def trained(make, mesh, passes, number=4, steps=3):
         mine = [par.split(batch) for batch in batches(par.data_rank, step, number)]
         total = par.backward(mine, scaled_loss(par.token_scale(sum(map(count, mine)))))
         if not step:
-            gradients = {name: whole_tensor(each.grad).clone() for name, each in par.module.named_parameters()}
+            gradients = {name: gradient_of(parameter) for name, parameter in par.module.named_parameters()}
         norms.append(float(par.clip_grad_norm_(1.0)))
         losses.append(float(par.data_sum(total.clone()) / par.loss_size))
         optimizer.step()
@@ -65,7 +69,7 @@ def one_process(make, data_ranks, number=4, steps=3):
             loss.backward()
             total += float(loss.detach())
         if not step:
-            gradients = {name: each.grad.clone() for name, each in model.named_parameters()}
+            gradients = {name: gradient_of(parameter) for name, parameter in model.named_parameters()}
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         losses.append(total)
         optimizer.step()

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from meshpar.core.errors import brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
-from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried
+from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, IdleStandIn, put, stand_in
 
 _SAMPLE = (2, 8)  # sequences and positions of the forward that is looked at
 
@@ -32,13 +32,17 @@ class Anatomy:
         blocks: names of the blocks, in the order of their calls.
         head: names of the modules with parameters that run before the first block.
         tail: names of those that run behind the last one.
+        idle: names of those that do not run, such as a tower for images, and the blocks in them.
+        width: number of further values that a block returns beside the one that it hands on; -1: it returns that alone.
         written: names of those of ``head`` into whose results the model writes.
     """
 
     blocks: tuple[str, ...]
     head: tuple[str, ...]
     tail: tuple[str, ...]
-    written: frozenset[str] = frozenset()
+    idle: tuple[str, ...]
+    width: int
+    written: frozenset[str]
 
 
 def blocks_in_line(module: nn.Module, layout: ModelLayout) -> list[str]:
@@ -65,7 +69,6 @@ def examine(module: nn.Module, layout: ModelLayout) -> tuple[Anatomy | None, lis
 
 
 def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, list[str]]:
-    fresh = without_values(twin)  # a first forward may change what a later one asks of the blocks
     calls, carried, taken = list[str](), list[Tensor](), list[Tensor | None]()
     widths = list[int]()  # of what blocks return
     beginnings = set[Any]()  # nodes that make what embeddings return
@@ -105,7 +108,9 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
         ids = torch.zeros(_SAMPLE, dtype=torch.int64)
         output = twin(ids)
     order = [name for name in calls if name in blocks]
-    problems = []
+    problems, names = [], [name for name in names if name in order]
+    if not names:
+        return None, ["it calls none of its blocks"]
     if order != names:
         problems.append(f"it calls its blocks in the order {_some(order)}, and they stand in the order {_some(names)}")
     if any(value is None for value in taken):
@@ -120,17 +125,30 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
         problems.append(f"{between[0]} runs between its blocks")
     if both := sorted(set(head) & set(tail)):
         problems.append(f"{both[0]} runs before and behind its blocks")
-    if uncalled := sorted(set(owners) - set(head) - set(tail) - set(between)):
-        problems.append(f"{uncalled[0]} has parameters and is not called")
+    idle = [name for name in {**blocks, **owners} if name not in calls]
+    if needed := [name for name in idle if _is_used(twin, name, calls)]:
+        problems.append(f"{needed[0]} has parameters and is not called, but its parts are")
     if any(True for _ in twin.parameters(recurse=False)):
         problems.append("the outermost module has parameters of its own")
     if around := [name for name in (*head, *tail) if any(block.startswith(f"{name}.") for block in names)]:
         problems.append(f"{around[0]}, which has its blocks inside, has parameters of its own")
-    problems += _crossings(twin, names, beginnings, carried, output)
-    if not problems and len(names) > 1:
-        problems += _needed(fresh, names, widths[0])
-    written = frozenset(name for name, tensor, version in returned if tensor._version != version)
-    return Anatomy(blocks=tuple(names), head=tuple(head), tail=tuple(tail), written=written), problems
+    problems += _crossings(twin, names, idle, beginnings, carried, output)
+    return Anatomy(
+        blocks=tuple(names),
+        head=tuple(head),
+        tail=tuple(tail),
+        idle=tuple(idle),
+        width=widths[0],
+        written=frozenset(name for name, tensor, version in returned if tensor._version != version),
+    ), problems
+
+
+def _is_used(twin: nn.Module, name: str, calls: Collection[str]) -> bool:
+    """Tell whether a module that is not called has parts that are, or parameters that a called one has, too."""
+    if any(other.startswith(f"{name}.") for other in calls):
+        return True
+    called = {id(parameter) for other in calls for parameter in twin.get_submodule(other).parameters()}
+    return any(id(parameter) in called for parameter in twin.get_submodule(name).parameters())
 
 
 @contextmanager
@@ -161,27 +179,51 @@ def without_values(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Mo
     return copy.deepcopy(module, memo)
 
 
-def _needed(twin: nn.Module, names: Sequence[str], width: int) -> list[str]:
-    """Return why the forward does not run where its first blocks are stand-ins."""
-    form = Carried()
-    form.width = width
-    for name in names[: len(names) // 2]:
-        parent, _, leaf = name.rpartition(".")
-        twin.get_submodule(parent)._modules[leaf] = BlockStandIn(form)
-    try:
-        twin(torch.zeros(_SAMPLE, dtype=torch.int64))
-    except Exception as error:  # noqa: BLE001 - the code of a user
-        return [f"its forward needs more of a block than its result ({brief(error)})"]
+def check_stages(module: nn.Module, anatomy: Anatomy, firsts: Sequence[int]) -> list[str]:
+    """Return why the forward does not run on one of the stages behind the first, where other blocks are stand-ins.
+
+    Args:
+        module: the model.
+        anatomy: what :func:`examine` returned of it.
+        firsts: the first block of each stage.
+    """
+    for first, end in zip(firsts[1:], [*firsts[2:], len(anatomy.blocks)]):
+        others = (*anatomy.blocks[:first], *anatomy.blocks[end:])
+        failed = _failure(module, anatomy, others, None)
+        if failed and _failure(module, anatomy, others, torch.bfloat16):
+            return [f"its forward needs more of the blocks before {anatomy.blocks[first]} than their result ({failed})"]
     return []
 
 
+def _failure(module: nn.Module, anatomy: Anatomy, others: Sequence[str], dtype: torch.dtype | None) -> str:
+    """Return why a forward fails in which ``others`` are stand-ins; "" where it does not."""
+    form = Carried()
+    form.width = anatomy.width
+    with FakeTensorMode(allow_non_fake_inputs=True), _quietly():
+        twin = without_values(module, dtype)
+        for old in [twin.get_submodule(name) for name in anatomy.idle]:
+            stand_in(IdleStandIn, old, ())
+        for name in others:
+            put(twin, name, BlockStandIn(form))
+        try:
+            twin(torch.zeros(_SAMPLE, dtype=torch.int64))
+        except Exception as error:  # noqa: BLE001 - the code of a user
+            return brief(error)
+    return ""
+
+
 def _crossings(
-    twin: nn.Module, names: Sequence[str], beginnings: Collection[Any], carried: Sequence[Tensor], output: object
+    twin: nn.Module,
+    names: Sequence[str],
+    idle: Sequence[str],
+    beginnings: Collection[Any],
+    carried: Sequence[Tensor],
+    output: object,
 ) -> list[str]:
     """Return what leads from the first blocks to the output otherwise than by the value that the cut carries."""
     leaves = [leaf for leaf in tree_leaves(_plain(output)) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     owner: dict[int, tuple[int, str]] = {}
-    for place, name in enumerate(names):
+    for place, name in [*enumerate(names), *((-1, name) for name in idle)]:
         owner.update({id(parameter): (place, name) for parameter in twin.get_submodule(name).parameters()})
     for place in range(len(names) - 1):
         seen, stack = {carried[place].grad_fn}, [leaf.grad_fn for leaf in leaves]

@@ -15,10 +15,20 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Role, Stage
 from meshpar.passes.applied import applied
-from meshpar.passes.pipeline.cuts import Anatomy, blocks_in_line, even_cuts, examine
+from meshpar.passes.pipeline.cuts import Anatomy, blocks_in_line, check_stages, even_cuts, examine
 from meshpar.passes.pipeline.running import Chunk, Layers
 from meshpar.passes.pipeline.schedule import SCHEDULES
-from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, HeadStandIn, TailStandIn, stand_in, twin_of
+from meshpar.passes.pipeline.stand_ins import (
+    BlockStandIn,
+    Carried,
+    HeadStandIn,
+    IdleStandIn,
+    TailStandIn,
+    put,
+    refuse_idle,
+    stand_in,
+    twin_of,
+)
 
 
 @final
@@ -55,7 +65,8 @@ class PipelineParallel(Pass):  # type: ignore[override]
         ranks = mesh.axes["pp"]
         if self.schedule not in SCHEDULES:
             yield f"PipelineParallel(schedule={self.schedule!r}) is not known; use one of {', '.join(SCHEDULES)}"
-        count = len(blocks_in_line(module, layout))
+        anatomy, problems = examine(module, layout) if ranks > 1 else (None, [])
+        count = len(blocks_in_line(module, layout) if anatomy is None else anatomy.blocks)
         if self.virtual < 1:
             yield f"PipelineParallel(virtual={self.virtual}) must be a number of stages a rank, 1 or more"
             return
@@ -75,10 +86,11 @@ class PipelineParallel(Pass):  # type: ignore[override]
                 f"PipelineParallel(stages={self.stages}) must be {ranks * self.virtual} numbers of blocks that sum to "
                 f"{count}; leave it out for an even cut"
             )
-        if ranks > 1:
-            _, problems = examine(module, layout)
-            for problem in problems:
-                yield f"PipelineParallel cannot cut the model: {problem}; use a mesh without pp"
+            return
+        if anatomy is not None and not problems:
+            problems = check_stages(module, anatomy, self._firsts(module, anatomy, ranks * self.virtual))
+        for problem in problems:
+            yield f"PipelineParallel cannot cut the model: {problem}; use a mesh without pp"
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         group, ranks, rank = mesh["pp"].get_group(), mesh["pp"].size(), mesh["pp"].get_local_rank()
@@ -96,12 +108,17 @@ class PipelineParallel(Pass):  # type: ignore[override]
         carried = Carried()
         for name in anatomy.blocks:
             if name not in mine:
-                _put(module, name, BlockStandIn(carried))
+                put(module, name, BlockStandIn(carried))
         kept = {id(module.get_parameter(name)) for name, at in shared.items() if rank in at}
         for name, old in [(name, module.get_submodule(name)) for name in anatomy.head if rank > 0]:
             twin = twin_of(old)
             stand_in(HeadStandIn, old, kept)
             old.carried, old.twin, old.written = carried, (twin,), name in anatomy.written  # type: ignore[assignment]
+        for old in [module.get_submodule(name) for name in anatomy.idle]:
+            if rank > 0:
+                stand_in(IdleStandIn, old, ())
+            else:
+                old.register_forward_pre_hook(refuse_idle)
         for old in [module.get_submodule(name) for name in anatomy.tail if rank < ranks - 1]:
             stand_in(TailStandIn, old, kept)
         layers = Layers(
@@ -155,12 +172,3 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         twin = torch.empty_like(one, device="meta")
         known.setdefault(id(one), nn.Parameter(twin, one.requires_grad) if isinstance(one, nn.Parameter) else twin)
     return {name: known[id(one)] for name, one in tensors.items()}
-
-
-def _put(module: nn.Module, name: str, child: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    owner = module.get_submodule(parent)
-    if isinstance(owner, nn.ModuleList):
-        owner[int(leaf)] = child
-    else:
-        setattr(owner, leaf, child)

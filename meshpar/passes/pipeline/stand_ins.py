@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from meshpar.core.errors import MeshparError
+
 _MOST_SHAPES = 256  # that a stand-in knows at a time
 
 
@@ -81,6 +83,40 @@ class TailStandIn(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
+
+
+class IdleStandIn(nn.Module):
+    """Refuse to run, in the place of a module that the model did not call when it was cut, such as a tower for
+    images.
+    """
+
+    stands_in = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_idle(self)
+
+
+def refuse_idle(module: nn.Module, *_: object) -> None:
+    """Refuse a call of a module that did not run when the model was cut.
+
+    Raises:
+        MeshparError: always.
+    """
+    kind = type(module).__name__.removesuffix("StandIn")
+    raise MeshparError(
+        f"PipelineParallel cut the model by a forward of token ids, which does not call {kind}, and this batch does: "
+        "its inputs are more than token ids; use a mesh without pp for them"
+    )
+
+
+def put(module: nn.Module, name: str, child: nn.Module) -> None:
+    """Put ``child`` into the place of the submodule ``name``."""
+    parent, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(parent)
+    if isinstance(owner, nn.ModuleList):
+        owner[int(leaf)] = child
+    else:
+        setattr(owner, leaf, child)
 
 
 def stand_in(kind: type[nn.Module], old: nn.Module, kept: Collection[int]) -> None:
