@@ -40,9 +40,9 @@ class _OfTarget(TyperCommand):
         """Write the options of the targets among the words."""
         from meshpar.core import registry
 
-        for name in registry.names("meshpar.launchers"):
+        for name in registry.names(registry.LAUNCHERS):
             if name in ctx.meta.get("words", ()):
-                doc = inspect.getdoc(registry.plugin("meshpar.launchers", name)) or ""
+                doc = inspect.getdoc(registry.plugin(registry.LAUNCHERS, name)) or ""
                 formatter.write(
                     f"\nOptions of {name}, as -o KEY=VALUE:\n{doc.partition('Attributes:')[2].strip(chr(10))}\n"
                 )

@@ -25,7 +25,7 @@ from meshpar.launchers.jobs.datasets import data_problems, examples_of, separate
 from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.jobs.models import HEAD_OF, DataFacts, build_transformers, weights_problems
 from meshpar.launchers.recipes.conflicts import folder_problems
-from meshpar.launchers.recipes.named import OBJECTIVES, has_keyword, make_objective, make_own, make_passes
+from meshpar.launchers.recipes.named import has_keyword, make_objective, make_own, make_passes
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.schema import build
 from meshpar.launchers.recipes.sections import Model, Own, OwnOptimizer, model_config, rounded_vocabulary
@@ -319,10 +319,10 @@ def _uneven(recipe: Recipe, plan: Plan, world_size: int) -> Iterator[str]:
 
 def _objective_problems(recipe: Recipe) -> Iterator[str]:
     name = recipe.training.objective
-    if "." not in name and name not in registry.names(OBJECTIVES):
+    if "." not in name and name not in registry.names(registry.OBJECTIVES):
         yield (
             f"{recipe.where('training.objective')}: no objective {name!r} is installed; "
-            f"{suggestion(name, registry.names(OBJECTIVES))}"
+            f"{suggestion(name, registry.names(registry.OBJECTIVES))}"
         )
     elif recipe.teacher is None:
         try:

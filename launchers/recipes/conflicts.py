@@ -12,14 +12,7 @@ from meshpar.checkpoints.storage import place as storage
 from meshpar.core import registry
 from meshpar.core.errors import MeshparError
 from meshpar.homes import expanded
-from meshpar.launchers.recipes.named import (
-    EVALUATIONS,
-    OBJECTIVES,
-    TRACKERS,
-    objective_factory,
-    own_problems,
-    wants_teacher,
-)
+from meshpar.launchers.recipes.named import objective_factory, own_problems, wants_teacher
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, MixSection, Own, mixed_names, model_config
 from meshpar.launchers.recipes.yamlfile import Document, Place
@@ -296,14 +289,14 @@ def calling_problems(recipe: Recipe, document: Document) -> list[str]:
             continue
         given = tuple(name for name in given if name not in section.keywords)
         found += own_problems(factory, section.keywords, document, place, given)
-    if "." in training.objective or training.objective in registry.names(OBJECTIVES):
+    if "." in training.objective or training.objective in registry.names(registry.OBJECTIVES):
         try:
             factory = objective_factory(training.objective)
         except MeshparError as error:
             return [*found, f"{document.where(('training', 'objective'))}: {error}"]
         found += own_problems(factory, training.objective_options, document, ("training", "objective_options"))
-    named = [(TRACKERS, "trackers", "run", recipe.trackers)]
-    named += [(EVALUATIONS, "evaluations", "tokenizer", recipe.evaluations)]
+    named = [(registry.TRACKERS, "trackers", "run", recipe.trackers)]
+    named += [(registry.EVALUATIONS, "evaluations", "tokenizer", recipe.evaluations)]
     for group, heading, argument, entries in named:
         for name, options in entries.items():
             try:

@@ -27,11 +27,7 @@ from meshpar.passes import Pass
 if TYPE_CHECKING:
     from meshpar.training.objectives import Objective
 
-CONVERTERS = "meshpar.converters"
-OBJECTIVES = "meshpar.objectives"
-TRACKERS, EVALUATIONS = "meshpar.trackers", "meshpar.evaluations"
 _TEACHER = "teacher"
-PASSES = "meshpar.passes"
 SHARDING = ("FullyShard", "HybridShard", "Replicate")
 """The passes of data parallelism that come with meshpar."""
 BY_AXIS = (("ep", "ExpertParallel"), ("cp", "ContextParallel"), ("tp", "TensorParallel"))
@@ -96,7 +92,7 @@ def convert_pass(name: str, options: Mapping[str, Any]) -> Translation:
 
 
 def _installed() -> Iterator[Converter]:
-    return (registry.plugin(CONVERTERS, name) for name in registry.names(CONVERTERS))
+    return (registry.plugin(registry.CONVERTERS, name) for name in registry.names(registry.CONVERTERS))
 
 
 def make_importable(folder: Path) -> None:
@@ -161,7 +157,7 @@ def objective_factory(name: str) -> Any:
     """Return what makes the objective called ``name``: a plugin, or what stands at an import path; raises
     MeshparError without one.
     """
-    return registry.plugin(OBJECTIVES, name)
+    return registry.plugin(registry.OBJECTIVES, name)
 
 
 def wants_teacher(factory: Any) -> bool:
@@ -273,13 +269,12 @@ def _checked(written: Written, document: Document, place: Place, problems: list[
 def _made(
     name: str, options: Mapping[str, Any], document: Document, place: Place, problems: list[str]
 ) -> Iterator[Pass]:
-    if "." not in name and name not in registry.names(PASSES):
-        problems.append(
-            f"{document.where(place)}: no pass {name!r} is installed; {suggestion(name, registry.names(PASSES))}"
-        )
+    known = registry.names(registry.PASSES)
+    if "." not in name and name not in known:
+        problems.append(f"{document.where(place)}: no pass {name!r} is installed; {suggestion(name, known)}")
         return
     try:
-        factory: Any = registry.plugin(PASSES, name)
+        factory: Any = registry.plugin(registry.PASSES, name)
         if dataclasses.is_dataclass(factory) and isinstance(factory, type):
             section = _validated(factory, options, document, place, problems)
             if section is not None:

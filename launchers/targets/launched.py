@@ -124,4 +124,4 @@ def _read(path: Path) -> tuple[str, Target, Launched]:
         raise LaunchError(
             f"cannot read {path} ({error}); launch the job again, or use the commands of its engine"
         ) from error
-    return name, make_target(name, registry.plugin("meshpar.launchers", name), options), job
+    return name, make_target(name, registry.plugin(registry.LAUNCHERS, name), options), job

@@ -144,7 +144,7 @@ def _remedy(axis: str) -> str:
 
 
 def _installed() -> list[type[Pass]]:
-    kinds = [registry.plugin("meshpar.passes", name) for name in registry.names("meshpar.passes")]
+    kinds = [registry.plugin(registry.PASSES, name) for name in registry.names(registry.PASSES)]
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Pass)]
 
 

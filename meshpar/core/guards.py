@@ -23,7 +23,6 @@ Guards = Literal["always", "first", "off"]
 alone.
 """
 SETTINGS = ("always", "first", "off")
-GROUP = "meshpar.guards"
 
 
 def check_guards(guards: object) -> None:
@@ -95,5 +94,5 @@ MakesGuards: TypeAlias = Callable[[Guarded], Iterable[Guard]]
 
 def guards_of(guarded: Guarded) -> tuple[Guard, ...]:
     """Return the guards of a module from installed packages."""
-    makers: list[MakesGuards] = [registry.plugin(GROUP, name) for name in registry.names(GROUP)]
+    makers: list[MakesGuards] = [registry.plugin(registry.GUARDS, name) for name in registry.names(registry.GUARDS)]
     return tuple(guard for make in makers for guard in make(guarded))

@@ -15,16 +15,11 @@ from meshpar.core.errors import LayoutError, MeshparError, brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import is_called, shortest_patterns, suggestion
 
-GROUPS = (
-    "meshpar.passes",
-    "meshpar.layouts",
-    "meshpar.guards",
-    "meshpar.objectives",
-    "meshpar.trackers",
-    "meshpar.evaluations",
-    "meshpar.launchers",
-    "meshpar.converters",
-)
+PASSES, LAYOUTS, GUARDS = "meshpar.passes", "meshpar.layouts", "meshpar.guards"
+OBJECTIVES, TRACKERS, EVALUATIONS = "meshpar.objectives", "meshpar.trackers", "meshpar.evaluations"
+LAUNCHERS, CONVERTERS = "meshpar.launchers", "meshpar.converters"
+GROUPS = (PASSES, LAYOUTS, GUARDS, OBJECTIVES, TRACKERS, EVALUATIONS, LAUNCHERS, CONVERTERS)
+"""The groups of entry points."""
 
 
 @cache
@@ -116,8 +111,8 @@ def layout_for(module: nn.Module) -> ModelLayout:
                 f"{type(module).__name__}.meshpar_layout() returned {type(layout).__name__}; expected a ModelLayout"
             )
         return layout
-    for name in names("meshpar.layouts"):
-        layout = plugin("meshpar.layouts", name)(module)
+    for name in names(LAYOUTS):
+        layout = plugin(LAYOUTS, name)(module)
         if layout is not None:
             return layout
     return ModelLayout(blocks=tuple(untied(module, _repeated(module))))

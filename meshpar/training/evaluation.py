@@ -18,8 +18,6 @@ from meshpar.imports import need
 from meshpar.parallelized import Parallelized
 from meshpar.training.generating import generate, log_likelihoods
 
-EVALUATIONS = "meshpar.evaluations"
-
 
 class Tokenizer(Protocol):
     """The part of a tokenizer that evaluations use."""
@@ -53,7 +51,7 @@ def make_evaluation(name: str, tokenizer: Any, options: Mapping[str, Any]) -> Ev
     """Return an evaluation, by name of a plugin or import path; raises MeshparError without it or without its
     package.
     """
-    factory = registry.plugin(EVALUATIONS, name)
+    factory = registry.plugin(registry.EVALUATIONS, name)
     if requires := getattr(factory, "requires", None):
         need(requires[0], extra=requires[1])
     return factory(tokenizer, **options)

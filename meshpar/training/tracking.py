@@ -32,7 +32,6 @@ from meshpar.training.metrics import JsonLines, Metrics
 
 log = logging.getLogger(__name__)
 
-TRACKERS = "meshpar.trackers"
 METRICS, SENT = "metrics.jsonl", "trackers"
 """Names in a run's folder: the records, and the folder that says how many of them each tracker has."""
 PATIENCE_S = 10.0
@@ -141,7 +140,7 @@ class Trackers:
 
 def plugin(name: str) -> Callable[..., Tracker]:
     """Return what makes the tracker called ``name``; raises MeshparError without it or without its package."""
-    made = registry.plugin(TRACKERS, name)
+    made = registry.plugin(registry.TRACKERS, name)
     if requires := getattr(made, "requires", None):
         need(requires[0], extra=requires[1])
     return made
