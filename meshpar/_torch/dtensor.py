@@ -12,8 +12,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -85,17 +86,8 @@ def change_attributes(assign: Callable[[DTensor, object], bool], refuse_numpy: C
             plain.__set__(tensor, value)
 
     mine = property(plain.__get__, write)
-    changed: dict[str, Any] = {"data": mine, "numpy": lambda tensor, **_: refuse_numpy(tensor)}
-    for name, value in changed.items():
-        setattr(DTensor, name, value)
-
-    def undo() -> bool:
-        for name, value in changed.items():
-            if vars(DTensor).get(name) is value:
-                delattr(DTensor, name)
-        return True
-
-    return undo
+    undone = _shadow(DTensor, "data", mine), _shadow(DTensor, "numpy", lambda tensor, **_: refuse_numpy(tensor))
+    return partial(_undo_all, undone)
 
 
 _RANDOM = (
@@ -129,12 +121,12 @@ def change_operators(
         refuse_lost: is called where somebody writes into a view that is a copy, gathered from shards, so that the write
             would be lost.
     """
-    dispatcher: Any = DTensor._op_dispatcher
-    handlers: dict[Any, Any] = dispatcher._custom_op_handlers
-    infer, compute = (
-        dispatcher._propagate_op_sharding_dispatch_slow_path,
-        dispatcher._dispatch_get_local_results_slow_path,
-    )
+    undone = _run_random(draw), _watch_plans(refuse_unknown), _watch_copies(refuse_lost)
+    return partial(_undo_all, undone)
+
+
+def _run_random(draw: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Undo:
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     packets = [getattr(torch.ops.aten, name) for name in _RANDOM]
     random = {
         getattr(packet, overload): draw
@@ -143,7 +135,18 @@ def change_operators(
         if "out" not in overload
     }
     handlers.update({op: handler for op, handler in random.items() if op not in handlers})
-    guards: dict[Any, Any] = {}
+
+    def undo() -> bool:
+        _remove(handlers, random)
+        return True
+
+    return undo
+
+
+def _watch_plans(refuse_unknown: Callable[[Any, Exception], None]) -> Undo:
+    """Call ``refuse_unknown`` where DTensor has no plan for an operator."""
+    dispatcher: Any = DTensor._op_dispatcher
+    infer = dispatcher._propagate_op_sharding_dispatch_slow_path
 
     def inferred(op: Any, *args: Any) -> Any:
         try:
@@ -151,6 +154,16 @@ def change_operators(
         except RuntimeError as error:
             refuse_unknown(op, error)
             raise
+
+    return _shadow(dispatcher, "_propagate_op_sharding_dispatch_slow_path", inferred)
+
+
+def _watch_copies(refuse_lost: Callable[[], NoReturn]) -> Undo:
+    """Mark views that are copies, and call ``refuse_lost`` where one is written."""
+    dispatcher: Any = DTensor._op_dispatcher
+    handlers: dict[Any, Any] = dispatcher._custom_op_handlers
+    compute = dispatcher._dispatch_get_local_results_slow_path
+    guards: dict[Any, Any] = {}
 
     def computed(op: Any, args: tuple[Any, ...], info: Any) -> Any:
         results = compute(op, args, info)
@@ -179,21 +192,34 @@ def change_operators(
         finally:
             handlers[op] = guard
 
-    dispatcher._propagate_op_sharding_dispatch_slow_path, dispatcher._dispatch_get_local_results_slow_path = (
-        inferred,
-        computed,
-    )
+    unset = _shadow(dispatcher, "_dispatch_get_local_results_slow_path", computed)
 
     def undo() -> bool:
-        for op, handler in (random | guards).items():
-            if handlers.get(op) is handler:
-                del handlers[op]
-        for name, changed in (
-            ("_propagate_op_sharding_dispatch_slow_path", inferred),
-            ("_dispatch_get_local_results_slow_path", computed),
-        ):
-            if vars(dispatcher).get(name) is changed:
-                delattr(dispatcher, name)
+        _remove(handlers, guards)
+        return unset()
+
+    return undo
+
+
+def _remove(handlers: dict[Any, Any], mine: Mapping[Any, Any]) -> None:
+    """Take handlers out of a table, but for those that somebody replaced."""
+    for op, handler in mine.items():
+        if handlers.get(op) is handler:
+            del handlers[op]
+
+
+def _undo_all(undone: Sequence[Undo]) -> bool:
+    results = [undo() for undo in undone]  # every one is called
+    return all(results)
+
+
+def _shadow(owner: Any, name: str, value: Any) -> Undo:
+    """Set an attribute of an object, in front of its class's."""
+    setattr(owner, name, value)
+
+    def undo() -> bool:
+        if vars(owner).get(name) is value:
+            delattr(owner, name)
         return True
 
     return undo

@@ -18,7 +18,7 @@ from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Role, find_blocks
 from meshpar.core.resolved import Resolved
 from meshpar.exact.agreement import Agreement
-from meshpar.exact.comparisons import NoComparisons, NoLosses
+from meshpar.exact.comparisons import Comparisons, LossComparison, NoComparisons, NoLosses
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.explain import Explanation
 from meshpar.exact.guards import own_guards
@@ -53,26 +53,14 @@ def attach(
         verify: try what the passes divide in the first forward.
         guards: when the checks compare.
     """
-    unit_pass, mesh = resolved.data_pass, meshes[resolved.spec]
-    held_on = meshes[resolved.held]
+    unit_pass = resolved.data_pass
+    off = guards == "off"
     explanation = Explanation(
         module,
         title,
         splits_features=bool(resolved.divided(Role.FEATURES)),
         unit_pass=None if unit_pass is None else unit_pass.name,
     )
-    split = {axis: mesh.get_group(axis) for axis in resolved.divided(Role.POSITIONS)}
-    compared = () if resolved.splits_sequence else resolved.same
-    always, reduced = guards == "always", resolved.reduced
-    off = guards == "off"
-    layers = resolved.divided(Role.LAYERS)
-    silent = off or bool(layers)  # ranks of other layers call other units, and have no loss
-    alike = [axis for axis, size in resolved.held.axes.items() if size > 1 and axis not in layers]
-    exchange = None
-    if silent and reduced and dist.get_world_size() > 1:
-        stage = [held_on.get_group(axis) for axis in alike]
-        exchange = (lambda: (stage, device)) if layers else Meeting.of(module).exchange
-    groups = {axis: held_on.get_group(axis) for axis in compared}
     guarded = Guarded(
         module=module,
         resolved=resolved,
@@ -82,31 +70,47 @@ def attach(
         lengths=set(),
         guards=guards,
     )
+    agreement, losses = _comparisons(guarded)
     cycle = Cycle(
         module,
         None if off else explanation,
         resolved.same,
         watching=() if off else (*own_guards(guarded), *guards_of(guarded)),
         parts=guarded.lengths,
-        agreement=NoComparisons(module, exchange)
-        if silent
-        else Agreement(
-            module,
-            held_on,
-            reduced,
-            resolved.same,
-            split,
-            device,
-            always=always,
-            predicts=_gathers_alone(module, resolved),
-        ),
-        losses=NoLosses() if silent else Losses(groups, device, always=always),
+        agreement=agreement,
+        losses=losses,
         guards=guards,
     )
     if (features := applied(module).split) is not None and features.arrivals is not None:
         features.arrivals.guards = guards
     renew(cycle, resolved, device, verify=verify)
     return cycle
+
+
+def _comparisons(guarded: Guarded) -> tuple[Comparisons, LossComparison]:
+    """Return what compares the ranks' loops, and what compares their losses."""
+    module, resolved, device = guarded.module, guarded.resolved, guarded.device
+    held_on, layers = guarded.meshes[resolved.held], resolved.divided(Role.LAYERS)
+    if guarded.guards == "off" or layers:  # ranks of other layers call other units, and have no loss
+        exchange = None
+        if resolved.reduced and dist.get_world_size() > 1:
+            alike = [axis for axis, size in resolved.held.axes.items() if size > 1 and axis not in layers]
+            stage = [held_on.get_group(axis) for axis in alike]
+            exchange = (lambda: (stage, device)) if layers else Meeting.of(module).exchange
+        return NoComparisons(module, exchange), NoLosses()
+    always, mesh = guarded.guards == "always", guarded.meshes[resolved.spec]
+    agreement = Agreement(
+        module,
+        held_on,
+        resolved.reduced,
+        resolved.same,
+        {axis: mesh.get_group(axis) for axis in resolved.divided(Role.POSITIONS)},
+        device,
+        always=always,
+        predicts=_gathers_alone(module, resolved),
+    )
+    compared = () if resolved.splits_sequence else resolved.same
+    return agreement, Losses({axis: held_on.get_group(axis) for axis in compared}, device, always=always)
 
 
 def renew(cycle: Cycle, resolved: Resolved, device: torch.device, *, verify: bool) -> None:
