@@ -328,23 +328,14 @@ def export_run(
     if adapted is not None and weights != "trained":
         raise CheckpointError(f"a run that trained adapters (lora) has no averages; drop --weights {weights}")
     if adapters:
-        if adapted is None:
-            raise CheckpointError(
-                f"--adapters: {folder.parent.parent} is not a run that trained adapters (lora); drop --adapters"
-            )
-        if dtype or quantize or layout or config is not None:
-            raise CheckpointError(
-                "adapters are written as saved; drop --dtype, --quantize, --layout and --config, or drop --adapters"
-            )
-        verify_files(folder, read_manifest(folder), verify)
-        return export_adapters(folder, dst, *adapted, overwrite=overwrite)
+        changed = bool(dtype or quantize or layout or config is not None)
+        return _export_alone(folder, dst, adapted, verify, changed=changed, overwrite=overwrite)
     if adapted is not None:
         if layout is not None:
             raise CheckpointError("merged adapters keep the names of the weights below them; drop --layout")
-        settings, base = adapted
-        apart(dst.resolve(), folder, base)
+        apart(dst.resolve(), folder, adapted[1])
         verify_files(folder, read_manifest(folder), verify)
-        model = merged(folder, settings, base)
+        model = merged(folder, *adapted)
     found = beside(folder, config)
     options: dict[str, Any] = {
         "config": found.config,
@@ -367,6 +358,22 @@ def export_run(
         return export_safetensors(
             model, dst, _dtype(dtype), bytes_of(max_shard_size), found.tokenizer, advance, **options
         )
+
+
+def _export_alone(
+    folder: Place, dst: Place, adapted: tuple[LoRA, Place] | None, verify: Verify, *, changed: bool, overwrite: bool
+) -> Place:
+    """Export the adapters of a step without the weights below them; ``changed``: by options that change weights."""
+    if adapted is None:
+        raise CheckpointError(
+            f"--adapters: {folder.parent.parent} is not a run that trained adapters (lora); drop --adapters"
+        )
+    if changed:
+        raise CheckpointError(
+            "adapters are written as saved; drop --dtype, --quantize, --layout and --config, or drop --adapters"
+        )
+    verify_files(folder, read_manifest(folder), verify)
+    return export_adapters(folder, dst, *adapted, overwrite=overwrite)
 
 
 def chosen_step(src: PlaceLike, best: str | None) -> Place:

@@ -80,7 +80,7 @@ def launch_job(
         raise LaunchError(
             "the number of ranks per node is 0; pass --gpus-per-node, or for CPUs --gpus-per-node 0 --nproc RANKS"
         )
-    plugin = make_target(target, registry.plugin("meshpar.launchers", target), options)
+    plugin = make_target(target, registry.plugin(registry.LAUNCHERS, target), options)
     if elastic not in ("", *ELASTIC):
         raise LaunchError(f"--elastic is {elastic!r}; expected {' or '.join(ELASTIC)}")
     if elastic and target != "slurm":
@@ -99,19 +99,7 @@ def launch_job(
     elif check is not None:
         raise LaunchError(f"--check is for scripts, and {what} is a recipe, which is always checked; leave it out")
     else:
-        wants = arguments if mesh is None else [*arguments, f"mesh={_placed(mesh, nodes, ranks)}"]
-        wants = wants if preflight is None else [*wants, f"preflight='{preflight}'"]
-        recipe = load_recipe(what, wants, disks=plugin.shares_disks)
-        spec = _placed(recipe.mesh, nodes, ranks)
-        if is_auto(recipe.mesh if mesh is None else mesh):
-            recipe = _hybrid(recipe)
-        wanted = "warn" if preflight is None and recipe.preflight == "off" else recipe.preflight
-        recipe = recipe.model_copy(update={"mesh": str(spec), "preflight": wanted}).noting(recipe.notes)
-        notes = [
-            *recipe.notes,
-            *_problems_or_notes(recipe, spec, nodes, gpus_per_node, elastic, shares_disks=plugin.shares_disks),
-        ]
-        run, work = recipe.folder.absolute(), {"name": recipe.name, "recipe": recipe.to_yaml(), "mesh": spec}
+        run, work, notes = _recipe(what, arguments, place, mesh, preflight, shares_disks=plugin.shares_disks)
     job, files = _written(plugin, run, {**work, **place, "command": ("meshpar", *sys.argv[1:])})
     path = job.folder / next(iter(files))
     mesh_text = f", {job.mesh}" if job.mesh else ""
@@ -162,6 +150,28 @@ def _script(
             )
     name = what.rpartition(".")[2] if module else Path(what).stem
     return (Path("runs") / name).absolute(), {"name": name, "script": (*(["-m"] if module else []), what, *arguments)}
+
+
+def _recipe(
+    what: str, arguments: Sequence[str], place: _Place, mesh: str | None, preflight: str | None, *, shares_disks: bool
+) -> tuple[Path, dict[str, Any], Sequence[str]]:
+    """Return a recipe's folder of runs, the job's fields that describe the recipe, and notes.
+
+    Raises:
+        MeshparError: listing every problem.
+    """
+    nodes, ranks = place["nodes"], place["ranks_per_node"]
+    wants = arguments if mesh is None else [*arguments, f"mesh={_placed(mesh, nodes, ranks)}"]
+    wants = wants if preflight is None else [*wants, f"preflight='{preflight}'"]
+    recipe = load_recipe(what, wants, disks=shares_disks)
+    spec = _placed(recipe.mesh, nodes, ranks)
+    if is_auto(recipe.mesh if mesh is None else mesh):
+        recipe = _hybrid(recipe)
+    wanted = "warn" if preflight is None and recipe.preflight == "off" else recipe.preflight
+    recipe = recipe.model_copy(update={"mesh": str(spec), "preflight": wanted}).noting(recipe.notes)
+    found = _problems_or_notes(recipe, spec, nodes, place["gpus_per_node"], place["elastic"], shares_disks=shares_disks)
+    fields = {"name": recipe.name, "recipe": recipe.to_yaml(), "mesh": spec}
+    return recipe.folder.absolute(), fields, [*recipe.notes, *found]
 
 
 def _run_check(script: Sequence[str], arguments: Sequence[str]) -> None:
