@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshpar.forecasting.private import grouped_mm_shape, register_device
+from meshpar._torch.shapes import grouped_mm_shape
+from meshpar.forecasting.private import register_device
 
 NAME = "simgpu"
 _HALF = (torch.bfloat16, torch.float16)

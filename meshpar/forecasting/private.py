@@ -9,7 +9,6 @@ Only the simulation's own process calls these, but for :func:`hidden_propagation
   not exist.
 - ``ShardingPropagator._propagate_tensor_meta_non_cached``: DTensor runs operators on fake tensors of the global size to
   learn shapes; nothing of that is allocated, so the recorder must not see it.
-- ``meta_grouped_mm``: knows bfloat16 alone, and devices multiply groups of any floating dtype.
 - ``_chunk_with_empty``: FSDP2 makes a view for every rank's chunk and uses one; with thousands of ranks that takes
   minutes.
 """
@@ -53,18 +52,6 @@ def register_device(name: str, module: object) -> None:
     _outside_fake_mode(DeviceMesh, "__init__", "__getitem__", "_flatten", "_concatenate")
     _outside_fake_mode(device_mesh, "init_device_mesh")
     _make_chunks_lazy()
-
-
-def grouped_mm_shape(
-    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """Return an empty result of a grouped product, of inputs of any dtype."""
-    from torch._meta_registrations import meta_grouped_mm
-
-    shaped = meta_grouped_mm(
-        a.to(torch.bfloat16), b.to(torch.bfloat16), offs, None if bias is None else bias.to(torch.bfloat16)
-    )
-    return shaped.to(out_dtype or a.dtype)
 
 
 def fake_mode() -> FakeTensorMode:

@@ -129,7 +129,7 @@ class Skips(torch.nn.Module):
     def forward(self, ids):
         embedded = self.embed(ids)
         if self.needs:
-            assert self.layers[0].in_features == self.layers[0].out_features
+            self.layers[0].reset_parameters()
             self.needs = False  # as models that choose a kind of attention in their first forward
         first = hidden = self.layers[0](embedded)
         for layer in self.layers[1:]:

@@ -13,8 +13,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from meshpar._torch.shapes import groups_of_any_dtype
 from meshpar.core.errors import brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
@@ -55,17 +56,20 @@ def blocks_in_line(module: nn.Module, layout: ModelLayout) -> list[str]:
 def examine(module: nn.Module, layout: ModelLayout) -> tuple[Anatomy | None, list[str]]:
     """Return the order in which a model calls its modules, and why it cannot be cut between its blocks.
 
-    Pure: a copy without values computes a forward of integers, as a language model gets them; where it cannot in the
-    model's dtype, for which a product of experts may have no kernel without values, in bfloat16.
+    Pure: a copy without values computes a forward of integers, as a language model gets them.
     """
-    names, failed = blocks_in_line(module, layout), ""
-    for dtype in (None, torch.bfloat16):
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), _quietly():
-            try:
-                return _examined(without_values(module, dtype), names)
-            except Exception as error:  # noqa: BLE001 - the code of a user
-                failed = failed or brief(error)
-    return None, [f"a forward of integers {_SAMPLE} cannot be looked at ({failed})"]
+    names = blocks_in_line(module, layout)
+    with _without_memory(), torch.enable_grad():
+        try:
+            return _examined(without_values(module), names)
+        except Exception as error:  # noqa: BLE001 - the code of a user
+            return None, [f"a forward of integers {_SAMPLE} cannot be looked at ({brief(error)})"]
+
+
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True), groups_of_any_dtype(), _quietly():
+        yield
 
 
 def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, list[str]]:
@@ -88,15 +92,18 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
             taken.append(args[0] if args and isinstance(args[0], Tensor) else None)
 
     def after(name: str, child: nn.Module, args: object, output: Any) -> None:
-        widths.append(len(output) - 1 if isinstance(output, tuple) else -1)
-        value = output[0] if isinstance(output, tuple) and output else output
+        widths.append(len(output) - 1 if isinstance(output, tuple | list) else -1)
+        value = output[0] if isinstance(output, tuple | list) and output else output
         carried.append(value if isinstance(value, Tensor) else torch.empty(0))
 
-    def begins(name: str, child: nn.Module, args: object, output: Any) -> None:
-        if not taken:
-            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-            beginnings.update(leaf.grad_fn for leaf in leaves)
-            returned.extend((name, leaf, leaf._version) for leaf in leaves)
+    def begins(name: str, child: nn.Module, args: object, output: Any) -> Any:
+        if taken:
+            return output
+        output = tree_map_only(Tensor, _in_graph, output)
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        beginnings.update(leaf.grad_fn for leaf in leaves)
+        returned.extend((name, leaf, leaf._version) for leaf in leaves)
+        return output
 
     with ExitStack() as stack:
         for name, child in owners.items():
@@ -127,7 +134,7 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
         problems.append(f"{both[0]} runs before and behind its blocks")
     idle = [name for name in {**blocks, **owners} if name not in calls]
     if needed := [name for name in idle if _is_used(twin, name, calls)]:
-        problems.append(f"{needed[0]} has parameters and is not called, but its parts are")
+        problems.append(f"{needed[0]} has parameters that other modules use, and is not called")
     if any(True for _ in twin.parameters(recurse=False)):
         problems.append("the outermost module has parameters of its own")
     if around := [name for name in (*head, *tail) if any(block.startswith(f"{name}.") for block in names)]:
@@ -141,6 +148,11 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
         width=widths[0],
         written=frozenset(name for name, tensor, version in returned if tensor._version != version),
     ), problems
+
+
+def _in_graph(tensor: Tensor) -> Tensor:
+    """Return a value that was computed without gradients, such as fixed positions, so that the graph tells its uses."""
+    return tensor if tensor.grad_fn is not None or not tensor.is_floating_point() else tensor.requires_grad_().clone()
 
 
 def _is_used(twin: nn.Module, name: str, calls: Collection[str]) -> bool:
@@ -162,16 +174,11 @@ def _quietly() -> Iterator[None]:
         log.disabled = before
 
 
-def without_values(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a copy of a module whose tensors have shapes and no values; called in a ``FakeTensorMode``.
-
-    Args:
-        module: any module.
-        dtype: of its floating-point parameters; None: their own.
-    """
+def without_values(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose tensors have shapes and no values; called in a ``FakeTensorMode``."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        kind = parameter.dtype
         trains = kind.is_floating_point or kind.is_complex  # frozen ones, too: the graph tells what crosses a cut
         memo[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=kind), requires_grad=trains)
     for buffer in module.buffers():
@@ -187,29 +194,21 @@ def check_stages(module: nn.Module, anatomy: Anatomy, firsts: Sequence[int]) -> 
         anatomy: what :func:`examine` returned of it.
         firsts: the first block of each stage.
     """
-    for first, end in zip(firsts[1:], [*firsts[2:], len(anatomy.blocks)]):
-        others = (*anatomy.blocks[:first], *anatomy.blocks[end:])
-        failed = _failure(module, anatomy, others, None)
-        if failed and _failure(module, anatomy, others, torch.bfloat16):
-            return [f"its forward needs more of the blocks before {anatomy.blocks[first]} than their result ({failed})"]
-    return []
-
-
-def _failure(module: nn.Module, anatomy: Anatomy, others: Sequence[str], dtype: torch.dtype | None) -> str:
-    """Return why a forward fails in which ``others`` are stand-ins; "" where it does not."""
     form = Carried()
     form.width = anatomy.width
-    with FakeTensorMode(allow_non_fake_inputs=True), _quietly():
-        twin = without_values(module, dtype)
-        for old in [twin.get_submodule(name) for name in anatomy.idle]:
-            stand_in(IdleStandIn, old, ())
-        for name in others:
-            put(twin, name, BlockStandIn(form))
-        try:
-            twin(torch.zeros(_SAMPLE, dtype=torch.int64))
-        except Exception as error:  # noqa: BLE001 - the code of a user
-            return brief(error)
-    return ""
+    for first, end in zip(firsts[1:], [*firsts[2:], len(anatomy.blocks)]):
+        with _without_memory():
+            twin = without_values(module)
+            for old in [twin.get_submodule(name) for name in anatomy.idle]:
+                stand_in(IdleStandIn, old, ())
+            for name in (*anatomy.blocks[:first], *anatomy.blocks[end:]):
+                put(twin, name, BlockStandIn(form, twin.get_submodule(name)))
+            try:
+                twin(torch.zeros(_SAMPLE, dtype=torch.int64))
+            except Exception as error:  # noqa: BLE001 - the code of a user
+                last = anatomy.blocks[first]
+                return [f"its forward needs more of the blocks before {last} than their result ({brief(error)})"]
+    return []
 
 
 def _crossings(

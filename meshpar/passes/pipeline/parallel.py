@@ -108,7 +108,7 @@ class PipelineParallel(Pass):  # type: ignore[override]
         carried = Carried()
         for name in anatomy.blocks:
             if name not in mine:
-                put(module, name, BlockStandIn(carried))
+                put(module, name, BlockStandIn(carried, module.get_submodule(name)))
         kept = {id(module.get_parameter(name)) for name, at in shared.items() if rank in at}
         for name, old in [(name, module.get_submodule(name)) for name in anatomy.head if rank > 0]:
             twin = twin_of(old)

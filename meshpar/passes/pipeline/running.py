@@ -235,11 +235,11 @@ class Layers:
 
     @contextmanager
     def _running(self) -> Any:
-        self._runs = True
+        self._runs, self._carried.device = True, self._device
         try:
             yield
         finally:
-            self._runs = False
+            self._runs, self._carried.device = False, None
 
     def end_early(self) -> None:
         """Let the model fail where it computes with stand-ins behind the value that is handed on: a loss inside it
@@ -284,7 +284,7 @@ class Layers:
             if place < len(self._chunks) - 1 or self.rank < self.ranks - 1:
                 chunk.blocks[-1].register_forward_hook(self._hand_on)
             for block in chunk.blocks if len(self._chunks) > 1 else ():
-                self._only_in(place, block, BlockStandIn(self._carried))
+                self._only_in(place, block, BlockStandIn(self._carried, block))
         for child in self._tail if len(self._chunks) > 1 else ():
             self._only_in(len(self._chunks) - 1, child, TailStandIn())
 
@@ -335,9 +335,9 @@ class Layers:
     def _hand_on(self, block: nn.Module, args: object, output: Any) -> None:
         if not self._runs:
             return
-        value = output[0] if isinstance(output, tuple) else output
+        value = output[0] if isinstance(output, tuple | list) else output
         self._left, data = value, value.detach().contiguous()
-        self._carried.width = width = len(output) - 1 if isinstance(output, tuple) else -1
+        self._carried.width = width = len(output) - 1 if isinstance(output, tuple | list) else -1
         known = [self._number, self._count, self._digest, self._stage]
         header = [_DTYPES.index(data.dtype), width, data.ndim, *known, *data.shape]
         header += [0] * (_HEADER + _MOST_DIMS - len(header))

@@ -8,10 +8,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from meshpar.core.errors import MeshparError
 
+_SETTINGS = str | int | float | None
 _MOST_SHAPES = 256  # that a stand-in knows at a time
 
 
@@ -22,21 +23,30 @@ class Carried:
     Attributes:
         width: number of further values that a block returns beside it, in a tuple; -1: it returns the value alone.
         dtype: of the value.
+        device: on which a forward runs; None where none does.
     """
 
     def __init__(self) -> None:
         self.width, self.dtype = -1, torch.get_default_dtype()
+        self.device: torch.device | None = None
 
 
 @final
 class BlockStandIn(nn.Module):
-    """Return the value that a block is called with, in the form in which blocks return it."""
+    """Return the value that a block is called with, in the form in which blocks return it.
+
+    Args:
+        carried: the form.
+        block: whose settings, such as a kind of attention, the model may read here, too.
+    """
 
     stands_in = True
 
-    def __init__(self, carried: Carried) -> None:
+    def __init__(self, carried: Carried, block: nn.Module) -> None:
         super().__init__()
         self._carried = carried
+        settings = {name: value for name, value in vars(block).items() if isinstance(value, _SETTINGS)}
+        self.__dict__.update({name: value for name, value in settings.items() if name not in vars(self)})
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         width = self._carried.width
@@ -58,10 +68,21 @@ class HeadStandIn(nn.Module):
     written: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        value = torch.full((), torch.nan, dtype=self.carried.dtype, device=device)
+        value = torch.full((), torch.nan, dtype=self.carried.dtype, device=self.carried.device)
         empty = tree_map_only(Tensor, lambda tensor: value.expand(tensor.shape), self._returned(args, kwargs))
         return tree_map_only(Tensor, torch.clone, empty) if self.written else empty
+
+    def __getattr__(self, name: str) -> Any:
+        """Return NaN in the shape of a parameter to a forward that asks for its device or dtype."""
+        value = super().__getattr__(name)
+        if value is None and self.carried.device is not None and name in self.twin[0]._parameters:
+            was: Any = self.twin[0]._parameters[name]
+            return (
+                None
+                if was is None
+                else torch.full((), torch.nan, dtype=was.dtype, device=self.carried.device).expand(was.shape)
+            )
+        return value
 
     def _returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the shapes of what the module returns, found once for inputs of the same shapes."""
