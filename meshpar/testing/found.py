@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ class Found:
     """Settings of this process, and the functions of meshpar and torch, before a test."""
 
     def __init__(self) -> None:
-        self._folder, self._values = os.getcwd(), _values()
+        self._folder, self._names = os.getcwd(), _names()
 
     def restore(self, test: str) -> None:
         """Put settings back, and refuse patches that ``test`` left.
@@ -31,13 +32,14 @@ class Found:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(1)
         gc.collect()  # a module of the test may still have its patches in torch
-        values = _values()
+        names = _names()
         changed = sorted(
-            ".".join(place)
-            for place, before in self._values.items()
-            if (now := values.get(place, before)) is not before and not _is_expected(place, now)
+            f"{place}.{key}"
+            for place, known in self._names.items()
+            for key, now in _replaced(place, known, names.get(place, known))
+            if not _is_expected(place, now)
         )
-        self._values = values
+        self._names = names
         if changed:
             raise AssertionError(
                 f"{test} left {', '.join(changed)} changed in ranks that run the next test, expected everything as it "
@@ -45,23 +47,40 @@ class Found:
             )
 
 
-def _values() -> dict[tuple[str, str], Any]:
-    """Return the functions, methods and constants of meshpar, and the best known functions of torch."""
-    found: dict[tuple[str, str], Any] = {}
+def _names() -> dict[str, dict[str, Any]]:
+    """Return what names of modules and classes stand for: all of meshpar's, and the best known of torch's."""
+    found: dict[str, dict[str, Any]] = {}
     for name, module in list(sys.modules.items()):
-        ours = name.partition(".")[0] == "meshpar"
-        if not ours and name not in _WATCHED and name.rpartition(".")[0] not in _WATCHED[1:]:
+        if not _is_ours(name) and name not in _WATCHED and name.rpartition(".")[0] not in _WATCHED[1:]:
             continue
-        for key, value in list(vars(module).items()):
-            kind = type(value)  # isinstance() makes torch.distributed.reduce_op warn
-            if issubclass(kind, type) and value.__module__ == name:
-                found |= {(f"{name}.{key}", inner): method for inner, method in vars(value).items() if callable(method)}
-            elif callable(value) or (ours and issubclass(kind, int | float | str | tuple)):
-                found[name, key] = value
+        found[name] = dict(vars(module))
+        for key, value in found[name].items():
+            if issubclass(type(value), type) and value.__module__ == name:
+                found[f"{name}.{key}"] = dict(vars(value))
     return found
 
 
-def _is_expected(place: tuple[str, str], function: object) -> bool:
+def _replaced(place: str, known: dict[str, Any], names: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the functions that other ones have replaced in a module or class, and meshpar's constants."""
+    try:
+        if known == names:  # what is the same object is not looked into
+            return
+    except Exception:  # noqa: BLE001  such as tensors that are compared
+        pass
+    kinds = (int, float, str, tuple) if _is_ours(place) and place in sys.modules else ()
+    for key, before in known.items():
+        now = names.get(key, before)
+        if now is before or (issubclass(type(before), type) and before.__module__ == place):
+            continue  # of a class its methods are compared
+        if all(callable(one) or issubclass(type(one), kinds) for one in (before, now)):
+            yield key, now
+
+
+def _is_ours(place: str) -> bool:
+    return place.partition(".")[0] == "meshpar"
+
+
+def _is_expected(place: str, function: object) -> bool:
     """Whether torch wraps it once for a whole process, as optimizers and the compiler do, or meshpar in torch."""
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
-    return file.startswith(_TORCH) or (file.startswith(_MESHPAR) and place[0].startswith("torch"))
+    return file.startswith(_TORCH) or (file.startswith(_MESHPAR) and place.startswith("torch"))
