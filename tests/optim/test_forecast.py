@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 
 from meshpar import FullyShard, Plan
-from meshpar.forecasting import Batch, forecast
+from meshpar.forecasting import Batch
+from meshpar.forecasting.simulate import Simulation, simulate
 from meshpar.optim import Muon, SmallAdamW
 from meshpar.placements import local_tensor
 from meshpar.testing import on_ranks
@@ -34,5 +36,6 @@ def check(expected):
 def test_a_rank_holds_the_bytes_of_the_forecast():
     with torch.device("meta"):
         module = BUILD()
-    plan, batch = Plan("dp_shard=2", [FullyShard()]), Batch(sequence=16)
-    check([forecast(plan, module, batch, hardware="h100", optimizer=make).trace.exact["optimizer"] for make in MAKES])
+    step = Simulation(plan=Plan("dp_shard=2", [FullyShard()]), model=module, batch=Batch(sequence=16), world_size=2)
+    traces = simulate([replace(step, optimizer=make) for make in MAKES], workers=2)
+    check([trace.exact["optimizer"] for trace in traces])
