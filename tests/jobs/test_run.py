@@ -368,10 +368,10 @@ def test_inside_torchrun_it_is_one_of_its_ranks(tmp_path: Path) -> None:
 
 
 def test_a_node_that_does_not_come_is_named_within_the_bound() -> None:
-    head = f"127.0.0.1:{free_port()}"
+    head, wait_s = f"127.0.0.1:{free_port()}", float(round(patient(3)))
 
     def come(node: int) -> str:
-        with pytest.raises(LaunchError) as raised, checked_in(head, node, 3, "", 3.0):
+        with pytest.raises(LaunchError) as raised, checked_in(head, node, 3, "", wait_s):
             pass
         return str(raised.value)
 
@@ -379,7 +379,8 @@ def test_a_node_that_does_not_come_is_named_within_the_bound() -> None:
     with ThreadPoolExecutor() as pool:  # processes would have to be equally quick to start
         outputs = list(pool.map(come, (0, 2)))
     here = socket.gethostname()
-    assert outputs == [f"these nodes did not connect to {head} within 3 s: 1; connected: 0 ({here}), 2 ({here})"] * 2
+    message = f"these nodes did not connect to {head} within {wait_s:g} s: 1; connected: 0 ({here}), 2 ({here})"
+    assert outputs == [message] * 2
     assert time.monotonic() - began < patient(20)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import socket
 import time
 
 import pytest
@@ -16,6 +15,7 @@ import meshpar
 from meshpar.serving import receive, send
 from meshpar.testing import on_ranks
 from tests.support.models_for_parity import transformer
+from tests.support.object_store import free_ports
 from tests.support.patience import patient
 
 SHAPES = [(64, 1000), (100_000,), (0,), (3,)]
@@ -40,7 +40,7 @@ class Same:
 def sending(address, first, stop):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for version in range(first, stop):
-        while not (sent := send(Same(version), address, timeout_s=5)).acknowledged:
+        while not (sent := send(Same(version), address, timeout_s=patient(5))).acknowledged:
             assert sent.problem
             time.sleep(0.01)
         time.sleep(0.02)  # so that kills find it at work
@@ -48,7 +48,7 @@ def sending(address, first, stop):
 
 
 def receiving(address, log):
-    with receive(address, timeout_s=5) as receiver, open(log, "a") as file:
+    with receive(address, timeout_s=patient(5)) as receiver, open(log, "a") as file:
         seen = 0
         while seen < STOP - 1:
             weights = receiver.newest
@@ -67,8 +67,7 @@ STOP = 101
 
 @pytest.mark.parametrize("kills", [6, pytest.param(30, marks=pytest.mark.long)])
 def test_each_version_that_is_served_is_whole_whoever_is_killed(tmp_path, kills):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"  # which no system hands to another while the receiver is killed
     fork, log, draws = multiprocessing.get_context("fork"), tmp_path / "log", random.Random(0)
 
     def newest():
@@ -114,7 +113,7 @@ def test_a_parallel_models_weights_come_as_they_are_streamed() -> None:
     assert sent.acknowledged and sent.version == 7, sent
     expected = dict(stream)
     if receiver:
-        weights = receiver.wait(7, 5)
+        weights = receiver.wait(7, patient(5))
         assert weights.digest == sent.digest and list(weights.tensors) == list(expected)
         assert all(torch.equal(weights.tensors[name], each) for name, each in expected.items())
         with pytest.raises(meshpar.MeshparError, match="version 8 did not come"):

@@ -11,6 +11,7 @@ import torch
 from meshpar import FullyShard, HybridShard, Plan, TensorParallel
 from meshpar.testing import on_ranks
 from tests.support.models_for_parity import VOCAB, transformer
+from tests.support.patience import patient
 from tests.support.tiers import daily
 
 PLANS = {
@@ -105,7 +106,7 @@ def in_a_thread(rounds: int) -> None:
     thread.start()
     for step in range(rounds):
         torch.testing.assert_close(logits(pars[0], step), expected(pars[0], ones[0], step), rtol=1e-4, atol=1e-5)
-    thread.join(60)
+    thread.join(patient(60))
     assert found == [True], found
 
 
