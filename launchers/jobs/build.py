@@ -43,7 +43,7 @@ from meshpar.training.experts import balance_problems
 from meshpar.training.generating import check_whole
 from meshpar.training.lora import add_adapters
 from meshpar.training.objectives import Objective, freeze, teacher_problems
-from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, parameter_groups, scaled_rate
+from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, parameter_groups, scale_rates, scaled_rate
 from meshpar.training.profile import LEAST as PROFILED
 from meshpar.training.settings import TrainSettings
 from meshpar.training.tracking import tracker_problem
@@ -173,11 +173,27 @@ def settings_of(recipe: Recipe) -> TrainSettings:
 
 
 def optimizer_of(recipe: Recipe) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """Return what makes the optimizer of a module; it can be sent to another process."""
+    """Return what makes the optimizer of a module, with its rates; it can be sent to another process."""
     section = recipe.optimizer
+    return functools.partial(_rated, _optimizer_of(section), section.rates, section.layer_decay)
+
+
+def _optimizer_of(section: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:  # noqa: ANN401 - of either kind
     if isinstance(section, OwnOptimizer):
         return functools.partial(own_optimizer, section.class_, {**section.keywords, "lr": section.lr})
     return functools.partial(build_adamw, settings=build(AdamWSettings, section))
+
+
+def _rated(
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    rates: Mapping[str, float],
+    layer_decay: float | None,
+    module: nn.Module,
+) -> torch.optim.Optimizer:
+    optimizer = make(module)
+    if rates or layer_decay is not None:
+        scale_rates(optimizer, module, rates, layer_decay=layer_decay)
+    return optimizer
 
 
 def own_optimizer(path: str, keywords: Mapping[str, Any], module: nn.Module) -> torch.optim.Optimizer:
@@ -282,6 +298,11 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
         if separates(recipe) and not takes_positions(model):
             problems.append(f"{recipe.where('data.documents')}: {untaken(model)}")
         problems += _uneven(recipe, plan, world_size)
+        if recipe.optimizer.rates or recipe.optimizer.layer_decay is not None:
+            try:
+                optimizer_of(recipe)(model)
+            except MeshparError as error:
+                problems.append(f"{recipe.where('optimizer')}: {error}")
         if isinstance(recipe.optimizer, OwnOptimizer):
             problems += _optimizer_problems(
                 recipe,
@@ -334,7 +355,7 @@ def _objective_problems(recipe: Recipe) -> Iterator[str]:
 def _optimizer_problems(recipe: Recipe, model: nn.Module, *, divides: bool, shards: bool) -> Iterator[str]:
     """Yield what an optimizer of the user's lacks for a plan that divides its state, or that shards parameters."""
     try:
-        make = optimizer_of(recipe)
+        make = _optimizer_of(recipe.optimizer)
         optimizer = make(model)
         known = getattr(type(optimizer), "takes_module", False) or isinstance(optimizer, torch.optim.Adafactor)
         if shards and not known:

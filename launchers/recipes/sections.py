@@ -265,10 +265,15 @@ class OptimizerSection(_AdamWFields):
     Attributes:
         lr: peak learning rate of the schedule.
         scale_lr: growth of ``lr`` with the number of data ranks, see :func:`meshpar.training.optimizer.scaled_rate`.
+        rates: factors of the learning rate by pattern of modules or parameters: ``{embed: 0.1}``.
+        layer_decay: factor of the learning rate of each block, from the last one down; see
+            :func:`meshpar.training.scale_rates`.
     """
 
     name: Literal["adamw"] = "adamw"
     scale_lr: Scaling = "none"
+    rates: dict[str, Annotated[float, Bound(gt=0)]] = Field(default_factory=dict)
+    layer_decay: Annotated[float, Bound(gt=0)] | None = None
 
 
 @final
@@ -279,11 +284,16 @@ class OwnOptimizer(Own):
     Attributes:
         lr: peak learning rate of the schedule.
         scale_lr: growth of ``lr`` with the number of data ranks, see :func:`meshpar.training.optimizer.scaled_rate`.
+        rates: factors of the learning rate by pattern of modules or parameters: ``{embed: 0.1}``.
+        layer_decay: factor of the learning rate of each block, from the last one down; see
+            :func:`meshpar.training.scale_rates`.
     """
 
     name: Literal["own"] = "own"
     lr: Annotated[float, Bound(gt=0)]
     scale_lr: Scaling = "none"
+    rates: dict[str, Annotated[float, Bound(gt=0)]] = Field(default_factory=dict)
+    layer_decay: Annotated[float, Bound(gt=0)] | None = None
 
 
 Optimizer = Annotated[OptimizerSection | OwnOptimizer, Field(discriminator="name")]

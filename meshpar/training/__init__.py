@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshpar.training.lora import Adapters, LoRA, WithAdapters, add_adapters
     from meshpar.training.metrics import peak_flops, peak_memory
     from meshpar.training.objectives import CausalLM, Distillation, Objective, Seq2Seq, SequenceClassification, freeze
-    from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw
+    from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw, scale_rates
     from meshpar.training.quorum import Lighthouse
     from meshpar.training.samples import LabelledExamples, MixedSamples, PackedTokens, PairedExamples
     from meshpar.training.settings import TrainSettings
@@ -66,6 +66,7 @@ __all__ = [
     "log_likelihoods",
     "peak_flops",
     "peak_memory",
+    "scale_rates",
     "write_tokens",
 ]
 
@@ -111,6 +112,7 @@ _HOMES = {
     "log_likelihoods": "generating",
     "peak_flops": "metrics",
     "peak_memory": "metrics",
+    "scale_rates": "optimizer",
     "write_tokens": "tokens",
 }
 

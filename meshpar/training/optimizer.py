@@ -10,8 +10,13 @@ from typing import Annotated, Any, Literal, final
 import torch
 from torch import nn
 
-from meshpar.core.errors import RecipeError
-from meshpar.core.patterns import suggestion
+from meshpar.core.errors import MeshparError, RecipeError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.passes import unmatched
+from meshpar.core.patterns import covers, matches, suggestion
+from meshpar.core.registry import layout_for
+from meshpar.parallelized import Parallelized
+from meshpar.passes.applied import applied
 from meshpar.placements import by_device, local_tensor
 from meshpar.training.settings import Bound, Count, Part, bound_problems
 
@@ -84,6 +89,86 @@ def parameter_groups(module: nn.Module, weight_decay: float | None) -> list[dict
     if not groups:
         raise RecipeError("no parameter of the model requires a gradient; there is nothing to train")
     return list(groups.values())
+
+
+def scale_rates(
+    optimizer: torch.optim.Optimizer,
+    module: nn.Module | Parallelized,
+    rates: Mapping[str, float] | None = None,
+    *,
+    layer_decay: float | None = None,
+) -> None:
+    """Multiply the learning rates of parameters by factors that follow from their names, the same on every mesh.
+
+    Groups of the optimizer are divided; a group's ``lr_scale`` is its factor, which schedules and checkpoints keep.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from meshpar.training import scale_rates
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    >>> scale_rates(optimizer, model, {"0": 0.5})
+    >>> [(group["lr"], len(group["params"])) for group in optimizer.param_groups]
+    [(0.05, 2), (0.1, 2)]
+
+    Args:
+        optimizer: has made no step yet.
+        module: the module or its ``Parallelized``, whose parameters the optimizer has.
+        rates: pattern of parameters, or of modules for all of theirs -> factor; the first pattern that matches counts.
+        layer_decay: factor of each block from the last one down, times that of ``rates`` (Clark et al., ELECTRA, 2020):
+            of n blocks of the layout, the last has ``layer_decay``, the first ``layer_decay ** n``, what is registered
+            before the blocks ``layer_decay ** (n + 1)``, and what comes behind them 1.
+
+    Raises:
+        MeshparError: a pattern matches nothing, a factor is not above 0, the layout names no blocks, or a weight is
+            tied over stages of ``pp``.
+    """
+    module = module if isinstance(module, nn.Module) else module.module
+    rates, known = dict(rates or {}), applied(module)
+    given = [*rates.values()] if layer_decay is None else [*rates.values(), layer_decay]
+    if wrong := [factor for factor in given if not factor > 0]:
+        raise MeshparError(f"a factor of a learning rate must be above 0, got {wrong[0]}")
+    if known.layers is not None and known.layers.shared:
+        raise MeshparError(
+            "scale_rates: embedding and head are tied over stages of pp, where each stage names the weight in its own "
+            "way; use a mesh without pp, or a model whose weights are not tied"
+        )
+    factors, used = dict[int, float](), set[str]()
+    depths = {} if layer_decay is None else _depths(module, known.layout or layout_for(module))
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found = [pattern for pattern in rates if covers(pattern, name)]
+        used |= set(found)
+        if found or id(parameter) not in factors:
+            factor = rates[found[0]] if found else 1.0
+            factors[id(parameter)] = factor * (layer_decay or 1.0) ** depths.get(id(parameter), 0)
+    if (lost := [pattern for pattern in rates if pattern not in used]) and known.layers is None:
+        raise MeshparError(unmatched(f"rates pattern {lost[0]!r}", lost[0], module))
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        parts: dict[float, list[torch.Tensor]] = {}
+        for parameter in group["params"]:
+            parts.setdefault(factors[id(parameter)], []).append(parameter)
+        scale, lr = group.get("lr_scale", 1.0), group["lr"]
+        groups += [{**group, "params": part, "lr": lr * own, "lr_scale": scale * own} for own, part in parts.items()]
+    optimizer.param_groups[:] = groups
+
+
+def _depths(module: nn.Module, layout: ModelLayout) -> dict[int, int]:
+    """Return by ``id`` of a parameter how many blocks are behind it, its own included; one more before all blocks."""
+    names = [name for name, _ in module.named_modules()]
+    blocks = [name for name in names if any(matches(pattern, name) for pattern in layout.blocks)]
+    if not blocks:
+        raise MeshparError(
+            "layer_decay: the model's layout names no blocks; give ModelLayout(blocks=...), or use rates"
+        )
+    depths, begun = dict[int, int](), 0
+    for name, child in module.named_modules():
+        begun += name in blocks
+        inside = next((place for place, block in enumerate(blocks) if f"{name}.".startswith(f"{block}.")), None)
+        behind = len(blocks) - (begun if inside is None else inside)
+        for parameter in child.parameters(recurse=False):
+            depths.setdefault(id(parameter), behind + (inside is None and not begun))
+    return depths
 
 
 @final

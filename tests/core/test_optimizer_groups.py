@@ -8,7 +8,7 @@ import torch
 from meshpar import CheckpointError, FullyShard, MeshparError, Plan, TensorParallel
 from meshpar.checkpoints import CheckpointManager
 from meshpar.testing import on_ranks
-from meshpar.training.optimizer import AdamWSettings, build_adamw
+from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, scale_rates
 from tests.support.models_for_parity import VOCAB, gpt2
 
 PLANS = {"dp_shard=2,tp=2": [TensorParallel(), FullyShard()], "dp_shard=4": [FullyShard()]}
@@ -59,6 +59,52 @@ def test_settings_are_restored_on_another_mesh(tmp_path):
             match=r"parameter group 0 joins parameters that the checkpoint has with other options: lr \['0.001', '0.003'\]",
         ):
             manager.restore(other, plain)
+
+
+RATES = {"**.bias": 2.0, "transformer.wte": 0.1}
+
+
+@on_ranks(4)
+def test_rates_by_name_and_depth_are_those_of_one_process_and_restored(tmp_path):
+    alone = gpt2()
+    expected = told_rates(alone, build_adamw(alone, AdamWSettings(lr=1e-2)))
+    assert len(set(expected.values())) > 4 and expected["transformer.h.0.attn.c_attn.weight"] == pytest.approx(
+        (5e-3 / 2, 0.25)
+    )
+    for mesh, other in zip(PLANS, reversed(PLANS), strict=True):
+        par, optimizer = job(mesh)
+        assert told_rates(par.module, optimizer) == expected
+        Schedule(name="constant", lr=1e-3).apply(optimizer, 0)
+        with CheckpointManager(tmp_path / str(len(mesh))) as manager:
+            manager.save(1, par, optimizer)
+            again, fresh = job(other)
+            told_rates(again.module, fresh)
+            for group in fresh.param_groups:
+                group["lr_scale"] = 7.0
+            manager.restore(again, fresh)
+        assert told(again, fresh) == told(par, optimizer)
+        Schedule(name="constant", lr=1e-2).apply(fresh, 0)
+        found = {name: lr for name, (lr, _) in told(again, fresh).items()}
+        assert found == pytest.approx({name: lr for name, (lr, _) in expected.items()})
+
+
+def told_rates(module, optimizer):
+    scale_rates(optimizer, module, RATES, layer_decay=0.5)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {
+        names[id(parameter)]: (group["lr"], group["lr_scale"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def test_rates_that_match_nothing_or_have_no_blocks_are_refused():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(net.parameters())
+    with pytest.raises(MeshparError, match=r"rates pattern 'transformer\.wte' matches no module"):
+        scale_rates(optimizer, net, {"transformer.wte": 0.1})
+    with pytest.raises(MeshparError, match="names no blocks"):
+        scale_rates(optimizer, net, layer_decay=0.5)
 
 
 @on_ranks(2)
