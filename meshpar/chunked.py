@@ -39,6 +39,7 @@ def chunked_token_loss(
     chunk: int = CHUNK,
     ignore_index: int = IGNORE_INDEX,
     reduction: str = "mean",
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Run ``model`` and return the loss of :func:`meshpar.token_loss`, without ever holding all logits.
 
@@ -54,7 +55,7 @@ def chunked_token_loss(
             :func:`head_of` finds.
         chunk: positions at a time.
         ignore_index: the label of positions that do not count.
-        reduction: ``"mean"`` or ``"sum"``, as for :func:`meshpar.token_loss`.
+        reduction, z_loss: as for :func:`meshpar.token_loss`.
 
     Raises:
         MeshparError: the model has no such output, or changes its logits after the head (by a scale or a cap, say).
@@ -64,10 +65,11 @@ def chunked_token_loss(
     if chunk < 1:
         raise MeshparError(f"chunk={chunk} must be 1 or more")
     reduced = reduction_of(reduction, labels_BL, ignore_index)
+    how = {"ignore_index": ignore_index, "z_loss": z_loss}
 
     def loss(finish: Step, hidden_ND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         wanted = torch.is_grad_enabled()
-        return _Chunked.apply(finish, wanted, chunk, ignore_index, labels_BL.flatten(), hidden_ND, weight, bias)
+        return _Chunked.apply(finish, wanted, chunk, how, labels_BL.flatten(), hidden_ND, weight, bias)
 
     return reduced(run_with(model, inputs, labels_BL, head, loss))
 
@@ -217,7 +219,7 @@ class _Chunked(torch.autograd.Function):
         finish: Step,
         wanted: bool,
         chunk: int,
-        ignore_index: int,
+        how: Mapping[str, Any],
         labels_N: Tensor,
         hidden_ND: Tensor,
         weight_VD: Tensor,
@@ -229,7 +231,7 @@ class _Chunked(torch.autograd.Function):
             part = slice(start, start + chunk)
             logits_nV = F.linear(hidden_ND[part], weight_VD, bias_V).requires_grad_(wanted)
             with torch.set_grad_enabled(wanted):
-                loss = token_loss(finish(logits_nV), labels_N[part], ignore_index=ignore_index, reduction="sum")
+                loss = token_loss(finish(logits_nV), labels_N[part], reduction="sum", **how)
             total += loss.detach()
             if grads is not None:
                 grads.add(part, torch.autograd.grad(loss, logits_nV)[0])

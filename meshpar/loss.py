@@ -72,7 +72,12 @@ class Totals:
 
 
 def token_loss(
-    logits_BLV: torch.Tensor, labels_BL: torch.Tensor, *, ignore_index: int = IGNORE_INDEX, reduction: str = "mean"
+    logits_BLV: torch.Tensor,
+    labels_BL: torch.Tensor,
+    *,
+    ignore_index: int = IGNORE_INDEX,
+    reduction: str = "mean",
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """Return the cross entropy of every token, in float32.
 
@@ -86,6 +91,8 @@ def token_loss(
             (from a head under ``TensorParallel(loss_parallel=True)``), which no rank ever holds whole.
         labels_BL: the correct token of each position; positions with ``ignore_index`` do not count.
         reduction: ``"sum"``, or ``"mean"`` over the tokens that count (NaN if none counts, like torch).
+        z_loss: weight of the squared log of the softmax's denominator, added for each token that counts; it keeps
+            logits near zero (PaLM, arXiv 2204.02311, section 5, which uses 1e-4).
 
     Returns:
         A float32 scalar, equal on every rank of the vocabulary's axis.
@@ -98,9 +105,9 @@ def token_loss(
     reduced = reduction_of(reduction, labels_BL, ignore_index)
     labels_N = labels_BL.reshape(-1)
     if isinstance(logits_BLV, DTensor):
-        total = _sharded_sum(logits_BLV, labels_N, ignore_index)
+        total = _sharded_sum(logits_BLV, labels_N, ignore_index, z_loss)
     else:
-        total = _TokenLoss.apply(logits_BLV.reshape(-1, logits_BLV.shape[-1]), labels_N, ignore_index)
+        total = _TokenLoss.apply(logits_BLV.reshape(-1, logits_BLV.shape[-1]), labels_N, ignore_index, z_loss)
     return reduced(total)
 
 
@@ -110,7 +117,7 @@ def token_losses() -> Iterator[list[torch.Tensor]]:
 
     Yields:
         A list of (N,) float32 tensors without gradient, one for each call, or for each chunk, in their order; 0 where a
-        label does not count.
+        label does not count. They are cross entropies, without a ``z_loss``. An outer block collects them too.
     """
     losses: list[torch.Tensor] = []
     token = _collected.set(losses)
@@ -118,6 +125,8 @@ def token_losses() -> Iterator[list[torch.Tensor]]:
         yield losses
     finally:
         _collected.reset(token)
+        if (outer := _collected.get()) is not None:
+            outer += losses
 
 
 _collected: ContextVar[list[torch.Tensor] | None] = ContextVar("_collected", default=None)
@@ -141,7 +150,7 @@ def reduction_of(reduction: str, labels: torch.Tensor, ignore_index: int) -> Cal
     return lambda total: total if reduction == "sum" else total / (labels != ignore_index).sum()
 
 
-def _sharded_sum(logits: DTensor, labels_N: torch.Tensor, ignore_index: int) -> torch.Tensor:
+def _sharded_sum(logits: DTensor, labels_N: torch.Tensor, ignore_index: int, z_loss: float) -> torch.Tensor:
     mesh, (placement,) = logits.device_mesh, logits.placements
     assert placement.is_shard(logits.ndim - 1) or placement.is_shard(-1), (
         f"logits are {placement}, expected sharded over the vocabulary"
@@ -151,7 +160,7 @@ def _sharded_sum(logits: DTensor, labels_N: torch.Tensor, ignore_index: int) -> 
     start = mesh.get_local_rank() * rows
     valid = ((labels_N >= 0) & (labels_N < logits.shape[-1])) | (labels_N == ignore_index)
     assert_async(valid.all(), "a label is outside of the vocabulary")
-    return _VocabularyParallelLoss.apply(local.flatten(0, -2), labels_N, start, ignore_index, mesh.get_group())
+    return _VocabularyParallelLoss.apply(local.flatten(0, -2), labels_N, start, ignore_index, mesh.get_group(), z_loss)
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -162,35 +171,47 @@ class _TokenLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, logits_NV: torch.Tensor, labels_N: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    def forward(
+        ctx: FunctionCtx, logits_NV: torch.Tensor, labels_N: torch.Tensor, ignore_index: int, z_loss: float
+    ) -> torch.Tensor:
         counted_N = labels_N != ignore_index
         index_N1 = torch.where(counted_N, labels_N, 0)[:, None]
         rows = zip(logits_NV.split(_rows(logits_NV)), index_N1.split(_rows(logits_NV)))
         chosen_N1 = torch.cat(
             [logits_nV.log_softmax(-1, torch.float32).gather(1, index_n1) for logits_nV, index_n1 in rows]
         )
-        ctx.save_for_backward(logits_NV, index_N1, counted_N)
-        return _summed(-torch.where(counted_N, chosen_N1[:, 0], 0.0))
+        z_N1 = (
+            torch.cat([part.float().logsumexp(-1, True) for part in logits_NV.split(_rows(logits_NV))])
+            if z_loss
+            else None
+        )
+        ctx.save_for_backward(logits_NV, index_N1, counted_N, *([] if z_N1 is None else [2 * z_loss * z_N1]))
+        loss = _summed(-torch.where(counted_N, chosen_N1[:, 0], 0.0))
+        return loss if z_N1 is None else loss + z_loss * (z_N1[:, 0].square() * counted_N).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        logits_NV, index_N1, counted_N = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: FunctionCtx, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        logits_NV, index_N1, counted_N, *z_N1 = ctx.saved_tensors  # type: ignore[attr-defined]
         scale_N1 = (counted_N * upstream)[:, None]
         if logits_NV.dtype == torch.float32:
-            return _gradient(logits_NV, index_N1, scale_N1), None, None
+            return _gradient(logits_NV, index_N1, scale_N1, *z_N1), None, None, None
         grad_NV = torch.empty_like(logits_NV)
         for grad_nV, *rows in zip(
-            *(tensor.split(_rows(logits_NV)) for tensor in (grad_NV, logits_NV, index_N1, scale_N1))
+            *(tensor.split(_rows(logits_NV)) for tensor in (grad_NV, logits_NV, index_N1, scale_N1, *z_N1))
         ):
             grad_nV.copy_(_gradient(*rows))
-        return grad_NV, None, None
+        return grad_NV, None, None, None
 
 
-def _gradient(logits_nV: torch.Tensor, index_n1: torch.Tensor, scale_n1: torch.Tensor) -> torch.Tensor:
+def _gradient(
+    logits_nV: torch.Tensor, index_n1: torch.Tensor, scale_n1: torch.Tensor, z_n1: torch.Tensor | None = None
+) -> torch.Tensor:
     grad_nV = logits_nV.softmax(-1, torch.float32)
+    penalty_nV = None if z_n1 is None else grad_nV * z_n1
     # One is subtracted before the scale: where a probability is near to one, the difference is exact.
-    return grad_nV.scatter_add_(1, index_n1, grad_nV.new_full((1, 1), -1.0).expand(index_n1.shape)).mul_(scale_n1)
+    grad_nV.scatter_add_(1, index_n1, grad_nV.new_full((1, 1), -1.0).expand(index_n1.shape))
+    return (grad_nV if penalty_nV is None else grad_nV.add_(penalty_nV)).mul_(scale_n1)
 
 
 def _rows(logits_NV: torch.Tensor) -> int:
@@ -213,6 +234,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         start: int,
         ignore_index: int,
         group: dist.ProcessGroup,
+        z_loss: float,
     ) -> torch.Tensor:
         scores_NV = local_NV.float()
         width = scores_NV.shape[-1]
@@ -225,14 +247,19 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         sums_2N = torch.stack([scores_NV.exp_().sum(-1), picked_N])
         dist.all_reduce(sums_2N, dist.ReduceOp.SUM, group)
         counted_N = labels_N != ignore_index
-        ctx.save_for_backward(scores_NV, sums_2N[0], index_N, here_N, counted_N)
+        z_N = top_N + sums_2N[0].log() if z_loss else None
+        slope = [] if z_N is None else [2 * z_loss * z_N]
+        ctx.save_for_backward(scores_NV, sums_2N[0], index_N, here_N, counted_N, *slope)
         ctx.dtype = local_NV.dtype  # type: ignore[attr-defined]
-        return _summed((sums_2N[0].log() - sums_2N[1]) * counted_N)
+        loss = _summed((sums_2N[0].log() - sums_2N[1]) * counted_N)
+        return loss if z_N is None else loss + z_loss * (z_N.square() * counted_N).sum()
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        exp_NV, sum_N, index_N, here_N, counted_N = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        exp_NV, sum_N, index_N, here_N, counted_N, *slope_N = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_NV = exp_NV / sum_N[:, None]
+        penalty_NV = grad_NV * slope_N[0][:, None] if slope_N else None
         grad_NV.scatter_add_(1, index_N[:, None], -here_N[:, None].to(grad_NV.dtype))
+        grad_NV = grad_NV if penalty_NV is None else grad_NV.add_(penalty_NV)
         grad_NV = grad_NV * (counted_N * upstream[0])[:, None]
-        return grad_NV.to(ctx.dtype), None, None, None, None  # type: ignore[attr-defined]
+        return grad_NV.to(ctx.dtype), None, None, None, None, None  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from meshpar.chunked import chunk_for, chunked_token_loss
 from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Role, axes_of
-from meshpar.loss import IGNORE_INDEX, token_loss
+from meshpar.loss import IGNORE_INDEX, token_loss, token_losses
 from meshpar.plan import Plan
 from meshpar.training.settings import Bound, bound_problems
 
@@ -60,11 +60,16 @@ class CausalLM:
         chunk: positions whose logits are held at once (:func:`meshpar.chunked_token_loss`); 0: all, in one piece; None:
             by :func:`meshpar.chunked.chunk_for`, which takes chunks where the logits are large and the layout names the
             head.
+        z_loss: weight of :func:`meshpar.token_loss`'s ``z_loss``, added while the model trains; the cross entropy
+            alone is then reported as ``cross_entropy``. Validation has no such term.
     """
 
     chunk: int | None = None
+    z_loss: Annotated[float, Bound(ge=0)] = 0.0
 
     def __post_init__(self) -> None:
+        if problems := list(bound_problems(self)):
+            raise RecipeError("; ".join(problems))
         if self.chunk is not None and self.chunk < 0:
             raise MeshparError(
                 f"CausalLM(chunk={self.chunk}) must be 0 (all logits at once), a number of positions, or None"
@@ -75,14 +80,17 @@ class CausalLM:
         return counted(batch)
 
     def loss(self, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> SummedLoss:
-        """Return the summed cross entropy in float32, of plain or vocabulary-sharded logits."""
+        """Return the summed loss in float32, of plain or vocabulary-sharded logits."""
         labels, inputs = batch["labels"], {name: value for name, value in batch.items() if name != "labels"}
         chunk = chunk_for(model, batch) if self.chunk is None else self.chunk
-        if chunk:
-            loss = chunked_token_loss(model, inputs, labels, chunk=chunk, reduction="sum")
-        else:
-            loss = token_loss(logits_of(self, model, model(**inputs), "(B, L, V)"), labels, reduction="sum")
-        return loss, (labels != IGNORE_INDEX).sum(), {}
+        how: dict[str, Any] = {"reduction": "sum", "z_loss": self.z_loss if model.training else 0.0}
+        with token_losses() as losses:
+            if chunk:
+                loss = chunked_token_loss(model, inputs, labels, chunk=chunk, **how)
+            else:
+                loss = token_loss(logits_of(self, model, model(**inputs), "(B, L, V)"), labels, **how)
+        more = {"cross_entropy": torch.cat(losses).sum()} if how["z_loss"] else {}
+        return loss, (labels != IGNORE_INDEX).sum(), more
 
 
 @final

@@ -39,6 +39,19 @@ def test_it_is_torchs_value_and_gradient(rows: None, dtype: torch.dtype, exact: 
     assert torch.equal(logits.grad[labels == -100], torch.zeros_like(logits.grad[labels == -100]))
 
 
+@pytest.mark.parametrize(("dtype", "exact"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_z_loss_is_the_squared_denominator_of_what_counts(rows: None, dtype: torch.dtype, exact: float) -> None:
+    logits, labels = batch(dtype)
+    (loss := token_loss(logits, labels, reduction="sum", z_loss=0.01)).backward()
+    double = logits.detach().double().requires_grad_()
+    squares = double.logsumexp(-1).square()[labels != -100].sum()
+    expected = F.cross_entropy(double.flatten(0, 1), labels.flatten(), reduction="sum") + 0.01 * squares
+    expected.backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0.0)
+    assert logits.grad is not None and double.grad is not None
+    assert float((logits.grad - double.grad).abs().max()) <= exact * float(double.grad.abs().max())
+
+
 def test_the_value_is_finite_whatever_does_not_count(rows: None) -> None:
     logits, labels = batch(torch.float32)
     with torch.no_grad():

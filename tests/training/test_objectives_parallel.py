@@ -14,6 +14,7 @@ import meshpar
 from meshpar import FullyShard, HybridShard, MeshparError, Plan, Replicate, TensorParallel
 from meshpar.testing import assert_parity, on_ranks, one_process, token_steps
 from meshpar.training.objectives import (
+    CausalLM,
     Distillation,
     Seq2Seq,
     SequenceClassification,
@@ -21,7 +22,7 @@ from meshpar.training.objectives import (
     freeze,
     teacher_problems,
 )
-from tests.support.models_for_parity import VOCAB, huggingface
+from tests.support.models_for_parity import VOCAB, huggingface, transformer
 from tests.support.tiers import daily
 
 PLANS: dict[str, tuple[str, list[Any]]] = {
@@ -94,6 +95,23 @@ def equal_one_process(name: str) -> None:
     for build, objective, kind in ((t5, Seq2Seq(), "pairs"), (bert, SequenceClassification(), "labels")):
         mesh, passes = PLANS[name]
         assert_parity(build, mesh, passes, steps_of(kind), loss_sum=functools.partial(summed, objective))
+
+
+@on_ranks(2)
+def test_z_loss_of_split_logits_and_of_chunks_equals_one_process() -> None:
+    steps = token_steps(VOCAB, parts=1, steps=2)
+    expected = one_process(transformer, steps, loss_sum=functools.partial(summed, CausalLM(z_loss=0.1, chunk=0)))
+    for chunk, split in ((0, True), (3, True), (3, False)):
+        loss_sum = functools.partial(summed, CausalLM(z_loss=0.1, chunk=chunk))
+        passes = [TensorParallel(loss_parallel=split)]
+        par = assert_parity(transformer, "tp=2", passes, steps, loss_sum=loss_sum, expected=expected)
+    (batch, *_) = steps[0][0]
+    total, _, more = CausalLM(z_loss=0.1).loss(par.module, batch)
+    alone, _, nothing = CausalLM().loss(par.module, batch)
+    torch.testing.assert_close(more["cross_entropy"], alone)
+    par.module.eval()
+    torch.testing.assert_close(CausalLM(z_loss=0.1).loss(par.module, batch)[0], alone)
+    assert total > alone and not nothing
 
 
 def teacher() -> nn.Module:
