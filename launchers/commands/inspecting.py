@@ -11,7 +11,7 @@ from meshpar.core.errors import PlanError
 from meshpar.core.mesh import MeshSpec
 from meshpar.launchers.agent.replicas import check_elastic, divided
 from meshpar.launchers.jobs import build
-from meshpar.launchers.jobs.datasets import data_notes, untried
+from meshpar.launchers.jobs.data_checks import data_notes, untried
 from meshpar.launchers.recipes.loading import UnknownRecipeError, load_recipe, resolve, shipped
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import Own

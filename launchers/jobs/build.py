@@ -21,7 +21,8 @@ from meshpar.core.passes import Role, axes_of
 from meshpar.core.patterns import find_modules, suggestion
 from meshpar.core.registry import layout_for
 from meshpar.homes import expanded
-from meshpar.launchers.jobs.datasets import data_problems, examples_of, separates, vocab_size_of, with_local_data
+from meshpar.launchers.jobs.data_checks import data_problems
+from meshpar.launchers.jobs.datasets import examples_of, separates, vocab_size_of, with_local_data
 from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.jobs.models import HEAD_OF, DataFacts, build_transformers, weights_problems
 from meshpar.launchers.recipes.conflicts import folder_problems

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, final
 
@@ -25,26 +22,12 @@ from meshpar.training.chat import ChatSource
 from meshpar.training.data import Batches, LoaderSettings, Samples
 from meshpar.training.examples import ExampleFile, ExampleSplit, prepare_examples
 from meshpar.training.records import RecordSource
-from meshpar.training.samples import (
-    LabelledExamples,
-    MappedSamples,
-    MixedSamples,
-    PackedTokens,
-    PairedExamples,
-    tokenizers_problem,
-)
-from meshpar.training.tables import PACKED, UNPLAIN, Reading, kind_of
+from meshpar.training.samples import LabelledExamples, MappedSamples, MixedSamples, PackedTokens, PairedExamples
+from meshpar.training.tables import Reading
 from meshpar.training.template import ChatTemplate, chat_template
 from meshpar.training.text import STDLIB, SUFFIXES, TextSource
-from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
-from meshpar.training.tokens import (
-    TokenFile,
-    TokenSplit,
-    prepare_tokenizer,
-    prepare_tokens,
-    split_tokens,
-    training_texts,
-)
+from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer
+from meshpar.training.tokens import TokenFile, TokenSplit, prepare_tokenizer, prepare_tokens, split_tokens
 
 _BEFORE: dict[str, Any] = {
     "data.documents": "joined",
@@ -54,8 +37,6 @@ _BEFORE: dict[str, Any] = {
     "data.bad_rows": "refuse",
 }
 """Settings of runs that were saved before there was a choice."""
-_LOOKED_AT, _PIECE, _PIECES_READ = 1 << 20, 1 << 13, 100
-_TRIED = 1 << 20  # characters on which a BPE is tried, in about a second
 
 
 @final
@@ -203,8 +184,8 @@ def prepare_data(recipe: Recipe) -> Data:
     tokenizer = _tokenizer(recipe, texts, cache)
     if examples_of(recipe) != "tokens":
         assert tokenizer is not None
-        source: Any = _source(recipe, data, _inputs(data))
-        validation: Any = _source(recipe, data, data.validation_paths) if data.validation_paths else None
+        source: Any = source_of(recipe, data, inputs_of(data))
+        validation: Any = source_of(recipe, data, data.validation_paths) if data.validation_paths else None
         examples = prepare_examples(
             source,
             tokenizer,
@@ -223,9 +204,9 @@ def _tokenizer(recipe: Recipe, texts: Sequence[DataSection], cache: Path) -> Tex
     data, name = recipe.data, recipe.data.tokenizer
     if not texts:
         return None if name is None else load_tokenizer(name, eos=data.eos)
-    named = _named_template(texts)
+    named = named_template(texts)
     if name in (None, "bytes", "bpe"):
-        sources = [_source(recipe, source, _inputs(source)) for source in texts] if name == "bpe" else []
+        sources = [source_of(recipe, source, inputs_of(source)) for source in texts] if name == "bpe" else []
         special, end = ((), None) if named is None else (named.special, named.end)
         template = None if named is None else named.text
         return prepare_tokenizer(
@@ -240,7 +221,7 @@ def _tokenizer(recipe: Recipe, texts: Sequence[DataSection], cache: Path) -> Tex
     return load_tokenizer(name, eos=data.eos, template=None if named is None else named.text)
 
 
-def _named_template(texts: Sequence[DataSection]) -> ChatTemplate | None:
+def named_template(texts: Sequence[DataSection]) -> ChatTemplate | None:
     """Return the template that the recipe names for its conversations; None where it names none."""
     return next(
         (
@@ -252,38 +233,6 @@ def _named_template(texts: Sequence[DataSection]) -> ChatTemplate | None:
     )
 
 
-def untried(recipe: Recipe) -> Iterator[str]:
-    """Yield what a check does not know of the data, because all of it would have to be read."""
-    if examples_of(recipe) == "labels":
-        yield "the labels of the data are counted when the job starts, which checks the size of the model's head then"
-    if short := _short_vocabulary(recipe, whole=False):
-        yield (
-            f"only the beginning of the text was tried, and {short.partition(':')[0]}; the job reads all of it when "
-            "it starts"
-        )
-
-
-def _short_vocabulary(recipe: Recipe, *, whole: bool) -> str:
-    """Return why a BPE of a short text, which is read ``whole``, or of the beginning of another has too few ids;
-    else nothing.
-    """
-    texts = [part for part in parts_of(recipe.data).values() if part.source != "tokens"]
-    if recipe.data.tokenizer != "bpe" or not texts:
-        return ""
-    named, left, read = _named_template(texts), _TRIED, list[str]()
-    pieces = chain.from_iterable(training_texts(_source(recipe, source, _inputs(source))) for source in texts)
-    while left > 0 and (text := next(pieces, None)) is not None:
-        read.append(text[:left])
-        left -= len(text)
-    if whole != (left > 0):
-        return ""
-    try:
-        train_bpe(read, recipe.data.vocab_size, () if named is None else named.special)
-    except RecipeError as error:
-        return str(error)
-    return ""
-
-
 def _split(recipe: Recipe, section: DataSection, tokenizer: TextTokenizer | None, cache: Path) -> TokenSplit:
     """Return the token files of one source."""
     if section.source == "tokens":
@@ -292,11 +241,11 @@ def _split(recipe: Recipe, section: DataSection, tokenizer: TextTokenizer | None
             return TokenSplit(train=whole, validation=TokenFile.open(expanded(Path(section.validation_paths[0]))))
         return split_tokens(whole, cache, fraction=section.validation_fraction, seed=recipe.seed)
     assert tokenizer is not None
-    source: Any = _source(recipe, section, _inputs(section), tokenizer)
+    source: Any = source_of(recipe, section, inputs_of(section), tokenizer)
     if isinstance(source, ChatSource):
-        _check_template(recipe, source.template, tokenizer)
+        check_template(recipe, source.template, tokenizer)
     validation: Any = (
-        _source(recipe, section, section.validation_paths, tokenizer) if section.validation_paths else None
+        source_of(recipe, section, section.validation_paths, tokenizer) if section.validation_paths else None
     )
     fraction = 0.0 if validation is not None else section.validation_fraction
     return prepare_tokens(
@@ -304,7 +253,8 @@ def _split(recipe: Recipe, section: DataSection, tokenizer: TextTokenizer | None
     )
 
 
-def _inputs(section: DataSection) -> tuple[str, ...]:
+def inputs_of(section: DataSection) -> tuple[str, ...]:
+    """Return the paths of the training data."""
     return (STDLIB,) if section.source == "stdlib" else section.paths
 
 
@@ -400,7 +350,7 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
         found = _mixed(recipe, {name: part.train for name, part in split.parts.items()})
     else:
         found = samples(recipe, split.train, par)
-    if too_few := _too_few(recipe, len(found)):
+    if too_few := filling_problem(recipe, len(found)):
         raise RecipeError(f"{recipe.where('data.micro_batch')}: {too_few}")
     train = Batches(
         found,
@@ -493,94 +443,7 @@ def samples(recipe: Recipe, file: TokenFile | ExampleFile | MappedSamples, par: 
     )
 
 
-def data_notes(recipe: Recipe) -> list[str]:
-    """Return what a person must know of the data, such as fields that nothing reads; the beginning of each file is
-    read.
-    """
-    found = dict[str, None]()
-    for section in parts_of(recipe.data).values() if recipe.data.source != "dataset" else ():
-        for path in (*section.paths, *section.validation_paths) if section.source not in ("stdlib", "tokens") else ():
-            found |= dict.fromkeys(_looked_at(recipe, section, path).notes)
-    return list(found)
-
-
-def data_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield the problems of the data's files, before anything is prepared; the beginning of each is read."""
-    most, kinds, all_read = 0, dict[str, tuple[int, int]](), True
-    for name in ("dataset", "validation_dataset"):
-        if (own := getattr(recipe.data, name)) is not None:
-            try:
-                own_samples(recipe, own)
-            except MeshparError as error:
-                yield f"{recipe.where(f'data.{name}.class')}: {error}"
-    if recipe.data.source == "dataset":
-        return
-    for number, (name, section) in enumerate(parts_of(recipe.data).items()):
-        at = f"data.mix.{number}" if recipe.data.mix else "data"
-        for path in (*section.paths, *section.validation_paths) if section.source != "stdlib" else ():
-            trained = path in section.paths
-            where = recipe.where(f"{at}.paths" if trained else f"{at}.validation_paths")
-            try:
-                size = _looked_at(recipe, section, path).tokens
-                most += size if trained else 0
-                if name not in kinds and (made_by := _made_by(recipe, section, path)) is not None:
-                    kinds[name] = made_by
-            except (RecipeError, OSError) as error:
-                most, all_read = sys.maxsize, False
-                reason = error if isinstance(error, RecipeError) else f"{path} cannot be read: {brief(error)}"
-                yield f"{where}: {reason}"
-    if problem := tokenizers_problem(kinds):
-        yield f"{recipe.where('data.mix')}: {problem}"
-    if all_read and (short := _short_vocabulary(recipe, whole=True)):
-        yield f"{recipe.where('data.vocab_size')}: {short}"
-    if (
-        all(section.source != "stdlib" for section in parts_of(recipe.data).values())
-        and examples_of(recipe) == "tokens"
-    ):
-        few = _too_few(recipe, max(0, most - 1) // recipe.data.sequence_length + 1)
-        if few:
-            yield f"{recipe.where('data.micro_batch')}: {few}"
-
-
-def _made_by(recipe: Recipe, section: DataSection, path: str) -> tuple[int, int] | None:
-    """Return the vocabulary and the end of text of one source of a mixture; None where they are not known yet."""
-    if not recipe.data.mix:
-        return None
-    known = TokenFile.open(expanded(Path(path))) if section.source == "tokens" else _known_tokenizer(recipe)
-    return None if known is None else (known.vocab_size, known.eos_id)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """What the beginning of a file shows: how many tokens it has at most, and what a person must know."""
-
-    tokens: int
-    notes: tuple[str, ...] = ()
-
-
-def _looked_at(recipe: Recipe, section: DataSection, path: str) -> _Look:
-    """Read the beginning of a file; raises RecipeError for what is wrong in it."""
-    if section.source == "tokens":
-        file = TokenFile.open(expanded(Path(path)))
-        file.check_ids(file.ids()[:_LOOKED_AT])
-        return _Look(file.tokens)
-    text = _source(recipe, section, (path,), _known_tokenizer(recipe) if section.source == "chat" else None)
-    if isinstance(text, ChatSource):
-        _check_template(recipe, text.template, _known_tokenizer(recipe))
-    read: Iterator[Any] = text.pieces(_PIECE) if isinstance(text, TextSource) else text.documents()
-    deque(islice(read, _PIECES_READ), maxlen=0)
-    files = text.files()
-    plain = section.source != "chat" and all(
-        kind_of(one_file) not in UNPLAIN and one_file.suffix not in PACKED for one_file in files
-    )
-    most = (
-        sum(one_file.stat().st_size + 1 for one_file in files) if plain else sys.maxsize
-    )  # a byte is at least one token, with an end a document
-    return _Look(most, tuple(text.reading.notes()))
-
-
-def _check_template(recipe: Recipe, template: ChatTemplate, tokenizer: TextTokenizer | None) -> None:
+def check_template(recipe: Recipe, template: ChatTemplate, tokenizer: TextTokenizer | None) -> None:
     """Refuse a chat template that does not fit the tokenizer; None: a BPE that is still to be made."""
     if tokenizer is None:
         template.check(recipe.data.eos or template.end or END_OF_TEXT, None)
@@ -588,15 +451,7 @@ def _check_template(recipe: Recipe, template: ChatTemplate, tokenizer: TextToken
         template.check(tokenizer.eos, tokenizer.fast.token_to_id)
 
 
-def _known_tokenizer(recipe: Recipe) -> TextTokenizer | None:
-    """Return the tokenizer of text before it is prepared; None for one that is made of the text."""
-    name = recipe.data.tokenizer
-    if name in (None, "bytes"):
-        return byte_tokenizer()
-    return None if name == "bpe" else load_tokenizer(str(name), eos=recipe.data.eos)
-
-
-def _too_few(recipe: Recipe, most: int) -> str:
+def filling_problem(recipe: Recipe, most: int) -> str:
     """Return what is wrong if the data has no more samples than these and they fill no micro-batch; else nothing."""
     section = recipe.data
     if most >= section.micro_batch:
@@ -608,9 +463,10 @@ def _too_few(recipe: Recipe, most: int) -> str:
     )
 
 
-def _source(
+def source_of(
     recipe: Recipe, section: DataSection, inputs: tuple[str, ...], tokenizer: TextTokenizer | None = None
 ) -> TextSource | RecordSource | ChatSource:
+    """Return the reader of files, or of the standard library's text, in the format that a section names."""
     reading = Reading(skip=section.bad_rows == "skip")
     match examples_of(recipe):
         case "pairs":

@@ -18,7 +18,7 @@ from meshpar.core.mesh import MeshSpec, is_auto
 from meshpar.homes import expanded
 from meshpar.launchers.agent.replicas import divided
 from meshpar.launchers.jobs import build
-from meshpar.launchers.jobs.datasets import untried
+from meshpar.launchers.jobs.data_checks import untried
 from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
