@@ -11,17 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, PlanError, Replicate, TensorParallel
+from meshpar import FullyShard, MeshparError, ModelLayout, Plan, PlanError, Replicate, TensorParallel
 from meshpar.testing import on_ranks, whole
+from tests.support.loop_sides import PLANS as COLUMNS
 
 LAYOUT = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
-PLANS = {
-    "dp_replicate=2": [Replicate()],
-    "dp_shard=2": [FullyShard()],
-    "tp=2": [TensorParallel()],
-    "dp_replicate=2,dp_shard=2": [HybridShard()],
-    "dp_shard=2,tp=2": [TensorParallel(), FullyShard()],
-}
+PLANS = {mesh: passes() for mesh, passes in COLUMNS.values()}
 
 
 class Block(nn.Module):
