@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import final
@@ -251,8 +252,8 @@ def _tied_since(names: Mapping[str, int], now: Mapping[str, nn.Parameter]) -> li
 def _same(child: nn.Module, parameters: Mapping[str, Tensor | None], children: tuple[object, ...]) -> bool:
     now, inside = child._parameters, child._modules
     return (
-        len(now) == len(parameters)
+        list(now) == list(parameters)
         and len(inside) == len(children)
-        and all(value is now.get(name) for name, value in parameters.items())
-        and all(one is other for one, other in zip(inside.values(), children))
+        and all(map(operator.is_, now.values(), parameters.values()))
+        and all(map(operator.is_, inside.values(), children))
     )

@@ -41,6 +41,8 @@ class Unused:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+        if self._exchange is None and not unused:
+            return
         parameters = list(self._module.parameters())
         if self._exchange is not None:
             groups, device = self._exchange()
