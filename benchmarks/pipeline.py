@@ -1,10 +1,12 @@
 """PipelineParallel beside torch.distributed.pipelining: seconds of a step and the peak of memory, with the same model,
 schedule and micro-batches, over four ranks.
 
-    python benchmarks/pipeline.py [--steps 20] [--schedule 1f1b] [--layers 8]
+    python benchmarks/pipeline.py [--steps 20] [--schedule 1f1b] [--layers 8] [--dim 256]
 
 Both train in the same processes, step by step in turn; torch's stages are modules cut by hand. Prints medians and
-their ratio, and the peak of each rank: bytes of all tensors of a step above those before it.
+their ratio, the processor time that all ranks use, which other work on the machine changes less, and the peak of each
+rank: bytes of all tensors of a step above those before it, with the buffers for messages that torch keeps from step to
+step.
 """
 
 from __future__ import annotations
@@ -53,9 +55,9 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return meshpar.token_loss(logits, labels, reduction="sum") / (MICRO_BATCHES * SAMPLES * LENGTH)
 
 
-def rank_main(steps: int, schedule: str, layers: int, out: str) -> None:
+def rank_main(steps: int, schedule: str, layers: int, dim: int, out: str) -> None:
     """Train both ways in turn; rank 0 writes the medians, the peaks and the losses."""
-    shape = TransformerConfig(vocab_size=1024, dim=256, layers=layers, heads=4, hidden=768, max_positions=LENGTH)
+    shape = TransformerConfig(vocab_size=1024, dim=dim, layers=layers, heads=4, hidden=3 * dim, max_positions=LENGTH)
     torch.manual_seed(0)
     par = meshpar.Plan(f"pp={RANKS}", [meshpar.PipelineParallel(schedule=schedule, stages=(layers // RANKS,) * RANKS)])
     ours = par.apply(Transformer(shape))
@@ -77,29 +79,40 @@ def rank_main(steps: int, schedule: str, layers: int, out: str) -> None:
     ways = {"meshpar": (with_meshpar, ours.module), "torch": (with_torch, part)}
     optimizers = {way: torch.optim.SGD(module.parameters(), lr=0.1) for way, (_, module) in ways.items()}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
+    used: dict[str, list[float]] = {way: [] for way in ways}  # of a processor, by this rank
     peaks, losses = dict[str, int](), dict[str, list[float]](meshpar=[], torch=[])
     for number in range(steps + 3):
         ids = torch.randint(0, 1024, (MICRO_BATCHES * SAMPLES, LENGTH), generator=torch.Generator().manual_seed(number))
         for way in ways if number % 2 else reversed(ways):
             run, optimizer = ways[way][0], optimizers[way]
             dist.barrier()
-            start = time.perf_counter()
+            start, began = time.perf_counter(), time.process_time()
             if number == 2:  # measured apart: to look at every tensor takes time
                 total, peaks[way], _ = allocated(partial(run, ids))
             else:
                 total = run(ids)
             optimizer.step()
             optimizer.zero_grad()
+            if number > 2:
+                used[way].append(time.process_time() - began)
             dist.barrier()
             if number > 2:
                 seconds[way].append(time.perf_counter() - start)
             losses[way].append(float(total))
     every: list[Any] = [None] * RANKS
-    dist.all_gather_object(every, (peaks, losses))
+    infos = (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+    buffers = {id(one.buffer): one.buffer for infos_of_one in infos for one in infos_of_one if one.buffer is not None}
+    peaks["torch"] += sum(buffer.nbytes for buffer in buffers.values())
+    dist.all_gather_object(every, (peaks, losses, used))
     if rank == 0:
         last = every[-1][1]
         apart = max(abs(one - other) / other for one, other in zip(last["meshpar"], last["torch"], strict=True))
-        found = {"seconds": seconds, "peaks": [one for one, _ in every], "losses apart": apart}
+        found = {
+            "seconds": seconds,
+            "peaks": [one for one, _, _ in every],
+            "losses apart": apart,
+            "used": {way: [sum(all_ranks) for all_ranks in zip(*(one[way] for *_, one in every))] for way in ways},
+        }
         Path(out).write_text(json.dumps(found))
 
 
@@ -108,17 +121,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--schedule", choices=TORCHS, default="1f1b")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=256)
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        launch("benchmarks.pipeline", "rank_main", RANKS, (options.steps, options.schedule, options.layers, str(out)),
-               timeout_s=1200.0, fresh="a benchmark")  # fmt: skip
+        given = (options.steps, options.schedule, options.layers, options.dim, str(out))
+        launch("benchmarks.pipeline", "rank_main", RANKS, given, timeout_s=1200.0, fresh="a benchmark")
         found = json.loads(out.read_text())
     medians = {way: statistics.median(times) for way, times in found["seconds"].items()}
     ratios = [one / other for one, other in zip(found["seconds"]["meshpar"], found["seconds"]["torch"], strict=True)]
     print(f"losses apart by {found['losses apart']:.1e}")
     for way, median in medians.items():
         print(f"{way:8} {median * 1e3:8.1f} ms a step (least {min(found['seconds'][way]) * 1e3:.1f})")
+    used = {way: statistics.median(times) for way, times in found["used"].items()}
+    print(f"processor time of all ranks: meshpar {used['meshpar']:.3f} s a step, torch {used['torch']:.3f} s, ratio "
+          f"{used['meshpar'] / used['torch']:.3f}")  # fmt: skip
     of_medians = medians["meshpar"] / medians["torch"]
     print(f"ratio of the medians {of_medians:.3f}, median of the ratios {statistics.median(ratios):.3f}")
     for rank, peaks in enumerate(found["peaks"]):
