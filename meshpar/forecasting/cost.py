@@ -157,11 +157,11 @@ class _Clock:
         return end
 
     def arrive(self, event: Event, came: float) -> None:
-        """Wait for what another rank sends; the host waits, too, for the numbers that say what form it has."""
+        """Wait for what another rank sends; the host waits, too, for the numbers behind a value."""
         assert event.collective is not None
         self.host += self.hardware.host
         self.wait_until(came, event.collective.axis)
-        if event.collective.dtype == "int64":
+        if event.collective.dtype == "uint8":
             self.host = max(self.host, self.free["compute"])
         self._noted(event, self.free["compute"])
 

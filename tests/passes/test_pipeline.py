@@ -20,6 +20,7 @@ from meshpar import (
     FullyShard,
     HybridShard,
     MeshparError,
+    ModelLayout,
     PipelineParallel,
     Plan,
     PlanError,
@@ -337,15 +338,26 @@ def test_muon_trains_stages_as_one_process():
         torch.testing.assert_close(parameter, alone.get_parameter(name), rtol=1e-5, atol=1e-5, msg=name)
 
 
-@on_ranks(2, fresh="a message is never received")
+@on_ranks(2)
 def test_different_micro_batches_are_told():
+    par, rank = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()), dist.get_rank()
+    for mine, message in (
+        (batches(0)[:1] + batches(rank)[1:], r"stage 0 and stage 1 have different micro-batches \(number 1\)"),
+        (batches(0)[: 3 - rank], "3 micro-batches in stage 0, and 2 in stage 1; give all ranks of pp the same"),
+    ):
+        with pytest.raises(MeshparError, match=message):
+            par.backward(mine, scaled_loss(1.0))
+
+
+@on_ranks(2, fresh="a message is never received")
+def test_different_micro_batches_of_an_evaluation_are_told():
     layers = applied(Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()).module).layers
     with (
         pytest.raises(MeshparError, match=r"stage 0 and stage 1 have different micro-batches \(number 0\)")
         if dist.get_rank()
         else nullcontext()
     ):
-        layers._forward(batches(dist.get_rank())[0], scaled_loss(1.0))
+        layers._forward(batches(dist.get_rank())[0], scaled_loss(1.0), None)
 
 
 @on_ranks(2, fresh="a stage waits for the other")
@@ -364,19 +376,41 @@ def test_losses_that_no_stage_can_run_are_refused():
     else:
         layers = applied(par.module).layers
         layers._count = 1
-        layers._forward(mine[0], scaled_loss(1.0))
+        layers._agree(mine)
+        layers._forward(mine[0], scaled_loss(1.0), layers._digests[0])
 
 
-@on_ranks(2, fresh="a message is never received")
-def test_different_numbers_of_micro_batches_are_told():
-    layers = applied(Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()).module).layers
-    layers._count = 2 - dist.get_rank()
-    with (
-        pytest.raises(MeshparError, match=r"stage 0 is at micro-batch 0 of 2, and stage 1 at 0 of 1")
-        if dist.get_rank()
-        else nullcontext()
-    ):
-        layers._forward(batches(0)[0], scaled_loss(1.0))
+class Cut(torch.nn.Module):
+    """Blocks with a function between them, on some of the rows: micro-batches of one form, values of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(VOCAB, 8), torch.nn.Linear(8, VOCAB)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, ids, rows=4):
+        hidden = self.embed(ids).tanh().flatten(0, 1)[:rows]
+        for layer in self.layers:
+            hidden = layer(hidden).tanh()
+        return self.head(hidden)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_what_a_model_computes_between_blocks_is_its_own_for_values_of_any_form(virtual):
+    torch.manual_seed(0)
+    alone = Cut()
+    torch.manual_seed(0)
+    layout = ModelLayout(blocks=("layers.*",))
+    par = Plan("pp=2", [PipelineParallel(virtual=virtual)]).apply(Cut(), layout)
+    mine = [{"ids": torch.full((2, 8), rows), "rows": rows} for rows in (3, 3, 9, 3, 5)]
+    for _ in range(2):
+        total = par.backward(mine, lambda module, batch: module(**batch).square().sum())
+        losses = [alone(**batch).square().sum() for batch in mine]
+        sum(losses).backward()
+        torch.testing.assert_close(total, sum(losses).detach())
+    for name, parameter in par.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, msg=name)
 
 
 @on_ranks(2)

@@ -100,9 +100,8 @@ class PipelineParallel(Pass):  # type: ignore[override]
         assert anatomy is not None, "problems() has found it"
         bounds = [*self._firsts(module, anatomy, ranks * self.virtual), len(anatomy.blocks)]
         shared = _shared(module, anatomy, ranks)
-        chunks = [
-            anatomy.blocks[bounds[stage] : bounds[stage + 1]] for stage in range(rank, ranks * self.virtual, ranks)
-        ]
+        mine_of = range(rank, ranks * self.virtual, ranks)
+        chunks = [anatomy.blocks[bounds[stage] : bounds[stage + 1]] for stage in mine_of]
         mine = {name for names in chunks for name in names}
         before = {**dict(module.named_parameters(remove_duplicate=False)), **_stored_buffers(module)}
         carried = Carried()
@@ -123,7 +122,13 @@ class PipelineParallel(Pass):  # type: ignore[override]
             stand_in(TailStandIn, old, kept)
         layers = Layers(
             module,
-            [Chunk(tuple(map(module.get_submodule, names))) for names in chunks],
+            [
+                Chunk(
+                    tuple(map(module.get_submodule, names)),
+                    module.get_submodule(anatomy.blocks[bounds[stage] - 1]) if stage else None,
+                )
+                for stage, names in zip(mine_of, chunks, strict=True)
+            ],
             [module.get_submodule(name) for name in anatomy.tail if rank == ranks - 1],
             group,
             self.schedule,

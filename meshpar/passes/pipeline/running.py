@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshpar._torch.calls import eager, enter_by
-from meshpar._torch.groups import share_timeout
+from meshpar._torch.groups import all_gather, share_timeout
 from meshpar.core.errors import MeshparError
 from meshpar.loss import Found, Totals
 from meshpar.passes.installed import set_forward
@@ -29,6 +29,7 @@ Micro = TypeVar("Micro")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMS = 6
 _HEADER = 7  # numbers before the sizes
+_FORM = 3  # of them, the first say with the sizes what a value is
 _FORTH, _BACK = 0, 1  # tags of messages, of which two ranks may exchange both kinds in one direction
 TAGGED = ("gloo", "fake")  # backends that keep messages of different tags apart
 
@@ -44,9 +45,12 @@ class Chunk:
 
     Attributes:
         blocks: modules, in the order of their calls.
+        before: the stand-in of the block before the first of them, in whose place the value comes that another stage
+            hands on: what the model computes between two blocks is then computed by the second one's stage.
     """
 
     blocks: tuple[nn.Module, ...]
+    before: nn.Module | None
 
 
 @final
@@ -86,11 +90,15 @@ class Layers:
         self._arrived: Tensor | None = None
         self._left: Tensor | None = None
         self._header: list[int] = []
+        self._key: Any = None  # the form of the micro-batch that runs in training
+        self._digests: list[int] = []
+        # Headers of the last values that this rank has sent and got of micro-batches of one form.
+        self._known: dict[bool, dict[Any, list[int]]] = {True: {}, False: {}}
         self._action: Action | None = None  # that runs
         self._awaited = ""  # the stage whose message this rank waits for
         self._form: tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]] = (False, [])  # of the last totals
         # On their way by their tags, the first that was sent first.
-        self._sent: dict[int, list[tuple[dist.Work, Tensor]]] = {_FORTH: [], _BACK: []}
+        self._sent: dict[int, list[list[tuple[dist.Work, Tensor]]]] = {_FORTH: [], _BACK: []}
         self.begins: Callable[[Action], object] = lambda action: None
         self.supposed: list[int] | None = None  # the header of what a simulated rank gets, as the first stage fills it
 
@@ -140,6 +148,7 @@ class Layers:
         """
         batches, running = list(micro_batches), dict[tuple[int, int], tuple[Tensor | None, Tensor]]()
         self._count, self._device = len(batches), totals.loss.device
+        self._agree(batches)
         before = self._set_aside()
         todo = actions(self._schedule, self.rank, self.ranks, len(batches), len(self._chunks))
         for place, action in enumerate(todo, 1):
@@ -147,7 +156,7 @@ class Layers:
             self.begins(action)
             if action.kind == "F":
                 self._number = action.number
-                value = self._forward(batches[action.number], loss)
+                value = self._forward(batches[action.number], loss, self._digests[action.number])
                 left = (value[0] if isinstance(value, tuple) else value) if self._ends else self._left
                 if not isinstance(left, Tensor):
                     raise MeshparError(
@@ -165,6 +174,29 @@ class Layers:
         self._add_shared(before)
         self._share(totals)
         self._action = None
+
+    def _agree(self, batches: Sequence[Any]) -> None:
+        """Refuse micro-batches of a step that differ between stages. Collective over the stages."""
+        if self.supposed is None:
+            self._digests = [_digest(batch) for batch in batches]
+            forms = [[*leaf.shape] for batch in batches for leaf in _tensors(batch)]
+            mine = hash((len(batches), *self._digests, *map(tuple, forms)))
+        else:
+            self._digests, mine = [0] * len(batches), 0
+        every = torch.empty(self.ranks, dtype=torch.int64, device=self._device)
+        all_gather(every, torch.tensor([mine], device=self._device), group=self.group)
+        if self.supposed is not None or every.tolist() == [mine] * self.ranks:
+            return
+        stages = self.gathered(self._digests)
+        counts = [len(digests) for digests in stages]
+        other = next((stage for stage in range(self.ranks) if stages[stage] != stages[0]), self.ranks - 1)
+        if counts[other] != counts[0]:
+            what = f"{counts[0]} micro-batches in stage 0, and {counts[other]} in stage {other}"
+        else:
+            pairs = enumerate(zip(stages[0], stages[other], strict=True))
+            number = next((place for place, (one, two) in pairs if one != two), 0)
+            what = f"stage 0 and stage {other} have different micro-batches (number {number})"
+        raise MeshparError(f"{what}; give all ranks of pp the same micro-batches, those of par.data_rank")
 
     def _share(self, totals: Totals) -> None:
         """Give all stages the sums of the last one."""
@@ -198,7 +230,7 @@ class Layers:
         while group := list(islice(numbered, self.ranks if last else 1)):
             for self._chunk in range(last + 1):
                 for self._number, batch in group:
-                    result = self._forward(batch, function)
+                    result = self._forward(batch, function, None)
                     found += [result] if self._chunk == last else []
         self._settle_all()
         found = tree_map_only(Tensor, Tensor.cpu, found)
@@ -211,10 +243,13 @@ class Layers:
         dist.all_gather_object(every, mine, group=self.group)
         return every
 
-    def _forward(self, batch: Micro, function: Callable[[nn.Module, Micro], Any]) -> Any:
-        self._arrived, self._left, self._calls = None, None, 0
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-        self._digest = int(digest_of_several(tensors)) if self.supposed is None else 0
+    def _forward(self, batch: Micro, function: Callable[[nn.Module, Micro], Any], digest: int | None) -> Any:
+        """Run a micro-batch forward; ``digest``: of one on which the stages have agreed."""
+        self._arrived, self._left, self._calls, self._key = None, None, 0, None
+        if digest is not None:
+            modes = self._module.training, torch.is_autocast_enabled(self._device.type)
+            self._key = self._chunk, modes, tuple((leaf.shape, leaf.dtype) for leaf in _tensors(batch))
+        self._digest = _digest(batch) if digest is None else digest
         with self._running():
             try:
                 return function(self._module, batch)
@@ -226,12 +261,12 @@ class Layers:
         if not self._ends:
             grad = torch.empty_like(left, memory_format=torch.contiguous_format)
             self._receive(grad, self.rank + 1, _BACK)
-            self._settle(_FORTH, max(0, len(self._sent[_FORTH]) - 2))  # the value came there, and those before it
+            self._settle(_FORTH, max(0, len(self._sent[_FORTH]) - 1))  # the value came there, and those before it
         if left.requires_grad:
             torch.autograd.backward([left], None if grad is None else [grad])
         if arrived is not None:
             back = torch.zeros_like(arrived) if arrived.grad is None else arrived.grad
-            self._send(back.contiguous(), self.rank - 1, _BACK)
+            self._send([back.contiguous()], self.rank - 1, _BACK)
 
     @contextmanager
     def _running(self) -> Any:
@@ -279,8 +314,8 @@ class Layers:
 
         enter_by(module, enter)
         for place, chunk in enumerate(self._chunks):
-            if place or self.rank:
-                chunk.blocks[0].register_forward_pre_hook(self._take, prepend=True)
+            if chunk.before is not None:
+                chunk.before.register_forward_hook(partial(self._take, place))
             if place < len(self._chunks) - 1 or self.rank < self.ranks - 1:
                 chunk.blocks[-1].register_forward_hook(self._hand_on)
             for block in chunk.blocks if len(self._chunks) > 1 else ():
@@ -302,13 +337,25 @@ class Layers:
         """Learn the form of the value that comes, before the stand-ins of earlier blocks run."""
         if self._begins:
             return
-        header = torch.empty(_HEADER + _MOST_DIMS, dtype=torch.int64, device=self._device)
-        self._receive(header, self.rank - 1, _FORTH)
-        self._header = header.tolist() if self.supposed is None else self.supposed
-        self._carried.dtype, self._carried.width = _DTYPES[self._header[0]], self._header[1]
         if self.supposed is not None:
-            return
-        number, count, digest, stage = self._header[3:_HEADER]
+            self._header = self.supposed
+        elif self._expected() is None:
+            header = torch.empty(_HEADER + _MOST_DIMS, dtype=torch.int64, device=self._device)
+            self._receive(header, self.rank - 1, _FORTH)
+            self._header = self._checked(header.tolist())
+        else:
+            self._header = self._known[False][self._key]
+        self._carried.dtype, self._carried.width = _DTYPES[self._header[0]], self._header[1]
+
+    def _expected(self, *, sent: bool = False) -> list[int] | None:
+        """Return the header of the last value, ``sent`` or taken, of a micro-batch of this form; None: there was none,
+        and a header travels before the value.
+        """
+        return None if self._key is None else self._known[sent].get(self._key)
+
+    def _checked(self, header: list[int]) -> list[int]:
+        """Return a header; refuse one of another micro-batch than this one."""
+        number, count, digest, stage = header[_FORM:_HEADER]
         if (number, count, stage) != (self._number, self._count, self._stage - 1):
             raise MeshparError(
                 f"stage {stage} is at micro-batch {number} of {count}, and stage {self._stage} at "
@@ -319,17 +366,37 @@ class Layers:
                 f"stage {stage} and stage {self._stage} have different micro-batches (number {number}); give all "
                 "ranks of pp the same ones, those of par.data_rank"
             )
+        return header
 
     @eager
-    def _take(self, block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not self._runs:
-            return None
-        shape = self._header[_HEADER : _HEADER + self._header[2]]
-        arrived = torch.empty(shape, dtype=self._carried.dtype, device=args[0].device)
-        self._receive(arrived, self.rank - 1, _FORTH)
+    def _take(self, chunk: int, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Return what the stage before has handed on, as the stand-in of its last block returns it."""
+        if not self._runs or self._chunk != chunk:
+            return output
+        arrived = None
+        if self.supposed is not None or self._expected() is not None:  # the header comes behind the value
+            size = _nbytes(self._header)
+            whole = torch.empty(_up(size) + 8 * len(self._header), dtype=torch.uint8, device=args[0].device)
+            self._receive(whole, self.rank - 1, _FORTH)
+            header = self._header
+            if self.supposed is None:
+                header = self._checked(whole[_up(size) :].view(torch.int64).tolist())
+            if _form(header) == _form(self._header):
+                arrived = whole[:size].view(_DTYPES[header[0]]).view(_shape(header)).detach()
+            elif header[:2] != self._header[:2]:
+                raise MeshparError(
+                    f"what passes between blocks is {_DTYPES[header[0]]} and was {_DTYPES[self._header[0]]} for "
+                    "micro-batches of this form; let a model compute in one dtype"
+                )
+            self._header = header
+        if arrived is None:
+            arrived = torch.empty(_shape(self._header), dtype=self._carried.dtype, device=args[0].device)
+            self._receive(arrived, self.rank - 1, _FORTH)
+        if self._key is not None:
+            self._known[False][self._key] = self._header
         if torch.is_grad_enabled():
             self._arrived = arrived.requires_grad_()
-        return (arrived, *args[1:])
+        return (arrived, *output[1:]) if isinstance(output, tuple) else arrived
 
     @eager
     def _hand_on(self, block: nn.Module, args: object, output: Any) -> None:
@@ -343,8 +410,17 @@ class Layers:
         header += [0] * (_HEADER + _MOST_DIMS - len(header))
         if self.supposed is not None:
             self.supposed[:] = header
-        self._send(torch.tensor(header, device=self._device), self.rank + 1, _FORTH)
-        self._send(data, self.rank + 1, _FORTH)
+        numbers, before = torch.tensor(header, device=self._device), self._expected(sent=True)
+        before = header if self.supposed is not None else before
+        if before is None:
+            values = [numbers, data]
+        elif _form(before) == _form(header):
+            values = [_packed(data, numbers)]
+        else:  # the next stage takes another form, and learns behind it that a value of this one follows
+            values = [_packed(data.new_empty(_shape(before), dtype=_DTYPES[before[0]]), numbers), data]
+        if self._key is not None:
+            self._known[True][self._key] = header
+        self._send(values, self.rank + 1, _FORTH)
 
     def _receive(self, into: Tensor, sender: int, tag: int) -> None:
         sender %= self.ranks
@@ -355,21 +431,25 @@ class Layers:
     def _lane(self, tag: int, sender: int) -> dist.ProcessGroup:
         return self._lanes[tag, sender] if (tag, sender) in self._lanes else self._lanes[tag, 0]
 
-    def _send(self, value: Tensor, to: int, tag: int) -> None:
-        work = dist.isend(value, group=self._lane(tag, self.rank), group_dst=to % self.ranks, tag=tag)
-        assert work is not None, "this rank is in the group"
-        self._sent[tag].append((work, value))
-        # A neighbour is behind by as many micro-batches as there are stages, each a header and a value. A gradient it
-        # takes before it needs anything else of this rank, unless each has several stages.
-        several = 2 * (self.ranks + 1) * len(self._chunks)
+    def _send(self, values: Sequence[Tensor], to: int, tag: int) -> None:
+        """Begin to send one message, in one or two parts."""
+        works = list[tuple[dist.Work, Tensor]]()
+        for value in values:
+            work = dist.isend(value, group=self._lane(tag, self.rank), group_dst=to % self.ranks, tag=tag)
+            assert work is not None, "this rank is in the group"
+            works.append((work, value))
+        self._sent[tag].append(works)
+        # A neighbour is behind by as many micro-batches as there are stages. A gradient it takes before it needs
+        # anything else of this rank, unless each has several stages.
+        several = (self.ranks + 1) * len(self._chunks)
         self._settle(tag, 1 if tag == _BACK and len(self._chunks) == 1 else several)
 
     def _settle(self, tag: int, most: int) -> None:
-        """Wait until at most so many of the values that this rank has sent are on their way."""
+        """Wait until at most so many of the messages that this rank has sent are on their way."""
         sent = self._sent[tag]
         while len(sent) > most:
-            work, _ = sent.pop(0)
-            work.wait()
+            for work, _ in sent.pop(0):
+                work.wait()
 
     def _settle_all(self) -> None:
         for tag in self._sent:
@@ -397,13 +477,46 @@ class Layers:
             (other,) = (rank for rank in ranks if rank != self.rank)
             theirs = torch.empty_like(mine, memory_format=torch.contiguous_format)
             to, back = (_FORTH, _BACK) if self.rank < other else (_BACK, _FORTH)
-            self._send(mine.contiguous(), other, to)
+            self._send([mine.contiguous()], other, to)
             self._receive(theirs, other, back)
             self._settle_all()
             first, second = (mine, theirs) if self.rank < other else (theirs, mine)
             mine.copy_(first + second)
             if name in before:
                 parameter.grad += before[name]
+
+
+def _tensors(batch: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def _digest(batch: object) -> int:
+    return int(digest_of_several(_tensors(batch)))
+
+
+def _form(header: Sequence[int]) -> tuple[int, ...]:
+    return *header[:_FORM], *_shape(header)
+
+
+def _shape(header: Sequence[int]) -> list[int]:
+    return list(header[_HEADER : _HEADER + header[2]])
+
+
+def _nbytes(header: Sequence[int]) -> int:
+    return math.prod(_shape(header)) * _DTYPES[header[0]].itemsize
+
+
+def _up(size: int) -> int:
+    """Return the next number of bytes at which a header may begin."""
+    return -(-size // 8) * 8
+
+
+def _packed(value: Tensor, header: Tensor) -> Tensor:
+    """Return the bytes of a value and the header behind it."""
+    whole = torch.empty(_up(value.nbytes) + header.nbytes, dtype=torch.uint8, device=value.device)
+    whole[: value.nbytes].view(value.dtype).view(value.shape).copy_(value)
+    whole[_up(value.nbytes) :].view(header.dtype).copy_(header)
+    return whole
 
 
 def _lanes(group: dist.ProcessGroup, *, both_ways: bool) -> dict[tuple[int, int], dist.ProcessGroup]:
