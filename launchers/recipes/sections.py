@@ -207,6 +207,9 @@ class DataSection(Section):
         target_length: tokens of a target text, which is cut to this length.
         micro_batch: samples of a data rank in one forward pass.
         accumulate: micro-batches per step.
+        grow: larger batches from a place in the data on, ``{100000: 64, 500000: 128}``: samples read -> samples of a
+            step of all ranks, a multiple of ``micro_batch`` times the data ranks.
+        grow_unit: ``tokens``: ``grow`` counts them instead of samples, with multiples of ``sequence_length`` as sizes.
         shuffle: draw the order of an epoch from the seed.
         validation_fraction: share of the documents that is reserved for validation.
         validation_paths: files of the validation data: text, or a token file.
@@ -237,6 +240,8 @@ class DataSection(Section):
     target_length: Count = 64
     micro_batch: Count = 8
     accumulate: Count = 1
+    grow: dict[Count, Count] = Field(default_factory=dict)
+    grow_unit: Literal["samples", "tokens"] = "samples"
     shuffle: bool = True
     validation_fraction: Part = 0.0
     validation_paths: tuple[str, ...] = ()

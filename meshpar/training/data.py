@@ -83,7 +83,11 @@ class OrderedBatches:
         data_size: int,
         seed: int | None,
         mix: Interleave | None = None,
+        grow: Mapping[int, int] | None = None,
     ) -> None:
+        self.grow = {0: accumulate} | {
+            at: size // (micro_batch * data_size) for at, size in sorted((grow or {}).items())
+        }
         self.samples, self.micro_batch, self.accumulate = samples, micro_batch, accumulate
         self.data_rank, self.data_size, self.seed, self.mix = data_rank, data_size, seed, mix
         self.epoch, self.consumed = 0, 0
@@ -92,17 +96,50 @@ class OrderedBatches:
 
     @property
     def global_batch(self) -> int:
-        """Number of samples that all ranks together use in one step."""
+        """Number of samples that all ranks together use in one step, before it grows."""
         return self.micro_batch * self.accumulate * self.data_size
 
     def __len__(self) -> int:
-        return math.ceil((self.samples - self.consumed + len(self.returned)) / self.global_batch) * self.accumulate
+        return sum(accumulate for _, accumulate in self._steps(self._left))
 
     def __iter__(self) -> Iterator[list[int]]:
-        mine = self.micro_batch * self.accumulate
-        for indices in self._of_one() if self.mix is None else self._of_several(self.mix):
-            indices += [FILLER] * (mine - len(indices))
-            yield from (indices[row : row + self.micro_batch] for row in range(0, mine, self.micro_batch))
+        counts = self.counts
+        for first, accumulate in self.steps():
+            if self.mix is None:
+                indices = self.step(first, accumulate)
+            else:
+                sources = self.mix.sources(counts, self.micro_batch * accumulate * self.data_size)
+                mine = self._mine(accumulate)
+                indices = self.mix.places(counts, sources, self.seed)[mine[mine < len(sources)]].tolist()
+                counts = self.mix.after(counts, sources)
+            indices += [FILLER] * (self.micro_batch * accumulate - len(indices))
+            yield from (indices[row : row + self.micro_batch] for row in range(0, len(indices), self.micro_batch))
+
+    def accumulated(self, place: int) -> tuple[int, float]:
+        """Return the micro-batches of the step that begins at a place, counted in samples from the beginning of the
+        first epoch, and the place from which it has others.
+        """
+        return (
+            next(accumulate for at, accumulate in reversed(self.grow.items()) if at <= place),
+            next((at for at in self.grow if at > place), math.inf),
+        )
+
+    @property
+    def _left(self) -> int:
+        return self.samples - self.consumed + len(self.returned)
+
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """Yield the first sample of each step, numbered in what is left of the epoch, and its micro-batches. A mix may
+        have no end.
+        """
+        return self._steps(math.inf if self.mix is not None and self.mix.total is None else self._left)
+
+    def _steps(self, left: float) -> Iterator[tuple[int, int]]:
+        first, begin = 0, (self.epoch + 1) * self.samples - self._left
+        while first < left:
+            accumulate, _ = self.accumulated(begin + first)
+            yield first, accumulate
+            first += self.micro_batch * accumulate * self.data_size
 
     def places(self, first: int, count: int) -> list[int]:
         """Return the places in the order of at most ``count`` samples that are left of the epoch, from the one
@@ -111,16 +148,12 @@ class OrderedBatches:
         back, start = self.returned[first : first + count], self.consumed + max(0, first - len(self.returned))
         return [*back, *range(start, min(start + count - len(back), self.samples))]
 
-    def _of_one(self) -> Iterator[list[int]]:
-        """Yield this rank's indices of each step."""
-        for start in range(0, self.samples - self.consumed + len(self.returned), self.global_batch):
-            yield self.step(start)
-
-    def step(self, first: int) -> list[int]:
-        """Return this rank's indices of the step that begins with the sample numbered ``first`` of those that are
-        left.
+    def step(self, first: int, accumulate: int) -> list[int]:
+        """Return this rank's indices of the step of ``accumulate`` micro-batches that begins with the sample numbered
+        ``first`` of those that are left.
         """
-        mine, places = self._mine(), need("numpy").array(self.places(first, self.global_batch), dtype="int64")
+        whole = self.micro_batch * accumulate * self.data_size
+        mine, places = self._mine(accumulate), need("numpy").array(self.places(first, whole), dtype="int64")
         return self.at(places[mine[mine < len(places)]])
 
     def at(self, places: Sequence[int]) -> list[int]:
@@ -128,17 +161,10 @@ class OrderedBatches:
         found = need("numpy").array(places, dtype="int64")
         return (found if self.seed is None else permuted(found, self.samples, key_of(self.seed, self.epoch))).tolist()
 
-    def _of_several(self, mix: Interleave) -> Iterator[list[int]]:
-        """Yield this rank's indices of each step, until all sources are used up."""
-        mine, counts = self._mine(), self.counts
-        while (sources := mix.sources(counts, self.global_batch)).size:
-            yield mix.places(counts, sources, self.seed)[mine[mine < len(sources)]].tolist()
-            counts = mix.after(counts, sources)
-
-    def _mine(self) -> Any:  # noqa: ANN401 - numpy is optional
+    def _mine(self, accumulate: int) -> Any:  # noqa: ANN401 - numpy is optional
         """Return the places of this rank's samples in a step, (accumulate x micro_batch,) int64."""
         numpy = need("numpy")
-        micro = numpy.arange(self.accumulate)[:, None] * self.data_size + self.data_rank
+        micro = numpy.arange(accumulate)[:, None] * self.data_size + self.data_rank
         return (micro * self.micro_batch + numpy.arange(self.micro_batch)).reshape(-1)
 
 
@@ -152,7 +178,8 @@ class Batches:
     A step is a list of ``accumulate`` micro-batches of ``micro_batch`` samples. An epoch's order is a permutation that
     depends on ``seed`` and the epoch alone. Each step uses the next ``global_batch`` samples of this order, and each
     data rank its slice of them. Fully masked samples fill the last step of an epoch: no sample is left out, and none is
-    used twice.
+    used twice. With ``grow``, the size of a step follows from its place in the data, so a resume on any number of ranks
+    continues at the same place with the same size.
     """
 
     def __init__(
@@ -166,6 +193,7 @@ class Batches:
         seed: int | None = 0,
         loader: LoaderSettings | None = None,
         replicas: int = 1,
+        grow: Mapping[int, int] | None = None,
     ) -> None:
         """Build the loader.
 
@@ -179,9 +207,12 @@ class Batches:
             loader: settings of workers and read-ahead.
             replicas: number of replicas that :meth:`share` the samples when none is lost, each with ``data_size``
                 slices.
+            grow: place -> samples of a step of all ranks, from the first step at or behind this place on, which counts
+                the samples of all epochs; before the first place a step has ``accumulate`` micro-batches. Each size is
+                a multiple of ``micro_batch`` x ``data_size``.
 
         Raises:
-            RecipeError: a size is below one, or there are no samples.
+            RecipeError: a size is below one, or there are no samples; ``grow`` does not fit the ranks.
         """
         if micro_batch < 1 or accumulate < 1 or not 0 <= data_rank < data_size:
             raise RecipeError(
@@ -191,6 +222,12 @@ class Batches:
         if len(samples) == 0:
             raise RecipeError(
                 "the data has no sample; give at least two tokens, because a token and its successor make a sample"
+            )
+        whole = micro_batch * data_size
+        if wrong := [size for at, size in (grow or {}).items() if at < 1 or size < 1 or size % whole]:
+            raise RecipeError(
+                f"grow: expected places of at least 1 and sizes that are multiples of {micro_batch} x {data_size} data "
+                f"ranks, got {wrong[0]} of {dict(grow or {})}; use other sizes or a smaller micro_batch"
             )
         self.samples, self._replicas = samples, replicas
         self._epoch, self._consumed, self._returned = 0, 0, tuple[int, ...]()
@@ -202,19 +239,22 @@ class Batches:
             data_size=data_size,
             seed=seed,
             mix=getattr(samples, "mix", None),
+            grow=grow,
         )
         self._loader = _loader(samples, self._sampler, loader or LoaderSettings())
         self.restart()
 
     @property
     def global_batch(self) -> int:
-        """Number of samples that all ranks together use in one step; of all replicas, when none is lost."""
+        """Number of samples that all ranks together use in one step, before it grows; of all replicas, when none is
+        lost.
+        """
         return self._sampler.global_batch * self._replicas
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps in an epoch."""
-        return math.ceil(len(self.samples) / self.global_batch)
+        """Number of steps in the first epoch."""
+        return self._steps(0, 1, None)
 
     @property
     def epoch(self) -> int:
@@ -226,23 +266,36 @@ class Batches:
         return self._epoch * math.ceil(len(self.samples) / batch) + (self._consumed - len(self._returned)) / batch
 
     def steps_until(self, epochs: int, batch: int | None = None) -> int:
-        """Return how many steps of ``batch`` samples (None: ``global_batch``) are left until ``epochs`` epochs are
+        """Return how many steps of ``batch`` samples (None: of this data's) are left until ``epochs`` epochs are
         complete.
         """
-        count, batch = len(self.samples), batch or self.global_batch
-        left = count - self._consumed + len(self._returned)
-        return max(0, (epochs - self._epoch - 1) * math.ceil(count / batch) + math.ceil(left / batch))
+        return self._steps(self._epoch * len(self.samples) + self._consumed - len(self._returned), epochs, batch)
+
+    def _steps(self, place: int, epochs: int, batch: int | None) -> int:
+        """Return the number of steps from a place in all epochs to the end of ``epochs`` of them."""
+        count, steps = len(self.samples), 0
+        while place < epochs * count:
+            accumulate, until = self._sampler.accumulated(place)
+            size, end = (
+                batch or self.global_batch // self._sampler.accumulate * accumulate,
+                (place // count + 1) * count,
+            )
+            made = math.ceil((min(end, end if batch else until) - place) / size)
+            steps, place = steps + made, min(place + made * size, end)
+        return steps
 
     def one_epoch(self) -> Iterator[list[TensorBatch]]:
         """Yield the remaining steps of this epoch; the position advances with each."""
         self._place_sampler()
         step: list[TensorBatch] = []
+        sizes, wanted = self._sampler.steps(), 0
         for batch in self._loader:
+            wanted = wanted or next(sizes)[1]
             step.append(batch)
-            if len(step) == self._sampler.accumulate:
-                self._advance()
+            if len(step) == wanted:
+                self._advance(self._sampler.micro_batch * wanted * self._sampler.data_size)
                 yield step
-                step = []
+                step, wanted = [], 0
 
     def __iter__(self) -> Iterator[list[TensorBatch]]:
         """Yield steps forever, epoch after epoch.
@@ -264,6 +317,8 @@ class Batches:
                 "the data is a mix of sources, and samples of lost replicas cannot return to its order; train on one "
                 "source"
             )
+        if len(self._sampler.grow) > 1:
+            yield "the batch grows, and replicas share steps of one size; leave data.grow out"
         if self._loader.num_workers:
             yield (
                 f"workers={self._loader.num_workers} read ahead, and which samples come next depends on the replicas; "
@@ -281,7 +336,7 @@ class Batches:
         self._place_sampler()
         sampler = self._sampler
         mine = sampler.micro_batch * sampler.accumulate
-        indices = sampler.step(replica * sampler.global_batch)
+        indices = sampler.step(replica * sampler.global_batch, sampler.accumulate)
         indices += [FILLER] * (mine - len(indices))
         size = sampler.micro_batch
         return [self.samples.__getitems__(indices[row : row + size]) for row in range(0, mine, size)]
@@ -291,13 +346,13 @@ class Batches:
         self._place_sampler()
         return bool(self._sampler.places(replica * self._sampler.global_batch, self._sampler.global_batch))
 
-    def count(self, counted: Sequence[bool]) -> None:
+    def count(self, counted: Sequence[bool], size: int | None = None) -> None:
         """Advance the position by a step of several replicas; the samples of those that did not count come again in
-        the next steps.
+        the next steps. ``size``: samples of each; None: ``global_batch`` of one replica.
         """
         if not all(counted):  # else an iteration over the epoch may be reading the sampler
             self._place_sampler()
-        size = self._sampler.global_batch
+        size = size or self._sampler.global_batch
         whole = size * len(counted)
         lost = [
             place
@@ -353,12 +408,12 @@ class Batches:
         self._epoch, self._consumed, self._counts = state["epoch"], state["samples"], tuple(state.get("sources", ()))
         self._returned = tuple(state.get("returned", ()))
 
-    def _advance(self) -> None:
+    def _advance(self, size: int) -> None:
         if (mix := self._sampler.mix) is None:
-            self.count([True])
+            self.count([True], size)
             return
-        self._consumed += self.global_batch
-        self._counts = mix.after(self._counts, mix.sources(self._counts, self.global_batch))
+        self._consumed += size
+        self._counts = mix.after(self._counts, mix.sources(self._counts, size))
         if mix.total is not None and self._consumed >= len(self.samples):
             self._epoch, self._consumed = self._epoch + 1, 0
 

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -443,6 +444,29 @@ def test_a_global_batch_does_not_depend_on_the_mesh(tmp_path: Path) -> None:
         return [sorted(counted(list(together))) for together in zip(*(b.one_epoch() for b in ranks))]
 
     assert rows(1, 12, 1) == rows(4, 3, 1) == rows(2, 2, 3) == rows(1, 1, 12)
+
+
+@pytest.mark.parametrize("stops", [1, 4, 10])
+def test_a_growing_batch_has_the_same_samples_on_any_ranks_after_a_resume(tmp_path: Path, stops: int) -> None:
+    """Steps of 4, then of 8 and 16 of 50 samples; two epochs."""
+    samples, grow = PackedTokens(token_file(tmp_path, 50 * 4 + 1), 4), {12: 8, 40: 16}
+
+    def steps(size: int, state: Any, most: int) -> tuple[list[list[int]], Any]:
+        ranks = [
+            Batches(samples, micro_batch=4 // size, data_rank=rank, data_size=size, grow=grow) for rank in range(size)
+        ]
+        for one in ranks:
+            one.load_state_dict(state or one.state_dict())
+        assert ranks[0].steps_until(2) == 12 - (stops if state else 0)
+        taken = itertools.islice(zip(*ranks, strict=True), most)
+        return [sorted(counted(list(together))) for together in taken], ranks[0].state_dict()
+
+    expected, _ = steps(1, None, 12)
+    assert [len(step) // 4 for step in expected] == [4, 4, 4, 8, 8, 8, 8, 6, 16, 16, 16, 2]
+    first, state = steps(2, None, stops)
+    assert first + steps(4, state, 12 - stops)[0] == expected
+    with pytest.raises(RecipeError, match="multiples of 2 x 3 data ranks"):
+        Batches(samples, micro_batch=2, data_size=3, grow=grow)
 
 
 def test_epochs_differ_in_order_and_seeds_too(tmp_path: Path) -> None:
