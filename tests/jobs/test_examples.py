@@ -42,6 +42,19 @@ def test_a_loop_of_ones_own_on_one_process_and_on_a_mesh(tmp_path):
     assert {"model.safetensors", "config.json"} <= {path.name for path in (tmp_path / "export").iterdir()}
 
 
+def test_research_loops_print_the_same_on_one_process_and_on_a_mesh(tmp_path):
+    script = str(EXAMPLE.with_name("research_loop.py"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    found = []
+    for command in ([sys.executable, script], [*torchrun, "dp_shard=2"]):
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found.append({name: float(value) for name, value in re.findall(r"(\w+): ([\d.]+)", done.stdout)})
+    assert found[0].keys() == {"judge", "generator", "student", "teacher"}
+    assert found[1] == pytest.approx(found[0], abs=2e-5)
+
+
 def test_the_reward_of_a_policy_rises(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLE.with_name("policy_gradient.py")), "100"]
