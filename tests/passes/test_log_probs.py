@@ -28,7 +28,7 @@ PLANS = {
 }
 POSITIONS = {
     "cp": ("dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),
-    "cp-tp": ("dp_shard=1,cp=2,tp=2", [TensorParallel(), ContextParallel(), FullyShard()]),
+    "cp-tp": ("dp_shard=1,cp=2,tp=2", [ContextParallel(), TensorParallel(), FullyShard()]),
 }
 
 
