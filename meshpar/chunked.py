@@ -55,7 +55,8 @@ def chunked_token_loss(
             :func:`head_of` finds.
         chunk: positions at a time.
         ignore_index: the label of positions that do not count.
-        reduction, z_loss: as for :func:`meshpar.token_loss`.
+        reduction: as for :func:`meshpar.token_loss`.
+        z_loss: as for :func:`meshpar.token_loss`.
 
     Raises:
         MeshparError: the model has no such output, or changes its logits after the head (by a scale or a cap, say).
