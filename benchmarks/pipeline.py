@@ -126,7 +126,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         given = (options.steps, options.schedule, options.layers, options.dim, str(out))
-        launch("benchmarks.pipeline", "rank_main", RANKS, given, timeout_s=1200.0, fresh="a benchmark")
+        launch("pipeline", "rank_main", RANKS, given, timeout_s=1200.0, fresh="a benchmark")
         found = json.loads(out.read_text())
     medians = {way: statistics.median(times) for way, times in found["seconds"].items()}
     ratios = [one / other for one, other in zip(found["seconds"]["meshpar"], found["seconds"]["torch"], strict=True)]
