@@ -36,7 +36,7 @@ def without_memory(module: nn.Module) -> set[str]:
 
 
 def check_weights(tensors: Mapping[str, Tensor], what: str) -> None:
-    """See that all ranks hand in the same tensors; ``what`` is how the message calls them. Collective: every rank
+    """Check that all ranks hand in the same tensors; ``what`` is how the message calls them. Collective: every rank
     calls it.
     """
     weights = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}

@@ -1,4 +1,4 @@
-"""What a test finds in a process that other tests use: restored after it, or missed loudly."""
+"""Restore what a test finds in a process that other tests use, or miss it loudly."""
 
 from __future__ import annotations
 
@@ -81,6 +81,6 @@ def _is_ours(place: str) -> bool:
 
 
 def _is_expected(place: str, function: object) -> bool:
-    """Whether torch wraps it once for a whole process, as optimizers and the compiler do, or meshpar in torch."""
+    """Tell whether torch wraps it once for a whole process, as optimizers and the compiler do, or meshpar in torch."""
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
     return file.startswith(_TORCH) or (file.startswith(_MESHPAR) and place.startswith("torch"))

@@ -262,7 +262,7 @@ class Divided:
 
 
 def check_separable(optimizer: torch.optim.Optimizer) -> None:
-    """See that the optimizer's step of a parameter is the same whether others are stepped or not, on small tensors.
+    """Check that the optimizer's step of a parameter is the same whether others are stepped or not, on small tensors.
 
     Raises:
         MeshparError: it is not, or the optimizer cannot be tried.

@@ -1,4 +1,4 @@
-"""Whether the documents of a packed row see each other: tried with a few tokens before the first step.
+"""Find whether the documents of a packed row see each other, with a few tokens before the first step.
 
 Neither names nor signatures tell. A recurrent model takes ``position_ids`` and carries its state over; a model with a
 mask of its own ignores them.

@@ -272,7 +272,7 @@ class Replicas:
 
     @property
     def saves_alone(self) -> bool:
-        """Whether a replica has all state that a checkpoint needs."""
+        """Tell whether a replica has all state that a checkpoint needs."""
         return self._divided is None
 
     @property
