@@ -105,7 +105,7 @@ def main(mesh: str) -> None:
     """Print the numbers of both loops."""
     with meshpar.distributed("cpu"):
         for name, value in (gan(mesh) | teacher(mesh)).items():
-            if meshpar.core.runtime.is_main():
+            if torch.distributed.get_rank() == 0:
                 print(f"{name}: {value:.5f}")
 
 
