@@ -85,7 +85,8 @@ def log_likelihoods(
     greedily; the same on every rank.
 
     Args:
-        par: the parallel module: a causal language model.
+        par: the parallel module: a causal language model, or an encoder-decoder, which reads the context and writes the
+            other text.
         pairs: token ids of a context, at least one, and of what follows.
         batch: pairs of a data rank at once.
 
@@ -98,11 +99,16 @@ def log_likelihoods(
         raise MeshparError("a context has no token; begin it with the token that begins a text")
 
     def scored(places: list[int], rows: list[tuple[Tokens, Tokens]]) -> list[list[float]]:
-        texts = [[*context, *more] for context, more in rows]
-        logits = _logits(par.module(input_ids=_padded(texts, par.device)))
-        found = []
-        for row, (context, more) in enumerate(rows):
-            there = logits[row, len(context) - 1 : len(context) + len(more) - 1].float().log_softmax(-1)
+        if getattr(getattr(par.module, "config", None), "is_encoder_decoder", False):
+            given = _encoded(par, [context for context, _ in rows])
+            given["decoder_input_ids"] = _padded([[_start(par), *more[:-1]] for _, more in rows], par.device)
+            begins = [0] * len(rows)
+        else:
+            given = {"input_ids": _padded([[*context, *more] for context, more in rows], par.device)}
+            begins = [len(context) - 1 for context, _ in rows]
+        logits, found = _logits(par.module(**given)), []
+        for row, (begin, (_, more)) in enumerate(zip(begins, rows, strict=True)):
+            there = logits[row, begin : begin + len(more)].float().log_softmax(-1)
             target = torch.tensor(list(more), dtype=torch.int64, device=there.device)
             greedy = bool((there.argmax(-1) == target).all())
             found.append([float(there.gather(-1, target[:, None]).sum()), float(greedy)])
@@ -171,6 +177,19 @@ def _padded(rows: Sequence[Tokens], device: torch.device, *, left: bool = False)
     return torch.tensor(lines, dtype=torch.int64, device=device)
 
 
+def _encoded(par: Parallelized, rows: Sequence[Tokens], *, left: bool = False) -> dict[str, Tensor]:
+    return {
+        "input_ids": _padded(rows, par.device, left=left),
+        "attention_mask": _padded([[1] * len(row) for row in rows], par.device, left=left),
+    }
+
+
+def _start(par: Parallelized) -> int:
+    """Return the first token of an encoder-decoder's own text."""
+    config: Any = par.module.config
+    return int(config.decoder_start_token_id)
+
+
 def _continuation(par: Parallelized, rows: Sequence[Tokens]) -> Callable[[Tensor | None], Tensor]:
     """Return a function from the tokens chosen last, (B,), None at first, to the logits of the next, (B, V)."""
     module: Any = par.module
@@ -186,23 +205,22 @@ def _continuation(par: Parallelized, rows: Sequence[Tokens]) -> Callable[[Tensor
 
         return whole
     pairs = bool(getattr(config, "is_encoder_decoder", False))
-    ids = _padded(rows, par.device, left=not pairs)
-    mask = _padded([[1] * len(row) for row in rows], par.device, left=not pairs)
-    given: dict[str, Any] = {"use_cache": True, "return_dict": True, "attention_mask": mask}
+    given: dict[str, Any] = {"use_cache": True, "return_dict": True, **_encoded(par, rows, left=not pairs)}
 
     def cached(last: Tensor | None) -> Tensor:
         if pairs:
-            begin = torch.full((len(rows), 1), config.decoder_start_token_id, device=par.device)
-            given.update({"decoder_input_ids": begin, "input_ids": ids} if last is None else {"input_ids": None})
-            given.update({} if last is None else {"decoder_input_ids": last[:, None]})
+            begin = torch.full((len(rows), 1), _start(par), device=par.device)
+            given["decoder_input_ids"] = begin if last is None else last[:, None]
+            if last is not None:
+                given.pop("input_ids", None)  # the encoder has run
         else:
             if last is not None:
                 given["attention_mask"] = nn.functional.pad(given["attention_mask"], (0, 1), value=1)
-            given["input_ids"] = ids if last is None else last[:, None]
+                given["input_ids"] = last[:, None]
             if "position_ids" in named:
                 places = (given["attention_mask"].cumsum(-1) - 1).clamp(min=0)
                 given["position_ids"] = places if last is None else places[:, -1:]
-        output = module(**{name: value for name, value in given.items() if value is not None})
+        output = module(**given)
         given["past_key_values"] = output.past_key_values
         if pairs:
             given["encoder_outputs"] = (output.encoder_last_hidden_state,)

@@ -56,6 +56,24 @@ def huggingface_gpt2(**options):
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False, **options))
 
 
+def t5():
+    import transformers
+
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=VOCAB,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
+            dropout_rate=0.0,
+            use_cache=False,
+        )
+    )
+
+
 class MaskedAttention(nn.Module):
     """Attention under a mask that is built in memory, as in many hand-written models."""
 

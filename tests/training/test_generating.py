@@ -11,30 +11,12 @@ from meshpar import ContextParallel, FullyShard, Plan, TensorParallel
 from meshpar.core.errors import MeshparError
 from meshpar.testing import on_ranks
 from meshpar.training.generating import generate, log_likelihoods
-from tests.support.models_for_parity import VOCAB, huggingface, huggingface_gpt2, transformer
+from tests.support.models_for_parity import huggingface, huggingface_gpt2, t5, transformer
 from tests.support.tiers import daily
 
 PROMPTS = [[5, 6, 7, 8, 9], [3], [11, 12], [40, 41, 42, 43, 44, 45, 46], [7, 7]]
 PLANS = {"fsdp": ("dp_shard=2", [FullyShard()]), "tp": ("tp=2", [TensorParallel()])}
 BOTH = ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()])
-
-
-def t5():
-    import transformers
-
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=VOCAB,
-            d_model=32,
-            d_kv=8,
-            d_ff=48,
-            num_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-            dropout_rate=0.0,
-            use_cache=False,
-        )
-    )
 
 
 def moe():
@@ -125,6 +107,22 @@ def test_draws_and_scores_do_not_depend_on_the_mesh_or_the_batch():
     place = len(PROMPTS[0]) - 1
     total = sum(float(logits[place + n, token]) for n, token in enumerate(greedy[0]))
     assert scores[0][0] == pytest.approx(total, abs=1e-4)
+
+
+@on_ranks(2)
+def test_an_encoder_decoder_scores_what_it_would_write():
+    model = strong(t5).eval()
+    pairs = [(prompt, more) for prompt in PROMPTS for more in ([4, 5, 6], [9])]
+    pairs.append((PROMPTS[0], theirs(model, 4, 999)[0]))
+    with torch.no_grad():
+        expected = []
+        for context, more in pairs:
+            logits = model(input_ids=torch.tensor([context]), labels=torch.tensor([more])).logits[0].log_softmax(-1)
+            expected.append(float(logits.gather(-1, torch.tensor(more)[:, None]).sum()))
+    for mesh, passes in PLANS.values():
+        scores = log_likelihoods(Plan(mesh, passes).apply(copy.deepcopy(model)), pairs, batch=2)
+        assert [score for score, _ in scores] == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert scores[-1][1] and not all(greedy for _, greedy in scores)
 
 
 @on_ranks(2)
