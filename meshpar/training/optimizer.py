@@ -12,11 +12,12 @@ from torch import nn
 
 from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.core.layout import ModelLayout
-from meshpar.core.passes import unmatched
-from meshpar.core.patterns import covers, matches, suggestion
+from meshpar.core.passes import find_blocks, unmatched
+from meshpar.core.patterns import covers, suggestion
 from meshpar.core.registry import layout_for
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
+from meshpar.passes.pipeline.stand_ins import BlockStandIn
 from meshpar.placements import by_device, local_tensor
 from meshpar.training.settings import Bound, Count, Part, bound_problems
 
@@ -155,8 +156,8 @@ def scale_rates(
 
 def _depths(module: nn.Module, layout: ModelLayout) -> dict[int, int]:
     """Return by ``id`` of a parameter how many blocks are behind it, its own included; one more before all blocks."""
-    names = [name for name, _ in module.named_modules()]
-    blocks = [name for name in names if any(matches(pattern, name) for pattern in layout.blocks)]
+    found = {name for name, _ in find_blocks(module, layout)}
+    blocks = [name for name, child in module.named_modules() if name in found or isinstance(child, BlockStandIn)]
     if not blocks:
         raise MeshparError(
             "layer_decay: the model's layout names no blocks; give ModelLayout(blocks=...), or use rates"

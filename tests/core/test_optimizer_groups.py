@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshpar import CheckpointError, FullyShard, MeshparError, Plan, TensorParallel
+from meshpar import CheckpointError, FullyShard, MeshparError, PipelineParallel, Plan, TensorParallel
 from meshpar.checkpoints import CheckpointManager
 from meshpar.testing import on_ranks
 from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, scale_rates
-from tests.support.models_for_parity import VOCAB, gpt2
+from tests.support.models_for_parity import VOCAB, gpt2, t5
 
 PLANS = {"dp_shard=2,tp=2": [TensorParallel(), FullyShard()], "dp_shard=4": [FullyShard()]}
 
@@ -96,6 +96,24 @@ def told_rates(module, optimizer):
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
+
+
+@on_ranks(2)
+def test_stages_have_the_rates_of_one_process():
+    alone = gpt2(tied=False)
+    expected = told_rates(alone, build_adamw(alone, AdamWSettings(lr=1e-2)))
+    par = Plan("pp=2", [PipelineParallel()]).apply(gpt2(tied=False))
+    found = told_rates(par.module, build_adamw(par.module, AdamWSettings(lr=1e-2)))
+    assert found == {name: expected[name] for name in found} and len(found) < len(expected)
+
+
+def test_blocks_that_the_layout_names_by_their_class_have_depths():
+    module = t5()
+    optimizer = build_adamw(module, AdamWSettings(lr=1.0))
+    scale_rates(optimizer, module, layer_decay=0.5)
+    scales = {id(one): group["lr_scale"] for group in optimizer.param_groups for one in group["params"]}
+    first, last = (stack.block[0].layer[0].SelfAttention.q.weight for stack in (module.encoder, module.decoder))
+    assert (scales[id(module.shared.weight)], scales[id(first)], scales[id(last)]) == (0.5**5, 0.5**4, 0.5**2)
 
 
 def test_rates_that_match_nothing_or_have_no_blocks_are_refused():
