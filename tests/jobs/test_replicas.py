@@ -136,13 +136,13 @@ def test_what_cannot_be_lost_is_refused_by_name():
     optimizer = torch.optim.SGD(par.module.parameters())
     mixed = Numbers(8)
     mixed.mix = Interleave(sizes=(4, 4), weights=(1.0, 1.0), epochs=(1, 1))
-    data = batches(loader=LoaderSettings(workers=1)), Batches(mixed, micro_batch=1)
+    data = batches(loader=LoaderSettings(workers=1)), Batches(mixed, micro_batch=1), batches(grow={4: 8})
     message = ""
     for override in data:
         with pytest.raises(PlanError) as raised:
             Replicas(par, optimizer, override)
         message += str(raised.value)
-    for reason in ("dp_replicate=2 inside", "norm.1 (BatchNorm1d)", "workers=1", "a mix of sources"):
+    for reason in ("dp_replicate=2 inside", "norm.1 (BatchNorm1d)", "workers=1", "a mix of sources", "the batch grows"):
         assert reason in message
     par = Plan("dp_shard=2", [FullyShard()]).apply(lab.model())
     with pytest.raises(ReplicaError, match="meshpar run --elastic=replicas"):
