@@ -23,8 +23,8 @@ from meshpar.core.applying import run_passes
 from meshpar.core.errors import MeshparError, PlanError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.passes import Pass, Role
-from meshpar.core.patterns import class_name
+from meshpar.core.passes import Pass, Role, unmatched
+from meshpar.core.patterns import class_name, matches, modules_around
 from meshpar.core.registry import imported
 from meshpar.core.resolved import Resolved
 from meshpar.description import Description, describe
@@ -40,7 +40,7 @@ from meshpar.passes.applied import applied
 from meshpar.passes.installed import before_plan
 from meshpar.passes.prepare import prepare
 from meshpar.passes.untouched import CannotKeep, untouched
-from meshpar.placements import clip_grad_norm_, local_tensor, sharded_axes
+from meshpar.placements import clip_grad_norms_, local_tensor, sharded_axes
 from meshpar.replicas import check_equal, of_all_ranks
 from meshpar.state import initialize
 from meshpar.state.averaging import Averaged, Decay
@@ -530,15 +530,51 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
+        return self.clip_grad_norms_(max_norm, norm_type=norm_type)[""]
+
+    @torch.no_grad()
+    def clip_grad_norms_(
+        self, max_norm: float, modules: Sequence[str] = (), *, norm_type: float = 2.0
+    ) -> dict[str, Tensor]:
+        """Clip as :meth:`clip_grad_norm_` does, and return the norms of modules as well, in the same exchange.
+
+        >>> par.clip_grad_norms_(1.0, ["embed", "layers.*"])  # doctest: +SKIP
+        {'': tensor(2.1), 'embed': tensor(0.4), 'layers.0': tensor(1.3), 'layers.1': tensor(1.6)}
+
+        Args:
+            max_norm: as for :meth:`clip_grad_norm_`.
+            modules: patterns of modules, or of parameters. A parameter counts for the innermost that one matches.
+            norm_type: as for :meth:`clip_grad_norm_`.
+
+        Returns:
+            Name of a module -> its norm before clipping; that of the whole model has the name ``""``.
+
+        Raises:
+            MeshparError: a pattern matches nothing, or the gradients of a step are not reduced yet.
+
+        Collective: every rank calls it.
+        """
         if self.cycle is not None and not self.cycle.reducing:
             raise MeshparError(
                 "clip_grad_norm_ is called between the micro-batches of par.accumulate, whose gradients are reduced "
                 "in the last one; clip after the loop"
             )
         self.reshard()
+        known = applied(self.module)
+        places: Mapping[str, str] = {}
+        if modules:  # in the same order on every stage
+            own = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
+            others = [name for name, tensor in known.elsewhere.items() if isinstance(tensor, nn.Parameter)]
+            places = modules_around(tuple(sorted({*own, *others})), tuple(modules))
+            if lost := [one for one in modules if not any(matches(one, place) for place in places.values())]:
+                raise MeshparError(unmatched(f"module {lost[0]!r}", lost[0], self.module))
+        row = {name: number for number, name in enumerate(["", *dict.fromkeys(places.values())])}
+        own_row = {id(one): row[places[name]] for name, one in self.module.named_parameters() if name in places}
         groups = {axis: self._held_on.get_group(axis) for axis in self.resolved.held.axes}
-        layers = applied(self.module).layers
-        return clip_grad_norm_(self.module.parameters(), groups, max_norm, norm_type, self.device, layers)
+        norms = clip_grad_norms_(
+            self.module.parameters(), groups, max_norm, norm_type, self.device, known.layers, own_row, len(row)
+        )
+        return dict(zip(row, norms.unbind(), strict=True))
 
     def verify(self, batch: object) -> Verification:
         """Compare one split block of each kind with the unsplit block on a batch. The first forward runs this test

@@ -139,15 +139,17 @@ class Apart(Protocol):
         ...
 
 
-def clip_grad_norm_(
+def clip_grad_norms_(
     parameters: Iterable[Tensor],
     groups: Mapping[str, dist.ProcessGroup],
     max_norm: float,
     norm_type: float,
     device: torch.device,
     apart: Apart | None = None,
+    rows: Mapping[int, int] | None = None,
+    count: int = 1,
 ) -> Tensor:
-    """Scale gradients so that their joint norm is at most ``max_norm``, and return the norm before: see
+    """Scale gradients so that their joint norm is at most ``max_norm``, and return the norms before: see
     ``Parallelized``.
 
     Args:
@@ -155,19 +157,21 @@ def clip_grad_norm_(
         groups: axis -> this rank's process group, outermost first.
         max_norm: largest norm. ``inf`` scales nothing.
         norm_type: p.
-        device: where the norm is.
+        device: where the norms are.
         apart: ranks that have other parameters.
+        rows: ``id`` of a parameter -> the norm to which it belongs beside the joint one, from 1.
+        count: number of norms, the joint one first.
 
     Collective over the groups of axes that split a parameter, and over that of ``apart``.
     """
-    parameters = list(parameters)
+    parameters, rows = list(parameters), rows or {}
     elsewhere = set[int]() if apart is None else apart.counted_elsewhere()
-    parts: dict[frozenset[str], list[Tensor]] = {}
+    parts: dict[frozenset[str], list[list[Tensor]]] = {}
     twice = list[Tensor]()
     for parameter in parameters:
         if (grad := _whole_gradient(parameter)) is not None:
-            over = twice if id(parameter) in elsewhere else parts.setdefault(_split_over(grad, groups), [])
-            over.append(local_tensor(grad))
+            over = parts.setdefault(_split_over(grad, groups), [[] for _ in range(count)])
+            (twice if id(parameter) in elsewhere else over[rows.get(id(parameter), 0)]).append(local_tensor(grad))
     # A rank may have no gradient where another has: every rank joins the same reductions all the same.
     kinds = {_split_over(parameter, groups) for parameter in parameters if parameter.requires_grad}
     wide = (
@@ -175,26 +179,28 @@ def clip_grad_norm_(
         if any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
         else torch.float32
     )
-    powers = {axes: _power(parts.get(axes, []), norm_type, device).to(wide) for axes in kinds | set(parts)}
-    total = _joined(powers, groups, norm_type, device)
+    empty: list[list[Tensor]] = [[] for _ in range(count)]
+    powers = {
+        axes: torch.stack([_power(grads, norm_type, device).to(wide) for grads in parts.get(axes, empty)])
+        for axes in kinds | set(parts)
+    }
+    joined = _joined(powers, groups, norm_type, torch.zeros(count, device=device))
     if apart is not None:
-        dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=apart.group)
-    norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+        dist.all_reduce(joined, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=apart.group)
+    joined[0] = joined.max() if math.isinf(norm_type) else joined.sum()
+    norms = joined if math.isinf(norm_type) else joined ** (1.0 / norm_type)
     if not math.isinf(max_norm):
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        every = [*parts.values(), twice]
+        scale = (max_norm / (norms[0] + 1e-6)).clamp(max=1.0)
+        every = [twice, *(grads for found in parts.values() for grads in found)]
         scales = {place: scale.to(place) for place in by_device(grad for grads in every for grad in grads)}
         for grads in every:
             for place, together in by_device(grads).items():
                 torch._foreach_mul_(together, scales[place])
-    return norm
+    return norms
 
 
 def _joined(
-    powers: dict[frozenset[str], Tensor],
-    groups: Mapping[str, dist.ProcessGroup],
-    norm_type: float,
-    device: torch.device,
+    powers: dict[frozenset[str], Tensor], groups: Mapping[str, dist.ProcessGroup], norm_type: float, none: Tensor
 ) -> Tensor:
     """Join the powers of norms, keyed by the axes over which their gradients are split, axis by axis, innermost
     first.
@@ -211,7 +217,7 @@ def _joined(
             rest = key - {axis}
             known = powers.get(rest)
             powers[rest] = value if known is None else torch.maximum(known, value) if largest else known + value
-    return powers.get(frozenset(), torch.zeros((), device=device))
+    return powers.get(frozenset(), none)
 
 
 def _split_over(tensor: Tensor, groups: Collection[str]) -> frozenset[str]:

@@ -8,6 +8,7 @@ take a module's name for all that is in the module: :func:`covers`.
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -51,6 +52,26 @@ def covers(pattern: str, name: str) -> bool:
     parts = name.split(".")
     ends = range(1, len(parts) + 1) if "**" in pattern else (pattern.count(".") + 1,)
     return any(matches(pattern, ".".join(parts[:end])) for end in ends)
+
+
+@functools.lru_cache(maxsize=16)
+def modules_around(names: tuple[str, ...], patterns: tuple[str, ...]) -> dict[str, str]:
+    """Return by name the innermost module around it, or itself, that one of ``patterns`` matches; names that have none
+    are left out.
+
+    >>> from meshpar.core.patterns import modules_around
+    >>> modules_around(("layers.0.up.weight", "head.weight"), ("layers.*",))
+    {'layers.0.up.weight': 'layers.0'}
+    """
+    found = {}
+    for name in names:
+        parts = name.split(".")
+        around = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        if (
+            place := next((one for one in around if any(matches(pattern, one) for pattern in patterns)), None)
+        ) is not None:
+            found[name] = place
+    return found
 
 
 def find_modules(module: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:

@@ -431,7 +431,8 @@ class Trainer:
             }
         if self.scaler is not None:
             self.scaler.unscale_(par.module)
-        norm = par.clip_grad_norm_(self.settings.clip or math.inf)
+        norms = par.clip_grad_norms_(self.settings.clip or math.inf, self.settings.norms)
+        norm = norms.pop("")
         self._rate = self.planned.apply(optimizer, self._at)
         moved = self._may_step(norm)
         if moved:
@@ -443,7 +444,7 @@ class Trainer:
                 self.tokens += int(summed[0])  # now, as another replica may get this state before the next report
         self._load.step(moved=moved)
         optimizer.zero_grad(set_to_none=True)
-        self._norm = norm
+        self._norm, self._parts = norm, {f"grad_norm/{name}": value for name, value in norms.items()}
         return True
 
     def _may_step(self, norm: torch.Tensor) -> bool:
@@ -563,7 +564,7 @@ class Trainer:
             return
         known = {"lr": self._rate, "epoch": self.data.epoch, "step": self.step}
         known |= {"skipped": self.skipped} if self.skipped else {}
-        load = self._load.take()
+        load = {**self._load.take(), **self._parts}
         self._reading = self._meter.begin(self._norm, self._first_bad, *load.values()), known, list(load)
         if not runtime.queues(self.par.device):
             self._read()

@@ -100,6 +100,7 @@ class TrainSettings:
         check_replicas_every: steps between two comparisons of parameters that must be equal; None: only at the start.
             The start of a run always has one.
         clip: largest gradient norm; None: only measure the norm.
+        norms: patterns of modules whose gradient norms are reported, too, as ``grad_norm/NAME``: ``[embed, layers.*]``.
         nonfinite: reaction to a loss or gradient that is not finite: ``"raise"``, or ``"skip"`` the step (float16 with
             a scaler always skips). To skip, the host reads the norm of every step. To raise, the host reads an
             accelerator's norm at each record and before each checkpoint: no checkpoint contains the weights of such a
@@ -124,6 +125,7 @@ class TrainSettings:
     checkpoint_every: Every = None
     check_replicas_every: Count | None = None
     clip: Annotated[float, Bound(gt=0)] | None = 1.0
+    norms: tuple[str, ...] = ()
     nonfinite: Literal["raise", "skip"] = "raise"
     skip_spikes: Annotated[float, Bound(gt=1)] | None = None
     balance_rate: Annotated[float, Bound(ge=0)] = 0.0

@@ -231,13 +231,13 @@ def test_the_loop_equals_one_written_by_hand(group: None, tmp_path: Path) -> Non
     samples = packed(tmp_path)
     par = parallel()
     records = Records()
-    outcome = trainer(par, samples, reporters=[records], clip=0.5).run()
+    outcome = trainer(par, samples, reporters=[records], clip=0.5, norms=("layers.*",)).run()
     assert (outcome.steps, outcome.stopped) == (6, None)
 
     hand = parallel()
     optimizer = build_adamw(hand.module, AdamWSettings(eps=1e-3))
     schedule = Schedule(name="cosine", lr=1e-2, steps=6, warmup_steps=2, min_ratio=0.2)
-    losses, norms, tokens_seen = [], [], 0
+    losses, norms, of_a_layer, tokens_seen = [], [], [], 0
     for step, batches in zip(range(6), Batches(samples, micro_batch=2, accumulate=2, seed=3)):
         tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
         total, tokens_seen = 0.0, tokens_seen + tokens
@@ -250,6 +250,8 @@ def test_the_loop_equals_one_written_by_hand(group: None, tmp_path: Path) -> Non
             loss.backward()
             total += loss.item()
         losses.append(total)
+        layer = [parameter.grad for parameter in hand.module.layers[1].parameters()]
+        of_a_layer.append(torch.nn.utils.get_total_norm(layer).item())
         norms.append(torch.nn.utils.clip_grad_norm_(hand.module.parameters(), 0.5).item())
         for part in optimizer.param_groups:
             part["lr"] = schedule.rate(step)
@@ -257,6 +259,7 @@ def test_the_loop_equals_one_written_by_hand(group: None, tmp_path: Path) -> Non
         optimizer.zero_grad()
     assert [record["train/loss"] for record in records.records] == pytest.approx(losses, rel=1e-5)
     assert [record["grad_norm"] for record in records.records] == pytest.approx(norms, rel=1e-5)
+    assert [record["grad_norm/layers.1"] for record in records.records] == pytest.approx(of_a_layer, rel=1e-5)
     for name, value in weights(hand).items():
         torch.testing.assert_close(weights(par)[name], value, rtol=1e-4, atol=1e-6)
     last = records.records[-1]
