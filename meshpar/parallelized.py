@@ -384,6 +384,12 @@ class Parallelized:
             if not whole and self.cycle is not None:
                 self.cycle.leave_step()
 
+    def _abandon(self, reduces: Callable[[bool], None]) -> None:
+        """Leave a step in which ranks have different parts of the gradients."""
+        reduces(True)
+        if self.cycle is not None:
+            self.cycle.leave_step(by_error=True)
+
     def _reduces(self, always: bool, last: bool) -> None:
         """Let the next backward reduce gradients where it is the last of a step, or ``always``."""
         if self.cycle is not None:
@@ -430,7 +436,8 @@ class Parallelized:
         """
         totals = Totals(self.device)
         if (stage := applied(self.module).layers) is not None:
-            stage.backward(micro_batches, loss, partial(self._reduces, reduce_each), totals)
+            reduces = partial(self._reduces, reduce_each)
+            stage.backward(micro_batches, loss, reduces, partial(self._abandon, reduces), totals)
         else:
             for batch in self.accumulate(micro_batches, reduce_each=reduce_each):
                 totals.add(loss(self.module, batch)).backward()  # type: ignore[no-untyped-call]

@@ -429,10 +429,14 @@ class Cycle:
             return adafactor_on(optimizer, adafactor_by_parts)
         return optimizer
 
-    def leave_step(self) -> None:
-        """Remember that a step was left before its gradients were reduced, until somebody clears gradients."""
-        if self._units.modules:
-            self.left_gradients.leave()
+    def leave_step(self, *, by_error: bool = False) -> None:
+        """Remember that a step was left before its gradients were reduced, until somebody clears gradients.
+
+        Args:
+            by_error: ranks may have different parts of the gradients.
+        """
+        if self._units.modules or by_error:
+            self.left_gradients.leave(by_error=by_error)
 
     def reshard(self) -> None:
         """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained

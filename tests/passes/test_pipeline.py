@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -34,7 +34,7 @@ from meshpar.passes.applied import applied
 from meshpar.passes.pipeline.cuts import even_cuts
 from meshpar.passes.pipeline.schedule import SCHEDULES, Action, actions
 from meshpar.placements import whole_tensor
-from meshpar.testing import on_ranks, token_loss_sum
+from meshpar.testing import RankFailure, launch, on_ranks, token_loss_sum
 from meshpar.training import LoRA, add_adapters
 from tests.support.models_for_parity import VOCAB, huggingface, transformer
 from tests.support.patience import until
@@ -341,35 +341,125 @@ def test_different_micro_batches_are_told():
             par.backward(mine, scaled_loss(1.0))
 
 
-@on_ranks(2, fresh="a message is never received")
+@on_ranks(2)
 def test_different_micro_batches_of_an_evaluation_are_told():
-    layers = applied(Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()).module).layers
-    with (
-        pytest.raises(MeshparError, match=r"stage 0 and stage 1 have different micro-batches \(number 0\)")
-        if dist.get_rank()
-        else nullcontext()
+    par, rank = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()), dist.get_rank()
+    for mine, message in (
+        (batches(0) * 9 + batches(rank), r"stage 0 and stage 1 have different micro-batches \(number 36\)"),
+        (batches(0)[: 3 - rank], "3 micro-batches in stage 0, and 2 in stage 1; give all ranks of pp the same"),
     ):
-        layers._forward(batches(dist.get_rank())[0], scaled_loss(1.0), None)
+        with pytest.raises(MeshparError, match=message):
+            par.forward(mine, lambda module, batch: float(token_loss_sum(module, batch)[0]))
 
 
-@on_ranks(2, fresh="a stage waits for the other")
+@on_ranks(2)
 def test_losses_that_no_stage_can_run_are_refused():
     par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]())
     mine = batches(0)[:1]
     with pytest.raises(MeshparError, match="called the module 0 times; call it once and return a scalar tensor"):
         par.backward(mine, lambda module, batch: None)
-    if dist.get_rank():  # the first stage has left its loss by then
+    par.module.zero_grad()
+    with pytest.raises(MeshparError, match="the module is called twice for one micro-batch"):
+        par.backward(mine, lambda module, batch: sum(token_loss_sum(module, batch)[0] for _ in range(2)))
 
-        def twice(module, batch):
-            return token_loss_sum(module, batch)[0] + token_loss_sum(module, batch)[0]
 
-        with pytest.raises(MeshparError, match="the module is called twice for one micro-batch"):
-            par.backward(mine, twice)
-    else:
-        layers = applied(par.module).layers
-        layers._count = 1
-        layers._agree(mine)
-        layers._forward(mine[0], scaled_loss(1.0), layers._digests[0])
+def given(micro_batches):
+    yield from micro_batches[:2]
+    raise KeyError("no more data")
+
+
+def failing(par, place):
+    """Run a step in which one stage fails: in its data, its loss, a block, a hook of a backward, or an evaluation."""
+    layers, mine = applied(par.module).layers, batches(0)
+    last, calls, hooks = layers.rank == layers.ranks - 1, [], []
+
+    def loss(module, batch):
+        calls.append(batch)
+        if last and len(calls) == 3 and place in ("loss", "evaluation"):
+            raise KeyError("a label is missing")
+        return token_loss_sum(module, batch)[0] * 0.1
+
+    def fail(module, *args):
+        calls.append(module)
+        if len(calls) > 3:
+            raise KeyError("a block is at fault")
+
+    if layers.rank == 1 and place in ("block", "backward"):
+        block = layers._chunks[-1].blocks[0]
+        hooks = [block.register_forward_hook(fail) if place == "block" else block.register_full_backward_hook(fail)]
+    try:
+        if place == "evaluation":
+            par.forward(mine, loss)
+        else:
+            par.backward(given(mine) if place == "data" and not layers.rank else mine, loss)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+FAILED = {
+    "data": (0, "stage 0, its micro-batches: KeyError: 'no more data'"),
+    "loss": (-1, r"stage \d, forward of micro-batch \d of 4: KeyError: 'a label is missing'"),
+    "block": (1, r"stage \d, forward of micro-batch \d of 4: KeyError: 'a block is at fault'"),
+    "backward": (1, r"stage \d, backward of micro-batch \d of 4: KeyError: 'a block is at fault'"),
+    "evaluation": (-1, r"stage \d, forward of micro-batch \d, without gradients: KeyError: 'a label is missing'"),
+}
+
+
+def assert_an_error_is_told(mesh, passes, virtual=1):
+    """A step fails on one stage: it raises its own error, the others say which, and the next step is exact."""
+
+    def gradients(par):
+        par.backward(batches(par.data_rank), scaled_loss(0.1))
+        found = {name: whole_tensor(parameter.grad).clone() for name, parameter in par.module.named_parameters()}
+        par.module.zero_grad()
+        return found
+
+    torch.manual_seed(0)
+    make = partial(huggingface, "Llama", num_hidden_layers=8, tie_word_embeddings=True)
+    par = Plan(mesh, [PipelineParallel(virtual=virtual), *passes]).apply(make())
+    expected, layers = gradients(par), applied(par.module).layers
+    for place, (stage, message) in FAILED.items():
+        error, match = (MeshparError, f"another stage of pp failed.*{message}")
+        if layers.rank == stage % layers.ranks:
+            error, match = KeyError, message.rpartition("KeyError: ")[2]
+        with pytest.raises(error, match=match):
+            failing(par, place)
+        if place in ("loss", "block"):
+            with pytest.raises(MeshparError, match=r"gradients are incomplete; call optimizer\.zero_grad\(\)"):
+                torch.optim.SGD(par.module.parameters()).step()
+        par.module.zero_grad()
+        for name, grad in gradients(par).items():
+            assert torch.equal(grad, expected[name]), (place, name)
+
+
+@on_ranks(2)
+def test_an_error_on_one_stage_is_told_on_all_and_the_next_step_is_exact():
+    assert_an_error_is_told("pp=2", [])
+
+
+@pytest.mark.nightly
+@on_ranks(4)
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("mesh", ["pp=4", "pp=2,dp_shard=2"])
+def test_an_error_on_one_of_several_stages_is_told(mesh, virtual):
+    assert_an_error_is_told(mesh, [FullyShard()] if "dp" in mesh else [], virtual)
+
+
+def ended_stage(said):
+    def loss(module, batch):
+        return os._exit(1) if dist.get_rank() else scaled_loss(0.1)(module, batch)
+
+    try:
+        Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()).backward(batches(0), loss)
+    except MeshparError as error:
+        said.write_text(str(error))
+
+
+def test_a_stage_that_has_ended_is_told(tmp_path):
+    with pytest.raises(RankFailure, match="rank 1 ended without a message"):
+        launch(__name__, "ended_stage", 2, (tmp_path / "said",), fresh="ends a rank")
+    assert "waits for stage 1: the rank of another stage of pp has ended" in (tmp_path / "said").read_text()
 
 
 class Cut(torch.nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshpar._torch.calls import eager, enter_by
 from meshpar._torch.groups import all_gather, share_timeout
-from meshpar.core.errors import MeshparError
+from meshpar.core.errors import MeshparError, brief, first_line
 from meshpar.loss import Found, Totals
 from meshpar.passes.installed import set_forward
 from meshpar.passes.pipeline.schedule import Action, actions
@@ -28,14 +28,24 @@ from meshpar.replicas import digest_of_several
 Micro = TypeVar("Micro")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMS = 6
-_HEADER = 7  # numbers before the sizes
+_HEADER = 5  # numbers before the sizes
 _FORM = 3  # of them, the first say with the sizes what a value is
+_FAILED = -1  # the first number where an error came before the value, and no value comes
+_WINDOW = 16  # micro-batches for each stage on which the stages of an evaluation agree at a time
 _FORTH, _BACK = 0, 1  # tags of messages, of which two ranks may exchange both kinds in one direction
 TAGGED = ("gloo", "fake")  # backends that keep messages of different tags apart
 
 
 class _StageEndsError(BaseException):
     """Leave a loss function whose module has handed its value to the next stage; no error, and nothing to catch."""
+
+
+class _FailedBeforeError(Exception):
+    """Raised in a micro-batch that an error ended on an earlier stage, which tells of it at the end of the step."""
+
+
+class _LostError(MeshparError):
+    """Raised where the rank of another stage has ended or does not come: nothing can be exchanged any more."""
 
 
 @final
@@ -86,12 +96,15 @@ class Layers:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._lanes = _lanes(group, both_ways=self.ranks == 2 and len(chunks) > 1)
         self._runs, self._device, self._chunk = False, torch.device("cpu"), 0
-        self._number = self._count = self._calls = self._digest = 0
+        self._number = self._count = self._calls = self._before = 0
         self._arrived: Tensor | None = None
         self._left: Tensor | None = None
         self._header: list[int] = []
-        self._key: Any = None  # the form of the micro-batch that runs in training
-        self._digests: list[int] = []
+        self._forms: list[Any] = []  # of the micro-batches on which the stages have agreed
+        self._key: Any = None  # the form of the one that runs
+        self._takes = self._sends = False  # the action that runs has something to receive, to send
+        self._error: Exception | None = None  # ended an action of this step, of which the other stages do not know yet
+        self._cause = ""  # where and what it was, where it is this stage's own
         # Headers of the last values that this rank has sent and got of micro-batches of one form.
         self._known: dict[bool, dict[Any, list[int]]] = {True: {}, False: {}}
         self._action: Action | None = None  # that runs
@@ -123,7 +136,12 @@ class Layers:
         if action is None:
             return ""
         kind = "forward" if action.kind == "F" else "backward"
-        return f"stage {self._stage}, {kind} of micro-batch {action.number} of {self._count}{self._awaited}"
+        of = (
+            f"{self._before + action.number}, without gradients"
+            if self._before >= 0
+            else f"{action.number} of {self._count}"
+        )
+        return f"stage {self._stage}, {kind} of micro-batch {of}{self._awaited}"
 
     def counted_elsewhere(self) -> set[int]:
         """Return the numbers of the parameters that the norm over all stages counts on another stage."""
@@ -134,6 +152,7 @@ class Layers:
         micro_batches: Iterable[Micro],
         loss: Callable[[nn.Module, Micro], Found],
         reduces: Callable[[bool], None],
+        abandon: Callable[[], None],
         totals: Totals,
     ) -> None:
         """Run forwards and backwards of all micro-batches by the schedule.
@@ -142,79 +161,145 @@ class Layers:
             micro_batches: of one step, the same on all stages.
             loss: ``(module, micro_batch) -> loss``, or with values to report.
             reduces: is called before each backward: whether it is the last, in which gradients are reduced.
+            abandon: is called where an error ends the step after it has begun.
             totals: gets the sums, on all stages.
 
         Collective over the stages.
         """
-        batches, running = list(micro_batches), dict[tuple[int, int], tuple[Tensor | None, Tensor]]()
-        self._count, self._device = len(batches), totals.loss.device
-        self._agree(batches)
+        self._device, running = totals.loss.device, dict[tuple[int, int], tuple[Tensor | None, Tensor | None]]()
+        self._begin_step(-1)
+        batches = self._agree(micro_batches)
         before = self._set_aside()
         todo = actions(self._schedule, self.rank, self.ranks, len(batches), len(self._chunks))
-        for place, action in enumerate(todo, 1):
-            self._chunk, self._action = action.chunk, action
-            self.begins(action)
-            if action.kind == "F":
-                self._number = action.number
-                value = self._forward(batches[action.number], loss, self._digests[action.number])
-                left = (value[0] if isinstance(value, tuple) else value) if self._ends else self._left
-                if not isinstance(left, Tensor):
-                    raise MeshparError(
-                        f"loss(module, micro_batch) returned a {type(value).__name__} and called the module "
-                        f"{self._calls} times; call it once and return a scalar tensor, "
-                        "or one and values to report"
-                    )
-                if self._ends:
-                    totals.add(value)
-                running[action.chunk, action.number] = self._arrived, left
-            else:
-                reduces(place == len(todo))
-                self._backward(*running.pop((action.chunk, action.number)))
-        self._settle_all()
+        try:
+            for place, action in enumerate(todo, 1):
+                self.begins(action)
+                if action.kind == "F":
+                    self._forth(action, partial(self._lose, batches[action.number], loss, totals))
+                    running[action.chunk, action.number] = self._arrived, self._left
+                else:
+                    reduces(place == len(todo))
+                    self._back(action, *running.pop((action.chunk, action.number)))
+            self._settle_all()
+            self._share(totals)
+        except BaseException:
+            abandon()
+            raise
         self._add_shared(before)
-        self._share(totals)
         self._action = None
 
-    def _agree(self, batches: Sequence[Any]) -> None:
-        """Refuse micro-batches of a step that differ between stages. Collective over the stages."""
-        if self.supposed is None:
-            self._digests = [_digest(batch) for batch in batches]
-            forms = [[*leaf.shape] for batch in batches for leaf in _tensors(batch)]
-            mine = hash((len(batches), *self._digests, *map(tuple, forms)))
-        else:
-            self._digests, mine = [0] * len(batches), 0
+    def _begin_step(self, before: int) -> None:
+        self._before, self._error, self._cause, self._action = before, None, "", None
+
+    def _agree(self, micro_batches: Iterable[Micro]) -> list[Micro]:
+        """Return the next micro-batches; refuse those that differ between stages.
+
+        Raises:
+            MeshparError: they differ, or an error ended an action on another stage since the stages agreed last.
+            Exception: an error ended an action on this one, or came from ``micro_batches``.
+
+        Collective over the stages.
+        """
+        batches = list[Micro]()
+        try:
+            batches += micro_batches if self._error is None else ()
+        except Exception as error:  # noqa: BLE001 - the data of a user
+            self._fail(error)
+        self._count = len(batches)
+        self._forms = [tuple((leaf.shape, leaf.dtype) for leaf in _tensors(batch)) for batch in batches]
+        mine = 0
+        if self.supposed is None and self._error is None:
+            sizes = [[tuple(shape) for shape, _ in form] for form in self._forms]
+            mine = hash((len(batches), _digest(batches), *map(tuple, sizes)))
         every = torch.empty(self.ranks, dtype=torch.int64, device=self._device)
-        all_gather(every, torch.tensor([mine], device=self._device), group=self.group)
-        if self.supposed is not None or every.tolist() == [mine] * self.ranks:
-            return
-        stages = self.gathered(self._digests)
-        counts = [len(digests) for digests in stages]
+        self._meet(all_gather, every, torch.tensor([mine], device=self._device), group=self.group)
+        if self.supposed is None and (self._error is not None or every.tolist() != [mine] * self.ranks):
+            self._refuse([_digest(batch) for batch in batches])
+        return batches
+
+    def _refuse(self, digests: Sequence[int]) -> None:
+        """Raise the error that ended an action on this stage; on the others what it was, or how their micro-batches
+        differ. Collective over the stages.
+        """
+        own, cause = self._error, self._cause
+        self._begin_step(self._before)
+        every = self.gathered((cause, digests))
+        if own is not None and cause:
+            raise own
+        if found := next((text for text, _ in every if text), ""):
+            raise MeshparError(
+                f"another stage of pp failed, and this one stopped at the end of the step: {found}. Correct what "
+                "failed there; gradients are incomplete, so call optimizer.zero_grad() before the next step"
+            )
+        stages = [known for _, known in every]
+        counts = list(map(len, stages))
         other = next((stage for stage in range(self.ranks) if stages[stage] != stages[0]), self.ranks - 1)
         if counts[other] != counts[0]:
             what = f"{counts[0]} micro-batches in stage 0, and {counts[other]} in stage {other}"
         else:
-            pairs = enumerate(zip(stages[0], stages[other], strict=True))
+            pairs = enumerate(zip(stages[0], stages[other], strict=True), max(self._before, 0))
             number = next((place for place, (one, two) in pairs if one != two), 0)
             what = f"stage 0 and stage {other} have different micro-batches (number {number})"
         raise MeshparError(f"{what}; give all ranks of pp the same micro-batches, those of par.data_rank")
+
+    def _fail(self, error: Exception) -> None:
+        """Remember the first error of this stage."""
+        if self._error is None:
+            self._error, self._cause = (
+                error,
+                f"{self.doing() or f'stage {self.rank}, its micro-batches'}: {brief(error)}",
+            )
+
+    def _try(self, action: Action, run: Callable[[], object], pass_over: Callable[[], object]) -> None:
+        """Run an action. Where an error ends it, or ended one before it, exchange what the action has yet to: so the
+        other stages do not wait, and learn of the error at the end of the step.
+        """
+        self._chunk, self._number, self._action = action.chunk, action.number, action
+        try:
+            if self._error is None:
+                run()
+        except _LostError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the code of a user
+            self._fail(error)
+        if self._error is not None:
+            pass_over()
+
+    def _lose(self, batch: Micro, loss: Callable[[nn.Module, Micro], Found], totals: Totals) -> None:
+        """Run a forward of training, whose last stage keeps the loss as what leaves it."""
+        value = self._forward(batch, loss)
+        left = (value[0] if isinstance(value, tuple) else value) if self._ends else self._left
+        if not isinstance(left, Tensor):
+            raise MeshparError(
+                f"loss(module, micro_batch) returned a {type(value).__name__} and called the module {self._calls} "
+                "times; call it once and return a scalar tensor, or one and values to report"
+            )
+        if self._ends:
+            totals.add(value)
+        self._left = left
 
     def _share(self, totals: Totals) -> None:
         """Give all stages the sums of the last one."""
         has = self.rank == self.ranks - 1
         form = totals.form() if has else self._form
-        both = torch.stack([totals.loss, totals.loss.new_tensor(float(form != self._form))])
-        dist.broadcast(both, group=self.group, group_src=self.ranks - 1)
-        loss, changed = both
-        if self.supposed is None and changed:
-            forms = [form]
-            dist.broadcast_object_list(forms, group=self.group, group_src=self.ranks - 1, device=self._device)
-            self._form = forms[0]
+        # The others' losses are 0.
+        numbers = totals.loss.new_tensor([float(form != self._form), float(self._error is not None)])
+        numbers = torch.cat([totals.loss[None], numbers])
+        self._meet(dist.all_reduce, numbers, group=self.group)
+        if self.supposed is None:
+            _, changed, failed = numbers.tolist()
+            if failed:
+                self._refuse(())
+            if changed:
+                forms = [form]
+                dist.broadcast_object_list(forms, group=self.group, group_src=self.ranks - 1, device=self._device)
+                self._form = forms[0]
         flat = totals.flat()
         if self._form[1]:
             if not has:
                 flat = flat.new_empty(sum(math.prod(shape) for _, shape, _ in self._form[1]))
             dist.broadcast(flat, group=self.group, group_src=self.ranks - 1)
-        totals.take(loss, self._form, flat)
+        totals.take(numbers[0], self._form, flat)
 
     @torch.no_grad()
     def forward(
@@ -224,15 +309,23 @@ class Layers:
 
         Collective over the stages.
         """
-        found = list[Any]()
-        self._count, self._device = -1, device
-        numbered, last = enumerate(micro_batches), len(self._chunks) - 1
-        while group := list(islice(numbered, self.ranks if last else 1)):
-            for self._chunk in range(last + 1):
-                for self._number, batch in group:
-                    result = self._forward(batch, function, None)
-                    found += [result] if self._chunk == last else []
+        found, last = list[Any](), len(self._chunks) - 1
+        self._device, given = device, (batch for batch in micro_batches)
+        self._begin_step(0)
+
+        def run(batch: Micro) -> None:
+            value = self._forward(batch, function)
+            found.extend([value] if self._chunk == last else [])
+
+        while batches := self._agree(islice(given, _WINDOW * self.ranks)):
+            numbered = iter(enumerate(batches))
+            while group := list(islice(numbered, self.ranks if last else 1)):
+                for chunk in range(last + 1):
+                    for number, batch in group:
+                        self._forth(Action("F", number, chunk), partial(run, batch))
+            self._before += len(batches)
         self._settle_all()
+        self._action = None
         found = tree_map_only(Tensor, Tensor.cpu, found)
         dist.broadcast_object_list(found, group=self.group, group_src=self.ranks - 1, device=device)
         return tree_map_only(Tensor, partial(Tensor.to, device=device), found)
@@ -243,30 +336,62 @@ class Layers:
         dist.all_gather_object(every, mine, group=self.group)
         return every
 
-    def _forward(self, batch: Micro, function: Callable[[nn.Module, Micro], Any], digest: int | None) -> Any:
-        """Run a micro-batch forward; ``digest``: of one on which the stages have agreed."""
-        self._arrived, self._left, self._calls, self._key = None, None, 0, None
-        if digest is not None:
-            modes = self._module.training, torch.is_autocast_enabled(self._device.type)
-            self._key = self._chunk, modes, tuple((leaf.shape, leaf.dtype) for leaf in _tensors(batch))
-        self._digest = _digest(batch) if digest is None else digest
+    def _forth(self, action: Action, run: Callable[[], object]) -> None:
+        """Run a forward, which leaves what it took and what it has handed on."""
+        self._chunk, self._arrived, self._left, self._header, self._calls = action.chunk, None, None, [], 0
+        modes = self._module.training, torch.is_autocast_enabled(self._device.type)
+        self._key = action.chunk, modes, self._forms[action.number]
+        self._takes, self._sends = not self._begins, not self._ends
+        self._try(action, run, self._pass_forth)
+
+    def _pass_forth(self) -> None:
+        if self._takes:
+            with suppress(_FailedBeforeError):
+                self._arrived = self._arrive(self._device)
+        if self._sends:
+            self._send_value(None)
+
+    def _forward(self, batch: Micro, function: Callable[[nn.Module, Micro], Any]) -> Any:
         with self._running():
             try:
                 return function(self._module, batch)
             except _StageEndsError:
                 return None
 
-    def _backward(self, arrived: Tensor | None, left: Tensor) -> None:
+    def _back(self, action: Action, arrived: Tensor | None, left: Tensor | None) -> None:
+        """Run a backward of what a forward took and handed on; a micro-batch that failed has handed on nothing, for
+        which no gradient comes.
+        """
+        self._chunk = action.chunk
+        self._takes, self._sends = left is not None and not self._ends, arrived is not None
+        self._try(action, partial(self._backward, arrived, left), partial(self._pass_back, arrived, left))
+
+    def _pass_back(self, arrived: Tensor | None, left: Tensor | None) -> None:
+        if self._takes:
+            self._take_gradient(left)
+        if self._sends:
+            assert arrived is not None, "else there is nothing to send"
+            self._send([torch.zeros_like(arrived).contiguous()], self.rank - 1, _BACK)
+
+    def _take_gradient(self, left: Tensor | None) -> Tensor:
+        assert left is not None, "its gradient comes"
+        grad = torch.empty_like(left, memory_format=torch.contiguous_format)
+        self._receive(grad, self.rank + 1, _BACK)
+        self._takes = False
+        return grad
+
+    def _backward(self, arrived: Tensor | None, left: Tensor | None) -> None:
+        assert left is not None, "no error came before"
         grad = None
-        if not self._ends:
-            grad = torch.empty_like(left, memory_format=torch.contiguous_format)
-            self._receive(grad, self.rank + 1, _BACK)
+        if self._takes:
+            grad = self._take_gradient(left)
             self._settle(_FORTH, max(0, len(self._sent[_FORTH]) - 1))  # the value came there, and those before it
         if left.requires_grad:
             torch.autograd.backward([left], None if grad is None else [grad])
         if arrived is not None:
             back = torch.zeros_like(arrived) if arrived.grad is None else arrived.grad
             self._send([back.contiguous()], self.rank - 1, _BACK)
+            self._sends = False
 
     @contextmanager
     def _running(self) -> Any:
@@ -337,63 +462,59 @@ class Layers:
         """Learn the form of the value that comes, before the stand-ins of earlier blocks run."""
         if self._begins:
             return
-        if self.supposed is not None:
-            self._header = self.supposed
-        elif self._expected() is None:
+        known = self._expected() if self.supposed is None else self.supposed
+        if known is None:
             header = torch.empty(_HEADER + _MOST_DIMS, dtype=torch.int64, device=self._device)
             self._receive(header, self.rank - 1, _FORTH)
-            self._header = self._checked(header.tolist())
-        else:
-            self._header = self._known[False][self._key]
-        self._carried.dtype, self._carried.width = _DTYPES[self._header[0]], self._header[1]
+            known = self._checked(header.tolist())
+        self._header = known
+        self._carried.dtype, self._carried.width = _DTYPES[known[0]], known[1]
 
     def _expected(self, *, sent: bool = False) -> list[int] | None:
         """Return the header of the last value, ``sent`` or taken, of a micro-batch of this form; None: there was none,
         and a header travels before the value.
         """
-        return None if self._key is None else self._known[sent].get(self._key)
+        return self._known[sent].get(self._key)
 
     def _checked(self, header: list[int]) -> list[int]:
-        """Return a header; refuse one of another micro-batch than this one."""
-        number, count, digest, stage = header[_FORM:_HEADER]
-        if (number, count, stage) != (self._number, self._count, self._stage - 1):
-            raise MeshparError(
-                f"stage {stage} is at micro-batch {number} of {count}, and stage {self._stage} at "
-                f"{self._number} of {self._count}; give all ranks of pp the same micro-batches, those of par.data_rank"
-            )
-        if digest != self._digest:
-            raise MeshparError(
-                f"stage {stage} and stage {self._stage} have different micro-batches (number {number}); give all "
-                "ranks of pp the same ones, those of par.data_rank"
-            )
+        """Return a header; raise an error where it says that an error came before the value."""
+        if header[0] == _FAILED:
+            error = _FailedBeforeError()
+            self._takes, self._error = False, self._error or error
+            raise error
+        assert header[_FORM:_HEADER] == [self._number, self._stage - 1], "values come in the order of the schedule"
         return header
+
+    def _arrive(self, device: torch.device) -> Tensor:
+        """Receive the value of the stage before."""
+        if not self._header:
+            self._begin()
+        known, header, arrived = self._header, self._header, None
+        if self.supposed is not None or self._expected() is not None:  # the header comes behind the value
+            size = _nbytes(known)
+            whole = torch.empty(_up(size) + 8 * len(known), dtype=torch.uint8, device=device)
+            self._receive(whole, self.rank - 1, _FORTH)
+            if self.supposed is None:
+                header = self._checked(whole[_up(size) :].view(torch.int64).tolist())
+            if _form(header) == _form(known):
+                arrived = whole[:size].view(_DTYPES[header[0]]).view(_shape(header)).detach()
+        if arrived is None:
+            arrived = torch.empty(_shape(header), dtype=_DTYPES[header[0]], device=device)
+            self._receive(arrived, self.rank - 1, _FORTH)
+        self._takes, self._known[False][self._key] = False, header
+        if header[:2] != known[:2]:
+            raise MeshparError(
+                f"what passes between blocks is {_DTYPES[header[0]]} and was {_DTYPES[known[0]]} for micro-batches of "
+                "this form; let a model compute in one dtype"
+            )
+        return arrived
 
     @eager
     def _take(self, chunk: int, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return what the stage before has handed on, as the stand-in of its last block returns it."""
         if not self._runs or self._chunk != chunk:
             return output
-        arrived = None
-        if self.supposed is not None or self._expected() is not None:  # the header comes behind the value
-            size = _nbytes(self._header)
-            whole = torch.empty(_up(size) + 8 * len(self._header), dtype=torch.uint8, device=args[0].device)
-            self._receive(whole, self.rank - 1, _FORTH)
-            header = self._header
-            if self.supposed is None:
-                header = self._checked(whole[_up(size) :].view(torch.int64).tolist())
-            if _form(header) == _form(self._header):
-                arrived = whole[:size].view(_DTYPES[header[0]]).view(_shape(header)).detach()
-            elif header[:2] != self._header[:2]:
-                raise MeshparError(
-                    f"what passes between blocks is {_DTYPES[header[0]]} and was {_DTYPES[self._header[0]]} for "
-                    "micro-batches of this form; let a model compute in one dtype"
-                )
-            self._header = header
-        if arrived is None:
-            arrived = torch.empty(_shape(self._header), dtype=self._carried.dtype, device=args[0].device)
-            self._receive(arrived, self.rank - 1, _FORTH)
-        if self._key is not None:
-            self._known[False][self._key] = self._header
+        arrived = self._arrive(args[0].device)
         if torch.is_grad_enabled():
             self._arrived = arrived.requires_grad_()
         return (arrived, *output[1:]) if isinstance(output, tuple) else arrived
@@ -403,30 +524,53 @@ class Layers:
         if not self._runs:
             return
         value = output[0] if isinstance(output, tuple | list) else output
-        self._left, data = value, value.detach().contiguous()
-        self._carried.width = width = len(output) - 1 if isinstance(output, tuple | list) else -1
-        known = [self._number, self._count, self._digest, self._stage]
-        header = [_DTYPES.index(data.dtype), width, data.ndim, *known, *data.shape]
+        self._left, self._carried.width = value, len(output) - 1 if isinstance(output, tuple | list) else -1
+        self._send_value(value.detach().contiguous())
+
+    def _send_value(self, value: Tensor | None) -> None:
+        """Send a value to the next stage; None: an error came before it."""
+        header = [_FAILED, 0, 0, self._number, self._stage]
+        if value is not None:
+            header[:_FORM] = _DTYPES.index(value.dtype), self._carried.width, value.ndim
+            header += value.shape
         header += [0] * (_HEADER + _MOST_DIMS - len(header))
         if self.supposed is not None:
             self.supposed[:] = header
-        numbers, before = torch.tensor(header, device=self._device), self._expected(sent=True)
-        before = header if self.supposed is not None else before
+        numbers, rest = torch.tensor(header, device=self._device), [] if value is None else [value]
+        before = self._expected(sent=True) if self.supposed is None else header
         if before is None:
-            values = [numbers, data]
-        elif _form(before) == _form(header):
-            values = [_packed(data, numbers)]
-        else:  # the next stage takes another form, and learns behind it that a value of this one follows
-            values = [_packed(data.new_empty(_shape(before), dtype=_DTYPES[before[0]]), numbers), data]
-        if self._key is not None:
+            values = [numbers, *rest]
+        elif value is not None and _form(before) == _form(header):
+            values = [_packed(value, numbers)]
+        else:  # the next stage takes another form, and learns behind it what follows
+            empty = torch.empty(_shape(before), dtype=_DTYPES[before[0]], device=self._device)
+            values = [_packed(empty, numbers), *rest]
+        if value is not None:
             self._known[True][self._key] = header
         self._send(values, self.rank + 1, _FORTH)
+        self._sends = False
+
+    def _meet(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what an exchange with other stages returns.
+
+        Raises:
+            MeshparError: another stage's rank has ended, or does not come in time.
+        """
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            raise _LostError(
+                f"{self.doing() or f'stage {self._stage}'}: the rank of another stage of pp has ended, or did not come "
+                f"in time; the first error of all ranks is the cause. The exchange ended with: {first_line(error)}"
+            ) from error
 
     def _receive(self, into: Tensor, sender: int, tag: int) -> None:
         sender %= self.ranks
         self._awaited = f", waits for stage {self._stage + (1 if tag == _BACK else -1)}"
-        dist.recv(into, group=self._lane(tag, sender), group_src=sender, tag=tag)
-        self._awaited = ""
+        try:
+            self._meet(dist.recv, into, group=self._lane(tag, sender), group_src=sender, tag=tag)
+        finally:
+            self._awaited = ""
 
     def _lane(self, tag: int, sender: int) -> dist.ProcessGroup:
         return self._lanes[tag, sender] if (tag, sender) in self._lanes else self._lanes[tag, 0]
@@ -435,7 +579,8 @@ class Layers:
         """Begin to send one message, in one or two parts."""
         works = list[tuple[dist.Work, Tensor]]()
         for value in values:
-            work = dist.isend(value, group=self._lane(tag, self.rank), group_dst=to % self.ranks, tag=tag)
+            lane = self._lane(tag, self.rank)
+            work = self._meet(dist.isend, value, group=lane, group_dst=to % self.ranks, tag=tag)
             assert work is not None, "this rank is in the group"
             works.append((work, value))
         self._sent[tag].append(works)
@@ -449,7 +594,7 @@ class Layers:
         sent = self._sent[tag]
         while len(sent) > most:
             for work, _ in sent.pop(0):
-                work.wait()
+                self._meet(work.wait)
 
     def _settle_all(self) -> None:
         for tag in self._sent:
@@ -490,8 +635,12 @@ def _tensors(batch: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
-def _digest(batch: object) -> int:
-    return int(digest_of_several(_tensors(batch)))
+def _digest(batches: object) -> int:
+    """Return a number that differs where tensors in ``batches`` have other bytes: one look for each kind."""
+    kinds = dict[Any, list[Tensor]]()
+    for leaf in _tensors(batches):
+        kinds.setdefault((leaf.device, leaf.dtype), []).append(leaf.detach().reshape(-1))
+    return int(digest_of_several(map(torch.cat, kinds.values())))
 
 
 def _form(header: Sequence[int]) -> tuple[int, ...]:
