@@ -8,9 +8,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal, final
 
+from meshpar._torch.operator_costs import FLOAT8
 from meshpar.core.errors import MeshparError
 from meshpar.core.patterns import suggestion
-from meshpar.forecasting.operators import FLOAT8
 from meshpar.imports import need
 from meshpar.training.metrics import PEAK_FLOPS
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import meshpar.forecasting.operators as operators
+import meshpar._torch.operator_costs as operators
+from meshpar._torch.operator_costs import Fusion
 from meshpar.core.errors import MeshparError
-from meshpar.forecasting.operators import Fusion
 from meshpar.forecasting.private import FakeTensor, hidden_propagation
 from meshpar.forecasting.trace import Collective, Event, Phase
 

@@ -31,7 +31,7 @@ from meshpar._torch.groups import collective_counts
 from meshpar.checkpoints import CheckpointManager
 from meshpar.optim import Muon
 from meshpar.passes.applied import applied
-from meshpar.passes.pipeline.cuts import even_cuts
+from meshpar.passes.pipeline.cuts import even_cuts, examine
 from meshpar.passes.pipeline.schedule import SCHEDULES, Action, actions
 from meshpar.placements import whole_tensor
 from meshpar.testing import RankFailure, launch, on_ranks, token_loss_sum
@@ -166,6 +166,23 @@ def test_models_that_hand_on_more_than_one_value_are_refused():
 @pytest.mark.parametrize(("costs", "stages", "firsts"), [((1, 1, 1, 1), 2, [0, 2]), ((1, 1, 1, 5), 2, [0, 3])])
 def test_the_dearest_stage_costs_least(costs, stages, firsts):
     assert even_cuts(costs, stages) == firsts
+
+
+def test_costs_count_experts_that_run_attention_and_the_head():
+    def costs(**options):
+        with torch.device("meta"):
+            model = transformer(layers=3, **options)
+        anatomy, problems = examine(model, model.meshpar_layout())
+        assert not problems and anatomy.costs[0] >= anatomy.costs[1]
+        return anatomy.costs
+
+    def head(found):
+        return (found[2] - found[1]) / found[1]
+
+    wide = {"dim": 512, "heads": 8, "kv_heads": 8, "hidden": 1536}
+    assert head(costs(**wide, vocab_size=65536)) == pytest.approx(16 * head(costs(**wide, vocab_size=4096)), rel=0.15)
+    two, four = (costs(**wide, qk_norm=True, experts=count, experts_per_token=2)[1] for count in (8, 16))
+    assert four == pytest.approx(two, rel=0.05), "as many experts run"
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -13,8 +13,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import meshpar._torch.operator_costs as operators
 from meshpar._torch.shapes import groups_of_any_dtype
 from meshpar.core.errors import brief
 from meshpar.core.layout import ModelLayout
@@ -22,6 +24,9 @@ from meshpar.core.passes import find_blocks
 from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, IdleStandIn, put, stand_in
 
 _SAMPLE = (2, 8)  # sequences and positions of the forward that is looked at
+_POSITIONS = 4096  # of a sequence for which blocks cost the same as the head
+_INTENSITY = 200  # operations in which an accelerator moves a byte
+_LOSS = 24  # bytes that a loss moves for each score: a third of those of its forward and backward
 
 
 @final
@@ -36,6 +41,8 @@ class Anatomy:
         idle: names of those that do not run, such as a tower for images, and the blocks in them.
         width: number of further values that a block returns beside the one that it hands on; -1: it returns that alone.
         written: names of those of ``head`` into whose results the model writes.
+        costs: of each block, in operations: those of a token, and the bytes that it moves. What runs before the first
+            block and behind the last one, the loss included, is in theirs.
     """
 
     blocks: tuple[str, ...]
@@ -44,6 +51,32 @@ class Anatomy:
     idle: tuple[str, ...]
     width: int
     written: frozenset[str]
+    costs: tuple[int, ...]
+
+
+@final
+class _Count(TorchDispatchMode):
+    """Count what each block costs in a forward, by the operators that the forecast knows, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.costs, self.begun = [0], 0
+
+    def begins(self) -> None:
+        """Count what follows for the next block; what runs before the first one is the first one's."""
+        self.begun += 1
+        self.costs += [0] * (self.begun > 1)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        shape = operators.matrix_shape(func, args, kwargs or {})
+        flops = operators.floating_point(func, shape)
+        if operators.is_attention(func):
+            flops = flops * _POSITIONS // (2 * _SAMPLE[1])  # causal
+        moved = 0 if shape else operators.moved_bytes(func, args, kwargs or {}, outputs)
+        self.costs[-1] += flops + _INTENSITY * moved
+        return result
 
 
 def blocks_in_line(module: nn.Module, layout: ModelLayout) -> list[str]:
@@ -89,6 +122,7 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
     def before(name: str, child: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         calls.append(name)
         if name in blocks:
+            counted.begins()
             taken.append(args[0] if args and isinstance(args[0], Tensor) else None)
 
     def after(name: str, child: nn.Module, args: object, output: Any) -> None:
@@ -113,7 +147,8 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
         for name, child in blocks.items():
             stack.callback(child.register_forward_hook(partial(after, name)).remove)
         ids = torch.zeros(_SAMPLE, dtype=torch.int64)
-        output = twin(ids)
+        with (counted := _Count()):
+            output = twin(ids)
     order = [name for name in calls if name in blocks]
     problems, names = [], [name for name in names if name in order]
     if not names:
@@ -147,6 +182,7 @@ def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, li
         idle=tuple(idle),
         width=widths[0],
         written=frozenset(name for name, tensor, version in returned if tensor._version != version),
+        costs=(*counted.costs[:-1], counted.costs[-1] + _INTENSITY * _LOSS * _scores(output)),
     ), problems
 
 
@@ -240,6 +276,11 @@ def _crossings(
     return []
 
 
+def _scores(output: object) -> int:
+    """Return how many numbers of a forward's output a loss reads."""
+    return max((leaf.numel() for leaf in tree_leaves(_plain(output)) if isinstance(leaf, Tensor)), default=0)
+
+
 def _plain(output: object) -> object:
     return dict(output) if isinstance(output, Mapping) else output
 
@@ -248,7 +289,7 @@ def even_cuts(costs: Sequence[float], stages: int) -> list[int]:
     """Return the first block of each stage, such that the dearest stage costs least.
 
     Args:
-        costs: of each block, in any unit.
+        costs: of each block, in one unit.
         stages: number of stages, at most the number of blocks.
     """
     count = len(costs)

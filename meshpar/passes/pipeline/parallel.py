@@ -47,8 +47,9 @@ class PipelineParallel(Pass):  # type: ignore[override]
 
     Args:
         schedule: ``"1f1b"``, or ``"gpipe"``: all forwards, then all backwards.
-        stages: number of blocks of each stage, such as ``(3, 5)``. Defaults to an even cost in parameters, embedding
-            and head included.
+        stages: number of blocks of each stage, such as ``(3, 5)``. By default the stage that computes for longest does
+            so for as short as possible, embedding, head and loss included: one forward without values is counted by
+            operators, as the forecast counts them, for sequences of 4,096 tokens.
         virtual: stages of a rank: rank r of p has the stages r, r + p, r + 2 p, ..., so that it waits less for others
             (interleaved 1F1B), and sends more.
     """
@@ -88,7 +89,7 @@ class PipelineParallel(Pass):  # type: ignore[override]
             )
             return
         if anatomy is not None and not problems:
-            problems = check_stages(module, anatomy, self._firsts(module, anatomy, ranks * self.virtual))
+            problems = check_stages(module, anatomy, self._firsts(anatomy, ranks * self.virtual))
         for problem in problems:
             yield f"PipelineParallel cannot cut the model: {problem}; use a mesh without pp"
 
@@ -98,7 +99,7 @@ class PipelineParallel(Pass):  # type: ignore[override]
             return
         anatomy, _ = examine(module, layout)
         assert anatomy is not None, "problems() has found it"
-        bounds = [*self._firsts(module, anatomy, ranks * self.virtual), len(anatomy.blocks)]
+        bounds = [*self._firsts(anatomy, ranks * self.virtual), len(anatomy.blocks)]
         shared = _shared(module, anatomy, ranks)
         mine_of = range(rank, ranks * self.virtual, ranks)
         chunks = [anatomy.blocks[bounds[stage] : bounds[stage + 1]] for stage in mine_of]
@@ -141,17 +142,10 @@ class PipelineParallel(Pass):  # type: ignore[override]
         applied(module).layers = layers
         applied(module).outermost.append(layers.install)
 
-    def _firsts(self, module: nn.Module, anatomy: Anatomy, stages: int) -> list[int]:
+    def _firsts(self, anatomy: Anatomy, stages: int) -> list[int]:
         if self.stages is not None:
             return [sum(self.stages[:stage]) for stage in range(stages)]
-        costs = [
-            float(sum(parameter.numel() for parameter in module.get_submodule(name).parameters()))
-            for name in anatomy.blocks
-        ]
-        costs[-1] += float(
-            sum(parameter.numel() for name in anatomy.tail for parameter in module.get_submodule(name).parameters())
-        )
-        return even_cuts(costs, stages)
+        return even_cuts(anatomy.costs, stages)
 
 
 def _shared(module: nn.Module, anatomy: Anatomy, ranks: int) -> dict[str, tuple[int, ...]]:
