@@ -34,7 +34,7 @@ NAMES = {
     "reduce_from", "gather_partial", "reduce_scatter", "gather_replicated", "split_replicated", "regroup",
     "sum_gradients", "enter", "leave", "part", "join", "join_after", "reshard", "reduce", "drop_unreduced_gradients",
     "make_ready", "all_gather_into_tensor", "reduce_scatter_tensor", "_send", "recv", "isend", "broadcast",
-    "broadcast_object_list", "_add_shared", "_share",
+    "broadcast_object_list", "_add_shared", "_share", "_meet", "_receive", "gathered",
 }  # fmt: skip
 TESTS = (
     "tests/passes/test_traps.py",
@@ -177,16 +177,16 @@ def reached(chosen: Sequence[Mutation], copy: Path, tests: Sequence[str] = TESTS
     return {call: [name for _, name in sorted(tests)] for call, tests in found.items()}
 
 
-def survives(mutation: Mutation, tests: Sequence[str], copy: Path) -> bool:
-    """Run ``tests`` with one call gone; tell whether all pass. What fails must pass with the call in place: a busy
-    machine fails, too.
+def survives(mutation: Mutation, tests: Sequence[str], copy: Path, seconds: int) -> bool:
+    """Run ``tests`` with one call gone, each for at most ``seconds``; tell whether all pass. What fails must pass with the
+    call in place: a busy machine fails, too.
     """
     source = (ROOT / mutation.path).read_text()
     target = copy / mutation.path
     left = list(tests)
     while left:
         target.write_text(ast.unparse(_Without(mutation).visit(ast.parse(source))))
-        failed = _pytest(copy, "-x", *left)
+        failed = _pytest(copy, "-x", "--timeout", str(seconds), *left)
         target.write_text(source)
         if not failed:
             return True
@@ -229,6 +229,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the mutations and run nothing")
     parser.add_argument("--only", default="", help="files whose name contains this")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="files of tests; all by default")
+    parser.add_argument("--seconds", type=int, default=120, help="longest test of a mutation: some make ranks wait")
     parser.add_argument("--json", type=Path, default=Path("runs/mutations.json"), help="what is known already")
     args = parser.parse_args()
     chosen = [mutation for mutation in mutations() if args.only in mutation.path]
@@ -245,7 +246,7 @@ def main() -> int:
         for mutation in chosen:
             if str(mutation) not in known:
                 known[str(mutation)] = (
-                    "SURVIVED" if survives(mutation, record["tests"][str(mutation)], copy) else "noticed"
+                    "SURVIVED" if survives(mutation, record["tests"][str(mutation)], copy, args.seconds) else "noticed"
                 )
             args.json.write_text(json.dumps(record, indent=1))
             print(f"{known[str(mutation)]:8} {len(record['tests'][str(mutation)]):3} tests  {mutation}", flush=True)

@@ -403,7 +403,7 @@ def failing(par, place):
 
     if layers.rank == 1 and place in ("block", "backward"):
         block = layers._chunks[-1].blocks[0]
-        hooks = [block.register_forward_hook(fail) if place == "block" else block.register_full_backward_hook(fail)]
+        hooks = [block.register_forward_pre_hook(fail) if place == "block" else block.register_full_backward_hook(fail)]
     try:
         if place == "evaluation":
             par.forward(mine, loss)
