@@ -178,8 +178,9 @@ def reached(chosen: Sequence[Mutation], copy: Path, tests: Sequence[str] = TESTS
 
 
 def survives(mutation: Mutation, tests: Sequence[str], copy: Path, seconds: int) -> bool:
-    """Run ``tests`` with one call gone, each for at most ``seconds``; tell whether all pass. What fails must pass with the
-    call in place: a busy machine fails, too.
+    """Run ``tests`` with one call gone, each for at most ``seconds``; tell whether all pass.
+
+    What fails must pass with the call in place: a busy machine fails, too.
     """
     source = (ROOT / mutation.path).read_text()
     target = copy / mutation.path

@@ -240,6 +240,15 @@ def test_a_stage_alone_is_refused():
 
 
 @on_ranks(2)
+def test_hooks_of_the_last_block_of_a_stage_run_in_each_backward():
+    par, seen = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()), []
+    for block in applied(par.module).layers._chunks[0].blocks:
+        block.register_full_backward_hook(lambda *given: seen.append(given))
+    par.backward(batches(0), scaled_loss(0.1))
+    assert len(seen) == 2 * len(batches(0))
+
+
+@on_ranks(2)
 def test_steps_of_several_backwards_add_up():
     """A tied embedding is on both stages, and has the sum of both from the backward before."""
 

@@ -442,16 +442,26 @@ class Layers:
             if chunk.before is not None:
                 chunk.before.register_forward_hook(partial(self._take, place))
             if place < len(self._chunks) - 1 or self.rank < self.ranks - 1:
-                chunk.blocks[-1].register_forward_hook(self._hand_on)
+                self._hands_on(chunk.blocks[-1])
             for block in chunk.blocks if len(self._chunks) > 1 else ():
                 self._only_in(place, block, BlockStandIn(self._carried, block))
         for child in self._tail if len(self._chunks) > 1 else ():
             self._only_in(len(self._chunks) - 1, child, TailStandIn())
 
+    def _hands_on(self, block: nn.Module) -> None:
+        """Send what a block returns, with its hooks, of which those of a backward need all of its call."""
+        inner = _calls_of(block)
+
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            output = inner(*args, **kwargs)
+            self._hand_on(output)
+            return output
+
+        enter_by(block, enter)
+
     def _only_in(self, chunk: int, child: nn.Module, otherwise: nn.Module) -> None:
         """Let a stand-in answer a module's calls in forwards of other chunks; nothing gathers its weights then."""
-        inner: Any = child._compiled_call_impl or child._call_impl  # type: ignore[attr-defined]
-        child._compiled_call_impl = None  # type: ignore[assignment]
+        inner = _calls_of(child)
 
         def enter(*args: Any, **kwargs: Any) -> Any:
             return (otherwise.forward if self._runs and self._chunk != chunk else inner)(*args, **kwargs)
@@ -520,7 +530,7 @@ class Layers:
         return (arrived, *output[1:]) if isinstance(output, tuple) else arrived
 
     @eager
-    def _hand_on(self, block: nn.Module, args: object, output: Any) -> None:
+    def _hand_on(self, output: Any) -> None:
         if not self._runs:
             return
         value = output[0] if isinstance(output, tuple | list) else output
@@ -629,6 +639,13 @@ class Layers:
             mine.copy_(first + second)
             if name in before:
                 parameter.grad += before[name]
+
+
+def _calls_of(module: Any) -> Callable[..., Any]:
+    """Return what runs a module's calls, to be put into another call."""
+    inner: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+    module._compiled_call_impl = None
+    return inner
 
 
 def _tensors(batch: object) -> list[Tensor]:
