@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 import torch
@@ -13,6 +13,9 @@ from meshpar.core.errors import MeshparError
 from meshpar.exact.entrances import STALE
 from meshpar.passes.applied import applied
 
+Versions = Sequence[tuple[Tensor, int]]
+"""Parameters, and numbers that change when somebody writes them."""
+
 
 @final
 class Forward:
@@ -20,7 +23,7 @@ class Forward:
     through it.
     """
 
-    def __init__(self, steps: int, errors: int, versions: Mapping[Tensor, int]) -> None:
+    def __init__(self, steps: int, errors: int, versions: Versions) -> None:
         self.steps, self.errors, self.versions, self.done = steps, errors, versions, False
 
 
@@ -31,19 +34,22 @@ class Backwards:
     Args:
         module: the outermost module.
         units: of the module.
+        parameters: returns the module's, once each.
         refuses: refuse backwards; False: remember which forwards they went through, and no more.
     """
 
-    def __init__(self, module: nn.Module, units: Units, *, refuses: bool) -> None:
-        self._module, self._units, self._refuses = module, units, refuses
+    def __init__(
+        self, module: nn.Module, units: Units, parameters: Callable[[], Iterable[Tensor]], *, refuses: bool
+    ) -> None:
+        self._module, self._units, self._parameters, self._refuses = module, units, parameters, refuses
         self._steps = self._errors = 0
         self._begun: set[Forward] = set()
         # of parameters, since the last forward or the beginning of the backward that runs
-        self._versions: dict[Tensor, int] = {}
+        self._versions: Versions = ()
 
     def after_forward(self) -> Forward:
         """Return the record of a forward that has ended, whose gradients are wanted."""
-        self._versions = self._versions_now() if self._refuses else {}
+        self._versions = self._versions_now() if self._refuses else ()
         return Forward(self._steps, self._errors, self._versions)
 
     def step(self) -> None:
@@ -89,18 +95,18 @@ class Backwards:
 
     def end(self) -> None:
         """Refuse parameters that were written meanwhile, at the end of a backward."""
-        versions, self._versions = self._versions, {}
-        if not any(parameter._post_accumulate_grad_hooks for parameter in versions):
+        versions, self._versions = self._versions, ()
+        if not any(parameter._post_accumulate_grad_hooks for parameter, _ in versions):
             self._refuse_written(versions)
 
-    def _versions_now(self) -> dict[Tensor, int]:
+    def _versions_now(self) -> Versions:
         """Return numbers that change when somebody writes parameters, other than by ``.data``; autograd knows
         nothing of a DTensor's.
         """
-        held = self._units.shards() if self._units.modules else self._module.parameters()
-        return {tensor: tensor._version for tensor in held}
+        held = self._units.shards() if self._units.modules else self._parameters()
+        return [(tensor, tensor._version) for tensor in held]
 
-    def _refuse_written(self, versions: Mapping[Tensor, int]) -> None:
+    def _refuse_written(self, versions: Versions) -> None:
         written = _written_since(versions)
         if written is not None:
             name = next(
@@ -144,5 +150,5 @@ def refuse_second_order() -> None:
         )
 
 
-def _written_since(versions: Mapping[Tensor, int]) -> Tensor | None:
-    return next((tensor for tensor, version in versions.items() if tensor._version != version), None)
+def _written_since(versions: Versions) -> Tensor | None:
+    return next((tensor for tensor, version in versions if tensor._version != version), None)

@@ -87,7 +87,7 @@ class Cycle:
         self._units = Units(module)
         self._entrances = Entrances(self._enter_backward)
         self._shared = SharedWeights(module, self._units, compares=guards == "always")
-        self._backwards = Backwards(module, self._units, refuses=self._on)
+        self._backwards = Backwards(module, self._units, lambda: self.placed.parameters, refuses=self._on)
         self._hooks = GradientHooks(self._units, refuses=self._on)
         self.first_runs = FirstRuns(self._units)
         self.left_gradients = LeftGradients(module, self._units, refuses=self._on)

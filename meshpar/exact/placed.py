@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.core.errors import ParallelError
@@ -22,6 +21,9 @@ class Placed:
 
     Args:
         module: the outermost module, as the plan left it.
+
+    Attributes:
+        parameters: those that the module had when they were recorded or checked last, once each.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -31,11 +33,23 @@ class Placed:
     def record(self) -> None:
         """Take the module's parameters as they are now for those of the plan."""
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(self._module.modules())
-        self._held = [
-            (child, dict(child._parameters), tuple(child._modules.values())) for child in self._module.modules()
-        ]
-        self._kinds = [(child, type(child), class_name(child)) for child, _, _ in self._held]
+        self._held = [(child, dict(child._parameters)) for child in self._module.modules()]
+        self._kinds = [(child, type(child), class_name(child)) for child, _ in self._held]
+        self._state = self._now()
+        self.parameters = tuple(self._module.parameters())
         self._names = {name: id(value) for name, value in self._module.named_parameters(remove_duplicate=False)}
+
+    def _now(self) -> list[object]:
+        """Return the class, parameters and children of each module, by identity: every forward asks for them."""
+        found = list[object]()
+        for child, _ in self._held:
+            found.append(type(child))
+            if parameters := child._parameters:
+                found += parameters
+                found += map(id, parameters.values())
+            if inside := child._modules:
+                found += map(id, inside.values())
+        return found
 
     def check(self, shards: Callable[[], Iterable[nn.Parameter]]) -> None:
         """Refuse parameters other than those of the plan.
@@ -46,8 +60,7 @@ class Placed:
         Raises:
             ParallelError: names the parameters that are new, replaced or gone.
         """
-        if all(_same(child, parameters, children) for child, parameters, children in self._held):
-            self._check_kinds()
+        if self._now() == self._state:
             return
         now, sharded = dict(self._module.named_parameters(remove_duplicate=False)), set(map(id, shards()))
         known = {*self._names.values(), *sharded, *self._assigned(now, sharded)}
@@ -90,7 +103,7 @@ class Placed:
         Passes read a module's parameters in each call, but units keep what they shard: one in whose place they have not
         taken another trains on. Tied parameters must be one again; hooks stay with the tensor that left.
         """
-        held = {id(value): value for _, parameters, _ in self._held for value in parameters.values()}
+        held = {id(value): value for _, parameters in self._held for value in parameters.values()}
         places: dict[int, list[nn.Parameter | None]] = {}
         for name, number in self._names.items():
             places.setdefault(number, []).append(now.get(name))
@@ -205,7 +218,7 @@ class Placed:
     def left(self, shards: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters that were placed, among them ``shards``, and that the module no longer has."""
         kept = {id(parameter) for parameter in self._module.parameters()}
-        held = (value for _, parameters, _ in self._held for value in parameters.values() if value is not None)
+        held = (value for _, parameters in self._held for value in parameters.values() if value is not None)
         return [
             parameter
             for parameter in {id(parameter): parameter for parameter in (*held, *shards)}.values()
@@ -247,13 +260,3 @@ def _tied_since(names: Mapping[str, int], now: Mapping[str, nn.Parameter]) -> li
     firsts: dict[int, str] = {}
     kept = [(name, value) for name, value in now.items() if name in names]
     return [name for name, value in kept if names[name] != names[firsts.setdefault(id(value), name)]]
-
-
-def _same(child: nn.Module, parameters: Mapping[str, Tensor | None], children: tuple[object, ...]) -> bool:
-    now, inside = child._parameters, child._modules
-    return (
-        list(now) == list(parameters)
-        and len(inside) == len(children)
-        and all(map(operator.is_, now.values(), parameters.values()))
-        and all(map(operator.is_, inside.values(), children))
-    )
