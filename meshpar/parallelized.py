@@ -669,32 +669,11 @@ class Parallelized:
         """
         scatter_state(self.module, state, self.device, from_rank_0=from_rank_0, strict=strict)
 
-    def averaged(
-        self,
-        decay: Decay | None = None,
-        *,
-        power: float | None = None,
-        every: int = 1,
-        after: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        buffers: bool = False,
-        from_start: bool = False,
-    ) -> Averaged:
+    def averaged(self, decay: Decay | None = None, **options: Any) -> Averaged:
         """Return a sharded moving average of the parameters: exponential, Karras' power form, or a plain mean. See
-        :class:`meshpar.state.averaging.Averaged`.
+        :class:`meshpar.state.averaging.Averaged`, whose arguments are the ``options``.
         """
-        average = Averaged(
-            self,
-            decay,
-            power=power,
-            every=every,
-            after=after,
-            device=device,
-            dtype=dtype,
-            buffers=buffers,
-            from_start=from_start,
-        )
+        average = Averaged(self, decay, **options)
         self._averages.add(average)
         return average
 

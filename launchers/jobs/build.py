@@ -39,15 +39,15 @@ from meshpar.state.shares import plan_problems
 from meshpar.training.divided import check_separable
 from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.elementwise import check_elementwise
-from meshpar.training.evaluation import Evaluation, Harness, MultipleChoice, Samples, make_evaluation
+from meshpar.training.evaluation import Evaluation, Harness, MultipleChoice, Samples
 from meshpar.training.experts import balance_problems
 from meshpar.training.generating import check_whole
 from meshpar.training.lora import add_adapters
 from meshpar.training.objectives import Objective, freeze, teacher_problems
-from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, parameter_groups, scale_rates, scaled_rate
+from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, parameter_groups, scale_rates
 from meshpar.training.profile import LEAST as PROFILED
 from meshpar.training.settings import TrainSettings
-from meshpar.training.tracking import tracker_problem
+from meshpar.training.tracking import usable
 
 
 def device_type(recipe: Recipe) -> str:
@@ -162,10 +162,9 @@ def _own_model(section: Own, vocab_size: int) -> nn.Module:
     return model
 
 
-def schedule_of(recipe: Recipe, data_size: int) -> Schedule:
-    """Return the learning rate over the run of ``data_size`` data ranks."""
-    lr = scaled_rate(recipe.optimizer.lr, recipe.optimizer.scale_lr, data_size)
-    return build(Schedule, recipe.schedule, lr=lr)
+def schedule_of(recipe: Recipe) -> Schedule:
+    """Return the learning rate over the run."""
+    return build(Schedule, recipe.schedule, lr=recipe.optimizer.lr)
 
 
 def settings_of(recipe: Recipe) -> TrainSettings:
@@ -238,7 +237,9 @@ def evaluations_of(recipe: Recipe, par: Parallelized, tokenizer: object) -> dict
     """Return the evaluations, by name; raises MeshparError where one cannot be made, or does not fit the mesh."""
     if recipe.evaluations and tokenizer is None:
         raise RecipeError(f"{recipe.where('evaluations')}: the run has no tokenizer; name one with data.tokenizer")
-    made = {name: make_evaluation(name, tokenizer, options) for name, options in recipe.evaluations.items()}
+    made = {
+        name: usable(registry.EVALUATIONS, name)(tokenizer, **options) for name, options in recipe.evaluations.items()
+    }
     if any(isinstance(evaluation, MultipleChoice | Samples | Harness) for evaluation in made.values()):
         check_whole(par)
     return made
@@ -281,7 +282,7 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
             problems.append(f"{recipe.where(field)}: {error}")
     problems += _unwritable(recipe)
     problems += _unmeasured(recipe)
-    problems += [f"{recipe.where('trackers')}: {why}" for name in recipe.trackers if (why := tracker_problem(name))]
+    problems += _plugin_problems(recipe)
     problems += replica_problems(recipe) if replica else ()
     try:
         model = build_model(recipe, vocab_size)
@@ -324,6 +325,18 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
     except (RecipeError, LayoutError) as error:
         problems.append(f"{recipe.where('model.class' if isinstance(recipe.model, Own) else 'model')}: {error}")
     return [*problems, *_objective_problems(recipe)]
+
+
+def _plugin_problems(recipe: Recipe) -> Iterator[str]:
+    for group, heading, names in (
+        (registry.TRACKERS, "trackers", recipe.trackers),
+        (registry.EVALUATIONS, "evaluations", recipe.evaluations),
+    ):
+        for name in names:
+            try:
+                usable(group, name)
+            except MeshparError as error:
+                yield f"{recipe.where(heading)}: {error}"
 
 
 def _uneven(recipe: Recipe, plan: Plan, world_size: int) -> Iterator[str]:

@@ -355,7 +355,7 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
     train = Batches(
         found,
         accumulate=section.accumulate,
-        grow=_grown(recipe),
+        grow=section.grow,
         seed=recipe.seed if section.shuffle else None,
         loader=loader,
         replicas=elastic_job.replica()[1] or 1,
@@ -370,19 +370,6 @@ def batches(recipe: Recipe, data: Data, par: Parallelized) -> tuple[Batches, Bat
         held = None if split.validation is None else samples(recipe, split.validation, par)
     # The order is drawn once and equal at every validation, so that its first validate_steps are a fair sample.
     return train, None if held is None else Batches(held, seed=recipe.seed, **place)
-
-
-def _grown(recipe: Recipe) -> dict[int, int]:
-    """Return ``data.grow`` in samples."""
-    grow, length = recipe.data.grow, recipe.data.sequence_length
-    if recipe.data.grow_unit == "samples":
-        return grow
-    if wrong := [size for size in grow.values() if size % length]:
-        raise RecipeError(
-            f"{recipe.where('data.grow')}: a step of {wrong[0]} tokens is no number of samples; use a multiple of "
-            f"data.sequence_length={length}"
-        )
-    return {-(-at // length): size // length for at, size in grow.items()}
 
 
 def _mixed(recipe: Recipe, files: Mapping[str, TokenFile], *, once: bool = False) -> MixedSamples:

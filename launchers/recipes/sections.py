@@ -12,7 +12,7 @@ from meshpar.launchers.recipes.schema import Dtype, Section, section_of
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import RopeScaling, TransformerConfig
 from meshpar.training.lora import LoRA
-from meshpar.training.optimizer import AdamWSettings, Scaling, Schedule
+from meshpar.training.optimizer import AdamWSettings, Schedule
 from meshpar.training.settings import Bound, Count, Every, Part, TrainSettings
 
 _TransformerFields: Any = section_of(TransformerConfig)
@@ -209,7 +209,6 @@ class DataSection(Section):
         accumulate: micro-batches per step.
         grow: larger batches from a place in the data on, ``{100000: 64, 500000: 128}``: samples read -> samples of a
             step of all ranks, a multiple of ``micro_batch`` times the data ranks.
-        grow_unit: ``tokens``: ``grow`` counts them instead of samples, with multiples of ``sequence_length`` as sizes.
         shuffle: draw the order of an epoch from the seed.
         validation_fraction: share of the documents that is reserved for validation.
         validation_paths: files of the validation data: text, or a token file.
@@ -241,7 +240,6 @@ class DataSection(Section):
     micro_batch: Count = 8
     accumulate: Count = 1
     grow: dict[Count, Count] = Field(default_factory=dict)
-    grow_unit: Literal["samples", "tokens"] = "samples"
     shuffle: bool = True
     validation_fraction: Part = 0.0
     validation_paths: tuple[str, ...] = ()
@@ -263,42 +261,41 @@ def mixed_names(data: DataSection) -> list[str]:
     return [part.name or f"{part.source}{place}" for place, part in enumerate(data.mix)]
 
 
-@final
-class OptimizerSection(_AdamWFields):
-    """AdamW, see :class:`meshpar.training.optimizer.AdamWSettings`.
+class Rated(Section):
+    """Learning rates by parameter.
 
     Attributes:
-        lr: peak learning rate of the schedule.
-        scale_lr: growth of ``lr`` with the number of data ranks, see :func:`meshpar.training.optimizer.scaled_rate`.
         rates: factors of the learning rate by pattern of modules or parameters: ``{embed: 0.1}``.
         layer_decay: factor of the learning rate of each block, from the last one down; see
             :func:`meshpar.training.scale_rates`.
     """
 
-    name: Literal["adamw"] = "adamw"
-    scale_lr: Scaling = "none"
     rates: dict[str, Annotated[float, Bound(gt=0)]] = Field(default_factory=dict)
     layer_decay: Annotated[float, Bound(gt=0)] | None = None
 
 
 @final
-class OwnOptimizer(Own):
+class OptimizerSection(_AdamWFields, Rated):
+    """AdamW, see :class:`meshpar.training.optimizer.AdamWSettings`.
+
+    Attributes:
+        lr: peak learning rate of the schedule.
+    """
+
+    name: Literal["adamw"] = "adamw"
+
+
+@final
+class OwnOptimizer(Rated, Own):
     """An optimizer of your own: ``{class: mypackage.Lion, lr: 1e-4, weight_decay: 0.1}``, called with parameters like
     torch's.
 
     Attributes:
         lr: peak learning rate of the schedule.
-        scale_lr: growth of ``lr`` with the number of data ranks, see :func:`meshpar.training.optimizer.scaled_rate`.
-        rates: factors of the learning rate by pattern of modules or parameters: ``{embed: 0.1}``.
-        layer_decay: factor of the learning rate of each block, from the last one down; see
-            :func:`meshpar.training.scale_rates`.
     """
 
     name: Literal["own"] = "own"
     lr: Annotated[float, Bound(gt=0)]
-    scale_lr: Scaling = "none"
-    rates: dict[str, Annotated[float, Bound(gt=0)]] = Field(default_factory=dict)
-    layer_decay: Annotated[float, Bound(gt=0)] | None = None
 
 
 Optimizer = Annotated[OptimizerSection | OwnOptimizer, Field(discriminator="name")]

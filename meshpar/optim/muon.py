@@ -26,6 +26,10 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _KNOWN = {"rule", "lr", "weight_decay", "stacked", "parts", "dim", "momentum", "nesterov", "ns_steps", "betas", "eps"}
 
 
+_Round = tuple[Owners, list[tuple[int, Piece]], Tensor]
+"""Matrices with their owners, and what has the dtype and device of their exchange."""
+
+
 @final
 class Muon(torch.optim.Optimizer):
     """Train matrices by Muon and the rest by AdamW, with the numbers of one process on every mesh.
@@ -91,7 +95,6 @@ class Muon(torch.optim.Optimizer):
         adamw: Mapping[str, Any] | None = None,
         groups: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        _check(lr, weight_decay, momentum, ns_steps, adjust_lr_fn, ns_dtype, adamw or {}, groups or {})
         module = module if isinstance(module, nn.Module) else module.module
         common = {"lr_scale": 1.0, "stacked": False, "dim": 0, "parts": 1}
         muon = {
@@ -108,10 +111,11 @@ class Muon(torch.optim.Optimizer):
         }
         rest = {"rule": "adamw", "lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.95), "eps": 1e-8}
         rest |= {key: tuple(value) if key == "betas" else value for key, value in (adamw or {}).items()}
+        _check(muon, adamw or {}, groups or {})
         found = _sorted(module, common | muon, common | rest, groups or {}, per_head=per_head)
         self._groups: dict[tuple[int, ...], Any] = {}
         self._shares: dict[int, tuple[Owners, list[Place]]] = {}
-        self._planned: tuple[tuple[int, ...], list[_Work]] = ((), [])
+        self._planned: tuple[tuple[int, ...], list[_Round]] = ((), [])
         super().__init__(found, {})
         for group in self.param_groups:
             if group["rule"] == "muon":
@@ -145,11 +149,7 @@ class Muon(torch.optim.Optimizer):
         for parameter in trained:
             state = self.state[parameter]
             if "exp_avg" not in state:
-                state["step"], state["exp_avg"], state["exp_avg_sq"] = (
-                    0,
-                    torch.zeros_like(parameter),
-                    torch.zeros_like(parameter),
-                )
+                state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
             state["step"] += 1
             lr, (beta1, beta2), step = float(group["lr"]), group["betas"], state["step"]
             held, grad = local_tensor(parameter), local_gradient(parameter)
@@ -187,16 +187,15 @@ class Muon(torch.optim.Optimizer):
             rate = float(group["lr"]) * adjusted(group["adjust_lr_fn"], piece.shape)
             part.add_(update.to(part.device), alpha=-rate)
 
-        for work in self._plan(matrices):
-            for one_round in work.rounds:
-                work.owners.run(one_round, part_of, compute, put, work.like)
+        for owners, one_round, like in self._plan(matrices):
+            owners.run(one_round, part_of, compute, put, like)
 
     def _share(self, parameter: Tensor) -> tuple[Owners, list[Place]]:
         if id(parameter) not in self._shares:
             self._shares[id(parameter)] = shares(parameter, self._groups)
         return self._shares[id(parameter)]
 
-    def _plan(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> list[_Work]:
+    def _plan(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> list[_Round]:
         """Return who computes what, kept while the same parameters are trained."""
         key = tuple(id(parameter) for parameter, _ in matrices)
         if self._planned[0] != key:
@@ -211,16 +210,15 @@ class Muon(torch.optim.Optimizer):
                 device, dtype = _device(parameter), _DTYPES[group["ns_dtype"]]
                 like = torch.empty(0, device=device, dtype=dtype)
                 sets.setdefault((owners.ranks, device, dtype), (owners, [], like))[1].extend(found)
-            self._planned = key, [_Work(owners, pieces, like) for owners, pieces, like in sets.values()]
+            self._planned = (
+                key,
+                [
+                    (owners, one_round, like)
+                    for owners, pieces, like in sets.values()
+                    for one_round in owners.rounds(pieces, _ROUND_BYTES // like.element_size())
+                ],
+            )
         return self._planned[1]
-
-
-class _Work:
-    """The matrices of parameters that are split among the same ranks, in rounds."""
-
-    def __init__(self, owners: Owners, pieces: Sequence[Piece], like: Tensor) -> None:
-        self.owners, self.like = owners, like
-        self.rounds = owners.rounds(pieces, _ROUND_BYTES // like.element_size())
 
 
 def orthogonal(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
@@ -300,33 +298,22 @@ def _sorted(
     return sorted(groups.values(), key=lambda group: group["rule"] != "muon")
 
 
-def _check(
-    lr: float,
-    weight_decay: float,
-    momentum: float,
-    ns_steps: int,
-    adjust_lr_fn: str | None,
-    ns_dtype: str,
-    adamw: Mapping[str, Any],
-    groups: Mapping[str, Mapping[str, Any]],
-) -> None:
+def _check(muon: Mapping[str, Any], adamw: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> None:
     problems = [
-        f"{name} must be 0 or more, got {value}"
-        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum))
-        if not value >= 0
+        f"{name} must be 0 or more, got {muon[name]}"
+        for name in ("lr", "weight_decay", "momentum")
+        if not muon[name] >= 0
     ]
-    if not 0 < ns_steps < 100:
-        problems.append(f"ns_steps must be from 1 to 99, got {ns_steps}")
-    if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-        problems.append(f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {adjust_lr_fn!r}")
-    if ns_dtype not in _DTYPES:
-        problems.append(f"ns_dtype must be one of {', '.join(_DTYPES)}, got {ns_dtype!r}")
-    if strange := sorted(adamw.keys() - {"lr", "betas", "eps", "weight_decay"}):
-        problems.append(f"adamw has no option {strange[0]!r}; there are lr, betas, eps, weight_decay")
-    problems += [
-        f"groups have no option {key!r}; there are {', '.join(sorted(_KNOWN))}"
-        for key in itertools.chain.from_iterable(groups.values())
-        if key not in _KNOWN
-    ]
+    if not 0 < muon["ns_steps"] < 100:
+        problems.append(f"ns_steps must be from 1 to 99, got {muon['ns_steps']}")
+    if muon["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+        problems.append(f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {muon['adjust_lr_fn']!r}")
+    if muon["ns_dtype"] not in _DTYPES:
+        problems.append(f"ns_dtype must be one of {', '.join(_DTYPES)}, got {muon['ns_dtype']!r}")
+    for what, known, given in (
+        ("adamw has", ("betas", "eps", "lr", "weight_decay"), adamw),
+        ("groups have", sorted(_KNOWN), itertools.chain.from_iterable(groups.values())),
+    ):
+        problems += [f"{what} no option {key!r}; there are {', '.join(known)}" for key in given if key not in known]
     if problems:
         raise MeshparError("Muon: " + "; ".join(problems))

@@ -322,30 +322,9 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
     >>> print(Plan("dp_replicate=4,dp_shard=8", [HybridShard()]))
     dp_replicate=4,dp_shard=8 [HybridShard]
 
+    The other options are those of :class:`FullyShard`.
+
     Args:
-        param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
-        reduce_dtype: dtype in which gradients are reduced. Defaults to ``param_dtype``.
-        output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
-        cast_forward_inputs: cast floating-point inputs to ``param_dtype``, as FSDP2 does. This also rounds timesteps
-            and positions: 998.39 becomes 1000 in bfloat16. Pass these as integers, or cast inputs in the model and set
-            False.
-        buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
-        blocks: name patterns or class names of the units. Defaults to the layout's blocks.
-        whole: patterns of parameters, or of modules for all of theirs, that every rank stores whole, in their own dtype
-            (``("logit_scale", "vision")``), or ``"frozen"``: those that are not trained, such as the weights under
-            adapters; nothing gathers them. Scalars are always whole. Their gradients are averaged at the end of each
-            backward.
-        reshard_after_forward: True (ZeRO-3): free gathered parameters after forward and gather them again in backward.
-            False (ZeRO-2): keep gathered parameters until the backward; those of ``module.eval()`` serve all forwards
-            until somebody writes a parameter, or ``module.train()``. A number: reshard to groups of this many adjacent
-            ranks (a node). The outermost unit keeps its parameters, unless this is a number.
-        offload: ``"cpu"`` stores parameters, gradients and optimizer state in host memory, which is pinned for an
-            accelerator.
-        prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap. Defaults to FSDP2's
-            overlap alone.
-        prefetch_backward: number of units that backward gathers ahead. 1 is FSDP2's default; 0 gathers each unit when
-            it is needed.
-        min_params: merge blocks with fewer parameters than this into the unit around them.
         optimizer: ``"replica"``: each replica has the whole optimizer state. ``"world"``: the replicas share the
             optimizer state, gradients and parameters. With ``par.accumulate(reduce_each=True)``, each micro-batch is
             then also reduced over ``dp_replicate``, into slices. With ``offload="cpu"``, the shard in ``param_dtype``
@@ -456,19 +435,8 @@ class Replicate(Precision, Pass):
     >>> print(Plan("dp_replicate=4", [Replicate()]))
     dp_replicate=4 [Replicate]
 
-    Args:
-        param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
-        reduce_dtype: dtype in which gradients are reduced. Defaults to ``param_dtype``.
-        output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
-        cast_forward_inputs: cast floating-point inputs to ``param_dtype``, as FSDP2 does. This also rounds timesteps
-            and positions: 998.39 becomes 1000 in bfloat16. Pass these as integers, or cast inputs in the model and set
-            False.
-        buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
-        blocks: name patterns or class names of the units. Defaults to the layout's blocks.
-        whole: patterns of parameters, or of modules for all of theirs, that every rank stores whole, in their own dtype
-            (``("logit_scale", "vision")``), or ``"frozen"``: those that are not trained, such as the weights under
-            adapters; nothing gathers them. Scalars are always whole. Their gradients are averaged at the end of each
-            backward.
+    ``param_dtype``, ``reduce_dtype``, ``output_dtype``, ``cast_forward_inputs``, ``buffer_dtype``, ``blocks`` and
+    ``whole`` are those of :class:`FullyShard`.
     """
 
     name = "Replicate"

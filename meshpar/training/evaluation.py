@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, final
 
-from meshpar.core import registry
 from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.homes import expanded
 from meshpar.imports import need
@@ -23,17 +22,9 @@ class Tokenizer(Protocol):
     """The part of a tokenizer that evaluations use."""
 
     @property
-    def eos_id(self) -> int:
-        """The token that ends a text."""
-        ...
-
-    def encode(self, text: str, /) -> list[int]:
-        """Return the tokens of a text."""
-        ...
-
-    def decode(self, ids: Sequence[int], /) -> str:
-        """Return the text of tokens."""
-        ...
+    def eos_id(self) -> int: ...
+    def encode(self, text: str, /) -> list[int]: ...
+    def decode(self, ids: Sequence[int], /) -> str: ...
 
 
 class Evaluation(Protocol):
@@ -47,16 +38,6 @@ class Evaluation(Protocol):
         ...
 
 
-def make_evaluation(name: str, tokenizer: Any, options: Mapping[str, Any]) -> Evaluation:  # noqa: ANN401 - of any kind
-    """Return an evaluation, by name of a plugin or import path; raises MeshparError without it or without its
-    package.
-    """
-    factory = registry.plugin(registry.EVALUATIONS, name)
-    if requires := getattr(factory, "requires", None):
-        need(requires[0], extra=requires[1])
-    return factory(tokenizer, **options)
-
-
 @final
 class MultipleChoice:
     """Choose among answers by their log-likelihood after the question: ``accuracy``, and ``accuracy_norm``, with the
@@ -66,25 +47,13 @@ class MultipleChoice:
     {'accuracy': 0.5, 'accuracy_norm': 0.5}
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        path: str,
-        question: str = "question",
-        choices: str = "choices",
-        answer: str = "answer",
-        delimiter: str = " ",
-        batch: int = 8,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, path: str, delimiter: str = " ", batch: int = 8) -> None:
         """Read the questions.
 
         Args:
             tokenizer: of the model.
-            path: file of JSON lines.
-            question: key of the question, a text that is not empty.
-            choices: key of the list of answers.
-            answer: key of the right answer's place in the list, from 0.
+            path: file of JSON lines with ``question``, a text that is not empty, ``choices``, and ``answer``, the
+                place of the right one from 0.
             delimiter: text between a question and an answer.
             batch: answers of a data rank at once.
 
@@ -97,16 +66,15 @@ class MultipleChoice:
         try:
             for number, line in enumerate(expanded(Path(path)).read_text(encoding="utf-8").splitlines(), 1):
                 place, found = f"{path}:{number}", json.loads(line)
-                text, given, right = found[question], [delimiter + str(one) for one in found[choices]], found[answer]
+                text, right = found["question"], found["answer"]
+                given = [delimiter + str(one) for one in found["choices"]]
                 if not (text and 0 <= right < len(given)):
                     raise ValueError(f"answer {right!r} is no place in {len(given)} choices, or the question is empty")
                 self._asked.append((text, given, right))
         except OSError as error:
             raise RecipeError(f"{path} cannot be read: {error}") from error
         except (KeyError, TypeError, ValueError) as error:
-            raise RecipeError(
-                f"{place} is no question: {error!r}; expected {question!r}, {choices!r} and {answer!r}"
-            ) from error
+            raise RecipeError(f"{place} is no question: {error!r}; expected question, choices and answer") from error
         if not self._asked:
             raise RecipeError(f"{path} has no line; expected a question in each line")
 

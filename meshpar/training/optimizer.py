@@ -23,8 +23,6 @@ from meshpar.training.settings import Bound, Count, Part, bound_problems
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps", "mtia")
 Name = Literal["constant", "linear", "cosine", "step", "wsd"]
-Scaling = Literal["none", "linear", "sqrt"]
-"""How a learning rate grows with the number of data ranks, see :func:`scaled_rate`."""
 
 
 @final
@@ -251,40 +249,14 @@ class Schedule:
         return rate
 
 
-def scaled_rate(lr: float, mode: Scaling, data_size: int) -> float:
-    """Return ``lr`` for ``data_size`` times the batch of one data rank.
-
-    Args:
-        lr: the rate that suits one data rank's batch.
-        mode: ``none``, ``linear`` (Goyal et al., 2017) or ``sqrt`` (usual for Adam).
-        data_size: how many data ranks.
-    """
-    scales = {"none": 1.0, "linear": float(data_size), "sqrt": math.sqrt(data_size)}
-    if mode not in scales:
-        raise RecipeError(f"scale_lr is one of {', '.join(scales)}; got {mode!r}")
-    return lr * scales[mode]
-
-
 def _progress(schedule: Schedule, step: float) -> float:
     if schedule.steps is None:
         raise RecipeError("a schedule without steps has no length of its own; set steps=, or use schedule.over(steps)")
     return min(1.0, step / max(1, schedule.steps - schedule.warmup_steps))
 
 
-def _constant(schedule: Schedule, step: float) -> float:
-    return 1.0
-
-
-def _linear(schedule: Schedule, step: float) -> float:
-    return 1.0 - (1.0 - schedule.min_ratio) * _progress(schedule, step)
-
-
-def _cosine(schedule: Schedule, step: float) -> float:
-    return schedule.min_ratio + (1.0 - schedule.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * _progress(schedule, step)))
-
-
-def _step(schedule: Schedule, step: float) -> float:
-    return schedule.gamma ** (step // schedule.step_every)
+def _falling(schedule: Schedule, left: float) -> float:
+    return schedule.min_ratio + (1.0 - schedule.min_ratio) * left
 
 
 def _wsd(schedule: Schedule, step: float) -> float:
@@ -295,10 +267,10 @@ def _wsd(schedule: Schedule, step: float) -> float:
 
 
 _SHAPES: dict[Name, Callable[[Schedule, float], float]] = {
-    "constant": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
-    "step": _step,
+    "constant": lambda schedule, step: 1.0,
+    "linear": lambda schedule, step: 1.0 - (1.0 - schedule.min_ratio) * _progress(schedule, step),
+    "cosine": lambda schedule, step: _falling(schedule, 0.5 * (1.0 + math.cos(math.pi * _progress(schedule, step)))),
+    "step": lambda schedule, step: schedule.gamma ** (step // schedule.step_every),
     "wsd": _wsd,
 }
 

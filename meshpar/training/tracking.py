@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from meshpar.core import registry
-from meshpar.core.errors import MeshparError, brief
+from meshpar.core.errors import brief
 from meshpar.imports import need
 from meshpar.parallelized import Parallelized
 from meshpar.training.metrics import JsonLines, Metrics
@@ -108,7 +108,7 @@ class Trackers:
             MeshparError: there is no such tracker, or its package is not installed.
         """
         folder = Path(folder).absolute()
-        found = {called: plugin(called) for called in trackers}
+        found = {called: usable(registry.TRACKERS, called) for called in trackers}
         self._lines = JsonLines(folder / METRICS, step=step)
 
         def make(called: str, id_: str, step: int) -> Tracker:
@@ -138,12 +138,14 @@ class Trackers:
             sender.join(end)
 
 
-def plugin(name: str) -> Callable[..., Tracker]:
-    """Return what makes the tracker called ``name``; raises MeshparError without it or without its package."""
-    made = registry.plugin(registry.TRACKERS, name)
-    if requires := getattr(made, "requires", None):
+def usable(group: str, name: str) -> Any:  # noqa: ANN401 - what the package offers
+    """Return a plugin whose packages are installed: its ``requires``, if it has one, is the package that it needs and
+    meshpar's extra that installs it. Raises MeshparError, without it or without its package.
+    """
+    found = registry.plugin(group, name)
+    if requires := getattr(found, "requires", None):
         need(requires[0], extra=requires[1])
-    return made
+    return found
 
 
 @final
@@ -263,12 +265,3 @@ def commit_of(folder: Path) -> str | None:
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def tracker_problem(name: str) -> str | None:
-    """Return why a tracker cannot be made here; None if it can."""
-    try:
-        plugin(name)
-    except MeshparError as error:
-        return str(error)
-    return None
