@@ -677,7 +677,7 @@ def fresh(ranks, seed):
         module = mixture()
     mesh, passes = ONE_WAY[ranks]
     par = Plan(mesh, passes).apply(module).materialize(seed=seed)
-    return par, torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+    return par, torch.optim.AdamW(par.module.parameters(), lr=1e-2, fused=True)
 
 
 def state_of(par, optimizer):

@@ -203,7 +203,7 @@ def test_a_frozen_part_stays_whole_beside_what_is_sharded() -> None:
         memory = Memory()
         par = Plan("dp_shard=2", [shard]).apply(model, layout)
         trained = [parameter for parameter in par.module.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=True)
         ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
         par.module(input_ids=ids, labels=ids).loss.backward()
         norm = par.clip_grad_norm_(0.1)

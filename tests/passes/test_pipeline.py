@@ -572,7 +572,7 @@ def test_checkpoints_load_on_other_stages_bitwise(tmp_path, saved, restored):
     def built(name):
         mesh, passes = PLANS[name]
         par = Plan(mesh, passes()).apply(MODELS["Llama"]())
-        return par, torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+        return par, torch.optim.AdamW(par.module.parameters(), lr=1e-2, fused=True)
 
     def state(par, optimizer):
         return {

@@ -124,7 +124,7 @@ def built(name, seed):
     par = Plan(mesh, [*([PipelineParallel()] if stages > 1 else []), *passes()]).apply(
         huggingface("Llama", num_hidden_layers=4, tie_word_embeddings=True)
     )
-    return par, torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+    return par, torch.optim.AdamW(par.module.parameters(), lr=1e-2, fused=True)
 
 
 def digests(par, optimizer):
@@ -176,7 +176,7 @@ def test_each_mesh_restores_what_each_other_saved_bitwise(tmp_path):
 def test_averages_of_stages_are_those_of_one_process_and_restore_on_other_meshes(tmp_path):
     def trained_average(par):
         average = par.averaged(0.5)
-        optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2, eps=1e-3)
+        optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2, eps=1e-3, fused=True)
         for step in range(3):
             par.backward(batches(0, step), scaled_loss(0.01))
             optimizer.step()

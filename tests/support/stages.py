@@ -40,7 +40,7 @@ def trained(make, mesh, passes, number=4, steps=3):
     """Train and return losses, norms, first gradients and last weights by name, of all stages."""
     torch.manual_seed(0)
     par = Plan(mesh, passes).apply(make())
-    optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2, eps=1e-3)
+    optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2, eps=1e-3, fused=True)
     losses, norms, gradients = [], [], {}
     for step in range(steps):
         mine = [par.split(batch) for batch in batches(par.data_rank, step, number)]
@@ -58,7 +58,7 @@ def trained(make, mesh, passes, number=4, steps=3):
 def one_process(make, data_ranks, number=4, steps=3):
     torch.manual_seed(0)
     model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=True)
     losses, norms, gradients = [], [], {}
     for step in range(steps):
         every = [batch for rank in range(data_ranks) for batch in batches(rank, step, number)]
