@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -190,6 +193,52 @@ def test_wandb_without_a_key_warns_once_and_keeps_the_records(
     (warning,) = (text for record in caplog.records if "tracker" in (text := record.getMessage()))
     assert "W&B has no API key" in warning
     assert json.loads((tmp_path / "trackers" / "wandb.json").read_text())["sent"] == 0
+
+
+@pytest.mark.nightly
+def test_mlflows_server_gets_later_what_came_while_it_was_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("flask")  # mlflow-skinny has no server
+    monkeypatch.setattr(tracking, "PATIENCE_S", 120.0)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{tmp_path}/db", "--artifacts-destination", str(tmp_path / "kept")]
+
+    def serve() -> subprocess.Popen[bytes]:
+        with (tmp_path / "server.log").open("ab") as log:
+            return subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, start_new_session=True)
+
+    def history() -> list[int]:
+        try:
+            found = client.search_runs([client.get_experiment_by_name("lm").experiment_id])
+            return [metric.step for metric in client.get_metric_history(found[0].info.run_id, "train/loss")]
+        except Exception:
+            return []
+
+    server = serve()
+    try:
+        client = mlflow.MlflowClient(tracking_uri=f"http://127.0.0.1:{port}")
+        until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, 60)
+        options = {"uri": f"http://127.0.0.1:{port}", "experiment": "lm"}
+        board = Trackers(tmp_path / "run", {"mlflow": options}, facts={"recipe": {"seed": 7}})
+        report(board, 1, 2)
+        until(lambda: history() == [1, 2], 60)
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+        report(board, 3, 4)
+        until(lambda: any("tracker mlflow" in record.getMessage() for record in caplog.records), 60)
+        server = serve()
+        until(lambda: history() == [1, 2, 3, 4], 60)
+        board.close()
+        assert len([record for record in caplog.records if "tracker mlflow" in record.getMessage()]) == 1
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def test_mlflow_has_metrics_parameters_and_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
