@@ -94,7 +94,7 @@ def owner_of(folder: Place, file: str, position: int) -> str | None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("home", ["disk", pytest.param("store", marks=pytest.mark.long)], indirect=True)
-@pytest.mark.parametrize("stride", daily([1, 7], 7, ids=lambda stride: f"1 of {stride}"))
+@pytest.mark.parametrize("stride", daily([1, 13], 13, ids=lambda stride: f"1 of {stride}"))
 def test_a_flipped_bit_at_any_byte_of_any_file_is_found_and_named_with_its_tensor(step, stride):
     verify(step)
     looked, manifest = 0, read_manifest(step)

@@ -664,24 +664,29 @@ AXES = {
 }
 
 
+@pytest.mark.parametrize("axis", daily(AXES, "cp"))
+def test_modules_are_adopted_or_refused_where_positions_or_experts_are_divided(axis):
+    adopted_where_divided(axis)
+
+
 @on_ranks(2)
-def test_modules_are_adopted_or_refused_where_positions_or_experts_are_divided():
+def adopted_where_divided(axis):
     steps = token_steps(VOCAB, parts=2, micro_batches=2)
-    for axis, (mesh, passes, build, refused) in AXES.items():
-        for how in (other_head, other_block):
-            torch.manual_seed(4)
-            alone = build()
-            par = Plan(mesh, passes).apply(copy.deepcopy(alone))
-            name = how(par.module)
-            if how is other_block and refused is not None:
-                with pytest.raises(PlanError, match=refused):
-                    par.adopt(name)
-                continue
-            par.adopt(name)
-            how(alone)
-            got, expected = train_steps(par, steps), train_steps(one_process(alone), steps)
-            if dist.get_rank() == 0:
-                assert_records_match(expected, got), axis
+    mesh, passes, build, refused = AXES[axis]
+    for how in (other_head, other_block):
+        torch.manual_seed(4)
+        alone = build()
+        par = Plan(mesh, passes).apply(copy.deepcopy(alone))
+        name = how(par.module)
+        if how is other_block and refused is not None:
+            with pytest.raises(PlanError, match=refused):
+                par.adopt(name)
+            continue
+        par.adopt(name)
+        how(alone)
+        got, expected = train_steps(par, steps), train_steps(one_process(alone), steps)
+        if dist.get_rank() == 0:
+            assert_records_match(expected, got)
 
 
 @on_ranks(2)

@@ -141,7 +141,7 @@ def policy_loss(model, given):
     return -(advantages * found.log_probs).sum() - 0.1 * found.entropy.sum(), int((given["labels"] != -100).sum())
 
 
-@pytest.mark.parametrize("plan", daily([*EVERY_PLAN, *POSITIONS], "fsdp-tp-sequence-loss"))
+@pytest.mark.parametrize("plan", daily([*EVERY_PLAN, *POSITIONS], "tp-sequence-loss"))
 def test_a_policy_gradient_trains_as_in_one_process(plan):
     on_ranks(4 if plan in POSITIONS else ranks_of(plan))(train_a_policy)(plan)
 

@@ -32,6 +32,7 @@ from meshpar.training.metrics import JsonLines
 from meshpar.training.samples import MixedSamples
 from meshpar.training.tokens import write_tokens
 from tests.support.models_for_parity import VOCAB, transformer
+from tests.support.tiers import daily
 
 LENGTH = 4
 
@@ -53,9 +54,10 @@ def rows(step, samples):
     return [pair for pair in found if pair[1] >= 0]
 
 
-def test_a_mix_is_one_order_on_any_ranks_and_across_stops(tmp_path):
-    chance = random.Random(0)
-    for case in range(40):
+@pytest.mark.parametrize("cases", daily([range(12), range(12, 40)], range(12), ids=str))
+def test_a_mix_is_one_order_on_any_ranks_and_across_stops(tmp_path, cases):
+    for case in cases:
+        chance = random.Random(case)
         sizes, capped = [chance.randint(1, 30) for _ in range(chance.randint(1, 4))], chance.random() < 0.5
         weights = [chance.choice([0.1, 0.7, 1.0, 3.0, chance.uniform(0.01, 5)]) for _ in sizes]
         epochs = [chance.randint(1, 3) if capped or chance.random() < 0.3 else None for _ in sizes]

@@ -355,7 +355,7 @@ def test_resuming_is_bitwise_with_dropout(group: None, tmp_path: Path) -> None:
     check_resume(tmp_path, "", [])
 
 
-@pytest.mark.parametrize("warm", [{"warmup_steps": 7}, {"warmup_ratio": 0.3}])
+@pytest.mark.parametrize("warm", daily([{"warmup_steps": 7}, {"warmup_ratio": 0.3}], {"warmup_ratio": 0.3}, ids=str))
 def test_an_epoch_goes_on_with_another_batch_at_the_same_rate(
     group: None, tmp_path: Path, warm: dict[str, Any]
 ) -> None:
