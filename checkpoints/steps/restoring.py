@@ -138,10 +138,7 @@ class Restoring:
         if self._optimizer is not None and table is None:
             lenient.append("missing: the optimizer's state; this step was saved without an optimizer")
         elif self._optimizer is not None and table is not None:
-            groups: dict[Group, set[str]] = {}
-            for group, names in (entry for rank in found for entry in rank.groups.items()):
-                groups.setdefault(group, set()).update(names)
-            lenient += group_differences(groups, table)
+            lenient += group_differences([entry for rank in found for entry in rank.groups.items()], table)
         lenient += [
             f"unexpected: {name}" for name in sorted(set.intersection(*(difference.unexpected for difference in found)))
         ]

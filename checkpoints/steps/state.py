@@ -12,7 +12,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -417,23 +417,24 @@ def group_names(given: Optimizers, model: ModelState, renamed: Mapping[str, str]
     }
 
 
-def group_differences(ours: Mapping[Group, Collection[str]], table: Mapping[str, Any]) -> list[str]:
+def group_differences(ours: Iterable[tuple[Group, Collection[str]]], table: Mapping[str, Any]) -> list[str]:
     """Compare the optimizers' parameters and options with the checkpoint's; return one line for each difference.
 
     Options and classes are compared by parameter, not by group: the number of groups may depend on the mesh, because
     the fused kernels do not accept plain tensors beside DTensors.
 
     Args:
-        ours: the names in each group, over all ranks.
+        ours: each group of each rank, and the names in it; stages may have their groups in different orders.
         table: the table saved by :func:`optimizer_state`.
     """
     options, classes = options_by_parameter(table), class_by_parameter(table)
-    here = {name: kind for (_, kind, _), group in ours.items() for name in group}
+    ours = list(ours)
+    here = {name: kind for (_, kind, _), group in ours for name in group}
     lines = []
     for text, names_only in (("here", here.keys() - set(options)), ("in the checkpoint", set(options) - here.keys())):
         if names_only:
             lines.append(f"optimizer: trained only {text}: {', '.join(sorted(names_only)[:10])}")
-    for (called, _, position), group in ours.items():
+    for (called, _, position), group in ours:
         known = [options[name] for name in group if name in options]
         differing = sorted({key for settings in known for key in known[0] if settings.get(key) != known[0][key]})
         if differing:
@@ -451,7 +452,7 @@ def group_differences(ours: Mapping[Group, Collection[str]], table: Mapping[str,
         for (kind, theirs), names in others.items()
         if kind != theirs
     ]
-    return lines
+    return list(dict.fromkeys(lines))
 
 
 def options_by_parameter(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -470,15 +471,17 @@ def class_by_parameter(table: Mapping[str, Any]) -> dict[str, str]:
 
 
 def merged_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the optimizer tables of ranks that may have different parameters, as pipeline stages do."""
-    groups: dict[tuple[str | None, int], dict[str, Any]] = {}
+    """Merge the optimizer tables of ranks that may have different parameters, as pipeline stages do.
+
+    Groups of one optimizer with equal options become one: a stage may have them in another order, or have fewer.
+    """
+    groups: dict[tuple[str | None, str, int], dict[str, Any]] = {}
     for table in tables:
-        seen: Counter[str | None] = Counter()
+        seen: Counter[tuple[str | None, str]] = Counter()
         for group in table["groups"]:
-            called = group.get("optimizer")
-            into = groups.setdefault((called, seen[called]), {**group, "params": []})
-            seen[called] += 1
-            into["options"] = into["options"] if into["params"] or not group["params"] else group["options"]
+            kind = group.get("optimizer"), repr(sorted(group["options"].items()))
+            into = groups.setdefault((*kind, seen[kind]), {**group, "params": []})
+            seen[kind] += 1
             into["params"] = list(dict.fromkeys([*into["params"], *group["params"]]))
     kinds = [table["class"] for table in tables]
     return {

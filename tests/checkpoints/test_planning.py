@@ -238,7 +238,7 @@ def values_of_another_rank(root: str) -> None:
         assert plans.made == (1 if dist.get_rank() == 0 else 0)
         for number in range(1, 4):
             manager.restore(job, optimizer, step=number)
-            assert optimizer.param_groups[0]["lr"] == number / 10
+            assert optimizer.param_groups[0]["lr"] == number / 10 + dist.get_rank()
 
 
 def test_the_optimizers_settings_on_ranks_with_other_parameters_are_those_of_this_save(tmp_path):

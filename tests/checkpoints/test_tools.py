@@ -233,6 +233,18 @@ def test_optimizer_tables_of_pipeline_stages_are_joined():
     }
 
 
+def test_groups_of_pipeline_stages_are_joined_by_their_options_in_any_order():
+    def table(*groups):
+        return {
+            "class": "AdamW",
+            "groups": [{"params": [*names], "options": {"weight_decay": decay}} for decay, names in groups],
+            "state": {},
+        }
+
+    found = merged_tables([table((0.1, "ab"), (0.0, "c")), table((0.0, "d"), (0.1, "be"), (0.0, "f"))])
+    assert found == table((0.1, "abe"), (0.0, "cd"), (0.0, "f"))
+
+
 DTYPES = [
     torch.float32,
     torch.float64,

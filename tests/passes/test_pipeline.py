@@ -35,7 +35,7 @@ from meshpar.passes.pipeline.cuts import even_cuts, examine
 from meshpar.passes.pipeline.schedule import SCHEDULES, Action, actions
 from meshpar.placements import whole_tensor
 from meshpar.testing import RankFailure, launch, on_ranks, token_loss_sum
-from meshpar.training import LoRA, add_adapters
+from meshpar.training import AdamWSettings, LoRA, add_adapters, build_adamw
 from tests.support.models_for_parity import VOCAB, huggingface, transformer
 from tests.support.patience import until
 from tests.support.stages import MODELS, assert_as_one_process, batches, scaled_loss
@@ -594,6 +594,21 @@ def test_checkpoints_load_on_other_stages_bitwise(tmp_path, saved, restored):
     for name, values in state(par, optimizer).items():
         expected = next(rank[name] for rank in every if name in rank)
         assert all(torch.equal(value, other) for value, other in zip(values, expected, strict=True)), name
+
+
+@on_ranks(2)
+def test_stages_resume_with_the_options_of_each_parameter(tmp_path):
+    """The first stage has its embedding first, which decays; the second one a norm, which does not."""
+    torch.manual_seed(0)
+    par = Plan("pp=2", [PipelineParallel()]).apply(transformer(layers=2))
+    optimizer = build_adamw(par.module, AdamWSettings(weight_decay=0.1))
+    par.backward([{"input_ids": batches(0)[0]["input_ids"]}], lambda module, batch: module(**batch).logits.sum())
+    optimizer.step()
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, par, optimizer)
+        manager.restore(par, optimizer)
+    for group in optimizer.param_groups:
+        assert all(group["weight_decay"] == (0.1 if each.ndim > 1 else 0.0) for each in group["params"])
 
 
 @pytest.mark.nightly
