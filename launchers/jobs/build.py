@@ -44,7 +44,7 @@ from meshpar.training.experts import balance_problems
 from meshpar.training.generating import check_whole
 from meshpar.training.lora import add_adapters
 from meshpar.training.objectives import Objective, freeze, teacher_problems
-from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, parameter_groups, scale_rates
+from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, parameter_groups, scale_rates, scaled_rate
 from meshpar.training.profile import LEAST as PROFILED
 from meshpar.training.settings import TrainSettings
 from meshpar.training.tracking import usable
@@ -162,9 +162,10 @@ def _own_model(section: Own, vocab_size: int) -> nn.Module:
     return model
 
 
-def schedule_of(recipe: Recipe) -> Schedule:
-    """Return the learning rate over the run."""
-    return build(Schedule, recipe.schedule, lr=recipe.optimizer.lr)
+def schedule_of(recipe: Recipe, data_size: int) -> Schedule:
+    """Return the learning rate over the run of ``data_size`` data ranks."""
+    lr = scaled_rate(recipe.optimizer.lr, recipe.optimizer.scale_lr, data_size)
+    return build(Schedule, recipe.schedule, lr=lr)
 
 
 def settings_of(recipe: Recipe) -> TrainSettings:

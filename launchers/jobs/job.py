@@ -137,7 +137,7 @@ def _trainer(
         build.objective_of(recipe, _teacher(recipe, data, kind)),
         train,
         optimizer,
-        build.schedule_of(recipe),
+        build.schedule_of(recipe, par.data_size * (replicas or 1)),
         settings,
         validation=validation,
         checkpointer=Saver(
@@ -453,7 +453,8 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
         f"{parameters:,} parameters{part} on {str(par.spec) or 'one process'} ({par.device.type}){passes}",
         f"{data.samples}, {data.steps_per_epoch:,} steps an epoch; a step: {batch:,} {_sequences(recipe, batch)} "
         f"({recipe.data.micro_batch} x {recipe.data.accumulate} micro-batches x {ranks} data ranks)",
-        f"peak learning rate {schedule.lr:g}, {schedule.name} over {schedule.steps:,} "
+        f"peak learning rate {schedule.lr:g} (scale_lr: {recipe.optimizer.scale_lr}), {schedule.name} over "
+        f"{schedule.steps:,} "
         f"steps{f' of {trainer.batch:,} samples' if trainer.follows_samples and trainer.batch != batch else ''}",
     ]
     if trainer.complete and not trainer.owes_validation:

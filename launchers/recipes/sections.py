@@ -12,7 +12,7 @@ from meshpar.launchers.recipes.schema import Dtype, Section, section_of
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.models.transformer_config import RopeScaling, TransformerConfig
 from meshpar.training.lora import LoRA
-from meshpar.training.optimizer import AdamWSettings, Schedule
+from meshpar.training.optimizer import AdamWSettings, Scaling, Schedule
 from meshpar.training.settings import Bound, Count, Every, Part, TrainSettings
 
 _TransformerFields: Any = section_of(TransformerConfig)
@@ -262,14 +262,16 @@ def mixed_names(data: DataSection) -> list[str]:
 
 
 class Rated(Section):
-    """Learning rates by parameter.
+    """How learning rates follow from the number of ranks and from the parameter.
 
     Attributes:
+        scale_lr: growth of ``lr`` with the number of data ranks, see :func:`meshpar.training.optimizer.scaled_rate`.
         rates: factors of the learning rate by pattern of modules or parameters: ``{embed: 0.1}``.
         layer_decay: factor of the learning rate of each block, from the last one down; see
             :func:`meshpar.training.scale_rates`.
     """
 
+    scale_lr: Scaling = "none"
     rates: dict[str, Annotated[float, Bound(gt=0)]] = Field(default_factory=dict)
     layer_decay: Annotated[float, Bound(gt=0)] | None = None
 

@@ -23,6 +23,8 @@ from meshpar.training.settings import Bound, Count, Part, bound_problems
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps", "mtia")
 Name = Literal["constant", "linear", "cosine", "step", "wsd"]
+Scaling = Literal["none", "linear", "sqrt"]
+"""How a learning rate grows with the number of data ranks, see :func:`scaled_rate`."""
 
 
 @final
@@ -247,6 +249,20 @@ class Schedule:
             else:
                 group["lr"] = own
         return rate
+
+
+def scaled_rate(lr: float, mode: Scaling, data_size: int) -> float:
+    """Return ``lr`` for ``data_size`` times the batch of one data rank.
+
+    Args:
+        lr: the rate that suits one data rank's batch.
+        mode: ``none``, ``linear`` (Goyal et al., 2017) or ``sqrt`` (usual for Adam).
+        data_size: how many data ranks.
+    """
+    scales = {"none": 1.0, "linear": float(data_size), "sqrt": math.sqrt(data_size)}
+    if mode not in scales:
+        raise RecipeError(f"scale_lr is one of {', '.join(scales)}; got {mode!r}")
+    return lr * scales[mode]
 
 
 def _progress(schedule: Schedule, step: float) -> float:

@@ -50,13 +50,23 @@ class WandB:
     requires: ClassVar[tuple[str, str]] = ("wandb", "wandb")
 
     def __init__(
-        self, run: TrackedRun, *, project: str = "meshpar", mode: Literal["online", "offline"] | None = None
+        self,
+        run: TrackedRun,
+        *,
+        project: str = "meshpar",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        mode: Literal["online", "offline"] | None = None,
     ) -> None:
         """Begin or continue the W&B run.
 
         Args:
             run: the run, whose facts become W&B's config.
-            project: W&B's project; entity, group and tags are read from WANDB_ENTITY, WANDB_RUN_GROUP and WANDB_TAGS.
+            project: W&B's project.
+            entity: user or team; None: your default.
+            group: W&B's group of the run.
+            tags: W&B's tags.
             mode: ``offline`` writes files alone, for ``wandb sync``; None: ``online``, or what WANDB_MODE says.
 
         Raises:
@@ -69,6 +79,9 @@ class WandB:
         settings = wandb.Settings(console="off", silent=True, init_timeout=30.0, finish_timeout=5.0)
         self._run = wandb.init(
             project=project,
+            entity=entity,
+            group=group,
+            tags=list(tags),
             mode=mode,
             id=run.id,
             name=run.name,

@@ -31,7 +31,7 @@ from meshpar.training.data import Batches
 from meshpar.training.loop import Trainer
 from meshpar.training.metrics import JsonLines, Meter, peak_flops
 from meshpar.training.objectives import CausalLM
-from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw
+from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw, scaled_rate
 from meshpar.training.samples import PackedTokens
 from meshpar.training.settings import TrainSettings
 from meshpar.training.stop import StopRequest
@@ -176,6 +176,12 @@ def test_wrong_schedules_are_named() -> None:
         RecipeError, match=r"without steps has no length of its own; set steps=, or use schedule.over\(steps\)"
     ):
         Schedule().rate(1)
+
+
+def test_rates_scale_with_the_data_ranks() -> None:
+    assert [scaled_rate(0.1, mode, 16) for mode in ("none", "linear", "sqrt")] == pytest.approx([0.1, 1.6, 0.4])
+    with pytest.raises(RecipeError, match="one of none, linear, sqrt; got 'square'"):
+        scaled_rate(0.1, "square", 2)
 
 
 # optimizer
