@@ -392,6 +392,7 @@ class Cycle:
         if self._units.modules and not (self.reducing and self._units.reduces()):
             self._hooks.refuse_unreduced()
             return
+        self._shared.end_step()
         unused = self._units.take_filled() + ([] if self.whole is None else self.whole.reduce())
         if self.agreement is not None and any(parameter.grad is not None for parameter in self.module.parameters()):
             self.agreement.gradients(unused)

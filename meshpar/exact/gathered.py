@@ -89,6 +89,10 @@ class SharedWeights:
         self._shares_gathered = torch.is_grad_enabled() and not (reducing and self._units.reduces())
         self._shards.begin()
 
+    def end_step(self) -> None:
+        """Gather anew in the next forward, as a backward has reduced gradients; under stages no forward knows which."""
+        self._shares_gathered = False
+
     def evaluated(self, output: object) -> None:
         """Keep or free gathered weights after a forward without gradients."""
         if self._shards is not None:
