@@ -87,7 +87,9 @@ def train_steps(
         The losses (token means over everything), norms, first gradients and last weights. Collective.
     """
     record = Record()
-    optimizer = optimizer or torch.optim.AdamW(par.module.parameters(), lr=lr, eps=eps, weight_decay=0.01, fused=True)
+    if optimizer is None:
+        fused = all(parameter.is_floating_point() for parameter in par.module.parameters())
+        optimizer = torch.optim.AdamW(par.module.parameters(), lr=lr, eps=eps, weight_decay=0.01, fused=fused)
     for number, micro_batches in enumerate(steps):
         places = range(par.data_rank, max(map(len, micro_batches)), par.data_size)
         mine = [[par.split(micro[place]) for place in places if place < len(micro)] for micro in micro_batches]

@@ -271,8 +271,8 @@ def _progress(schedule: Schedule, step: float) -> float:
     return min(1.0, step / max(1, schedule.steps - schedule.warmup_steps))
 
 
-def _falling(schedule: Schedule, left: float) -> float:
-    return schedule.min_ratio + (1.0 - schedule.min_ratio) * left
+def _cosine(schedule: Schedule, step: float) -> float:
+    return schedule.min_ratio + (1.0 - schedule.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * _progress(schedule, step)))
 
 
 def _wsd(schedule: Schedule, step: float) -> float:
@@ -285,7 +285,7 @@ def _wsd(schedule: Schedule, step: float) -> float:
 _SHAPES: dict[Name, Callable[[Schedule, float], float]] = {
     "constant": lambda schedule, step: 1.0,
     "linear": lambda schedule, step: 1.0 - (1.0 - schedule.min_ratio) * _progress(schedule, step),
-    "cosine": lambda schedule, step: _falling(schedule, 0.5 * (1.0 + math.cos(math.pi * _progress(schedule, step)))),
+    "cosine": _cosine,
     "step": lambda schedule, step: schedule.gamma ** (step // schedule.step_every),
     "wsd": _wsd,
 }

@@ -13,10 +13,12 @@ from meshpar import (
     FullyShard,
     HybridShard,
     MeshparError,
+    MeshSpec,
     PipelineParallel,
     Plan,
     Replicate,
     TensorParallel,
+    matches,
 )
 from meshpar.testing import on_ranks
 from tests.support.models_for_parity import gpt2, huggingface, transformer
@@ -61,8 +63,6 @@ def expected(model, data_ranks, patterns, kind):
     for name, parameter in alone(model, data_ranks).items():
         found[""].append(parameter.grad)
         around = [name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1)]
-        from meshpar import matches
-
         place = next((one for one in around if any(matches(pattern, one) for pattern in patterns)), None)
         if place is not None:
             found.setdefault(place, []).append(parameter.grad)
@@ -91,8 +91,6 @@ def compared(plan):
 
 
 def ranks(plan):
-    from meshpar import MeshSpec
-
     return MeshSpec(PLANS[plan][1]).size
 
 
