@@ -61,7 +61,7 @@ class Parallelized:
         layout: the description of the model.
         device: the device of this rank.
         data_axes: the axes whose ranks get different data.
-        cycle: the checks around every forward, backward and step. None in one process without a plan.
+        cycle: gathering, reduction and checks around every forward, backward and step.
     """
 
     def __init__(

@@ -168,7 +168,8 @@ class Plan:
         device = self._device(module, resolved, device_type)
         if self.frozen:
             module.requires_grad_(False)
-        own = next_number() > 0 and not runtime.is_simulated()  # two models would mix the order of shared ones
+        # models that share process groups could use them in different orders
+        own = next_number() > 0 and not runtime.is_simulated()
         meshes = {spec: spec.build(device.type, own=own) for spec in resolved.meshes}
         compares = self.guards != "off" and not runtime.is_simulated()
         applied(module).layout, applied(module).verify = resolved.layout, self.verify and compares

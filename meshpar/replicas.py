@@ -55,8 +55,7 @@ def digest_of_several(tensors: Iterable[Tensor]) -> Tensor:
 
 @final
 class Looks:
-    """When ranks look at what they compare: each time on a CPU, on an accelerator, where reading waits, the first
-    times.
+    """Decide in which calls ranks compare: in each on a CPU; in the first ones on an accelerator, where reading waits.
 
     Args:
         always: look each time on a CPU; False: the first times on any device.
@@ -189,7 +188,7 @@ def _gathered(mine: Tensor) -> Tensor:
 
 
 def _check_same_names(tensors: Mapping[str, Tensor], what: str) -> None:
-    """See first that all ranks compare the same names, or they would wait for one another."""
+    """Raise an error if ranks would compare different names, and then wait for one another."""
     known = "\n".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
     every = _gathered(torch.tensor(list(hashlib.blake2b(known.encode(), digest_size=8).digest()), device="cpu"))
     if odd := (every != every[0]).any(1).nonzero()[:, 0].tolist():

@@ -1,8 +1,8 @@
-"""Places of checkpoints: a path of a disk, or a key of an object store. The one file that asks which of the two a place
-is.
+"""Places of checkpoints: a path of a disk, or a key of an object store.
 
-Two classes have the verbs of :class:`Place`: :class:`DiskPath` and :class:`ObjectPath`. Another kind of storage is
-another class, and a branch of :func:`place` and of :func:`either`.
+Two classes have the verbs of :class:`Place`: :class:`DiskPath` and :class:`ObjectPath`. Where the two must differ, work
+is divided by :func:`either`, or asks :attr:`Place.mounted`; only this file asks for the class. Another kind of storage
+is another class with these verbs, a branch of :func:`place`, and a subclass of one of the two for :func:`either`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class Place(Protocol):
     """
 
     mounted: ClassVar[bool]
-    """Whether it is on a file system: folders are renamed, and files change in place.
-
-    In a store a key is created, or replaced, only whole and on a condition that decides between two writers.
+    """True on a file system: folders are renamed, and files change in place. In a store a key is created, or replaced,
+    only whole and on a condition that decides between two writers.
     """
 
     @property

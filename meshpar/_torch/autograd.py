@@ -1,4 +1,4 @@
-"""Where autograd is, and looks at each backward before it runs.
+"""Detect a backward that runs, and call hooks before every backward.
 
 - ``part_here``: before torch 2.13 the gradient of a DTensor's part has no gradient itself.
 - ``check_backwards``, ``check_norms_of``: ``torch.autograd.grad``, ``backward`` and ``torch.nn.utils.clip_grad_norm_``

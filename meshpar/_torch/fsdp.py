@@ -51,9 +51,7 @@ in ``.grad``.
 
 @contextmanager
 def parts_only() -> Iterator[None]:
-    """Let FSDP2 free each parameter when its part is made; it keeps all of a unit's until the unit is made, and
-    compares names then.
-    """
+    """Patch FSDP2 to free each whole parameter as soon as its shard exists, not when its unit is made."""
     contract: Any = importlib.import_module("torch.distributed._composable.contract")
     inner, make, ordered = FSDPParamGroup.__init__, FSDPParam, contract.OrderedDict
 
@@ -83,7 +81,7 @@ def parts_only() -> Iterator[None]:
 
 
 def make_ready(module: nn.Module) -> None:
-    """Let ``module`` be the outermost one also where a part of it is called first."""
+    """Initialise ``module`` as FSDP2's root before a part of it is called."""
     state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
     if state is not None and state._is_root is None:
         state._lazy_init()

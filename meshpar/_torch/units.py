@@ -256,7 +256,7 @@ class Units:
         return new
 
     def use(self, parameter: nn.Parameter) -> None:
-        """Know that the backward that runs reaches a sharded parameter by another way than its unit."""
+        """Record that the backward that runs reaches a sharded parameter by another way than its unit."""
         self._used.add(id(parameter))
 
     def remember(self, unit: nn.Module) -> None:

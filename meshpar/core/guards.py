@@ -67,25 +67,27 @@ class Guard:
     __slots__ = ()
 
     def renew(self, gone: Iterable[Tensor]) -> None:
-        """Look at the module anew: modules came into it, and the parameters ``gone`` left."""
+        """Forget the module as it was: ``par.adopt`` put modules into it, and the parameters ``gone`` left."""
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Look at a call of the module that is about to run."""
+        """Check the arguments of a call of the module before it runs."""
 
     def after_forward(self, output: object) -> None:
-        """Look at what a call of the module returned."""
+        """Check the output of a call of the module."""
 
     def before_backward(self, roots: Iterable[object]) -> None:
-        """Look at a backward that is about to run from ``roots``, tensors or nodes, of whatever model."""
+        """Check a backward, of any model, before it runs from ``roots``, tensors or nodes."""
 
     def after_backward(self) -> None:
-        """Look at the module at the end of a backward, whose gradients are reduced."""
+        """Check the module after a backward, when gradients are reduced."""
 
     def before_micro_batch(self, left: int) -> None:
-        """Look at a step of several micro-batches: 0 without one in it here, 1 before the last one, 2 before others."""
+        """Check a micro-batch of ``par.accumulate`` before it runs; ``left``: 2 before others, 1 before the last one, 0
+        where this rank has none.
+        """
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
-        """Look at an optimizer's step that is about to run; one that does not train the module where not ``trains``."""
+        """Check an optimizer's step before it runs; not ``trains``: it holds no parameter of the module."""
 
 
 MakesGuards: TypeAlias = Callable[[Guarded], Iterable[Guard]]

@@ -1,4 +1,4 @@
-"""Plugins, by entry point. The project's own come in through the same door as a stranger's."""
+"""Plugins, by entry point: the project's own (guards apart) and those of other packages, alike."""
 
 from __future__ import annotations
 

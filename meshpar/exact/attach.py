@@ -1,4 +1,4 @@
-"""Attach the checks around forward, backward and step to a module, and renew them when modules came."""
+"""Create the :class:`Cycle` of a module: hooks for gathering, reduction and checks; and renew it for new modules."""
 
 from __future__ import annotations
 

@@ -53,11 +53,11 @@ class Backwards:
         return Forward(self._steps, self._errors, self._versions)
 
     def step(self) -> None:
-        """Know that parameters change: an optimizer steps, or modules came."""
+        """Record that parameters change: an optimizer steps, or modules came."""
         self._steps += 1
 
     def fail(self) -> None:
-        """Know that an error ended a backward."""
+        """Record that an error ended a backward."""
         self._errors += 1
 
     @property
@@ -88,7 +88,7 @@ class Backwards:
         return first
 
     def close(self) -> None:
-        """Know that the backward that ran has ended, also by an error."""
+        """Record that the backward that ran has ended, also by an error."""
         for forward in self._begun:
             forward.done = True
         self._begun.clear()

@@ -1,4 +1,4 @@
-"""Forward, backward, step: what each finds in a parallel module, whatever loop it stands in, and what is refused there.
+"""Run a parallel module's forward, the end of its backward and its optimizer step: gather, reduce, check.
 
 A module on a mesh differs from a plain one in what has to happen around a forward (weights are gathered, and must be
 those of the last optimizer step) and after a backward (gradients are reduced, compared between ranks, handed to hooks).
@@ -119,7 +119,7 @@ class Cycle:
             one_process(self, _inside)
 
     def _look(self) -> None:
-        """See the module as the passes left it."""
+        """Register hooks on the units that have none yet, and mark their shards."""
         known = applied(self.module)
         self.whole = known.whole
         self._names = {unit: name for name, unit in self.module.named_modules()}
@@ -161,9 +161,7 @@ class Cycle:
         return self.placed.left(self._units.shards())
 
     def adopted(self, gone: Iterable[Tensor]) -> None:
-        """See the module after :meth:`came`, when the passes have placed what came; ``gone`` are parameters that it
-        lost.
-        """
+        """Attach to the modules that came, after the passes have placed them; ``gone`` are parameters that left."""
         begin_anew(self.module)
         self._units.look()
         self._look()
@@ -286,7 +284,7 @@ class Cycle:
             self._entrances.opens(unit)
 
     def _mark(self) -> None:
-        """Know the shards, and average the gradients that reach them from outside of the module's calls."""
+        """Mark the shards, and average gradients that reach them from outside of a call, as by ``full_tensor()``."""
         for parameter in self._units.mark():
             average_outside(parameter, self._same_axes, functools.partial(self._reached_outside, parameter))
 
@@ -324,7 +322,7 @@ class Cycle:
     # Backward
 
     def before_backward(self, roots: list[Any]) -> None:
-        """Look at a backward of whatever model that is about to run from ``roots``, tensors or nodes."""
+        """Check a backward, of any model, that is about to run from ``roots``, tensors or nodes."""
         if in_backward():
             return
         self.left_gradients.forget_cleared()

@@ -43,7 +43,7 @@ class SharedWeights:
         self.renew()
 
     def renew(self) -> None:
-        """Look at the module anew: modules came into it."""
+        """Forget what is known of the module: modules came into it."""
         self._shards = applied(self._module).replica_shards
         self._shares_gathered, self.kept = False, False
 

@@ -16,7 +16,7 @@ from typing import final
 from torch import nn
 
 Kind = tuple[bool, bool]
-"""Whether a forward wants gradients, and whether the module trains."""
+"""Two flags of a forward: it wants gradients; the module trains."""
 
 
 @final

@@ -33,7 +33,7 @@ class Applied:
         replica_shards: what the ranks of a replica keep of parameters that all data ranks split.
         layers: the layers that this rank computes, where other ranks compute the others.
         elsewhere: tensors that other ranks have, by all their names -> their shapes without memory.
-        outermost: put around the module's call what stays outside of the guards.
+        outermost: called at the end of ``Plan.apply``, to wrap the module's call outside of the guards; stages do.
         recomputed: the blocks whose forward runs once more in backward.
         keeps_gathered: forwards leave weights gathered.
         selective: a recomputation uses results that the forward kept, which torch lets one backward do.

@@ -19,7 +19,7 @@ from meshpar._torch.groups import collective_ops as ops
 from meshpar.passes.installed import installed, own_forward, set_forward
 
 RECOMPUTED: ContextVar[bool] = ContextVar("RECOMPUTED", default=False)
-"""Whether a pass computes once more what was computed, and counted, before."""
+"""True where a pass computes once more what was computed, and counted, before."""
 
 
 def batch_norm_problems(module: nn.Module) -> Iterator[str]:

@@ -1,6 +1,4 @@
-"""Modules that compute with the part of their parameters that this rank holds, and parameters that data ranks keep
-whole.
-"""
+"""Parameters in a forward: the local part of a split one, and those that data ranks keep whole and average."""
 
 from __future__ import annotations
 
@@ -249,10 +247,9 @@ def _reads(module: nn.Module) -> bool:
 
 
 def see_plain(module: nn.Module, inside: list[nn.Module], over: str) -> None:
-    """Let ``module`` compute with the plain tensors behind parameters of the modules ``inside`` that every rank holds
-    whole ``over`` what.
+    """Replace replicated DTensor parameters of modules ``inside`` by their local tensors in ``module``'s forward.
 
-    A second call for the same ranks changes the modules alone.
+    ``over`` names the ranks that hold them alike. A second call for the same ranks changes the modules alone.
     """
     sees = record(module).sees
     if over in sees:
@@ -319,9 +316,7 @@ class _Scalar(torch.autograd.Function):
 
 
 def is_whole(parameter: Any) -> bool:
-    """Tell a DTensor that every rank of its mesh holds whole, and that is no copy of a unit's, whose gradients are
-    reduced elsewhere.
-    """
+    """Return whether a parameter is a DTensor that all ranks of its mesh hold whole, and that no FSDP unit reduces."""
     return (
         isinstance(parameter, DTensor)
         and all(placement.is_replicate() for placement in parameter.placements)
@@ -369,7 +364,7 @@ def kept_whole(module: nn.Module, patterns: Sequence[str] | Literal["frozen"]) -
 
 
 def is_kept(parameter: nn.Parameter) -> bool:
-    """Tell a parameter that data ranks keep whole already."""
+    """Return whether data ranks keep a parameter whole already."""
     return "_meshpar_whole" in vars(parameter)
 
 

@@ -284,7 +284,7 @@ class Replicas:
 
     @property
     def leads(self) -> bool:
-        """Whether this replica had trained longest of those with the newest state when they last met; not
+        """True where this replica had trained longest of those with the newest state when they last met; not
         collective.
         """
         return self._first and not self._behind

@@ -193,7 +193,7 @@ class Trainer:
 
     @property
     def complete(self) -> bool:
-        """Whether all steps or epochs are done."""
+        """True when all steps or epochs are done."""
         steps, epochs = self.settings.steps, self.settings.epochs
         return (steps is not None and self.step >= steps) or (epochs is not None and self.data.epoch >= epochs)
 

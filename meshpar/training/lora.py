@@ -287,7 +287,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def _check_packed(model: nn.Module, endings: tuple[str, ...]) -> None:
-    """See that each ending names a packed weight.
+    """Check that each ending names a packed weight.
 
     Raises:
         RecipeError: naming what it names instead.

@@ -159,7 +159,7 @@ class Meter:
 
     @property
     def used(self) -> bool:
-        """Whether values were added since the last report."""
+        """True after values were added since the last report."""
         return bool(self._sums)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Which replicas train the next step together: torchft's lighthouse decides, by heartbeats and by majority."""
+"""The replicas that train the next step together: torchft's lighthouse decides, by heartbeats and by majority."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Quorum:
 
     @property
     def covered(self) -> bool:
-        """Whether the members with the newest state hold all of it."""
+        """True where the members with the newest state hold all of it."""
         return self._covers(self.newest)
 
     @property
@@ -115,14 +115,14 @@ class Quorum:
 
     @property
     def lost(self) -> bool:
-        """Whether optimizer state went with replicas that are gone. Members that ask for a sum may still go back to
+        """True where optimizer state went with replicas that are gone. Members that ask for a sum may still go back to
         the step before.
         """
         return not self.covered and not any(member.phase == "summed" for member in self.members)
 
     @property
     def open(self) -> bool:
-        """Whether a member with the newest state may lack values that others have computed."""
+        """True where a member with the newest state may lack values that others have computed."""
         return any(member.phase in ("summed", "open") for member in self.newest)
 
     def closed(self) -> Quorum:

@@ -41,7 +41,7 @@ class PackedSamples(Samples, Protocol):
 
     @property
     def separates(self) -> bool:
-        """Whether a batch may have ``position_ids`` that restart."""
+        """True where a batch may have ``position_ids`` that restart."""
         ...
 
     def fingerprint_of(self, documents: Documents) -> str:
@@ -98,7 +98,7 @@ class PackedTokens:
 
     @property
     def separates(self) -> bool:
-        """Whether a batch may have ``position_ids`` that restart."""
+        """True where a batch may have ``position_ids`` that restart."""
         return self._several
 
     def fingerprint_of(self, documents: Documents) -> str:

@@ -61,7 +61,7 @@ class ChatTemplate:
 
     @property
     def dated(self) -> bool:
-        """Whether it writes the day on which it is used."""
+        """True for a template that writes the day on which it is used."""
         return _DATE.search(self.text) is not None
 
     def on(self, day: datetime) -> ChatTemplate:

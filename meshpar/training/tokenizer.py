@@ -132,7 +132,7 @@ class TextTokenizer:
 
     @cached_property
     def splits_between_words(self) -> bool:
-        """Whether the ids of a text are those of its lines and words in turn, as for a byte-level BPE without tokens
+        """True where the ids of a text are those of its lines and words in turn, as for a byte-level BPE without tokens
         of spaces.
         """
         parts = ("def f(x):\n", "return [x]\n", "The", " end,", "   ", " 12.")
