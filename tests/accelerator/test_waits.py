@@ -38,7 +38,7 @@ STEPS = {
         {
             # the optimizer runs on the host, which needs the gradients
             "_fsdp_param_group.FSDPParamGroup.finalize_backward": 20,
-            "placements.clip_grad_norm_": 1,  # and the factor by which they are clipped
+            "placements.clip_grad_norms_": 1,  # and the factor by which they are clipped
         },
     ),
     "experts": (
