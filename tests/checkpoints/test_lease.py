@@ -31,9 +31,10 @@ input()
 
 
 def hold(folder: Path) -> subprocess.Popen[str]:
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    script = folder / "hold.py"
+    script.write_text(HOLD)
+    command = [sys.executable, "-m", "tests.support.script", str(script), str(folder)]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None and other.stdout.readline() == "taken\n"
     return other
 

@@ -33,15 +33,18 @@ def run(code: str, *packages: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_public_name_of_the_core_imports_with_torch_alone() -> None:
-    done = run(
-        "from meshpar import *; assert forecast and Plan and __version__", *TRAIN, "transformers", "torchao", "peft"
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_hardware_profile_without_yaml_names_the_extra() -> None:
-    done = run("from meshpar.forecasting import Hardware; Hardware.load('h100')", "yaml")
+def test_every_public_name_of_the_core_imports_with_torch_alone_and_a_hardware_profile_without_yaml_names_the_extra() -> (
+    None
+):
+    code = """
+from meshpar import *
+assert forecast and Plan and __version__
+from meshpar.forecasting import Hardware
+print("imported", flush=True)
+Hardware.load("h100")
+"""
+    done = run(code, *TRAIN, "transformers", "torchao", "peft")
+    assert done.stdout == "imported\n", done.stderr
     assert "MeshparError: this needs 'yaml', which is not installed: pip install 'meshpar[train]'" in done.stderr
 
 

@@ -25,7 +25,7 @@ FOLDERS = {
 FLOORS = [
     {"core.errors", "imports", "core.patterns", "leftovers", "homes", "patches", "signals"},
     {"once"},
-    {"core.mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas", "leaves", "core.runtime"},
+    {"core.mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas", "core.runtime"},
     {"core.layout"},
     {"core.passes"},
     {"core.resolved", "core.registry"},
@@ -483,26 +483,31 @@ def test_benchmarks_use_public_names_but_for_what_they_measure_alone():
     assert {name: modules for name, modules in found.items() if modules} == MEASURED
 
 
-def test_imports_do_nothing():
-    code = (
-        "import meshpar, meshpar.models, meshpar.checkpoints; import sys, torch; "
-        "assert not torch.distributed.is_initialized(); assert 'transformers' not in sys.modules; print('quiet')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "quiet\n" and done.stderr == ""
+STARTS = [
+    ("meshpar.launchers.jobs.worker", ("torch", "numpy")),  # what each rank of a script starts with
+    ("meshpar.launchers.commands.run", ("torch.distributed.tensor", "transformers")),
+    ("meshpar.launchers.jobs.job", ("torch._dynamo", "transformers")),
+    ("meshpar, meshpar.models, meshpar.checkpoints", ("transformers",)),
+    ("meshpar.models.huggingface", ("transformers",)),
+]
+"""What one new interpreter imports in this order -> what none of it up to there may load."""
 
 
-@pytest.mark.parametrize(
-    ("module", "unneeded"),
-    [
-        ("meshpar.launchers.jobs.worker", ["torch"]),  # what each rank of a script starts with
-        ("meshpar.launchers.commands.run", ["torch.distributed.tensor"]),
-        ("meshpar.launchers.jobs.job", ["torch._dynamo", "transformers"]),
-    ],
-)
-def test_a_start_loads_no_more_than_it_needs(module, unneeded):
-    code = f"import {module}, sys; print([name for name in {unneeded} if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+def test_imports_do_nothing_and_a_start_loads_no_more_than_it_needs():
+    code = f"""
+import sys
+for modules, unneeded in {STARTS!r}:
+    exec(f"import {{modules}}")
+    loaded = [name for name in unneeded if name in sys.modules]
+    assert not loaded, f"importing {{modules}} loads {{loaded}}"
+import torch
+assert not torch.distributed.is_initialized()
+assert meshpar.models.huggingface.layout_for(torch.nn.Linear(2, 2)) is None
+assert not any(name.startswith("transformers") for name in sys.modules)
+print("quiet")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("quiet\n", "")
 
 
 @functools.cache
