@@ -118,7 +118,7 @@ def net() -> nn.Module:
 
 def begun(mesh: str, passes: list[Any]) -> tuple[meshpar.Parallelized, torch.optim.Optimizer]:
     par = meshpar.Plan(mesh, passes).apply(net())
-    return par, torch.optim.AdamW(par.module.parameters(), lr=0.1)
+    return par, torch.optim.AdamW(par.module.parameters(), lr=0.1, fused=True)
 
 
 def step(par: meshpar.Parallelized, optimizer: torch.optim.Optimizer) -> None:
@@ -163,10 +163,10 @@ def plan_again(root: str) -> None:
     step(par, optimizer)
     assert plans_of_a_save() == 0, "frozen parameters have their state still"
     par.module[0].requires_grad_(True)
-    optimizer = torch.optim.AdamW(par.module[2].parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(par.module[2].parameters(), lr=0.1, fused=True)
     step(par, optimizer)
     assert plans_of_a_save() == 1, "frozen parameters have none"
-    optimizer = torch.optim.AdamW(par.module.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(par.module.parameters(), lr=0.1, fused=True)
     step(par, optimizer)
     assert plans_of_a_save() == 1
     par, optimizer = begun("dp_shard=2,dp_replicate=2", [meshpar.HybridShard()])
@@ -187,7 +187,7 @@ def plan_again(root: str) -> None:
     again = CheckpointManager(root, keep=None)
     other, every = begun("dp_shard=2,dp_replicate=2", [meshpar.HybridShard()])
     for parameter_name, want in saved.items():
-        fresh = torch.optim.AdamW(other.module[2].parameters(), lr=0.1) if parameter_name == 5 else every
+        fresh = torch.optim.AdamW(other.module[2].parameters(), lr=0.1, fused=True) if parameter_name == 5 else every
         restored = again.restore(other, fresh, step=parameter_name, verify="full")
         got = values(other, fresh)
         assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want), parameter_name
@@ -250,7 +250,7 @@ def test_a_later_save_is_checked_as_the_first_and_files_may_be_laid_out_in_anoth
     from tests.checkpoints.test_commit import Job
 
     par = Job(net())
-    optimizer = torch.optim.AdamW(par.module.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(par.module.parameters(), lr=0.1, fused=True)
     manager = CheckpointManager(tmp_path, keep=None)
 
     def records_of_a_save(number: int) -> int:
@@ -282,7 +282,7 @@ def test_a_later_save_is_checked_as_the_first_and_files_may_be_laid_out_in_anoth
     assert manager.steps() == list(saved) == [1, 2, 3, 4, 5, 6]
     for number, want in saved.items():
         other = Job(net())
-        trained = torch.optim.AdamW(other.module.parameters(), lr=0.1)
+        trained = torch.optim.AdamW(other.module.parameters(), lr=0.1, fused=True)
         manager.restore(other, trained, step=number, verify="full")
         got = values(other, trained)
         assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want), number

@@ -53,7 +53,7 @@ def test_settings_are_restored_on_another_mesh(tmp_path):
         theirs = moments(other, fresh)
         assert all(torch.equal(value, theirs[name]) for name, value in moments(par, optimizer).items())
 
-        plain = torch.optim.AdamW(other.module.parameters(), lr=1e-2)
+        plain = torch.optim.AdamW(other.module.parameters(), lr=1e-2, fused=True)
         with pytest.raises(
             CheckpointError,
             match=r"parameter group 0 joins parameters that the checkpoint has with other options: lr \['0.001', '0.003'\]",
@@ -131,7 +131,7 @@ def test_the_state_of_one_process_is_divided_and_saved_and_other_shapes_are_refu
         torch.manual_seed(0)
         net = torch.nn.Linear(4, 6)
         module = plan.apply(net).module if plan is not None else net
-        return module, torch.optim.AdamW(module.parameters(), lr=1e-2)
+        return module, torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
 
     alone, before = begun(None)
     alone(torch.ones(1, 4)).sum().backward()
@@ -139,11 +139,11 @@ def test_the_state_of_one_process_is_divided_and_saved_and_other_shapes_are_refu
     plan = Plan("dp_shard=2", [FullyShard()])
     torch.manual_seed(0)
     par = plan.apply(torch.nn.Linear(4, 6))
-    mine = torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+    mine = torch.optim.AdamW(par.module.parameters(), lr=1e-2, fused=True)
     mine.load_state_dict(before.state_dict())
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, par, mine)  # before any step
-        fresh = torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+        fresh = torch.optim.AdamW(par.module.parameters(), lr=1e-2, fused=True)
         fresh.load_state_dict(before.state_dict())
         manager.restore(par, fresh)
     for name, parameter in par.module.named_parameters():
@@ -159,7 +159,7 @@ def test_the_state_of_one_process_is_divided_and_saved_and_other_shapes_are_refu
     refused = r"AdamW's exp_avg has the shape \(3, 4\); expected \(6, 4\).*CheckpointManager"
     with pytest.raises(MeshparError, match=refused):
         mine.load_state_dict(part)
-    fresh = torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+    fresh = torch.optim.AdamW(par.module.parameters(), lr=1e-2, fused=True)
     fresh.load_state_dict(part)
     par.module(torch.ones(1, 4)).sum().backward()
     with pytest.raises(MeshparError, match=refused):

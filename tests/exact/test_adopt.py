@@ -201,7 +201,7 @@ def check_changes(plans, chains):
     for plan in plans:
         for chain in (CHAINS[place] for place in chains):
             alone, par = Net(), Plan(*PLANS[plan]).apply(Net(), LAYOUT)
-            one, ours = (torch.optim.AdamW(net.parameters(), 0.05) for net in (alone, par.module))
+            one, ours = (torch.optim.AdamW(net.parameters(), 0.05, fused=True) for net in (alone, par.module))
             check(step(par, par.module, ours, 0), step(None, alone, one, 0), plan)
             for how in chain:
                 if how in (adapters, sides) and "tp" in plan:
@@ -253,12 +253,12 @@ def grown_before(plan):
     for how in (grown, probe):
         change(how, net)
     par = Plan(*PLANS[plan]).apply(net, LAYOUT)
-    return par, torch.optim.AdamW(par.module.parameters(), 0.05)
+    return par, torch.optim.AdamW(par.module.parameters(), 0.05, fused=True)
 
 
 def grown_after(plan):
     par = Plan(*PLANS[plan]).apply(Net(), LAYOUT)
-    optimizer = torch.optim.AdamW(par.module.parameters(), 0.05)
+    optimizer = torch.optim.AdamW(par.module.parameters(), 0.05, fused=True)
     step(par, par.module, optimizer, 0)
     names = [name for how in (grown, probe) for name in change(how, par.module)]
     optimizer.add_param_group({"params": par.adopt(*names, optimizer=optimizer)})
@@ -303,7 +303,7 @@ def saved_and_restored(plan, other):
 
 def applied(plan="fsdp", net=None):
     par = Plan(*PLANS[plan]).apply(net or Net(), LAYOUT)
-    return par, torch.optim.AdamW(par.module.parameters(), 0.05)
+    return par, torch.optim.AdamW(par.module.parameters(), 0.05, fused=True)
 
 
 def new_parameter(net):
@@ -381,7 +381,7 @@ def test_modules_that_cannot_be_adopted_are_refused_and_nothing_changes():
             child._modules.update(children[child])
             child._parameters.update(parameters[child])
         alone = Net()
-        one = torch.optim.AdamW(alone.parameters(), 0.05)
+        one = torch.optim.AdamW(alone.parameters(), 0.05, fused=True)
         check(step(par, par.module, optimizer, 0), step(None, alone, one, 0), name, how.__name__)
 
 
@@ -465,7 +465,7 @@ def test_the_calls_that_messages_say_are_exact(plan):
 def call_as_said(plan):
     for how in (grown, probe, removed, tied_to_placed):
         alone = Net()
-        (par, optimizer), one = applied(plan), torch.optim.AdamW(alone.parameters(), 0.05)
+        (par, optimizer), one = applied(plan), torch.optim.AdamW(alone.parameters(), 0.05, fused=True)
         check(step(par, par.module, optimizer, 0), step(None, alone, one, 0), plan)
         change(how, par.module)
         change(how, alone, one)
@@ -509,7 +509,7 @@ def test_the_styles_that_a_message_says_leave_modules_with_a_forward_of_their_ow
         (said_pass,) = re.findall(r"TensorParallel\(styles=\{.*?\}\)", str(refused.value))
         remedy = eval(said_pass, {"TensorParallel": TensorParallel})
         alone, par = scaled(Net(), place), Plan("tp=2", [remedy]).apply(scaled(Net(), place), layout)
-        one, ours = (torch.optim.AdamW(net.parameters(), 0.05) for net in (alone, par.module))
+        one, ours = (torch.optim.AdamW(net.parameters(), 0.05, fused=True) for net in (alone, par.module))
         for seed in range(2):
             check(step(par, par.module, ours, seed), step(None, alone, one, seed), place)
 
@@ -545,7 +545,7 @@ def in_micro_batches_and_averages(plans):
         if "probe" in patterns:  # the pattern matches something from the start
             change(probe, net), change(probe, alone)
         par = Plan(mesh, passes).apply(net, LAYOUT)
-        one, ours = (torch.optim.AdamW(module.parameters(), 0.05) for module in (alone, par.module))
+        one, ours = (torch.optim.AdamW(module.parameters(), 0.05, fused=True) for module in (alone, par.module))
         average = par.averaged(0.5)
         expected = {name: parameter.detach().clone() for name, parameter in alone.named_parameters()}
         for place, how in enumerate((None, probe, block, adapters if "tp" not in plan else probe)):

@@ -180,7 +180,7 @@ def verbs(build, mesh, passes, folder, memory, later):
     loss, _ = token_loss_sum(par.module, mine[0][0])
     loss.backward()
     check("the first forward and its backward", also=[loss])
-    optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-3, fused=True)
     optimizer.step()
     check("a step", optimizer, also=[loss])
     optimizer.zero_grad()
@@ -309,7 +309,7 @@ def test_a_rank_holds_what_is_described_after_modules_are_adopted():
             ("tp=2", [TensorParallel(sequence_parallel=True)]),
         ):
             memory, par = Memory(), Plan(mesh, passes).apply(transformer())
-            optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-3)
+            optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-3, fused=True)
             mine = par.split(STEP[0][par.data_rank])
             for place in range(2):
                 loss, _ = token_loss_sum(par.module, mine)

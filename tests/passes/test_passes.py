@@ -189,7 +189,7 @@ def test_mixed_precision_computes_low_and_keeps_float32_masters():
     assert module.counts.dtype == torch.bfloat16
     del module.counts, module.norm.scale
     par.materialize(seed=0)
-    optimizer = torch.optim.AdamW(par.module.parameters())
+    optimizer = torch.optim.AdamW(par.module.parameters(), fused=True)
     seen = []
     par.module.layers[0].mlp.up.register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, out.dtype)))
     logits = par.module(input_ids=random_tokens(VOCAB, 1, 8, seed=0)["input_ids"]).logits

@@ -105,7 +105,7 @@ def test_divided_experts_resume_on_replicas_that_each_have_an_optimizer_and_back
     manager, seen = CheckpointManager(root[0]), []
     for number, (mesh, passes) in enumerate(meshes):
         par = sharded(passes, mesh, MIXTURE)
-        optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2, fused=True)
         train_steps(par, steps[:1], optimizer=optimizer)
         if number:
             manager.restore(par, optimizer)
@@ -207,7 +207,7 @@ def resumed(meshes):
     root = [tempfile.mkdtemp(prefix="meshpar-world-")]
     dist.broadcast_object_list(root)
     steps = token_steps(VOCAB, parts=4, steps=4)
-    adamw = lambda par: torch.optim.AdamW(par.module.parameters(), lr=1e-2, eps=1e-3)  # noqa: E731
+    adamw = lambda par: torch.optim.AdamW(par.module.parameters(), lr=1e-2, eps=1e-3, fused=True)  # noqa: E731
     par = sharded()
     optimizer = adamw(par)
     train_steps(par, steps[:2], optimizer=optimizer)
@@ -331,7 +331,7 @@ def test_optimizer_state_is_divided_by_the_replicas_and_described_to_the_byte():
 def real_bytes(passes, expected):
     for scope, chosen in passes.items():
         par = sharded(chosen, build=transformer)
-        optimizer = torch.optim.AdamW(par.module.parameters())
+        optimizer = torch.optim.AdamW(par.module.parameters(), fused=True)
         train_steps(par, token_steps(VOCAB, parts=4, steps=1), optimizer=optimizer)
         state = [value for states in optimizer.state.values() for value in states.values() if value.ndim]
         shards = applied(par.module).replica_shards
