@@ -14,7 +14,7 @@ from meshpar._torch.fsdp import make_ready
 from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.exact.comparisons import Comparisons
-from meshpar.leaves import leaves
+from meshpar.exact.leaves import leaves
 from meshpar.passes.applied import applied
 
 _WRITTEN = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from meshpar._torch.groups import collective_counts
 from meshpar.checkpoints import CheckpointManager
 from meshpar.optim import Muon
 from meshpar.passes.applied import applied
+from meshpar.passes.pipeline import parallel
 from meshpar.passes.pipeline.cuts import even_cuts, examine
 from meshpar.passes.pipeline.schedule import SCHEDULES, Action, actions
 from meshpar.placements import whole_tensor
@@ -224,8 +226,10 @@ def test_every_micro_batch_goes_forth_and_back_in_order(schedule, micro_batches)
 
 
 @on_ranks(2)
-def test_a_stage_alone_is_refused():
-    par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]())
+def test_a_stage_alone_is_refused_and_a_model_is_examined_once():
+    with mock.patch.object(parallel, "examine", wraps=examine) as examined:
+        par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]())
+    assert examined.call_count == 1 and par.module not in parallel._EXAMINED
     mine = batches(0)
     remedy = r"run a step by par\.backward\(micro_batches, loss\)"
     with pytest.raises(MeshparError, match=remedy):

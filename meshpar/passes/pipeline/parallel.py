@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,11 @@ from meshpar.passes.pipeline.stand_ins import (
     stand_in,
     twin_of,
 )
+
+_EXAMINED = WeakKeyDictionary[nn.Module, tuple[ModelLayout, Anatomy]]()
+"""Modules that can be cut -> their layout and anatomy, between :meth:`PipelineParallel.problems` and the ``apply`` that
+follows: a forward without values takes most of the time of both.
+"""
 
 
 @final
@@ -92,12 +98,16 @@ class PipelineParallel(Pass):  # type: ignore[override]
             problems = check_stages(module, anatomy, self._firsts(anatomy, ranks * self.virtual))
         for problem in problems:
             yield f"PipelineParallel cannot cut the model: {problem}; use a mesh without pp"
+        if anatomy is not None and not problems:
+            _EXAMINED[module] = layout, anatomy
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         group, ranks, rank = mesh["pp"].get_group(), mesh["pp"].size(), mesh["pp"].get_local_rank()
         if ranks == 1:
             return
-        anatomy, _ = examine(module, layout)
+        examined, anatomy = _EXAMINED.pop(module, (None, None))
+        if anatomy is None or examined is not layout:
+            anatomy, _ = examine(module, layout)
         assert anatomy is not None, "problems() has found it"
         bounds = [*self._firsts(anatomy, ranks * self.virtual), len(anatomy.blocks)]
         shared = _shared(module, anatomy, ranks)
