@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -35,7 +35,7 @@ class Matrices:
 
     stacked: bool = False
     dim: int = 0
-    parts: int | tuple[int, ...] = 1
+    parts: int | Sequence[int] = 1
 
     def problem(self, shape: Sequence[int]) -> str | None:
         """Return why a parameter of ``shape`` has no such matrices."""
@@ -133,11 +133,3 @@ def _fused(path: str, leaf: str, owner: nn.Module, layout: ModelLayout) -> tuple
 def _style(path: str, layout: ModelLayout) -> Any:  # noqa: ANN401 - a style, or None
     found = next((style for pattern, style in layout.tensor.items() if matches(pattern, path)), None)
     return None if found is None else parse(found)
-
-
-def plain(options: Mapping[str, Any]) -> Matrices:
-    """Return the description that an optimizer's group has."""
-    parts = options["parts"]
-    return Matrices(
-        stacked=options["stacked"], dim=options["dim"], parts=parts if isinstance(parts, int) else tuple(parts)
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal, final
 
 import torch
@@ -15,7 +16,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.passes import unmatched
 from meshpar.core.patterns import covers
 from meshpar.core.registry import layout_for
-from meshpar.optim.matrices import Matrices, matrices_of, plain
+from meshpar.optim.matrices import Matrices, matrices_of
 from meshpar.optim.owners import Owners, Piece, Place, shares
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
@@ -23,9 +24,8 @@ from meshpar.placements import local_gradient, local_tensor
 
 _ROUND_BYTES = 64 << 20  # that an owner gets in one exchange; a single matrix may be larger
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_KNOWN = {"rule", "lr", "weight_decay", "stacked", "parts", "dim", "momentum", "nesterov", "ns_steps", "betas", "eps"}
-
-
+_SHAPES = ("stacked", "dim", "parts")  # of Matrices
+_KNOWN = {"rule", "lr", "weight_decay", "momentum", "nesterov", "ns_steps", "betas", "eps", *_SHAPES}
 _Round = tuple[Owners, list[tuple[int, Piece]], Tensor]
 """Matrices with their owners, and what has the dtype and device of their exchange."""
 
@@ -96,7 +96,7 @@ class Muon(torch.optim.Optimizer):
         groups: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         module = module if isinstance(module, nn.Module) else module.module
-        common = {"lr_scale": 1.0, "stacked": False, "dim": 0, "parts": 1}
+        common = {"lr_scale": 1.0, **asdict(Matrices())}
         muon = {
             "rule": "muon",
             "lr": lr,
@@ -113,14 +113,12 @@ class Muon(torch.optim.Optimizer):
         rest |= {key: tuple(value) if key == "betas" else value for key, value in (adamw or {}).items()}
         _check(muon, adamw or {}, groups or {})
         found = _sorted(module, common | muon, common | rest, groups or {}, per_head=per_head)
-        self._groups: dict[tuple[int, ...], Any] = {}
-        self._shares: dict[int, tuple[Owners, list[Place]]] = {}
         self._planned: tuple[tuple[int, ...], list[_Round]] = ((), [])
         super().__init__(found, {})
         for group in self.param_groups:
             if group["rule"] == "muon":
                 for parameter in group["params"]:
-                    self._share(parameter)
+                    shares(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -190,34 +188,26 @@ class Muon(torch.optim.Optimizer):
         for owners, one_round, like in self._plan(matrices):
             owners.run(one_round, part_of, compute, put, like)
 
-    def _share(self, parameter: Tensor) -> tuple[Owners, list[Place]]:
-        if id(parameter) not in self._shares:
-            self._shares[id(parameter)] = shares(parameter, self._groups)
-        return self._shares[id(parameter)]
-
     def _plan(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> list[_Round]:
         """Return who computes what, kept while the same parameters are trained."""
         key = tuple(id(parameter) for parameter, _ in matrices)
         if self._planned[0] != key:
             sets: dict[tuple[Any, ...], tuple[Owners, list[Piece], Tensor]] = {}
             for number, (parameter, group) in enumerate(matrices):
-                owners, parts = self._share(parameter)
-                kind = plain(group)
-                found = [
-                    Piece(parameter=number, place=place, shape=kind.shape_of(place), held=parts)
+                owners, held = shares(parameter)
+                kind = Matrices(**{name: group[name] for name in _SHAPES})
+                like = torch.empty(0, device=_device(parameter), dtype=_DTYPES[group["ns_dtype"]])
+                _, pieces, _ = sets.setdefault((owners.ranks, like.device, like.dtype), (owners, [], like))
+                pieces += [
+                    Piece(parameter=number, place=place, shape=kind.shape_of(place), held=held)
                     for place in kind.of(parameter.shape)
                 ]
-                device, dtype = _device(parameter), _DTYPES[group["ns_dtype"]]
-                like = torch.empty(0, device=device, dtype=dtype)
-                sets.setdefault((owners.ranks, device, dtype), (owners, [], like))[1].extend(found)
-            self._planned = (
-                key,
-                [
-                    (owners, one_round, like)
-                    for owners, pieces, like in sets.values()
-                    for one_round in owners.rounds(pieces, _ROUND_BYTES // like.element_size())
-                ],
-            )
+            rounds = [
+                (owners, one_round, like)
+                for owners, pieces, like in sets.values()
+                for one_round in owners.rounds(pieces, _ROUND_BYTES // like.element_size())
+            ]
+            self._planned = key, rounds
         return self._planned[1]
 
 
@@ -271,25 +261,22 @@ def _sorted(
     groups: dict[str, dict[str, Any]] = {}
     for every in names.values():
         parameter = parameters[every[0]]
-        pattern = next((key for key in own if any(covers(key, name) for name in every)), None)
-        used |= {key for key in own if any(covers(key, name) for name in every)}
-        options = own[pattern] if pattern is not None else {}
-        said: Matrices | None = Matrices(**{key: options[key] for key in ("stacked", "dim", "parts") if key in options})
+        patterns = [key for key in own if any(covers(key, name) for name in every)]
+        used |= {*patterns}
+        options = own[patterns[0]] if patterns else {}
+        said: Matrices | None = Matrices(**{key: options[key] for key in _SHAPES if key in options})
         if options.get("rule") == "adamw":
             said = None
-        elif not options.keys() & {"rule", "stacked", "dim", "parts"} or parameter.ndim < 2:
+        elif not options.keys() & {"rule", *_SHAPES} or parameter.ndim < 2:
             found = [matrices_of(name, parameter, module, layout, per_head=per_head) for name in every]
             said = None if None in found else found[0]
         if said is not None and (problem := said.problem(parameter.shape)):
             raise MeshparError(f"{every[0]}, of shape {tuple(parameter.shape)}, {problem}")
-        group = dict(rest if said is None else muon)
-        peak = group["lr"] if "lr" not in options else options["lr"]
-        if said is None:
-            group["weight_decay"] = group["weight_decay"] if parameter.ndim > 1 else 0.0
-        else:
-            group |= {"stacked": said.stacked, "dim": said.dim, "parts": said.parts}
-        group |= {key: value for key, value in options.items() if key not in ("rule", "stacked", "dim", "parts")}
-        group["lr_scale"] = peak / muon["lr"] if muon["lr"] else 1.0
+        group = dict(rest) if said is None else {**muon, **asdict(said)}
+        if parameter.ndim < 2:
+            group["weight_decay"] = 0.0
+        group |= {key: value for key, value in options.items() if key not in ("rule", *_SHAPES)}
+        group["lr_scale"] = group["lr"] / muon["lr"] if muon["lr"] else 1.0
         groups.setdefault(repr(group), {**group, "params": []})["params"].append(parameter)
     if not groups:
         raise MeshparError("no parameter of the model requires a gradient; there is nothing to train")
@@ -306,10 +293,9 @@ def _check(muon: Mapping[str, Any], adamw: Mapping[str, Any], groups: Mapping[st
     ]
     if not 0 < muon["ns_steps"] < 100:
         problems.append(f"ns_steps must be from 1 to 99, got {muon['ns_steps']}")
-    if muon["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
-        problems.append(f"adjust_lr_fn must be 'original' or 'match_rms_adamw', got {muon['adjust_lr_fn']!r}")
-    if muon["ns_dtype"] not in _DTYPES:
-        problems.append(f"ns_dtype must be one of {', '.join(_DTYPES)}, got {muon['ns_dtype']!r}")
+    for name, words in (("adjust_lr_fn", (None, "original", "match_rms_adamw")), ("ns_dtype", _DTYPES)):
+        if muon[name] not in words:
+            problems.append(f"{name} must be one of {', '.join(map(str, words))}, got {muon[name]!r}")
     for what, known, given in (
         ("adamw has", ("betas", "eps", "lr", "weight_decay"), adamw),
         ("groups have", sorted(_KNOWN), itertools.chain.from_iterable(groups.values())),

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -51,11 +51,6 @@ class Piece:
         both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(self.place, self.held[rank])]
         return tuple(both) if all(span.start < span.stop for span in both) else None
 
-    def local_to(self, part: Place, rank: int | None) -> Place:
-        """Return ``part`` as a slice of what a rank holds; None: of the matrix."""
-        origin = self.place if rank is None else self.held[rank]
-        return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, origin))
-
 
 @final
 class Owners:
@@ -67,16 +62,12 @@ class Owners:
 
     Attributes:
         rank: this rank's place in the group.
+        size: number of ranks.
     """
 
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
         self.ranks, self.group = tuple(ranks), group
-        self.rank = 0 if group is None else group.rank()
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.ranks)
+        self.rank, self.size = 0 if group is None else group.rank(), len(ranks)
 
     def rounds(self, pieces: Sequence[Piece], most: int) -> list[list[tuple[int, Piece]]]:
         """Return the matrices of each round with their owners: the largest first, round robin.
@@ -115,26 +106,27 @@ class Owners:
             put: takes the part of a result at a place of this rank's share.
             like: has the dtype of the parts, and the device of the exchange.
         """
-        mine = [(owner, piece, part) for owner, piece in work if (part := piece.of_rank(self.rank)) is not None]
-        owned = [piece for owner, piece in work if owner == self.rank]
-        parts = [[(piece, part) for piece in owned if (part := piece.of_rank(rank))] for rank in range(self.size)]
-        going = [(piece, part) for rank in range(self.size) for owner, piece, part in mine if owner == rank]
-        to_owners = [sum(_count(part) for owner, _, part in mine if owner == rank) for rank in range(self.size)]
-        to_me = [sum(_count(part) for _, part in of_rank) for of_rank in parts]
-        sent = [part_of(piece, piece.local_to(part, self.rank)) for piece, part in going]
+        here, ranks = self.rank, range(self.size)
+        owned = [piece for owner, piece in work if owner == here]
+        theirs = [[(piece, part) for piece in owned if (part := piece.of_rank(rank))] for rank in ranks]
+        mine = [
+            [(piece, part) for owner, piece in work if owner == rank and (part := piece.of_rank(here))]
+            for rank in ranks
+        ]
+        to_me, to_owners = ([sum(_count(part) for _, part in parts) for parts in side] for side in (theirs, mine))
+        came, going = (list(itertools.chain.from_iterable(side)) for side in (theirs, mine))
+        sent = [part_of(piece, _within(part, piece.held[here])) for piece, part in going]
         received = self._exchange(sent, to_owners, to_me, like)
-        whole = {id(piece): like.new_empty([span.stop - span.start for span in piece.place]) for piece in owned}
-        came = [(piece, part) for of_rank in parts for piece, part in of_rank]
+        whole = {id(piece): like.new_empty(_shape(piece.place)) for piece in owned}
         for (piece, part), values in zip(came, received.split([_count(part) for _, part in came])):
-            place = whole[id(piece)][piece.local_to(part, None)]
-            place.copy_(values.view(place.shape))
+            whole[id(piece)][_within(part, piece.place)] = values.view(_shape(part))
         for piece in owned:
             found = compute(piece, whole.pop(id(piece)).view(piece.shape))
-            whole[id(piece)] = found.reshape([span.stop - span.start for span in piece.place])
-        back = [whole[id(piece)][piece.local_to(part, None)] for piece, part in came]
+            whole[id(piece)] = found.reshape(_shape(piece.place))
+        back = [whole[id(piece)][_within(part, piece.place)] for piece, part in came]
         results = self._exchange(back, to_me, to_owners, like)
         for (piece, part), values in zip(going, results.split([_count(part) for _, part in going])):
-            put(piece, piece.local_to(part, self.rank), values.view([span.stop - span.start for span in part]))
+            put(piece, _within(part, piece.held[here]), values.view(_shape(part)))
 
     def _exchange(self, parts: Sequence[Tensor], outgoing: list[int], incoming: list[int], like: Tensor) -> Tensor:
         flat = torch.cat([tensor.reshape(-1) for tensor in parts]) if parts else like.new_empty(0)
@@ -145,48 +137,38 @@ class Owners:
         return received
 
 
+def _shape(place: Place) -> list[int]:
+    return [span.stop - span.start for span in place]
+
+
 def _count(place: Place) -> int:
-    return math.prod(span.stop - span.start for span in place)
+    return math.prod(_shape(place))
 
 
-def shares(parameter: Tensor, groups: dict[tuple[int, ...], Any]) -> tuple[Owners, list[Place]]:
-    """Return the ranks among which a parameter is split, and the part of the whole that each holds.
+def _within(part: Place, origin: Place) -> Place:
+    """Return ``part`` as a slice of the tensor at ``origin``."""
+    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, origin))
 
-    Args:
-        parameter: replicas of its parts have owners of their own.
-        groups: made for several axes so far, by their ranks; a new one is added. Collective over the mesh then.
+
+def shares(parameter: Tensor) -> tuple[Owners, list[Place]]:
+    """Return the ranks among which a parameter is split, and the part of the whole that each holds; replicas of its
+    parts have owners of their own. Collective over the mesh where several axes split it for the first time.
     """
-    whole = tuple(slice(0, size) for size in parameter.shape)
-    if not isinstance(parameter, DTensor):
-        return Owners((0,), None), [whole]
-    mesh, here = parameter.device_mesh, parameter.device_mesh.get_coordinate()
-    assert here is not None, "this rank is not in the tensor's mesh"
-    split = [
-        axis
-        for axis, placement in enumerate(parameter.placements)
-        if shard_dim(placement) is not None and mesh.shape[axis] > 1
-    ]
-    if not split:
-        return Owners((0,), None), [whole]
-    names = mesh.mesh_dim_names
-    assert names is not None, "meshpar's meshes have names"
-    with without_modes():  # in a simulation, too, ranks are numbers
-        every = mesh.mesh.flatten().tolist()
-    places = dict(zip(every, itertools.product(*map(range, mesh.shape)), strict=True))
-    ranks = tuple(
-        sorted(
-            rank
-            for rank, place in places.items()
-            if all(place[axis] == here[axis] for axis in range(mesh.ndim) if axis not in split)
-        )
-    )
+    mesh, split = None, list[int]()
+    if isinstance(parameter, DTensor):
+        mesh, placed = parameter.device_mesh, enumerate(parameter.placements)
+        split = [axis for axis, how in placed if shard_dim(how) is not None and mesh.shape[axis] > 1]
+    if mesh is None or not split:
+        return Owners((0,), None), [tuple(slice(0, size) for size in parameter.shape)]
     if len(split) == 1:
         group = mesh.get_group(split[0])
     else:
-        if ranks not in groups:
-            axes = tuple(names[axis] for axis in split)
-            groups[ranks] = flattened(mesh if len(axes) == mesh.ndim else mesh[axes]).get_group()
-        group = groups[ranks]
-    order = dist.get_process_group_ranks(group)
-    held = [local_index(parameter.shape, parameter.placements, mesh.shape, places[rank]) for rank in order]
-    return Owners(order, group), held
+        axes = tuple((mesh.mesh_dim_names or ())[axis] for axis in split)
+        group = flattened(mesh if len(axes) == mesh.ndim else mesh[axes]).get_group()
+    with without_modes():  # in a simulation, too, ranks are numbers
+        every = mesh.mesh.flatten().tolist()
+    places = dict(zip(every, itertools.product(*map(range, mesh.shape)), strict=True))
+    ranks = dist.get_process_group_ranks(group)
+    return Owners(ranks, group), [
+        local_index(parameter.shape, parameter.placements, mesh.shape, places[rank]) for rank in ranks
+    ]

@@ -165,14 +165,10 @@ class _Parameter:
         self._grad = self._rows(local_gradient(self.parameter).contiguous())
         self._places = held_by_this_rank(self.parameter) if self.parameter.ndim else (slice(0, 1),)
         if self.cut:
-            parts = [
-                [self._largest_of(moment, columns) for moment in self._moments(rows, columns)]
-                for rows, columns in self._chunks()
-            ]
-            blocks = self.state["exp_avg" + BLOCKS].shape[-1]
-            rows = local_tensor(self.state["exp_avg" + BLOCKS]).numel() // blocks
-            empty = torch.zeros(rows, blocks, device=local_tensor(self.parameter).device)
-            self.largest = [torch.cat(pieces) for pieces in zip(*parts)] if parts else [empty, empty.clone()]
+            self.largest = [torch.zeros_like(self._blocks(key)) for key in _MOMENTS]
+            for rows, columns in self._chunks():
+                for largest, moment in zip(self.largest, self._moments(rows, columns)):
+                    largest[rows] = self._largest_of(moment, columns)
 
     def step(self) -> None:
         """Update the parameter and its moments."""
@@ -191,11 +187,9 @@ class _Parameter:
                     stored[rows] = self._rounded(moment, stored.dtype, key, rows, columns)
                     continue
                 scales = self._largest_of(moment, columns) if self.largest is None else self.largest[number][rows]
-                if self.largest is None:
-                    self._blocks(key)[rows] = scales
+                self._blocks(key)[rows] = scales
                 stored[rows] = self._coded(moment, scales, key, rows, columns)
-
-        for key, largest in zip(_MOMENTS, self.largest or ()):  # read until here; a rank without columns has them, too
+        for key, largest in zip(_MOMENTS, self.largest or ()):  # a rank without columns has them, too
             self._blocks(key).copy_(largest)
 
     def _make(self) -> None:
@@ -243,11 +237,8 @@ class _Parameter:
         return self._codes(key).values[stored.to(torch.int32)].mul_(_spread(self._blocks(key)[rows], columns))
 
     def _largest_of(self, moment: Tensor, columns: slice) -> Tensor:
-        """Return the largest absolute number of each block of the whole rows, (rows, blocks); 0 for what others
-        hold.
-        """
-        blocks = self.state["exp_avg" + BLOCKS].shape[-1]
-        found = moment.new_zeros(len(moment), blocks)
+        """Return the largest absolute number of each block of whole rows, (rows, blocks); 0 for what others hold."""
+        found = moment.new_zeros(len(moment), self.state["exp_avg" + BLOCKS].shape[-1])
         for number, start, end in _spans(columns):
             found[:, number] = moment[:, start:end].abs().amax(1)
         return found

@@ -261,7 +261,7 @@ def test_a_group_has_options_and_matrices_of_its_own():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be 'original' or 'match_rms_adamw', got 'rms'"),
+        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be one of None, original, match_rms_adamw, got 'rms'"),
         ({"ns_steps": 100}, "ns_steps must be from 1 to 99, got 100"),
         ({"ns_dtype": "float16"}, "ns_dtype must be one of bfloat16, float32"),
         ({"adamw": {"beta": 1}}, "adamw has no option 'beta'"),
