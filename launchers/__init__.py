@@ -16,14 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["Job", "Launched", "Recipe", "Target", "export_adapters", "export_run", "load_recipe", "train_recipe"]
 
 _HOMES = {
-    "Job": "targets.job",
-    "Launched": "targets.job",
-    "Recipe": "recipes.recipe",
-    "Target": "targets.job",
-    "export_adapters": "export.run",
-    "export_run": "export.run",
-    "load_recipe": "recipes.loading",
-    "train_recipe": "commands.train",
+    "commands.train": ("train_recipe",),
+    "export.run": ("export_adapters", "export_run"),
+    "recipes.loading": ("load_recipe",),
+    "recipes.recipe": ("Recipe",),
+    "targets.job": ("Job", "Launched", "Target"),
 }
 
 # Recipes and the command line load what they use, and no more.

@@ -180,38 +180,36 @@ class _TokenLoss(torch.autograd.Function):
         chosen_N1 = torch.cat(
             [logits_nV.log_softmax(-1, torch.float32).gather(1, index_n1) for logits_nV, index_n1 in rows]
         )
-        z_N1 = (
-            torch.cat([part.float().logsumexp(-1, True) for part in logits_NV.split(_rows(logits_NV))])
-            if z_loss
-            else None
-        )
-        ctx.save_for_backward(logits_NV, index_N1, counted_N, *([] if z_N1 is None else [2 * z_loss * z_N1]))
-        loss = _summed(-torch.where(counted_N, chosen_N1[:, 0], 0.0))
-        return loss if z_N1 is None else loss + z_loss * (z_N1[:, 0].square() * counted_N).sum()
+        loss, slope = _summed(-torch.where(counted_N, chosen_N1[:, 0], 0.0)), list[torch.Tensor]()
+        if z_loss:
+            z_N1 = torch.cat([part.float().logsumexp(-1, True) for part in logits_NV.split(_rows(logits_NV))])
+            loss, slope = loss + z_loss * (z_N1[:, 0].square() * counted_N).sum(), [2 * z_loss * z_N1]
+        ctx.save_for_backward(logits_NV, index_N1, counted_N, *slope)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        logits_NV, index_N1, counted_N, *z_N1 = ctx.saved_tensors  # type: ignore[attr-defined]
+        logits_NV, index_N1, counted_N, *slope = ctx.saved_tensors  # type: ignore[attr-defined]
         scale_N1 = (counted_N * upstream)[:, None]
         if logits_NV.dtype == torch.float32:
-            return _gradient(logits_NV, index_N1, scale_N1, *z_N1), None, None, None
+            return _gradient(logits_NV, index_N1, scale_N1, *slope), None, None, None
         grad_NV = torch.empty_like(logits_NV)
         for grad_nV, *rows in zip(
-            *(tensor.split(_rows(logits_NV)) for tensor in (grad_NV, logits_NV, index_N1, scale_N1, *z_N1))
+            *(tensor.split(_rows(logits_NV)) for tensor in (grad_NV, logits_NV, index_N1, scale_N1, *slope))
         ):
             grad_nV.copy_(_gradient(*rows))
         return grad_NV, None, None, None
 
 
 def _gradient(
-    logits_nV: torch.Tensor, index_n1: torch.Tensor, scale_n1: torch.Tensor, z_n1: torch.Tensor | None = None
+    logits_nV: torch.Tensor, index_n1: torch.Tensor, scale_n1: torch.Tensor, slope_n1: torch.Tensor | None = None
 ) -> torch.Tensor:
     grad_nV = logits_nV.softmax(-1, torch.float32)
-    penalty_nV = None if z_n1 is None else grad_nV * z_n1
+    if slope_n1 is not None:
+        grad_nV.mul_(1 + slope_n1)
     # One is subtracted before the scale: where a probability is near to one, the difference is exact.
-    grad_nV.scatter_add_(1, index_n1, grad_nV.new_full((1, 1), -1.0).expand(index_n1.shape))
-    return (grad_nV if penalty_nV is None else grad_nV.add_(penalty_nV)).mul_(scale_n1)
+    return grad_nV.scatter_add_(1, index_n1, grad_nV.new_full((1, 1), -1.0).expand(index_n1.shape)).mul_(scale_n1)
 
 
 def _rows(logits_NV: torch.Tensor) -> int:
@@ -247,19 +245,20 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         sums_2N = torch.stack([scores_NV.exp_().sum(-1), picked_N])
         dist.all_reduce(sums_2N, dist.ReduceOp.SUM, group)
         counted_N = labels_N != ignore_index
-        z_N = top_N + sums_2N[0].log() if z_loss else None
-        slope = [] if z_N is None else [2 * z_loss * z_N]
+        loss, slope = _summed((sums_2N[0].log() - sums_2N[1]) * counted_N), list[torch.Tensor]()
+        if z_loss:
+            z_N = top_N + sums_2N[0].log()
+            loss, slope = loss + z_loss * (z_N.square() * counted_N).sum(), [2 * z_loss * z_N]
         ctx.save_for_backward(scores_NV, sums_2N[0], index_N, here_N, counted_N, *slope)
         ctx.dtype = local_NV.dtype  # type: ignore[attr-defined]
-        loss = _summed((sums_2N[0].log() - sums_2N[1]) * counted_N)
-        return loss if z_N is None else loss + z_loss * (z_N.square() * counted_N).sum()
+        return loss
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        exp_NV, sum_N, index_N, here_N, counted_N, *slope_N = ctx.saved_tensors  # type: ignore[attr-defined]
+        exp_NV, sum_N, index_N, here_N, counted_N, *slope = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_NV = exp_NV / sum_N[:, None]
-        penalty_NV = grad_NV * slope_N[0][:, None] if slope_N else None
+        if slope:
+            grad_NV.mul_(1 + slope[0][:, None])
         grad_NV.scatter_add_(1, index_N[:, None], -here_N[:, None].to(grad_NV.dtype))
-        grad_NV = grad_NV if penalty_NV is None else grad_NV.add_(penalty_NV)
         grad_NV = grad_NV * (counted_N * upstream[0])[:, None]
         return grad_NV.to(ctx.dtype), None, None, None, None, None  # type: ignore[attr-defined]

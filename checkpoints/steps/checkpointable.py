@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -26,13 +25,6 @@ class Checkpointable(Protocol):
     @property
     def device(self) -> torch.device: ...
     def manual_seed(self, seed: int) -> object: ...
-
-
-class Averages(Protocol):
-    """A moving average of the module's parameters: a :class:`meshpar.state.averaging.Averaged`."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 def mesh_axes(mesh: DeviceMesh) -> dict[str, int]:

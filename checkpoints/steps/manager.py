@@ -14,7 +14,7 @@ from meshpar.checkpoints.format.manifest import Manifest
 from meshpar.checkpoints.format.verify import Verify
 from meshpar.checkpoints.format.writing import Checksum
 from meshpar.checkpoints.steps.background import Background
-from meshpar.checkpoints.steps.checkpointable import Averages, Checkpointable
+from meshpar.checkpoints.steps.checkpointable import Checkpointable
 from meshpar.checkpoints.steps.lease import Lease
 from meshpar.checkpoints.steps.leftovers import told_only
 from meshpar.checkpoints.steps.planning import Planning
@@ -27,6 +27,7 @@ from meshpar.checkpoints.steps.steps import Steps
 from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk
 from meshpar.core.errors import CheckpointError, StoreError
 from meshpar.homes import expanded
+from meshpar.state.averaging import Averaged
 
 _log = logging.getLogger("meshpar.checkpoints")
 
@@ -148,7 +149,7 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         *,
         rank_extra: object = None,
-        averages: Mapping[str, Averages] | None = None,
+        averages: Mapping[str, Averaged] | None = None,
         replace: bool = False,
     ) -> Place:
         """Save one step. On return it is committed to the disk, or is being written in the background (``async_``).
@@ -241,7 +242,7 @@ class CheckpointManager:
         optimizer: Optimizers | None = None,
         step: int | None = None,
         *,
-        averages: Mapping[str, Averages] | None = None,
+        averages: Mapping[str, Averaged] | None = None,
         verify: Verify = "size",
         cast: bool = False,
         partial: bool = False,

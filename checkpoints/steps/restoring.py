@@ -10,7 +10,7 @@ import torch
 
 from meshpar.checkpoints.format.manifest import MODEL, read_manifest
 from meshpar.checkpoints.format.verify import Verify, open_verified
-from meshpar.checkpoints.steps.checkpointable import Averages, Checkpointable, mesh_axes
+from meshpar.checkpoints.steps.checkpointable import Checkpointable, mesh_axes
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.checkpoints.steps.state import (
     Group,
@@ -27,6 +27,7 @@ from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.place import Place
 from meshpar.core.errors import CheckpointError
 from meshpar.placements import held_by_this_rank, local_tensor
+from meshpar.state.averaging import Averaged
 
 
 @final
@@ -79,7 +80,7 @@ class Restoring:
         folder: Place,
         par: Checkpointable,
         optimizer: Optimizers | None,
-        averages: Mapping[str, Averages],
+        averages: Mapping[str, Averaged],
     ) -> None:
         self._ranks, self._folder, self._par, self._optimizer = ranks, folder, par, optimizer
         self._averages = averages

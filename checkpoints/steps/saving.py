@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshpar.checkpoints.format.manifest import MODEL, Manifest, step_name, step_of
 from meshpar.checkpoints.format.verify import verify_files
 from meshpar.checkpoints.format.writing import Checksum, WrittenFile, write_parts
-from meshpar.checkpoints.steps.checkpointable import Averages, Checkpointable, mesh_axes
+from meshpar.checkpoints.steps.checkpointable import Checkpointable, mesh_axes
 from meshpar.checkpoints.steps.leftovers import remove
 from meshpar.checkpoints.steps.planning import Agreed, Described, Planning, alike, parts_of
 from meshpar.checkpoints.steps.ranks import Ranks
@@ -35,6 +35,7 @@ from meshpar.checkpoints.storage.place import Place
 from meshpar.checkpoints.storage.transfer import upload
 from meshpar.core.errors import CheckpointError
 from meshpar.leftovers import leftover, on_the_way
+from meshpar.state.averaging import Averaged
 
 _SPARE_BYTES = 64 << 20  # archives' headers, metadata, the manifest
 
@@ -48,7 +49,7 @@ class Noted:
     extra: Mapping[str, Any]
     metrics: Mapping[str, float]
     rank_extra: Any = None
-    averages: Mapping[str, Averages] = field(default_factory=dict)
+    averages: Mapping[str, Averaged] = field(default_factory=dict)
 
 
 @final

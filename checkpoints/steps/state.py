@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from meshpar.checkpoints.format.dcp import Stored
 from meshpar.checkpoints.format.manifest import AVERAGES, MODEL
-from meshpar.checkpoints.steps.checkpointable import Averages
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError
 from meshpar.placements import local_tensor, placed_like, sharded_axes
+from meshpar.state.averaging import Averaged
 from meshpar.state.full import BLOCKS, check_undivided, place_optimizer_state, restored_parameters
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
@@ -146,7 +146,7 @@ def optimizer_key(parameter: str, key: str) -> str:
     return f"optimizer.{parameter}.{key}"
 
 
-def averages_state(given: Mapping[str, Averages], model: ModelState) -> OptimizerState:
+def averages_state(given: Mapping[str, Averaged], model: ModelState) -> OptimizerState:
     """Collect averages by name: their tensors under the names that the model's have in a checkpoint, and their counts.
 
     Raises:

@@ -29,7 +29,14 @@ from meshpar.launchers.recipes.conflicts import folder_problems
 from meshpar.launchers.recipes.named import has_keyword, make_objective, make_own, make_passes
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.schema import build
-from meshpar.launchers.recipes.sections import Model, Own, OwnOptimizer, model_config, rounded_vocabulary
+from meshpar.launchers.recipes.sections import (
+    Model,
+    OptimizerSection,
+    Own,
+    OwnOptimizer,
+    model_config,
+    rounded_vocabulary,
+)
 from meshpar.models import GPT2, Transformer
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.parallelized import Parallelized
@@ -175,26 +182,17 @@ def settings_of(recipe: Recipe) -> TrainSettings:
 
 def optimizer_of(recipe: Recipe) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """Return what makes the optimizer of a module, with its rates; it can be sent to another process."""
-    section = recipe.optimizer
-    return functools.partial(_rated, _optimizer_of(section), section.rates, section.layer_decay)
+    return functools.partial(_optimizer, recipe.optimizer)
 
 
-def _optimizer_of(section: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:  # noqa: ANN401 - of either kind
+def _optimizer(section: OptimizerSection | OwnOptimizer, module: nn.Module) -> torch.optim.Optimizer:
     if isinstance(section, OwnOptimizer):
-        return functools.partial(own_optimizer, section.class_, {**section.keywords, "lr": section.lr})
-    return functools.partial(build_adamw, settings=build(AdamWSettings, section))
-
-
-def _rated(
-    make: Callable[[nn.Module], torch.optim.Optimizer],
-    rates: Mapping[str, float],
-    layer_decay: float | None,
-    module: nn.Module,
-) -> torch.optim.Optimizer:
-    optimizer = make(module)
-    if rates or layer_decay is not None:
-        scale_rates(optimizer, module, rates, layer_decay=layer_decay)
-    return optimizer
+        made = own_optimizer(section.class_, {**section.keywords, "lr": section.lr}, module)
+    else:
+        made = build_adamw(module, build(AdamWSettings, section))
+    if section.rates or section.layer_decay is not None:
+        scale_rates(made, module, section.rates, layer_decay=section.layer_decay)
+    return made
 
 
 def own_optimizer(path: str, keywords: Mapping[str, Any], module: nn.Module) -> torch.optim.Optimizer:
@@ -301,18 +299,12 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
         if separates(recipe) and not takes_positions(model):
             problems.append(f"{recipe.where('data.documents')}: {untaken(model)}")
         problems += _uneven(recipe, plan, world_size)
-        if recipe.optimizer.rates or recipe.optimizer.layer_decay is not None:
-            try:
-                optimizer_of(recipe)(model)
-            except MeshparError as error:
-                problems.append(f"{recipe.where('optimizer')}: {error}")
-        if isinstance(recipe.optimizer, OwnOptimizer):
-            problems += _optimizer_problems(
-                recipe,
-                model,
-                divides=replica and any(pass_.divides_optimizer for pass_ in plan.passes),
-                shards=spec.size > 1 and any(pass_.shards(model, layout or layout_for(model)) for pass_ in plan.passes),
-            )
+        problems += _optimizer_problems(
+            recipe,
+            model,
+            divides=replica and any(pass_.divides_optimizer for pass_ in plan.passes),
+            shards=spec.size > 1 and any(pass_.shards(model, layout or layout_for(model)) for pass_ in plan.passes),
+        )
         missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
         problems += [f"{recipe.where('teacher.model')}.{text}; train and export the teacher first" for text in missing]
         if recipe.teacher is not None and not missing:
@@ -368,17 +360,19 @@ def _objective_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _optimizer_problems(recipe: Recipe, model: nn.Module, *, divides: bool, shards: bool) -> Iterator[str]:
-    """Yield what an optimizer of the user's lacks for a plan that divides its state, or that shards parameters."""
+    """Yield what is wrong with an optimizer's options, and what one of the user's lacks for a plan that divides its
+    state, or that shards parameters.
+    """
+    section = recipe.optimizer
     try:
-        make = _optimizer_of(recipe.optimizer)
-        optimizer = make(model)
+        optimizer = optimizer_of(recipe)(model)
         known = getattr(type(optimizer), "takes_module", False) or isinstance(optimizer, torch.optim.Adafactor)
-        if shards and not known:
-            check_elementwise(make)
-        if divides:
+        if isinstance(section, OwnOptimizer) and shards and not known:
+            check_elementwise(functools.partial(own_optimizer, section.class_, {**section.keywords, "lr": section.lr}))
+        if isinstance(section, OwnOptimizer) and divides:
             check_separable(optimizer)
     except MeshparError as error:
-        yield f"{recipe.where('optimizer.class')}: {error}"
+        yield f"{recipe.where('optimizer.class' if isinstance(section, OwnOptimizer) else 'optimizer')}: {error}"
 
 
 def _unwritable(recipe: Recipe) -> Iterator[str]:

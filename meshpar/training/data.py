@@ -119,10 +119,8 @@ class OrderedBatches:
         """Return the micro-batches of the step that begins at a place, counted in samples from the beginning of the
         first epoch, and the place from which it has others.
         """
-        return (
-            next(accumulate for at, accumulate in reversed(self.grow.items()) if at <= place),
-            next((at for at in self.grow if at > place), math.inf),
-        )
+        until = next((at for at in self.grow if at > place), math.inf)
+        return next(accumulate for at, accumulate in reversed(self.grow.items()) if at <= place), until
 
     @property
     def _left(self) -> int:
@@ -246,9 +244,7 @@ class Batches:
 
     @property
     def global_batch(self) -> int:
-        """Number of samples that all ranks together use in one step, before it grows; of all replicas, when none is
-        lost.
-        """
+        """Samples that all ranks together use in a step, before it grows; of all replicas, when none is lost."""
         return self._sampler.global_batch * self._replicas
 
     @property
@@ -276,10 +272,8 @@ class Batches:
         count, steps = len(self.samples), 0
         while place < epochs * count:
             accumulate, until = self._sampler.accumulated(place)
-            size, end = (
-                batch or self.global_batch // self._sampler.accumulate * accumulate,
-                (place // count + 1) * count,
-            )
+            size = batch or self.global_batch // self._sampler.accumulate * accumulate
+            end = (place // count + 1) * count
             made = math.ceil((min(end, end if batch else until) - place) / size)
             steps, place = steps + made, min(place + made * size, end)
         return steps

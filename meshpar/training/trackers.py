@@ -12,11 +12,9 @@ from meshpar.imports import need
 from meshpar.training.metrics import Metrics
 from meshpar.training.tracking import TrackedRun
 
-_NOT_A_VALUE = ("step", "time")
-
 
 def _values(record: Metrics) -> dict[str, float]:
-    return {name: value for name, value in record.items() if name not in _NOT_A_VALUE}
+    return {name: value for name, value in record.items() if name not in ("step", "time")}
 
 
 @final
@@ -136,9 +134,8 @@ class MLflow:
             written = [mlflow.entities.Param(name, value) for name, value in _flat(run.facts)]
             for start in range(0, len(written), 100):  # the most of a request
                 self._client.log_batch(self._id, params=written[start : start + 100])
-        commit = run.facts.get("commit")
-        tags = [mlflow.entities.RunTag("mlflow.source.git.commit", commit)] if commit else []
-        self._client.log_batch(self._id, tags=tags)
+        if commit := run.facts.get("commit"):
+            self._client.set_tag(self._id, "mlflow.source.git.commit", commit)
         if "recipe" in run.facts:
             self._client.log_text(self._id, json.dumps(run.facts["recipe"], indent=1), "recipe.json")
 

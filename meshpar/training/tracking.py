@@ -254,14 +254,8 @@ def facts_of(par: Parallelized) -> dict[str, Any]:
 
 def commit_of(folder: Path) -> str | None:
     """Return the commit of a folder under git, with ``-dirty`` behind it if files differ; None without git."""
-
-    def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=_GIT_S
-        )
-        return done.stdout.strip()
-
+    described = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
+        return subprocess.run(described, capture_output=True, text=True, check=True, timeout=_GIT_S).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
