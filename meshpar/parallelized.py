@@ -549,17 +549,14 @@ class Parallelized:
         {'': tensor(2.1), 'embed': tensor(0.4), 'layers.0': tensor(1.3), 'layers.1': tensor(1.6)}
 
         Args:
-            max_norm: as for :meth:`clip_grad_norm_`.
+            max_norm: as for :meth:`clip_grad_norm_`, as is ``norm_type``; also what is raised.
             modules: patterns of modules, or of parameters. A parameter counts for the innermost that one matches.
-            norm_type: as for :meth:`clip_grad_norm_`.
 
         Returns:
             Name of a module -> its norm before clipping; that of the whole model has the name ``""``.
 
         Raises:
-            MeshparError: a pattern matches nothing, or the gradients of a step are not reduced yet.
-
-        Collective: every rank calls it.
+            MeshparError: also where a pattern matches nothing.
         """
         if self.cycle is not None and not self.cycle.reducing:
             raise MeshparError(

@@ -63,14 +63,12 @@ def modules_around(names: tuple[str, ...], patterns: tuple[str, ...]) -> dict[st
     >>> modules_around(("layers.0.up.weight", "head.weight"), ("layers.*",))
     {'layers.0.up.weight': 'layers.0'}
     """
-    found = {}
+    found = dict[str, str]()
     for name in names:
         parts = name.split(".")
-        around = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-        if (
-            place := next((one for one in around if any(matches(pattern, one) for pattern in patterns)), None)
-        ) is not None:
-            found[name] = place
+        around = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        if inside := [place for place in around if any(matches(pattern, place) for pattern in patterns)]:
+            found[name] = inside[-1]
     return found
 
 

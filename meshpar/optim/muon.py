@@ -35,12 +35,10 @@ class Muon(torch.optim.Optimizer):
     """Train matrices by Muon and the rest by AdamW, with the numbers of one process on every mesh.
 
     The rule, its defaults and ``adjust_lr_fn`` are those of ``torch.optim.Muon`` (Jordan et al. 2024,
-    https://kellerjordan.github.io/posts/muon). Momentum is sharded like its parameter. In a step, each matrix goes
-    whole to one of the ranks that hold its parts, the largest first, round robin; this rank orthogonalises the matrix,
-    and the parts of the result go back.
-
-    AdamW trains embeddings, the layer that makes logits, norms, biases, vectors and scalars. The layout says what a
-    matrix is: a fused projection is several, each expert is one, a convolution is flattened to (output channels, rest).
+    https://kellerjordan.github.io/posts/muon). In a step, each matrix goes whole to one of the ranks that hold its
+    parts, which orthogonalises it, and the parts of the result go back. AdamW trains embeddings, the layer that makes
+    logits, norms, biases, vectors and scalars. The layout says what a matrix is: a fused projection is several, each
+    expert is one, a convolution is flattened to (output channels, rest).
 
     >>> from torch import nn
     >>> from meshpar.optim import Muon

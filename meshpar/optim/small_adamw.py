@@ -19,6 +19,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.parallelized import Parallelized
 from meshpar.placements import held_by_this_rank, local_gradient, local_tensor, placed_like, shard_dim
 from meshpar.state.full import BLOCKS
+from meshpar.training.optimizer import parameter_groups
 
 BLOCK = 256
 """Consecutive numbers of a row that share a scale."""
@@ -32,12 +33,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class SmallAdamW(torch.optim.Optimizer):
     """AdamW with moments in 8 bits or in bfloat16, which have the same bits on every mesh for the same gradients.
 
-    Whether a moment is small depends on the shape of the whole parameter, never of a shard: two dims or more, and 4,096
-    elements or more. In 8 bits, 256 consecutive numbers of a row share a scale, their largest, and each is the nearest
-    of 256 values that are dense around zero (dynamic tree quantisation, Dettmers et al. 2022, arXiv 2110.02861). Ranks
-    that hold parts of one block exchange its largest number, all blocks in one exchange a step.
-
-    A step computes in float32: it reads the moments, updates them and the parameter, and rounds the moments.
+    Parameters with two dims or more and 4,096 elements or more, counted over all shards, have small moments. In 8 bits,
+    256 consecutive numbers of a row share a scale, their largest, and each is the nearest of 256 values that are dense
+    around zero (dynamic tree quantisation, Dettmers et al. 2022, arXiv 2110.02861). Ranks that hold parts of one block
+    exchange its largest number, all blocks in one exchange a step. A step computes in float32.
 
     >>> from torch import nn
     >>> from meshpar.optim import SmallAdamW
@@ -87,20 +86,10 @@ class SmallAdamW(torch.optim.Optimizer):
                 f"{lr}, {eps}, {weight_decay}, {tuple(betas)}"
             )
         module = module if isinstance(module, nn.Module) else module.module
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if not trained:
-            raise MeshparError("no parameter of the model requires a gradient; there is nothing to train")
-        self._codes: dict[tuple[bool, torch.device], _Codes] = {}
+        self._codes_of = functools.cache(_Codes)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        wide = [parameter for parameter in trained if parameter.ndim > 1]
-        narrow = [parameter for parameter in trained if parameter.ndim < 2]
         common = {"lr": lr, "betas": tuple(betas), "eps": eps, "states": states, "stochastic": stochastic, "seed": seed}
-        groups = [
-            {"params": params, "weight_decay": decay, **common}
-            for params, decay in ((wide, weight_decay), (narrow, 0.0))
-            if params
-        ]
-        super().__init__(groups, {})
+        super().__init__([{**group, **common} for group in parameter_groups(module, weight_decay)], {})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -114,7 +103,7 @@ class SmallAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         work = [
-            _Parameter(parameter, group, self.state[parameter], self._names.get(id(parameter), ""), self._codes)
+            _Parameter(parameter, group, self.state[parameter], self._names.get(id(parameter), ""), self._codes_of)
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
@@ -142,19 +131,15 @@ class _Parameter:
         group: dict[str, Any],
         state: dict[str, Any],
         name: str,
-        codes: dict[tuple[bool, torch.device], _Codes],
+        codes_of: Callable[..., _Codes],
     ) -> None:
-        self.parameter, self.group, self.state, self._name, self._known = parameter, group, state, name, codes
+        self.parameter, self.group, self.state, self._name, self._codes_of = parameter, group, state, name, codes_of
         small = parameter.ndim > 1 and parameter.numel() >= SMALLEST
         self.kind = group["states"] if small else "float32"
         self.cut: list[int] = []
         if self.kind == "8bit" and isinstance(parameter, DTensor):
-            last = parameter.ndim - 1
-            self.cut = [
-                axis
-                for axis, placement in enumerate(parameter.placements)
-                if shard_dim(placement) == last and parameter.device_mesh.shape[axis] > 1
-            ]
+            last, sizes, placed = parameter.ndim - 1, parameter.device_mesh.shape, enumerate(parameter.placements)
+            self.cut = [axis for axis, placement in placed if shard_dim(placement) == last and sizes[axis] > 1]
         self.largest: list[Tensor] | None = None
 
     def begin(self) -> None:
@@ -201,10 +186,9 @@ class _Parameter:
                 local_tensor(self.state[key]).fill_(_tree(key == "exp_avg").index(0.0))
                 *rows, columns = self.parameter.shape
                 scales = torch.zeros(*rows, -(-columns // BLOCK), device=local_tensor(self.parameter).device)
-                last = self.parameter.ndim - 1
-                self.state[key + BLOCKS] = (
-                    placed_like(scales, self.parameter, {last}) if isinstance(self.parameter, DTensor) else scales
-                )
+                if isinstance(self.parameter, DTensor):
+                    scales = placed_like(scales, self.parameter, {self.parameter.ndim - 1})
+                self.state[key + BLOCKS] = scales
 
     def _rows(self, part: Tensor) -> Tensor:
         return part.view(-1, part.shape[-1]) if part.ndim > 1 else part.view(1, -1)
@@ -261,10 +245,7 @@ class _Parameter:
         return torch.where(values.isfinite(), added.view(torch.float32), values).to(dtype)
 
     def _codes(self, key: str) -> _Codes:
-        kind = key == "exp_avg", local_tensor(self.parameter).device
-        if kind not in self._known:
-            self._known[kind] = _Codes(*kind)
-        return self._known[kind]
+        return self._codes_of(key == "exp_avg", local_tensor(self.parameter).device)
 
     def _bits(self, key: str, rows: slice, columns: slice) -> Tensor:
         """Return 64 random bits for each number of some rows, a function of the seed, the step, the name, and the place
