@@ -1,21 +1,31 @@
 """Train the same small model with trackers that fail in different ways, and compare losses and step times.
 
-    python benchmarks/trackers.py [--steps 200] [--rounds 3]
+    python benchmarks/trackers.py [--steps 150] [--rounds 3] [--only wandb]
 
-`down`: a service that refuses connections (MLflow, and Weights & Biases with a bad key, where they are installed);
-`hangs`: one that never answers; `full`: one that writes to a full disk. Rounds are interleaved, and each prints the
-median of its steps, because a busy machine changes step times more than any tracker.
+A tracker works, or fails from a third of the steps on, until training has ended; then the cause is removed and the run
+is started again, with no step left, which sends the rest. Causes: a server that is killed (MLflow's own), a full disk
+(a small tmpfs, which requires root), a wrong key, a tracker that never answers. Cases need `tensorboard`, `wandb` and
+`mlflow` with its server, each where installed. Rounds are interleaved, each compared with the round without trackers.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
+import http.server
+import importlib
 import importlib.util
 import logging
 import os
+import signal
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,50 +48,293 @@ from meshpar.training import (
     write_tokens,
 )
 
+KEY = "right"
+LOSS = "train/loss"
+
+
+class Case:
+    """A tracker that works.
+
+    Attributes:
+        folder: of the run.
+        trackers: as a recipe has them.
+    """
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self.trackers = folder, dict[str, dict[str, Any]]()
+
+    def fail(self) -> None:
+        """Make the tracker fail from now on."""
+
+    def repair(self) -> None:
+        """Remove the cause."""
+
+    def arrived(self) -> int:
+        """Return how many steps the tracker has a loss of."""
+        return 0
+
 
 class Hanging:
-    """A tracker that never answers."""
+    """A tracker that never answers while ``hangs``."""
+
+    hangs, got = False, set[float]()
 
     def __init__(self, run: TrackedRun) -> None: ...
 
     def send(self, records: Any) -> None:
-        """Wait for an hour."""
-        time.sleep(3600)
+        """Take records, or wait for an hour."""
+        if Hanging.hangs:
+            time.sleep(3600)
+        Hanging.got |= {record["step"] for record in records}
 
     def close(self) -> None: ...
 
 
-class FullDisk:
-    """A tracker whose disk is full."""
+class Hangs(Case):
+    """A tracker that hangs."""
 
-    def __init__(self, run: TrackedRun) -> None: ...
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self.trackers = folder, {f"{__name__}.Hanging": {}}
+        Hanging.hangs, Hanging.got = False, set()
 
-    def send(self, records: Any) -> None:
-        """Write to a device that is always full."""
-        with open("/dev/full", "wb", buffering=0) as file:
-            file.write(repr(records).encode())
+    def fail(self) -> None:
+        Hanging.hangs = True
 
-    def close(self) -> None: ...
+    def repair(self) -> None:
+        Hanging.hangs = False
 
-
-class Warnings(logging.Handler):
-    """Count the warnings of trackers."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.count = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.count += "tracker" in record.getMessage()
+    def arrived(self) -> int:
+        return len(Hanging.got)
 
 
-def train(trackers: dict[str, dict[str, Any]], steps: int) -> tuple[list[float], float, int]:
-    """Return the losses, the median step in milliseconds, and the number of warnings."""
-    warned = Warnings()
-    logging.getLogger("meshpar").addHandler(warned)
-    logging.getLogger("meshpar").propagate = False
-    with distributed("cpu"), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        tokens = write_tokens(Path(folder) / "tokens.bin", [range(1, 200)] * 40, vocab_size=512, eos_id=0)
+class Disk:
+    """A file system of 4 MiB, which another file can fill."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
+        stack.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
+        self.ballast = folder / "ballast"
+
+    def fill(self) -> None:
+        """Leave no byte."""
+        with suppress(OSError), self.ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    def free(self) -> None:
+        """Take the other file away."""
+        self.ballast.unlink()
+
+
+class Board(Case):
+    """TensorBoard."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self.trackers = folder, {"tensorboard": {}}
+
+    def arrived(self) -> int:
+        kind = importlib.import_module("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
+        events = kind(str(self.folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+        return len({event.step for event in events.Scalars(LOSS)}) if LOSS in events.Tags()["scalars"] else 0
+
+
+class FullBoard(Board):
+    """TensorBoard, whose disk is full."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        super().__init__(folder, stack)
+        self.disk = Disk(folder / "tensorboard", stack)
+        self.fail, self.repair = self.disk.fill, self.disk.free  # type: ignore[method-assign]
+
+
+class WandB(Case):
+    """Weights & Biases, offline."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self.trackers = folder, {"wandb": {"mode": "offline"}}
+
+    def arrived(self) -> int:
+        store = importlib.import_module("wandb.sdk.internal.datastore").DataStore
+        record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
+        steps = set[float]()
+        for path in (self.folder / "wandb").glob("*run-*/*.wandb"):
+            log = store()
+            log.open_for_scan(str(path))
+            with suppress(AssertionError):  # a record whose end is not written yet
+                while data := log.scan_data():
+                    values = {
+                        item.nested_key[0] if item.nested_key else item.key: item.value_json
+                        for item in record.FromString(data).history.item
+                    }
+                    steps |= {float(values["step"])} if LOSS in values else set()
+        return len(steps)
+
+
+class FullWandB(WandB):
+    """Weights & Biases, offline, whose disk is full."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        super().__init__(folder, stack)
+        self.disk = Disk(folder / "wandb", stack)
+        self.fail, self.repair = self.disk.fill, self.disk.free  # type: ignore[method-assign]
+
+
+class LockedWandB(WandB):
+    """Weights & Biases online with a key that it does not know, and without a network; then offline."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        super().__init__(folder, stack)
+        self.trackers["wandb"] = {"mode": "online"}
+        os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
+
+    def repair(self) -> None:
+        self.trackers["wandb"] = {"mode": "offline"}
+
+
+class MLflow(Case):
+    """MLflow's own server."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self.home, self.port = folder, folder / "server", free_port()
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.trackers = {"mlflow": {"uri": f"http://127.0.0.1:{self.port}"}}
+        os.environ |= {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_TRACKING_TOKEN": KEY}
+        self.serve()
+        stack.callback(self.kill)
+
+    def serve(self) -> None:
+        """Start the server, and wait until it answers."""
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.home}/db"]
+        command += ["--artifacts-destination", str(self.folder / "artifacts")]
+        with (self.folder / "server.log").open("ab") as log:
+            self.server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        until(lambda: answers(self.port))
+
+    def kill(self) -> None:
+        """End the server at once."""
+        os.killpg(self.server.pid, signal.SIGKILL)
+        self.server.wait()
+
+    def arrived(self) -> int:
+        client = importlib.import_module("mlflow").MlflowClient(tracking_uri=self.trackers["mlflow"]["uri"])
+        known = client.get_experiment_by_name("meshpar")
+        found = client.search_runs([known.experiment_id]) if known else []
+        assert len(found) < 2
+        return len({one.step for run in found for one in client.get_metric_history(run.info.run_id, LOSS)})
+
+
+class KilledMLflow(MLflow):
+    """MLflow's own server, which is killed."""
+
+    def fail(self) -> None:
+        self.kill()
+
+    def repair(self) -> None:
+        self.serve()
+
+
+class FullMLflow(MLflow):
+    """MLflow's own server, whose disk is full."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.disk = Disk(folder / "server", stack)
+        super().__init__(folder, stack)
+
+    def fail(self) -> None:
+        self.disk.fill()
+
+    def repair(self) -> None:
+        self.disk.free()
+
+
+class LockedMLflow(MLflow):
+    """MLflow's own server behind another that asks for a key."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        super().__init__(folder, stack)
+        port = free_port()
+        command = [sys.executable, __file__, "--gate", str(port), str(self.port)]
+        gate = subprocess.Popen(command, start_new_session=True)
+        stack.callback(os.killpg, gate.pid, signal.SIGKILL)
+        until(lambda: answers(port))
+        self.trackers = {"mlflow": {"uri": f"http://127.0.0.1:{port}"}}
+        os.environ["MLFLOW_TRACKING_TOKEN"] = "wrong"
+
+    def repair(self) -> None:
+        os.environ["MLFLOW_TRACKING_TOKEN"] = KEY
+
+
+def gate(port: int, behind: int) -> None:
+    """Hand requests with the right key on to another port; answer others with 401."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            status, found = 401, b"wrong key"
+            if self.headers.get("Authorization") == f"Bearer {KEY}":
+                there = http.client.HTTPConnection("127.0.0.1", behind)
+                kept = {name: value for name, value in self.headers.items() if name not in ("Host", "Authorization")}
+                there.request(self.command, self.path, body, kept)
+                answer = there.getresponse()
+                status, found = answer.status, answer.read()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(found)))
+            self.end_headers()
+            self.wfile.write(found)
+
+        do_GET = do_POST = do_PATCH = do_PUT = answer
+
+        def log_message(self, *_: object) -> None: ...
+
+    http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+def free_port() -> int:
+    """Return a port that nobody uses."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def answers(port: int) -> bool:
+    """Tell whether somebody listens."""
+    with socket.socket() as found:
+        return found.connect_ex(("127.0.0.1", port)) == 0
+
+
+def until(true: Callable[[], bool], seconds: float = 90.0) -> bool:
+    """Wait until something is true; return whether it is."""
+    end = time.monotonic() + seconds
+    while not (found := true()) and time.monotonic() < end:
+        time.sleep(0.2)
+    return found
+
+
+@contextmanager
+def warnings_of_trackers() -> Iterator[list[str]]:
+    """Collect the warnings of trackers."""
+    found = list[str]()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.extend([record.getMessage()] if record.getMessage().startswith("tracker ") else [])
+
+    handler, logger = Handler(logging.WARNING), logging.getLogger("meshpar")
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def train(case: Case, steps: int) -> tuple[list[float], float]:
+    """Train; return the losses, and the median of the steps while the tracker fails in milliseconds."""
+    with distributed("cpu"):
+        tokens = write_tokens(case.folder / "tokens.bin", [range(1, 200)] * 40, vocab_size=512, eos_id=0)
         with torch.device("meta"):
             model = Transformer(PRESETS["tiny"])
         par = Plan().apply(model).materialize(seed=0)
@@ -91,49 +344,83 @@ def train(trackers: dict[str, dict[str, Any]], steps: int) -> tuple[list[float],
         class Clock:
             def report(self, record: Any) -> None:
                 times.append(time.perf_counter())
-                losses.append(record["train/loss"])
+                losses.append(record[LOSS])
+                if len(losses) == steps // 3:
+                    case.fail()
+                    times[-1] = time.perf_counter()
 
             def note(self, text: str) -> None: ...
 
             def close(self) -> None: ...
 
-        board = Trackers(Path(folder) / "run", trackers)
+        board = Trackers(case.folder, case.trackers)
         settings = TrainSettings(steps=steps, log_every=1)
         optimizer = build_adamw(par.module, AdamWSettings(lr=1e-3))
         Trainer(par, CausalLM(), batches, optimizer, Schedule(lr=1e-3), settings, reporters=[Clock(), board]).run()
         board.close()
-    logging.getLogger("meshpar").removeHandler(warned)
-    gaps = [after - before for before, after in pairwise(times[1:])]
-    return losses, 1000 * statistics.median(gaps), warned.count
+    gaps = [after - before for before, after in pairwise(times[steps // 3 :])]
+    return losses, 1000 * statistics.median(gaps)
+
+
+def cases() -> dict[str, type[Case]]:
+    """Return the cases that can run here, by name."""
+    found: dict[str, type[Case]] = {"none": Case, "none again": Case, "own, hangs": Hangs}
+    root = os.geteuid() == 0
+    if importlib.util.find_spec("tensorboard"):
+        found |= {"TensorBoard": Board} | ({"TensorBoard, disk full": FullBoard} if root else {})
+    if importlib.util.find_spec("wandb"):
+        found |= {"W&B offline": WandB} | ({"W&B offline, disk full": FullWandB} if root else {})
+        found |= {"W&B online, bad key": LockedWandB}
+    if importlib.util.find_spec("mlflow") and importlib.util.find_spec("flask"):
+        found |= {"MLflow": MLflow, "MLflow, server killed": KilledMLflow, "MLflow, bad key": LockedMLflow}
+        found |= {"MLflow, server's disk full": FullMLflow} if root else {}
+    return found
 
 
 def main() -> None:
     """Print a table."""
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--steps", type=int, default=200)
+    arguments.add_argument("--steps", type=int, default=150)
     arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--only", default="")
+    arguments.add_argument("--gate", type=int, nargs=2)
     asked = arguments.parse_args()
-    cases: dict[str, dict[str, dict[str, Any]]] = {"none": {}, "none again": {}, "hangs": {f"{__name__}.Hanging": {}}}
-    cases |= {"full": {f"{__name__}.FullDisk": {}}}
-    if importlib.util.find_spec("mlflow"):
-        cases["mlflow down"] = {"mlflow": {"uri": "http://127.0.0.1:9"}}
-    if importlib.util.find_spec("wandb"):
-        os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
-        cases["wandb bad key"] = {"wandb": {}}
-    found: dict[str, list[float]] = {}
+    if asked.gate:
+        gate(*asked.gate)
+    chosen = {name: kind for name, kind in cases().items() if name == "none" or asked.only.lower() in name.lower()}
+    medians: dict[str, list[float]] = {}
+    rows: dict[str, set[str]] = {}
     same: list[float] | None = None
-    warnings: dict[str, int] = {}
-    differ: dict[str, float] = {}
     for _ in range(asked.rounds):
-        for name, trackers in cases.items():
-            losses, median, warnings[name] = train(trackers, asked.steps)
-            same = same or losses
-            apart = max(abs(ours - first) for ours, first in zip(losses, same, strict=True))
-            differ[name] = max(differ.get(name, 0.0), apart)
-            found.setdefault(name, []).append(median)
-    print("| tracker | median step, ms, of each round | warnings | losses differ by |\n| --- | --- | --- | --- |")
-    for name, medians in found.items():
-        print(f"| {name} | {', '.join(f'{one:.1f}' for one in medians)} | {warnings[name]} | {differ[name]:.1e} |")
+        for name, kind in chosen.items():
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place, ExitStack() as stack:
+                folder = Path(place) / "run"
+                folder.mkdir()
+                case = kind(folder, stack)
+                with warnings_of_trackers() as warned:
+                    losses, median = train(case, asked.steps)
+                if same is None:
+                    same = losses
+                case.repair()
+                before = case.arrived()
+                for _ in range(3 if case.trackers else 0):
+                    Trackers(folder, case.trackers, step=asked.steps).close()
+                    if until(lambda: case.arrived() == asked.steps, 10.0):  # noqa: B023
+                        break
+                equal = (
+                    "equal" if losses == same else f"differ by {max(map(abs, map(float.__sub__, losses, same))):.1e}"
+                )
+                row = f"{equal} | {len(warned)} | {before}, {case.arrived()} of {asked.steps}"
+            medians.setdefault(name, []).append(median)
+            rows.setdefault(name, set()).add(row if case.trackers else f"{equal} | {len(warned)} |")
+            print(f"{name}: {median:.1f} ms, {row}, {[one[:160] for one in warned]}", file=sys.stderr, flush=True)
+    print("| tracker | step, ms, of each round | against none | losses | warnings | steps sent at the end, later |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, found in medians.items():
+        ratio = statistics.median(one / none for one, none in zip(found, medians["none"], strict=True))
+        print(
+            f"| {name} | {', '.join(f'{one:.1f}' for one in found)} | {ratio:.2f} | {'; '.join(sorted(rows[name]))} |"
+        )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from meshpar._torch.calls import without_modes
 from meshpar._torch.groups import flattened
@@ -154,10 +155,10 @@ def shares(parameter: Tensor) -> tuple[Owners, list[Place]]:
     """Return the ranks among which a parameter is split, and the part of the whole that each holds; replicas of its
     parts have owners of their own. Collective over the mesh where several axes split it for the first time.
     """
-    mesh, split = None, list[int]()
+    mesh, placements, split = None, tuple[Placement, ...](), list[int]()
     if isinstance(parameter, DTensor):
-        mesh, placed = parameter.device_mesh, enumerate(parameter.placements)
-        split = [axis for axis, how in placed if shard_dim(how) is not None and mesh.shape[axis] > 1]
+        mesh, placements = parameter.device_mesh, parameter.placements
+        split = [axis for axis, how in enumerate(placements) if shard_dim(how) is not None and mesh.shape[axis] > 1]
     if mesh is None or not split:
         return Owners((0,), None), [tuple(slice(0, size) for size in parameter.shape)]
     if len(split) == 1:
@@ -169,6 +170,4 @@ def shares(parameter: Tensor) -> tuple[Owners, list[Place]]:
         every = mesh.mesh.flatten().tolist()
     places = dict(zip(every, itertools.product(*map(range, mesh.shape)), strict=True))
     ranks = dist.get_process_group_ranks(group)
-    return Owners(ranks, group), [
-        local_index(parameter.shape, parameter.placements, mesh.shape, places[rank]) for rank in ranks
-    ]
+    return Owners(ranks, group), [local_index(parameter.shape, placements, mesh.shape, places[rank]) for rank in ranks]
