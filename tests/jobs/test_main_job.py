@@ -41,6 +41,7 @@ from meshpar.training.stop import StopRequest
 from meshpar.training.tokenizer import byte_tokenizer
 from meshpar.training.tokens import write_tokens
 from tests.support.patience import patient, until
+from tests.support.tiers import daily
 from tests.support.warm import ranks_of
 
 STEPS = 60
@@ -396,6 +397,47 @@ def test_the_best_step_by_validation_loss_stays(folder: Path) -> None:
     best = min(values, key=lambda step: values[step])
     kept = sorted(int(path.name.removeprefix("step-")) for path in (recipe.folder / "checkpoints").glob("step-*"))
     assert kept == sorted({best, 6})
+
+
+GROWN = {
+    "dp_shard=2": ("[FullyShard]", 2),
+    "pp=2": ("[PipelineParallel]", 1),
+    "tp=2": ("[TensorParallel]", 1),
+    "dp_replicate=2": ("[Replicate]", 2),
+    "pp=2,dp_shard=2": ("[PipelineParallel, FullyShard]", 2),
+}
+
+
+@pytest.mark.parametrize("mesh", daily(GROWN, "dp_shard=2", "pp=2"))
+def test_a_growing_batch_and_rates_by_depth_are_those_of_one_process(folder: Path, mesh: str) -> None:
+    passes, data_ranks = GROWN[mesh]
+
+    def grown(output: str, ranks: int, *overrides: str, steps: int = 5) -> Recipe:
+        made = small(
+            folder, f"output={folder / output}", f"data.paths=[{folder / 'text.txt'}]", "data.micro_batch=2", "data.grow={16: 16, 40: 32}",
+            "optimizer.rates={embed: 0.1, layers.*.mlp: 2.0}", "optimizer.layer_decay=0.5", f"training.steps={steps}", "schedule.steps=5",
+            "checkpoint.every=1", "checkpoint.keep=null", *overrides,
+        )  # fmt: skip
+        if not (folder / output / "checkpoints" / f"step-{steps:08}").is_dir():
+            assert launch(made, ranks, quiet=True) == 0
+        return made
+
+    def samples(recipe: Recipe) -> list[int]:
+        steps = sorted((recipe.folder / "checkpoints").glob("step-*"))
+        return [read_manifest(step).extra["data"]["samples"] for step in steps]
+
+    alone = grown("grown", 1, "data.accumulate=4")
+    parallel = (f"mesh={mesh!r}", f"passes={passes}", f"data.accumulate={4 // data_ranks}")
+    name, ranks = f"grown-{mesh}", math.prod(int(part.partition("=")[2]) for part in mesh.split(","))
+    grown(name, ranks, *parallel, steps=3)  # and resumes between two sizes
+    divided = grown(name, ranks, *parallel)
+    assert samples(divided) == samples(alone) == [8, 16, 32, 48, 80]
+    np.testing.assert_allclose(losses(divided), losses(alone), rtol=1e-5)
+    expected, got = weights(folder, "grown"), weights(folder, name)
+    plain = weights(folder, grown("unrated", 1, "data.accumulate=4", "optimizer={lr: 1e-3, eps: 1e-4}").folder.name)
+    for key, tensor in expected.items():
+        assert float((tensor - got[key]).abs().max()) <= 1e-5 * float(tensor.abs().max()), key
+    assert any(not torch.equal(plain[key], tensor) for key, tensor in expected.items())
 
 
 def test_averages_are_validated_resumed_on_another_mesh_and_exported(folder: Path) -> None:
