@@ -153,7 +153,7 @@ def keep_the_rules(plans):
 
 
 def train_on_every_plan(plans):
-    expected, steps = {}, token_steps(VOCAB, steps=2, parts=4)
+    expected, steps = {}, token_steps(VOCAB, steps=2, parts=2 if plans == DAILY else 4)
     with accelerated():  # the second step looks at nothing but what the first one exchanged
         for build, mesh, passes in (PLANS[plan] for plan in plans):
             expected[build] = expected.get(build) or one_process(build, steps)

@@ -227,7 +227,7 @@ def stays_whole(styles, layout):
         Scaled,
         "dp_shard=2,tp=2",
         [TensorParallel(styles=styles), FullyShard()],
-        token_steps(12),
+        token_steps(12, parts=2),
         layout=layout,
         loss_sum=loss_sum,
     )

@@ -95,11 +95,12 @@ def test_a_part_of_the_sequence_is_exact_without_guards(place):
 
 
 def in_parts(model, transport, place=None, guards="always"):
-    meshes = MESHES[torch.distributed.get_world_size()]
+    ranks = torch.distributed.get_world_size()
+    meshes, parts = MESHES[ranks], max(2, ranks // 2)
     for mesh, passes in meshes if place is None else [meshes[place]]:
         steps = [
-            *token_steps(VOCAB, parts=4, micro_batches=2, steps=1),
-            *with_documents(token_steps(VOCAB, parts=4, micro_batches=2, steps=2)),
+            *token_steps(VOCAB, parts=parts, micro_batches=2, steps=1),
+            *with_documents(token_steps(VOCAB, parts=parts, micro_batches=2, steps=2)),
         ]
         assert_parity(MODELS[model], mesh, [ContextParallel(transport=transport), *passes], steps, guards=guards)
 
@@ -478,7 +479,7 @@ def test_mixers_are_named_by_the_plan_or_refused(compiled):
 @on_ranks(4)
 def named_mixers(compiled):
     context = ContextParallel(mixers=("layers.*",))
-    steps = token_steps(VOCAB, parts=4)
+    steps = token_steps(VOCAB, parts=2)
     more = [ActivationCheckpoint(), Compile(backend="aot_eager")] if compiled else []
     assert_parity(Mixed, "dp_shard=1,cp=2,tp=2", [context, TensorParallel(), *more, FullyShard()], steps)
     par = Plan("dp_shard=1,cp=2,tp=2", [context, TensorParallel(sequence_parallel=True), FullyShard()]).apply(Mixed())

@@ -133,8 +133,9 @@ def divided(ranks, place, guards="always"):
     import transformers.
     """
     build = mixture if ranks < 8 else own_mixture
-    steps = token_steps(VOCAB, micro_batches=2, parts=max(4, ranks), length=8)
-    assert_parity(build, *MESHES[ranks][place], steps, guards=guards)
+    mesh, passes = MESHES[ranks][place]
+    parts = ranks // 2 ** sum(axis in mesh for axis in ("cp=", "tp="))  # a batch for each data rank
+    assert_parity(build, mesh, passes, token_steps(VOCAB, micro_batches=2, parts=parts, length=8), guards=guards)
 
 
 def test_the_reference_mixture_is_qwen3_moe(tmp_path):
@@ -395,7 +396,7 @@ def run_own(model, verify=True):
 def test_experts_of_ones_own_that_ranks_cannot_repeat_are_refused_in_the_first_forward():
     """Those that only look wrong, by an attribute that equals the number of experts, train as in one process."""
     assert_parity(
-        OwnMixture, "dp_shard=1,ep=2", [ExpertParallel(), FullyShard()], token_steps(VOCAB, parts=4), layout=OWN
+        OwnMixture, "dp_shard=1,ep=2", [ExpertParallel(), FullyShard()], token_steps(VOCAB, parts=2), layout=OWN
     )
     for kind, message in [
         (Normalised, r"layers.0.experts \(Normalised\) gives other results .*off by .*use a mesh without ep"),
@@ -423,7 +424,7 @@ def on_one_rank(experts, x, chosen, weights):
 def test_a_rank_without_tokens_divides_nothing_by_zero_and_children_of_experts_train():
     passes = [ExpertParallel(), FullyShard()]
     assert_parity(
-        lambda: OwnMixture(Rooted, on_one_rank), "dp_shard=1,ep=2", passes, token_steps(VOCAB, parts=4), layout=OWN
+        lambda: OwnMixture(Rooted, on_one_rank), "dp_shard=1,ep=2", passes, token_steps(VOCAB, parts=2), layout=OWN
     )
 
 
@@ -512,7 +513,7 @@ def test_experts_that_take_rows_in_their_order_equal_one_process_and_are_counted
             lambda kind=kind, call=call: OwnMixture(kind, call),
             "dp_shard=1,ep=2",
             passes,
-            token_steps(VOCAB, parts=4),
+            token_steps(VOCAB, parts=2),
             layout=layout,
         )
         torch.manual_seed(0)
@@ -592,9 +593,9 @@ class Scaled(Own):
 def test_what_a_model_does_with_its_experts_equals_one_process_or_is_refused_on_all_ranks():
     sharded = [ExpertParallel(), FullyShard(blocks=("layers.*.experts",))]
     assert_parity(
-        lambda: OwnMixture(call=added_in_place), "dp_shard=1,ep=2", sharded, token_steps(VOCAB, parts=4), layout=OWN
+        lambda: OwnMixture(call=added_in_place), "dp_shard=1,ep=2", sharded, token_steps(VOCAB, parts=2), layout=OWN
     )
-    assert_parity(Shared, "dp_shard=1,ep=2", sharded, token_steps(VOCAB, parts=4), layout=OWN)
+    assert_parity(Shared, "dp_shard=1,ep=2", sharded, token_steps(VOCAB, parts=2), layout=OWN)
     for kind, call, message in [
         (
             Own,
