@@ -29,7 +29,11 @@ PRELOAD += [
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "functorch.compile",  # what is compiled first loads it
+    # what is compiled first loads these
+    "functorch.compile",
+    "torch._dynamo.backends.debugging",
+    "torch._dynamo.repro.after_aot",
+    "torch._inductor.pattern_matcher",
     "peft",
 ]
 
