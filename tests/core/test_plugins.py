@@ -198,6 +198,7 @@ def whole_of(value):
     return [float(number) for number in every]
 
 
+@pytest.mark.nightly
 def test_a_strangers_passes_are_forecast(stranger):
     passes = [registry.plugin("meshpar.passes", name)() for name in ("SplitFeedForward", "HostShard")]
     with torch.device("meta"):

@@ -16,10 +16,10 @@ QUICK = [name for name in HABITS if name not in SLOW]
 
 
 SAMPLES = [
-    pytest.param(title, QUICK[first::12], id=f"{title}-{first}", marks=[] if first < 2 else [pytest.mark.nightly])
-    for first, title in enumerate(["FSDP", "TP", "TP", "FSDP", "TP", "FSDP"] * 2)
+    pytest.param(title, QUICK[first::24], id=f"{title}-{first}", marks=[] if first < 2 else [pytest.mark.nightly])
+    for first, title in enumerate(["FSDP", "TP", "TP", "FSDP", "TP", "FSDP"] * 4)
 ]
-"""A twelfth of the habits each; by day one under each of two plans."""
+"""A part of the habits each; by day one under each of two plans."""
 
 
 @pytest.mark.timeout(900)

@@ -22,6 +22,7 @@ from meshpar.exact.verify import split_test
 from meshpar.passes.untouched import LARGEST, MOST, CannotKeep, untouched
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.support.models_for_parity import VOCAB, transformer
+from tests.support.tiers import daily
 
 LAYOUT = ModelLayout(
     blocks=("blocks.*",),
@@ -170,19 +171,20 @@ RIGHT = {
 
 
 @on_ranks(4)
-def test_a_right_split_is_verified_and_leaves_nothing_behind():
-    for mesh, passes in RIGHT.values():
-        torch.manual_seed(0)
-        par = Plan(mesh, passes).apply(transformer(qk_norm=True))
-        before = {name: value.clone() for name, value in par.module.state_dict().items()}
-        verification = par.verify({"input_ids": torch.arange(16)[None] % VOCAB})
-        assert set(verification.modules) >= {"layers.0", "embed", "head"}, verification
-        assert max(verification.modules.values()) < 1e-4 and not verification.skipped, verification
-        assert all(
-            torch.equal(value.to_local(), before[name].to_local()) for name, value in par.module.state_dict().items()
-        )
-        par.module(input_ids=torch.arange(16)[None] % VOCAB).logits.sum().backward()
-        assert all(parameter.grad is not None for parameter in par.module.parameters())
+@pytest.mark.parametrize("plan", daily(RIGHT, "fsdp-tp"))
+def test_a_right_split_is_verified_and_leaves_nothing_behind(plan):
+    mesh, passes = RIGHT[plan]
+    torch.manual_seed(0)
+    par = Plan(mesh, passes).apply(transformer(qk_norm=True))
+    before = {name: value.clone() for name, value in par.module.state_dict().items()}
+    verification = par.verify({"input_ids": torch.arange(16)[None] % VOCAB})
+    assert set(verification.modules) >= {"layers.0", "embed", "head"}, verification
+    assert max(verification.modules.values()) < 1e-4 and not verification.skipped, verification
+    assert all(
+        torch.equal(value.to_local(), before[name].to_local()) for name, value in par.module.state_dict().items()
+    )
+    par.module(input_ids=torch.arange(16)[None] % VOCAB).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in par.module.parameters())
 
 
 class Gained(Block):

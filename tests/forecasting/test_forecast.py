@@ -108,6 +108,15 @@ def of_gpt2(layers):
 def more_traces():
     """The simulations that are made at night alone."""
     jobs = probes_of("llama-8b") | probes_of("llama-70b") | at_depths("kept", (2, 5)) | {("gpt2", 12): of_gpt2(12)}
+    jobs["alone"] = job(
+        replace(SMALL, layers=2),
+        "tp=2",
+        [TensorParallel(sequence_parallel=True, styles={"layers.*.attn": None, "layers.*.mlp": None})],
+    )
+    jobs["padded"] = job(replace(SMALL, layers=2), "dp_shard=48", [FullyShard(**BF16)])
+    jobs["masked"] = Simulation(
+        plan=Plan("dp_shard=2", [FullyShard(**BF16)]), model=meta(Masked), batch=Batch(sequence=2048), world_size=2
+    )
     if importlib.util.find_spec("torchao") is not None:
         jobs |= {
             name: job(SMALL, "dp_shard=2", [*more, FullyShard(**BF16)])
@@ -125,16 +134,7 @@ def traces():
         for size in (1, 2, 5)
     ]
     jobs |= {("wide", size): replace(made, device="cpu") for size, made in wide}  # whose allocator does not round
-    jobs["alone"] = job(
-        replace(SMALL, layers=2),
-        "tp=2",
-        [TensorParallel(sequence_parallel=True, styles={"layers.*.attn": None, "layers.*.mlp": None})],
-    )
     jobs["logits"] = job(replace(SMALL, vocab_size=2048), "tp=2", [TensorParallel(sequence_parallel=True)])
-    jobs["padded"] = job(replace(SMALL, layers=2), "dp_shard=48", [FullyShard(**BF16)])
-    jobs["masked"] = Simulation(
-        plan=Plan("dp_shard=2", [FullyShard(**BF16)]), model=meta(Masked), batch=Batch(sequence=2048), world_size=2
-    )
     jobs |= probes_of("llama-405b")
     counts = []
     found = simulate(list(jobs.values()), workers=2, progress=lambda *counted: counts.append(counted))
@@ -372,7 +372,8 @@ def test_groups_lie_where_rank_order_puts_them():
 def found(name):
     """The lints of a trace by name, on a card small enough for these models to matter."""
     small = replace(Hardware.load("h100"), memory=2e7)
-    return {lint.name: lint for lint in lints(traces()[name], cost(traces()[name], small), small)}
+    trace = (traces() if name in traces() else more_traces())[name]
+    return {lint.name: lint for lint in lints(trace, cost(trace, small), small)}
 
 
 def test_float32_is_the_first_lever():
@@ -384,15 +385,20 @@ def test_float32_is_the_first_lever():
     assert "float32" not in found(("recomputed", 3))
 
 
+@pytest.mark.nightly
 def test_projections_that_prepare_their_own_input_are_told_with_their_cost():
     lint = found("alone")["redundant tensor-parallel collectives"]
     assert "5 all-gathers a block" in lint.text and lint.seconds > 0
     assert "redundant tensor-parallel collectives" not in found(("recomputed", 3))
 
 
+@pytest.mark.nightly
 def test_padding_is_told_with_its_part_of_what_is_gathered():
     lint = found("padded")["padding"]
-    held, real = 48 * bytes_of_a_rank(transformer(replace(SMALL, layers=2)), 1, 48), 4 * traces()["padded"].parameters
+    held, real = (
+        48 * bytes_of_a_rank(transformer(replace(SMALL, layers=2)), 1, 48),
+        4 * more_traces()["padded"].parameters,
+    )
     assert lint.text.startswith(f"{held / real - 1:.0%} of what dp_shard=48 gathers is padding")
     assert lint.size == (held - real) // 48 and lint.seconds > 0
     assert "padding" not in found(("recomputed", 3)) and "padding" not in found(("kept", 3))
@@ -410,6 +416,7 @@ def test_attention_that_is_not_flash_is_told_with_the_scores_it_holds():
     assert "attention is not flash" not in found(("recomputed", 3))
 
 
+@pytest.mark.nightly
 def test_a_mask_built_in_memory_is_told_with_its_bytes():
     lint = found("masked")["materialised mask"]
     assert "2048 x 2048" in lint.text and lint.size >= 2048 * 2048

@@ -113,7 +113,7 @@ def real_step(case, folder, expected):
 
 COVERED = ("experts", "classification", "reduced each", "bfloat16, whole loss", "seq2seq")
 """What other cases hold, too: in the long form."""
-DAILY = ("distillation",)
+DAILY = ("documents",)
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,11 @@ MESHES = {
 }
 
 
-DAILY = {2: KINDS[:1], 3: KINDS[3:], 4: KINDS[::3]}
+DAILY = {2: KINDS[:1], 3: KINDS[3:], 4: KINDS[3:]}
+"""On two ranks by day the states in 8 bits, on more of them those in bfloat16 with stochastic rounding."""
 
 
-@pytest.mark.parametrize("every", daily([False, True], False, ids=lambda every: "every kind" if every else "two kinds"))
+@pytest.mark.parametrize("every", daily([False, True], False, ids=lambda every: "every kind" if every else "by day"))
 @pytest.mark.parametrize("ranks", MESHES)
 def test_ranks_have_the_bits_of_one_process(ranks, every):
     on_ranks(ranks, timeout_s=400)(equal_bits)(ranks, every)

@@ -142,7 +142,7 @@ LONG = ("recomputed-and-compiled", "replicate")
 @pytest.mark.parametrize(
     "plan",
     [
-        *daily([plan for plan in PLANS if plan not in LONG], "fsdp-tp", "recomputed-in-part"),
+        *daily([plan for plan in PLANS if plan not in LONG], "fsdp-tp"),
         *(pytest.param(plan, marks=pytest.mark.long) for plan in LONG),
     ],
 )

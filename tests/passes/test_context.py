@@ -138,12 +138,13 @@ def test_one_process_attends_in_pieces_as_it_does_at_once():
     torch.testing.assert_close(pieces[1:], whole[1:])
 
 
-def test_flex_attention_reads_the_mask_that_attention_reads_in_pieces():
-    flexed()
+@pytest.mark.parametrize("transport", daily(["gather", "heads"], "gather"))
+def test_flex_attention_reads_the_mask_that_attention_reads_in_pieces(transport):
+    flexed(transport)
 
 
 @on_ranks(2)
-def flexed():
+def flexed(transport):
     from torch.nn.attention import flex_attention
 
     steps = with_documents(token_steps(VOCAB, parts=2))
@@ -157,10 +158,8 @@ def flexed():
             flex_attention, _validate_device=lambda *_: None, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True
         ),
     ):
-        for transport in ("gather", "heads"):
-            assert_parity(Strange, "dp_shard=1,cp=2", [ContextParallel(transport=transport), FullyShard()], steps)
-            assert called.call_count >= 12, "two layers, three steps, on ranks and in one process"
-            called.reset_mock()
+        assert_parity(Strange, "dp_shard=1,cp=2", [ContextParallel(transport=transport), FullyShard()], steps)
+        assert called.call_count >= 12, "two layers, three steps, on ranks and in one process"
 
 
 def test_blocks_of_the_mask_hold_what_the_mask_holds():

@@ -55,7 +55,7 @@ ONCE = {("hf-llama", "fsdp-tp-sequence-loss"), ("gpt2", "tp-sequence-loss")}
 """Other models in each run of the suite: as the plan is."""
 RECOMPUTED = ("replicate", "fsdp", "hsdp", "tp-sequence-loss")
 """Plans that are run with recomputation by day: it beside each pass."""
-OFF = ("replicate", "fsdp", "hsdp", "tp", "fsdp-tp-sequence-loss")
+OFF = ("fsdp", "tp", "fsdp-tp-sequence-loss")
 """Plans that are run without guards by day."""
 ON_EIGHT = {(EVERYWHERE, "hsdp-tp-sequence-loss")}
 """What runs on eight ranks in the suite."""

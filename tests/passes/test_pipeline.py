@@ -269,6 +269,7 @@ def test_steps_of_several_backwards_add_up():
         torch.testing.assert_close(grad, whole[name], msg=name)
 
 
+@pytest.mark.nightly
 @on_ranks(4)
 def test_verify_tries_the_split_of_every_stage():
     def written(*names):
@@ -446,7 +447,8 @@ def assert_an_error_is_told(mesh, passes, virtual=1):
         return found
 
     torch.manual_seed(0)
-    make = partial(huggingface, "Llama", num_hidden_layers=8, tie_word_embeddings=True)
+    layers = 4 if mesh == "pp=2" else 8
+    make = partial(huggingface, "Llama", num_hidden_layers=layers, tie_word_embeddings=True)
     par = Plan(mesh, [PipelineParallel(virtual=virtual), *passes]).apply(make())
     expected, layers = gradients(par), applied(par.module).layers
     for place, (stage, message) in FAILED.items():
@@ -538,14 +540,18 @@ def test_seeds_give_the_weights_of_one_process():
         assert torch.equal(parameter, expected[name]), name
 
 
-@on_ranks(4)
-def test_whole_state_is_gathered_and_loaded_over_stages():
+@pytest.mark.parametrize("shards", daily((1, 2), 1))
+def test_whole_state_is_gathered_and_loaded_over_stages(shards):
+    on_ranks(2 * shards)(gathered_and_loaded)(shards)
+
+
+def gathered_and_loaded(shards):
     def built(seed):
         torch.manual_seed(seed)
         return MODELS["tied Llama"]()
 
     def parallel(seed):
-        return Plan("pp=2,dp_shard=2", [PipelineParallel(), FullyShard()]).apply(built(seed))
+        return Plan(f"pp=2,dp_shard={shards}", [PipelineParallel(), FullyShard()]).apply(built(seed))
 
     expected, par = built(0).state_dict(), parallel(0)
     for everywhere in (True, False):
@@ -566,13 +572,24 @@ PLANS = {
     "pp and FSDP": ("pp=2,dp_shard=2", lambda: [PipelineParallel(), FullyShard()]),
     "pp and TP": ("pp=2,tp=2", lambda: [PipelineParallel(), TensorParallel()]),
     "FSDP and TP": ("dp_shard=2,tp=2", lambda: [TensorParallel(), FullyShard()]),
+    "two stages": ("pp=2", lambda: [PipelineParallel()]),
+    "two shards": ("dp_shard=2", lambda: [FullyShard()]),
 }
-RESTORED = ("pp", "FSDP and TP"), ("FSDP and TP", "pp and FSDP"), ("pp and FSDP", "pp and TP")
+RESTORED = (
+    ("two shards", "two stages"),
+    ("two stages", "two shards"),
+    ("pp", "FSDP and TP"),
+    ("FSDP and TP", "pp and FSDP"),
+    ("pp and FSDP", "pp and TP"),
+)
 
 
-@on_ranks(4)
-@pytest.mark.parametrize(("saved", "restored"), daily(RESTORED, ("FSDP and TP", "pp and FSDP")))
+@pytest.mark.parametrize(("saved", "restored"), daily(RESTORED, *RESTORED[:2]))
 def test_checkpoints_load_on_other_stages_bitwise(tmp_path, saved, restored):
+    on_ranks(2 if "two" in saved else 4)(load_on_others)(tmp_path, saved, restored)
+
+
+def load_on_others(tmp_path, saved, restored):
     def built(name):
         mesh, passes = PLANS[name]
         par = Plan(mesh, passes()).apply(MODELS["Llama"]())
@@ -630,11 +647,15 @@ def test_stages_whose_replicas_divide_the_optimizer_train_as_one_process():
     assert_as_one_process(MODELS["Llama"], "pp=2,dp_replicate=2,dp_shard=2", passes, 4)
 
 
-@on_ranks(4)
-def test_gradients_reduced_in_each_backward_are_those_of_one_process():
+@pytest.mark.parametrize("shards", daily((1, 2), 1))
+def test_gradients_reduced_in_each_backward_are_those_of_one_process(shards):
+    on_ranks(2 * shards)(reduced_in_each)(shards)
+
+
+def reduced_in_each(shards):
     def gradients(**options):
         torch.manual_seed(0)
-        par = Plan("pp=2,dp_shard=2", [PipelineParallel(), FullyShard()]).apply(MODELS["tied Llama"]())
+        par = Plan(f"pp=2,dp_shard={shards}", [PipelineParallel(), FullyShard()]).apply(MODELS["tied Llama"]())
         par.backward(batches(par.data_rank), scaled_loss(0.1), **options)
         return {name: whole_tensor(parameter.grad) for name, parameter in par.module.named_parameters()}
 

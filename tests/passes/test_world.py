@@ -90,6 +90,7 @@ MIXTURE = functools.partial(transformer, experts=8, expert_hidden=16, qk_norm=Tr
 EXPERTS = "dp_replicate=2,dp_shard=1,ep=2"
 
 
+@pytest.mark.nightly
 @on_ranks(4)
 def test_divided_experts_equal_one_process():
     assert_parity(MIXTURE, EXPERTS, [ExpertParallel(), WORLD], token_steps(VOCAB, parts=4, micro_batches=2))

@@ -29,6 +29,7 @@ PLANS: dict[str, tuple[str, list[Any]]] = {
     "fsdp": ("dp_shard=4", [FullyShard()]),
     "hsdp": ("dp_replicate=2,dp_shard=2", [HybridShard()]),
     "fsdp-tp": ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]),
+    "two": ("dp_shard=2", [FullyShard()]),
 }
 CLASSES, PARTS = 5, 4
 
@@ -72,9 +73,9 @@ def examples(kind: str, seed: int) -> dict[str, torch.Tensor]:
     return batch | {"decoder_input_ids": behind, "labels": labels}
 
 
-def steps_of(kind: str) -> list[list[list[dict[str, torch.Tensor]]]]:
+def steps_of(kind: str, parts: int) -> list[list[list[dict[str, torch.Tensor]]]]:
     return [
-        [[examples(kind, (step * 7 + micro) * 11 + part) for part in range(PARTS)] for micro in range(2)]
+        [[examples(kind, (step * 7 + micro) * 11 + part) for part in range(parts)] for micro in range(2)]
         for step in range(2)
     ]
 
@@ -85,16 +86,16 @@ def summed(objective: Any, model: nn.Module, batch: Any) -> tuple[torch.Tensor, 
     return loss, int(count)
 
 
-@pytest.mark.parametrize("name", daily(["fsdp", "hsdp"], "hsdp"))
+@pytest.mark.parametrize("name", daily(["two", "fsdp", "hsdp"], "two"))
 def test_seq2seq_and_classification_equal_one_process(name: str) -> None:
-    equal_one_process(name)
+    on_ranks(2 if name == "two" else 4)(equal_one_process)(name)
 
 
-@on_ranks(4)
 def equal_one_process(name: str) -> None:
     for build, objective, kind in ((t5, Seq2Seq(), "pairs"), (bert, SequenceClassification(), "labels")):
         mesh, passes = PLANS[name]
-        assert_parity(build, mesh, passes, steps_of(kind), loss_sum=functools.partial(summed, objective))
+        steps = steps_of(kind, torch.distributed.get_world_size())
+        assert_parity(build, mesh, passes, steps, loss_sum=functools.partial(summed, objective))
 
 
 @on_ranks(2)
