@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import gc
 import importlib
 import re
 import subprocess
@@ -142,8 +143,10 @@ def sources():
 
 @pytest.fixture(scope="module", autouse=True)
 def trees():
-    """Keep what is parsed, some hundred MB, no longer than these tests run."""
+    """Keep what is parsed, some hundred MB, no longer than these tests run, and look for no garbage in it."""
+    gc.disable()
     yield
+    gc.enable()
     for kept in (parsed, nodes):
         kept.cache_clear()
 
