@@ -175,6 +175,7 @@ def install() -> None:
     """
     module = _module()
     register_device(NAME, module)
+    setattr(torch.accelerator, "current_stream", module.current_stream)  # noqa: B010 - which FSDP2 asks, too
     module.kernels = define()  # they live as long as the device
 
 
