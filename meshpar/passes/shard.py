@@ -206,7 +206,7 @@ class _Sharding(Precision):
         ]
         outermost = keep if not isinstance(keep, bool) else False
         make_unit(module, partial(fully_shard, reshard_after_forward=outermost, mp_policy=outer, **common), ignored)
-        self._prefetch(units)
+        self._prefetch(units, by_order=applied(module).layers is None)
 
     def _shard_divided(
         self,
@@ -245,15 +245,18 @@ class _Sharding(Precision):
             else OffloadPolicy()
         )
 
-    def _prefetch(self, units: list[FSDPModule]) -> None:
+    def _prefetch(self, units: list[FSDPModule], *, by_order: bool) -> None:
+        """Say what is gathered ahead. FSDP2's own choice in backward is ``by_order`` of the forwards, and gathers a
+        block in vain where several forwards run before a backward.
+        """
         for place, unit in enumerate(units):
             if self.prefetch_forward:
                 unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + self.prefetch_forward])
-            if self.prefetch_backward != 1:
+            if self.prefetch_backward != 1 or not by_order:
                 # An empty list means FSDP2's own choice, so "none" is said by naming the unit itself, which is gathered
                 # already.
                 ahead = units[max(0, place - self.prefetch_backward) : place][::-1]
-                unit.set_modules_to_backward_prefetch(ahead if self.prefetch_backward else [unit])
+                unit.set_modules_to_backward_prefetch(ahead or [unit])
 
 
 @final
