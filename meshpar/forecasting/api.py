@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+import meshpar.forecasting.staged as staged
 from meshpar.core.errors import MeshparError, PlanError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
@@ -141,6 +142,11 @@ def trace_of(job: Simulation, layout: ModelLayout, depth: str = "probes") -> tup
     if depth == "probes":
         with suppress(MeshparError):  # of blocks that differ
             depths = Depths(job.model, layout)
+    if depths is not None and stages_of(job.plan) > 1 and job.replicas == 1:
+        with suppress(MeshparError):
+            shape = staged.shape_of(job, layout)
+            few, more = simulate(staged.probes(job, depths), workers=2)
+            return staged.Stages(few, more).joined(shape), "probes"
     if depths is not None and len(jobs := probes(job, depths)) > 1:
         few, more = simulate(jobs, workers=len(jobs))
         with suppress(MeshparError):

@@ -71,7 +71,7 @@ def cost(trace: Trace, hardware: Hardware) -> Cost:
     """Return the time of one step of ``trace`` on ``hardware``."""
     if trace.stages:
         return _of_stages(trace, hardware)
-    clock = _Clock(trace, hardware)
+    clock = Clock(trace, hardware)
     for phase, event in trace.events():
         clock.step(phase, event)
     return _read(clock, trace, max([clock.host, *clock.free.values()]), trace.flops(recomputed=False))
@@ -81,7 +81,7 @@ def _of_stages(trace: Trace, hardware: Hardware) -> Cost:
     """Let the stages' clocks run together: a stage waits for what another one sends, and all for one another where
     they exchange something.
     """
-    clocks = [_Clock(stage, hardware) for stage in trace.stages]
+    clocks = [Clock(stage, hardware) for stage in trace.stages]
     left = [deque(stage.events()) for stage in trace.stages]
     sent: dict[tuple[int, int, int], deque[float]] = defaultdict(deque)
     (axis,) = {event.collective.axis for _, event in left[0] if event.collective and event.collective.peer >= 0}
@@ -113,7 +113,7 @@ def _of_stages(trace: Trace, hardware: Hardware) -> Cost:
     return replace(stages[fullest], stages=stages)
 
 
-def _read(clock: _Clock, trace: Trace, seconds: float, flops: float) -> Cost:
+def _read(clock: Clock, trace: Trace, seconds: float, flops: float) -> Cost:
     hardware = clock.hardware
     dtypes = [event.dtype for _, event in trace.events() if event.flops]
     peak = hardware.flops(max(set(dtypes), key=dtypes.count)) if dtypes else 1.0
@@ -131,7 +131,9 @@ def _read(clock: _Clock, trace: Trace, seconds: float, flops: float) -> Cost:
 
 
 @final
-class _Clock:
+class Clock:
+    """Work off the events of one rank."""
+
     def __init__(self, trace: Trace, hardware: Hardware) -> None:
         self.hardware, self.compiled = hardware, trace.compiled
         self.host, self.idle = 0.0, 0.0
@@ -162,6 +164,13 @@ class _Clock:
         self.host += self.hardware.host
         self.wait_until(came, event.collective.axis)
         if event.collective.dtype == "uint8":
+            self.host = max(self.host, self.free["compute"])
+        self._noted(event, self.free["compute"])
+
+    def pass_over(self, event: Event) -> None:
+        """Issue a message without waiting for other ranks."""
+        self.host += self.hardware.host
+        if event.collective is not None and event.collective.kind == "recv" and event.collective.dtype == "uint8":
             self.host = max(self.host, self.free["compute"])
         self._noted(event, self.free["compute"])
 

@@ -13,7 +13,7 @@ from meshpar.core.mesh import MeshSpec
 from meshpar.forecasting.cost import ERROR_RANGE
 from meshpar.forecasting.hardware import RESERVED_RANGE, Verdict, reserved_range
 from meshpar.forecasting.report import GIB, Forecast
-from meshpar.passes import ActivationCheckpoint, FullyShard, HybridShard, Pass, TensorParallel
+from meshpar.passes import ActivationCheckpoint, FullyShard, HybridShard, Pass, PipelineParallel, TensorParallel
 
 
 def axes_of(passes: Sequence[Pass]) -> set[str]:
@@ -36,6 +36,9 @@ class Settings:
         fixed: sizes of their axes that are not varied.
         copies: the replicas are jobs of their own, of which so many hold each parameter's optimizer state where
             ``world``; 0: one job.
+        stages: size of the axis ``pp``.
+        blocks: of each stage; empty: as ``PipelineParallel`` cuts the model.
+        micro_batches: of a step, of a rank.
     """
 
     replicas: int
@@ -48,10 +51,13 @@ class Settings:
     fixed: Mapping[str, int]
     world: bool = False
     copies: int = 0
+    stages: int = 1
+    blocks: tuple[int, ...] = ()
+    micro_batches: int = 1
 
     def mesh(self) -> MeshSpec:
         """Return the mesh, without axes of size 1 other than ``dp_shard``."""
-        axes = {"dp_replicate": self.replicas, "dp_shard": self.shards, "tp": self.tp}
+        axes = {"pp": self.stages, "dp_replicate": self.replicas, "dp_shard": self.shards, "tp": self.tp}
         return MeshSpec(
             {name: size for name, size in axes.items() if size > 1 or name == "dp_shard"} | dict(self.fixed)
         )
@@ -64,6 +70,8 @@ class Settings:
         """Return the passes in their order, computing in bfloat16 on float32 parameters."""
         claimed = axes_of(self.beside)
         passes: list[Pass] = [pass_ for pass_ in self.beside if self.tp > 1 or "tp" not in pass_.axes]
+        if self.stages > 1:
+            passes.append(PipelineParallel(stages=self.blocks or None))
         if self.tp > 1 and "tp" not in claimed:
             passes.append(TensorParallel(sequence_parallel=True, loss_parallel=True))
         if self.recompute != "none":
@@ -81,8 +89,11 @@ class Settings:
     def __str__(self) -> str:
         kept = "" if self.reshard else ", parameters kept gathered"
         again = "no recomputation" if self.recompute == "none" else f"{self.recompute} recomputation"
+        staged = f", {self.micro_batches} of them" if self.stages > 1 else ""
+        staged += f", stages of {', '.join(map(str, self.blocks))} blocks" if self.blocks else ""
         return (
-            f"{self.mesh()}; micro-batch {self.micro_batch}; {again}{kept}{', optimizer=world' if self.world else ''}"
+            f"{self.mesh()}; micro-batch {self.micro_batch}{staged}; {again}{kept}"
+            f"{', optimizer=world' if self.world else ''}"
         )
 
 

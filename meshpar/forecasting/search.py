@@ -16,6 +16,7 @@ from typing import final
 import torch
 from torch import nn
 
+import meshpar.forecasting.staged as staged
 from meshpar.core.errors import MeshparError, PlanError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, divisors
@@ -24,7 +25,8 @@ from meshpar.forecasting.cost import cost, sending_time
 from meshpar.forecasting.extrapolate import deepened, widened
 from meshpar.forecasting.hardware import Hardware, reserved_range
 from meshpar.forecasting.ranking import Candidate, Ranking, Settings, alike, axes_of, gib_reserved
-from meshpar.forecasting.simulate import Depths, Simulation, simulate
+from meshpar.forecasting.simulate import Depths, Simulation, simulate, stages_of
+from meshpar.forecasting.staged import Shape, Stages, costs_of_blocks, even_stages
 from meshpar.forecasting.step import Batch
 from meshpar.forecasting.trace import Collective, Event, Memory, Phase, Trace
 from meshpar.passes import (
@@ -34,6 +36,7 @@ from meshpar.passes import (
     FullyShard,
     HybridShard,
     Pass,
+    PipelineParallel,
     Replicate,
     TensorParallel,
 )
@@ -41,9 +44,10 @@ from meshpar.plan import Plan
 
 RECOMPUTE = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
+STAGES = (2, 4, 8, 16)
 LONG = 16384
 """Tokens of a sample from which the search also splits sequences over ``cp``."""
-VARIED = (TensorParallel, ActivationCheckpoint, FullyShard, HybridShard, Replicate)
+VARIED = (PipelineParallel, TensorParallel, ActivationCheckpoint, FullyShard, HybridShard, Replicate)
 """The passes that a search chooses itself, with their options."""
 _Family = tuple[int, str, bool]
 """The degree of tensor parallelism, the way of recomputation, and whether parameters are resharded."""
@@ -64,13 +68,16 @@ def search(
     workers: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     optimizer_copies: int | None = None,
+    stages: Sequence[int] = STAGES,
 ) -> Ranking:
     """Rank every legal mesh and setting.
 
     Meshes: ``tp`` within a node (with sequence parallelism and a split loss), shards from what is left of a node to all
     ranks, replicas beside them. For each: resharding or not, three ways of recomputation, micro-batches from 1. Where a
     sample is long (16,384 tokens or more) and the model allows it, also ``cp`` within a node; where the layout names
-    experts, also ``ep`` within a node.
+    experts, also ``ep`` within a node. Where the model can be cut, also ``pp``, with the smallest micro-batch, ``pp``
+    times as many micro-batches as ``batch`` has, which makes a step of the same samples, and the cuts of
+    :class:`meshpar.PipelineParallel` or, where they are faster, those by the forecast's own times.
 
     Args:
         model: on the meta device, with like blocks.
@@ -88,6 +95,7 @@ def search(
             there are.
         optimizer_copies: the replicas are jobs of their own, each inside of a node, of which so many hold each
             parameter's optimizer state where they divide it; None: one job.
+        stages: sizes of ``pp`` to try.
 
     Raises:
         MeshparError: no mesh is legal, or the model's blocks are not alike.
@@ -110,6 +118,9 @@ def search(
         degrees = [tp for tp in _degrees(asked)[0] if tp * math.prod(asked.fixed.values()) <= hardware.node]
         samples = (1,) if batch.sequence >= LONG else micro_batches
         candidates += _candidates(asked, degrees, recompute, (True,), samples, simulates(asked.kept))
+    stages = [size for size in stages if size * staged.FEWEST <= given.depths.blocks and not given.world_size % size]
+    stages = [] if given.copies else stages
+    candidates += _staged(given, _degrees(given)[0], recompute, min(micro_batches), stages, simulates("pp"))
     if not candidates:
         raise MeshparError(
             f"{world_size} ranks are one replica, in nodes of {hardware.node}, and --elastic=replicas needs two; use "
@@ -120,7 +131,7 @@ def search(
     first = [candidate.settings for group in groups for candidate in group][:top]
     chosen = [_simulation(given, settings, ranks_per_node=hardware.node) for settings in first]
     best = sorted(
-        _replayed(chosen, given.depths, hardware, simulates("the best")),
+        _replayed(chosen, given.depths, layout, hardware, simulates("the best")),
         key=lambda candidate: (not candidate.fits, -candidate.cost.tokens_per_second),
     )
     return Ranking(best=tuple(best), groups=groups, out=out)
@@ -296,9 +307,21 @@ class _Asked:
     copies: int
 
     def settings(
-        self, tp: int, recompute: str, reshard: bool, *, replicas: int, shards: int, micro_batch: int
+        self,
+        tp: int,
+        recompute: str,
+        reshard: bool,
+        *,
+        replicas: int,
+        shards: int,
+        micro_batch: int,
+        stages: int = 1,
+        blocks: tuple[int, ...] = (),
     ) -> Settings:
         return Settings(
+            stages=stages,
+            blocks=blocks,
+            micro_batches=self.batch.accumulate * stages,
             replicas=replicas,
             shards=shards,
             tp=tp,
@@ -347,7 +370,7 @@ def _simulation(asked: _Asked, settings: Settings, *, ranks_per_node: int | None
         plan=Plan(MeshSpec(mesh.axes, ranks_per_node=ranks_per_node), settings.passes()),
         model=asked.model,
         layout=asked.layout,
-        batch=replace(asked.batch, micro_batch=settings.micro_batch),
+        batch=replace(asked.batch, micro_batch=settings.micro_batch, accumulate=settings.micro_batches),
         world_size=mesh.size,
         replicas=settings.mesh().size // mesh.size,
         optimizer_copies=settings.copies or 2,
@@ -363,9 +386,9 @@ def _typical(asked: _Asked, family: _Family, size: int) -> Simulation:
     return _simulation(asked, asked.settings(*family, replicas=replicas, shards=ranks // replicas, micro_batch=size))
 
 
-def _splits(asked: _Asked, tp: int) -> Iterator[tuple[int, int]]:
+def _splits(asked: _Asked, tp: int, stages: int = 1) -> Iterator[tuple[int, int]]:
     """Yield (replicas, shards): shards from what tp leaves of a node up to all, by factors of two."""
-    ranks = asked.world_size // tp
+    ranks = asked.world_size // (tp * stages)
     inside = tp * math.prod(asked.fixed.values())
     shards = max(1, min(ranks, asked.hardware.node // inside)) if asked.replicates else ranks
     while shards <= ranks:
@@ -409,6 +432,70 @@ def _estimates(
         yield Candidate(settings=settings, tokens_per_second=speed, peak=peak, verdict=verdict)
 
 
+def _staged(
+    asked: _Asked,
+    degrees: Sequence[int],
+    recompute: Sequence[str],
+    size: int,
+    stages: Sequence[int],
+    simulates: _Simulate,
+) -> Iterator[Candidate]:
+    """Yield the settings over stages, with what they are estimated to do, or why the model cannot be cut."""
+    families = [(tp, way) for tp in degrees for way in recompute]
+    if not families or not stages:
+        return
+    jobs, most = list[Simulation](), max(stages)
+    for tp, way in families:
+        shards = max(1, asked.world_size // (2 * tp * min(stages)))
+        settings = asked.settings(
+            tp, way, True, replicas=2 if asked.replicates else 1, shards=shards, micro_batch=size, stages=most
+        )
+        try:
+            first = _simulation(asked, replace(settings, replicas=1, shards=1, stages=min(stages)))
+            if not jobs:  # whether a model can be cut depends on nothing else
+                first.plan.check(asked.model, asked.layout, first.world_size)
+                costs = costs_of_blocks(first, asked.layout)
+            jobs += staged.probes(_simulation(asked, settings), asked.depths)
+        except MeshparError as error:
+            why = "; ".join(error.problems) if isinstance(error, PlanError) else str(error)
+            yield _out(replace(settings, stages=min(stages)), 0, why)
+            return
+    traces = iter(simulates(jobs))
+    for tp, way in families:
+        known = Stages(next(traces), next(traces))
+        for number in (number for number in stages if asked.world_size % (tp * number) == 0):
+            for replicas, shards in _splits(asked, tp, number):
+                settings = asked.settings(
+                    tp, way, True, replicas=replicas, shards=shards, micro_batch=size, stages=number
+                )
+                of = known.estimates(asked.hardware, functools.partial(_on_mesh, replicas=replicas, shards=shards))
+                found = list(_cuts(asked, settings, known, of, costs))
+                yield from sorted(found, key=lambda one: (bool(one.problem), -one.tokens_per_second))[:1]
+
+
+def _cuts(
+    asked: _Asked, settings: Settings, known: Stages, of: Callable[[int, int], Trace], costs: Sequence[float]
+) -> Iterator[Candidate]:
+    """Yield the settings with the model's own cuts, and with those by the times of this forecast."""
+    stages = settings.stages
+    default = even_stages(costs, stages) if len(costs) >= stages else ()
+    for blocks in dict.fromkeys((default, even_stages(known.times(of, len(costs)), stages) if default else ())):
+        here = settings if blocks == default else replace(settings, blocks=blocks)
+        shape = Shape(
+            blocks=blocks, schedule="1f1b", micro_batches=settings.micro_batches, stride=settings.mesh().size // stages
+        )
+        try:
+            trace = known.joined(shape, of)
+        except MeshparError as error:  # stages are too short
+            yield _out(here, 0, str(error))
+            continue
+        peak, timed = trace.memory().peak, cost(trace, asked.hardware)
+        if (verdict := asked.hardware.verdict(peak)) == "does not fit":
+            yield _out(here, peak, f"needs {gib_reserved(peak)} GiB of {asked.hardware.room / 2**30:.0f}")
+        else:
+            yield Candidate(settings=here, tokens_per_second=timed.tokens_per_second, peak=peak, verdict=verdict)
+
+
 def _between_jobs(settings: Settings, parameters: int, hardware: Hardware) -> float:
     """Return the seconds in which replicas that are jobs of their own exchange gradients, and new values where they
     divide state.
@@ -426,7 +513,7 @@ def _on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:
     """Return the trace with its data axes cut another way: groups of other sizes, other strides, shards of other
     sizes.
     """
-    then = trace.axes["dp_shard"]
+    then, data = trace.axes["dp_shard"], trace.axes["dp_shard"] * trace.axes.get("dp_replicate", 1)
     known: dict[Collective, Collective] = {}
 
     def moved(event: Event) -> Event:
@@ -442,20 +529,25 @@ def _on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:
         return replace(event, collective=known[sent])
 
     phases = tuple(Phase(name=phase.name, events=tuple(map(moved, phase.events))) for phase in trace.phases)
-    return replace(trace, axes=dict(trace.axes) | {"dp_replicate": replicas, "dp_shard": shards}, phases=phases)
+    axes = dict(trace.axes) | {"dp_replicate": replicas, "dp_shard": shards}
+    return replace(trace, axes=axes, data_size=trace.data_size // data * replicas * shards, phases=phases)
 
 
 def _replayed(
-    chosen: Sequence[Simulation], depths: Depths, hardware: Hardware, simulates: _Simulate
+    chosen: Sequence[Simulation], depths: Depths, layout: ModelLayout, hardware: Hardware, simulates: _Simulate
 ) -> Iterator[Forecast]:
     """Yield the forecasts of the chosen on their own meshes."""
-    jobs = [probes(job, depths) for job in chosen]
+    jobs = [staged.probes(job, depths) if stages_of(job.plan) > 1 else probes(job, depths) for job in chosen]
     traces = iter(simulates([job for some in jobs for job in some]) if jobs else [])
     for job, some in zip(chosen, jobs):
         (trace, *more), replayed = [next(traces) for _ in some], "all"
         try:
             for deeper in more:
-                trace, replayed = deepened(trace, deeper, depths.blocks), "probes"
+                if trace.stages:
+                    trace = Stages(trace, deeper).joined(staged.shape_of(job, layout))
+                else:
+                    trace = deepened(trace, deeper, depths.blocks)
+                replayed = "probes"
         except MeshparError:  # as in _deepened
             (trace,) = simulates([job])
         yield evaluated(trace, hardware, job, replayed)

@@ -19,7 +19,17 @@ import pytest
 import torch
 
 import meshpar
-from meshpar import ActivationCheckpoint, Float8, FullyShard, HybridShard, Plan, PlanError, TensorParallel
+import meshpar.forecasting.staged as staged
+from meshpar import (
+    ActivationCheckpoint,
+    Float8,
+    FullyShard,
+    HybridShard,
+    PipelineParallel,
+    Plan,
+    PlanError,
+    TensorParallel,
+)
 from meshpar.core.errors import MeshparError
 from meshpar.core.mesh import MeshSpec
 from meshpar.forecasting import Batch, Hardware, Trace, cost, forecast
@@ -327,6 +337,55 @@ def test_stages_wait_for_one_another():
     assert [row["micro_batches"] for row in as_data(report)["stages"]] == [2, 1]
     assert "one waits for another for" in text(report)
     assert page([report]).count("<title>backward") == 10
+
+
+WIDE = replace(SMALL, vocab_size=16_000, dim=2048, layers=10, heads=16, kv_heads=4, hidden=5632, max_positions=2048)
+
+
+def test_three_short_stages_tell_those_of_another_mesh():
+    """In full, with the events of a step that is simulated whole; and as a search estimates plans, with one event for
+    all between two messages.
+    """
+    passes = [PipelineParallel(stages=(3, 3, 2, 2)), FullyShard(**BF16)]
+    made = job(WIDE, "pp=4,dp_shard=2", passes, sequence=2048, accumulate=6)
+    layout, hardware = made.model.meshpar_layout(), Hardware.load("h100")
+    wider = replace(made, plan=Plan(MeshSpec("pp=4,dp_shard=4"), passes), world_size=16)
+    few, more, whole = simulate([*staged.probes(wider, Depths(made.model, layout)), made], workers=2)
+    known, shape = staged.Stages(few, more), staged.shape_of(made, layout)
+    joined = known.joined(shape)
+    for stage, simulated in zip(joined.stages, whole.stages, strict=True):
+        for one in (stage, simulated):
+            assert one.parameters == sum(parameter.numel() for parameter in made.model.parameters())
+        assert [what(event) for _, event in stage.events()] == [what(event) for _, event in simulated.events()]
+        assert (stage.flops(), stage.live()) == (simulated.flops(), simulated.live())
+    assert cost(joined, hardware).seconds == pytest.approx(cost(whole, hardware).seconds, rel=0.01)
+    estimate = known.joined(shape, known.estimates(hardware, lambda trace: search_module._on_mesh(trace, 1, 2)))
+    for stage, simulated in zip(estimate.stages, whole.stages, strict=True):
+        assert stage.memory().peak == pytest.approx(simulated.memory().peak, rel=0.03)
+    assert cost(estimate, hardware).tokens_per_second == pytest.approx(
+        cost(whole, hardware).tokens_per_second, rel=0.03
+    )
+
+
+def what(event):
+    """Return what an event is, apart from sizes that depend on the ranks of data."""
+    sent = event.collective
+    return event.kind, event.name, event.flops, sent and (sent.kind, sent.axis, sent.peer, sent.tag)
+
+
+@pytest.mark.nightly
+def test_a_search_over_stages_estimates_what_a_forecast_of_the_plan_says():
+    model, hardware = transformer(replace(WIDE, layers=12)), replace(Hardware.load("h100"), node=2)
+    batch, layout = Batch(sequence=2048, accumulate=4), model.meshpar_layout()
+    found = search_module.search(
+        model, layout, batch, hardware, 8, recompute=("full",), micro_batches=(1,), stages=(2, 4), top=0
+    )
+    for stages in (2, 4):
+        best = next(candidate for candidate in found.fitting if candidate.settings.stages == stages)
+        plan = Plan(best.settings.mesh(), best.settings.passes())
+        told = forecast(plan, model, replace(batch, accumulate=4 * stages), hardware=hardware, depth="all")
+        assert best.tokens_per_second == pytest.approx(told.cost.tokens_per_second, rel=0.05), str(best.settings)
+        assert best.peak == pytest.approx(told.memory.peak, rel=0.05), str(best.settings)
 
 
 def test_a_search_tries_ep_for_mixtures(monkeypatch):

@@ -1,0 +1,333 @@
+"""Traces of many stages and micro-batches from those of a few: three stages of few blocks run four micro-batches.
+
+A stage begins the model, ends it, or is in its middle. Its forwards and backwards are alike but for the first one,
+which makes gradients, the last one, which reduces them, and what was resharded by the one before. The schedule says in
+which order they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from meshpar.core.errors import MeshparError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec
+from meshpar.forecasting.cost import Clock
+from meshpar.forecasting.extrapolate import deepened
+from meshpar.forecasting.hardware import Hardware
+from meshpar.forecasting.simulate import Depths, Simulation
+from meshpar.forecasting.trace import Collective, Event, Phase, Trace
+from meshpar.passes import PipelineParallel
+from meshpar.passes.pipeline.cuts import even_cuts, examine
+from meshpar.passes.pipeline.schedule import actions
+from meshpar.plan import Plan
+
+FEWEST = 2
+"""Blocks of a stage of the smaller probe: a first and a last one."""
+_STAGES, _MICRO_BATCHES = 3, 4
+_SHARDED = ("parameters", "gradients", "optimizer")
+
+
+def probes(job: Simulation, depths: Depths) -> list[Simulation]:
+    """Return two jobs of three stages, or two where ``job`` has two, with few blocks, from which :class:`Stages` tells
+    those of ``job`` and of other numbers of stages.
+
+    Raises:
+        MeshparError: the model has too few blocks, or a pass treats blocks differently.
+    """
+    mesh = job.plan.mesh
+    assert isinstance(mesh, MeshSpec)
+    stages = min(_STAGES, mesh.axes["pp"])
+    least = FEWEST + max(0, max(pass_.blocks_ahead for pass_ in job.plan.passes) - 1)
+    if depths.blocks < stages * (least + 1):
+        raise MeshparError(
+            f"{depths.blocks} blocks are too few to estimate stages from probes of {stages * (least + 1)}; forecast "
+            "plans with pp one by one"
+        )
+    if any(pass_.period > 1 for pass_ in job.plan.passes):
+        raise MeshparError("a pass treats blocks differently, so that few do not represent a stage")
+    found = list[Simulation]()
+    for blocks in (least, least + 1):
+        passes = [
+            replace(pass_, stages=(blocks,) * stages) if isinstance(pass_, PipelineParallel) else pass_
+            for pass_ in job.plan.passes
+        ]
+        found.append(
+            replace(
+                job,
+                plan=Plan(MeshSpec({**mesh.axes, "pp": stages}, ranks_per_node=mesh.ranks_per_node), passes),
+                model=depths.shallow(stages * blocks),
+                batch=replace(job.batch, accumulate=_MICRO_BATCHES),
+                world_size=job.world_size // mesh.axes["pp"] * stages,
+            )
+        )
+    return found
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How layers are divided.
+
+    Attributes:
+        blocks: numbers of blocks of each stage.
+        schedule: see :class:`meshpar.PipelineParallel`.
+        micro_batches: of a step.
+        stride: ranks of a stage.
+    """
+
+    blocks: tuple[int, ...]
+    schedule: str
+    micro_batches: int
+    stride: int
+
+
+def shape_of(job: Simulation, layout: ModelLayout) -> Shape:
+    """Return how a job divides layers.
+
+    Raises:
+        MeshparError: its stages cannot be told from probes.
+    """
+    (cut,) = (pass_ for pass_ in job.plan.passes if isinstance(pass_, PipelineParallel))
+    assert isinstance(job.plan.mesh, MeshSpec)
+    ranks = job.plan.mesh.axes["pp"]
+    if cut.virtual > 1 or job.batch.accumulate < 2:
+        raise MeshparError("several stages a rank, or one micro-batch, are replayed")
+    blocks = cut.stages or even_stages(costs_of_blocks(job, layout), ranks)
+    return Shape(
+        blocks=blocks, schedule=cut.schedule, micro_batches=job.batch.accumulate, stride=job.world_size // ranks
+    )
+
+
+def costs_of_blocks(job: Simulation, layout: ModelLayout) -> tuple[int, ...]:
+    """Return the costs by which ``PipelineParallel`` cuts a model."""
+    anatomy, problems = examine(job.model, layout)
+    if anatomy is None:
+        raise MeshparError("; ".join(problems))
+    return anatomy.costs
+
+
+def even_stages(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Return the numbers of blocks of stages of which the dearest costs least."""
+    firsts = even_cuts(costs, stages)
+    return tuple(end - begin for begin, end in zip(firsts, [*firsts[1:], len(costs)]))
+
+
+@final
+class Stages:
+    """Traces of stages of any number of blocks, from two probes.
+
+    Args:
+        few, more: traces of :func:`probes`.
+    """
+
+    def __init__(self, few: Trace, more: Trace) -> None:
+        self.few, self.more = few, more
+        self._known, self._brief = dict[tuple[int, int], Trace](), dict[tuple[int, int], Trace]()
+
+    def trace(self, kind: int, blocks: int) -> Trace:
+        """Return the four micro-batches of a stage: of ``kind`` 0 at the beginning of the model, 1 in its middle, -1
+        at its end.
+
+        Raises:
+            MeshparError: it has fewer blocks than the probes, or they cannot be extrapolated.
+        """
+        if (kind, blocks) not in self._known:
+            few, more = self.few.stages[kind], self.more.stages[kind]
+            if blocks < few.depth:
+                raise MeshparError(f"a stage of {blocks} blocks is too short to be estimated from {few.depth}")
+            self._known[kind, blocks] = few if blocks == few.depth else deepened(few, more, blocks)
+        return self._known[kind, blocks]
+
+    def estimates(self, hardware: Hardware, on_mesh: Callable[[Trace], Trace]) -> Callable[[int, int], Trace]:
+        """Return what makes the trace of a kind of stage on another mesh, with one event between two messages: times
+        on a line through those of the probes, memory as the extrapolated trace has it.
+        """
+        ends = dict[int, tuple[Trace, Trace]]()
+
+        def of(kind: int, blocks: int) -> Trace:
+            if (kind, blocks) not in self._brief:
+                self._brief[kind, blocks] = condensed(self.trace(kind, blocks), hardware)
+            if kind not in ends:
+                few, more = (condensed(on_mesh(trace.stages[kind]), hardware) for trace in (self.few, self.more))
+                ends[kind] = few, more
+            few, more = ends[kind]
+            brief, times = self._brief[kind, blocks], (blocks - few.depth) / (more.depth - few.depth)
+            part = brief.axes["dp_shard"] / few.axes["dp_shard"]
+
+            def resized(sizes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+                return tuple((holder, int(size * part) if holder in _SHARDED else size) for holder, size in sizes)
+
+            phases = tuple(
+                Phase(
+                    name=phase.name,
+                    events=tuple(
+                        replace(event, moved=int(a.moved + times * (b.moved - a.moved)), memory=resized(event.memory))
+                        for event, a, b in zip(phase.events, one.events, other.events, strict=True)
+                    ),
+                )
+                for phase, one, other in zip(brief.phases, few.phases, more.phases, strict=True)
+            )
+            return replace(few, depth=blocks, held=dict(resized(brief.held.items())), phases=phases)
+
+        return of
+
+    def times(self, of: Callable[[int, int], Trace], blocks: int) -> list[float]:
+        """Return the times of the blocks of a model in one unit, what runs before and behind them in the first and
+        the last one's.
+        """
+        few, more = self.few.stages[0].depth, self.more.stages[0].depth
+
+        def one(kind: int, depth: int) -> int:
+            phases = of(kind, depth).phases
+            forward, backward = (
+                [phase for phase in phases if phase.name == name][1] for name in ("forward", "backward")
+            )
+            return sum(event.moved for phase in (forward, backward) for event in phase.events)
+
+        middle = 1 if len(self.few.stages) > 2 else 0
+        block = (one(middle, more) - one(middle, few)) / (more - few)
+        found = [block] * blocks
+        found[0] += one(0, few) - few * block
+        found[-1] += one(-1, few) - few * block
+        return found
+
+    def joined(self, shape: Shape, of: Callable[[int, int], Trace] | None = None) -> Trace:
+        """Return the trace of all stages.
+
+        Args:
+            shape: of the stages.
+            of: makes the four micro-batches of a kind and a number of blocks; None: :meth:`trace`.
+        """
+        ranks = len(shape.blocks)
+        stages = list[Trace]()
+        for rank, blocks in enumerate(shape.blocks):
+            kind = 0 if rank == 0 else -1 if rank == ranks - 1 else 1
+            trace = (of or self.trace)(kind, blocks)
+            probed = kind % len(self.few.stages)
+            held = {**trace.held, "inputs": trace.held["inputs"] * shape.micro_batches // _MICRO_BATCHES}
+            phases = _in_order(trace, shape, rank, probed)
+            tokens = trace.tokens * shape.micro_batches // _MICRO_BATCHES
+            axes = {**trace.axes, "pp": ranks}
+            stages.append(replace(trace, held=held, phases=phases, tokens=tokens, axes=axes))
+        fullest = max(stages, key=lambda stage: stage.memory().peak)
+        whole = sum(of_blocks(self.few, self.more, blocks) for blocks in shape.blocks)
+        whole += self.few.parameters - sum(of_blocks(self.few, self.more, stage.depth) for stage in self.few.stages)
+        stages = [replace(stage, parameters=whole) for stage in stages]
+        return replace(fullest, parameters=whole, stages=tuple(stages))
+
+
+def of_blocks(few: Trace, more: Trace, blocks: int) -> int:
+    """Return the number of parameters of some blocks, from the traces of probes."""
+    between = sum(stage.depth for stage in more.stages) - sum(stage.depth for stage in few.stages)
+    return blocks * (more.parameters - few.parameters) // between
+
+
+def _in_order(trace: Trace, shape: Shape, rank: int, probed: int) -> tuple[Phase, ...]:
+    """Return the phases of a rank's step, from those of four micro-batches of stage ``probed`` of the probe."""
+    ranks, at, before = len(shape.blocks), 0, ""
+    begins, parts = dict[int, int](), dict[tuple[str, str], list[Phase]]()
+    for phase in trace.phases:
+        begins[id(phase)] = at
+        at += len(phase.events)
+        parts.setdefault((phase.name, before), []).append(phase)
+        before = phase.name
+    chosen = [trace.phases[0]]
+    forwards, backwards = ([phase for phase in trace.phases if phase.name == name] for name in ("forward", "backward"))
+    todo = actions(shape.schedule, rank, ranks, shape.micro_batches)
+    for place, action in enumerate(todo, 1):
+        name, every = ("forward", forwards) if action.kind == "F" else ("backward", backwards)
+        alike = [
+            phase
+            for phase in parts.get((name, chosen[-1].name), ())
+            if id(phase) not in (id(every[0]), id(backwards[-1]))
+        ]
+        if action.number == 0:
+            chosen.append(every[0])
+        elif place == len(todo):
+            chosen.append(every[-1])
+        else:
+            chosen.append((alike or every[1:-1])[0])
+    chosen.append(trace.phases[-1])
+    known, phases, now = dict[Collective, Collective](), list[Phase](), 0
+
+    def rewired(sent: Collective) -> Collective:
+        if sent not in known:
+            steps = sent.peer - probed
+            peer = rank + steps if abs(steps) == 1 else ranks - 1 - rank  # a neighbour, or the other end
+            size = sent.size // sent.ranks * ranks if sent.kind == "all_gather" else sent.size
+            known[sent] = replace(
+                sent, ranks=ranks, stride=shape.stride, peer=peer if sent.peer >= 0 else -1, size=size
+            )
+        return known[sent]
+
+    for phase in chosen:
+        begin, events = begins[id(phase)], list[Event]()
+        for event in phase.events:
+            if event.kind == "wait":  # for what came in another phase, nobody waits any more
+                event = replace(event, target=event.target - begin + now if event.target >= begin else 0)
+            elif event.collective is not None and event.collective.axis == "pp":
+                event = replace(event, collective=rewired(event.collective))
+            events.append(event)
+        phases.append(Phase(name=phase.name, events=tuple(events)))
+        now += len(events)
+    return tuple(phases)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """What a stage does between two messages: its seconds, what it holds more at its peak, and behind that."""
+
+    seconds: float
+    memory: tuple[tuple[str, int], ...]
+    message: Event | None
+
+
+def condensed(trace: Trace, hardware: Hardware) -> Trace:
+    """Return a trace with one event for all that a stage does between two messages of ``pp``.
+
+    The clock runs without waiting for other stages.
+    """
+    clock = Clock(trace, hardware)
+    phases = list[Phase]()
+    rate = hardware.memory_bandwidth * hardware.memory_fraction
+    for phase in trace.phases:
+        events = list[Event]()
+        for stretch in _stretches(phase, clock):
+            moved = max(1, int((stretch.seconds - hardware.launch) * rate))
+            events.append(Event(kind="compute", name=phase.name, moved=moved, fused=moved, memory=stretch.memory))
+            events += [stretch.message] if stretch.message is not None else []
+        phases.append(Phase(name=phase.name, events=tuple(events)))
+    return replace(trace, phases=tuple(phases))
+
+
+def _stretches(phase: Phase, clock: Clock) -> Iterator[_Stretch]:
+    begin, changes = clock.free["compute"], list[tuple[str, int]]()
+    for event in phase.events:
+        changes += event.memory
+        if event.collective is None or event.collective.axis != "pp":
+            clock.step(phase.name, event)
+            continue
+        clock.pass_over(event)
+        yield _Stretch(clock.free["compute"] - begin, _at_peak(changes), replace(event, memory=()))
+        begin, changes = clock.free["compute"], []
+    yield _Stretch(clock.free["compute"] - begin, _at_peak(changes), None)
+
+
+def _at_peak(changes: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """Return changes joined to those up to the highest sum, and those behind it; within each, what falls first."""
+    total = highest = cut = 0
+    for place, (_, size) in enumerate(changes, 1):
+        total += size
+        if total > highest:
+            highest, cut = total, place
+    found = list[tuple[str, int]]()
+    for some in (changes[:cut], changes[cut:]):
+        sums = dict[str, int]()
+        for holder, size in some:
+            sums[holder] = sums.get(holder, 0) + size
+        found += sorted(((holder, size) for holder, size in sums.items() if size), key=lambda item: item[1])
+    return tuple(found)
