@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import socket
 import statistics
@@ -108,18 +109,18 @@ class Hangs(Case):
 
 
 class Disk:
-    """A file system of 4 MiB, which another file can fill."""
+    """A small file system, which another file can fill."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, *, size: str = "4m") -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
         stack.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
         self.ballast = folder / "ballast"
 
-    def fill(self) -> None:
-        """Leave no byte."""
+    def fill(self, room: int = 0) -> None:
+        """Leave so many bytes."""
         with suppress(OSError), self.ballast.open("wb", buffering=0) as file:
-            while True:
+            while shutil.disk_usage(self.ballast.parent).free > room:
                 file.write(bytes(4096))
 
     def free(self) -> None:
@@ -183,12 +184,15 @@ def records_in(data: bytes) -> Iterator[bytes]:
 
 
 class FullWandB(WandB):
-    """Weights & Biases, offline, whose disk is full."""
+    """Weights & Biases, offline, whose disk is full but for 1 MiB: what its own process still has in memory."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         super().__init__(folder, stack)
-        self.disk = Disk(folder / "wandb", stack)
-        self.fail, self.repair = self.disk.fill, self.disk.free  # type: ignore[method-assign]
+        self.disk = Disk(folder / "wandb", stack, size="64m")
+        self.repair = self.disk.free  # type: ignore[method-assign]
+
+    def fail(self) -> None:
+        self.disk.fill(1 << 20)
 
 
 class LockedWandB(WandB):

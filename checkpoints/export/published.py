@@ -13,7 +13,7 @@ import torch
 
 from meshpar.checkpoints.format.copying import Piece, are_copied, check_piece
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint, Stored
-from meshpar.checkpoints.format.manifest import AVERAGES, MODEL, Manifest, read_manifest
+from meshpar.checkpoints.format.manifest import AVERAGES, MODEL, read_manifest
 from meshpar.checkpoints.format.verify import open_verified
 from meshpar.checkpoints.steps.steps import open_step
 from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
@@ -144,24 +144,6 @@ class PublishedModel:
     def pieces(self, name: str) -> list[Piece]:
         origin = self._mapped.origin(name)
         return [] if origin is None else self._model.pieces(origin)
-
-
-def average_in(manifest: Manifest, weights: str) -> str | None:
-    """Return the name of the average that ``weights`` means: ``averaged``, of the only one, or a name; None:
-    ``trained``.
-
-    Raises:
-        CheckpointError: there is none, or several.
-    """
-    if weights == "trained":
-        return None
-    names = list(manifest.averages)
-    if weights == "averaged" and len(names) == 1:
-        return names[0]
-    if weights in names:
-        return weights
-    has = f"the averages {', '.join(names)}; name one of them" if names else "no average; export the trained weights"
-    raise CheckpointError(f"there is no average {weights!r}: step {manifest.step} has {has}")
 
 
 def in_order(names: Iterable[str]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshpar.checkpoints.export.published import PublishedModel, StoredModel, average_in, in_files, nbytes
+from meshpar.checkpoints.export.published import PublishedModel, StoredModel, in_files, nbytes
 from meshpar.checkpoints.export.quantizing import Quantization, Quantized, quantized
 from meshpar.checkpoints.export.target import apart, free_target, made_whole
 from meshpar.checkpoints.format.copying import ByteCount, Copier, Progress, StoredSource, are_copied, position_of
@@ -26,6 +26,7 @@ from meshpar.checkpoints.storage.files import aligned, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
 from meshpar.checkpoints.storage.transfer import copy_file
 from meshpar.core.errors import CheckpointError
+from meshpar.state.averaging import average_called
 from meshpar.weights import TypedSource, WeightMap
 from meshpar.weights.rules import Spans
 
@@ -166,9 +167,8 @@ def opened(
         return (src if weights is None else weights.publish(src)), config
     folder = open_step(src)
     manifest = read_manifest(folder)
-    ours = StoredModel(
-        open_verified(folder, manifest, verify, whole=False), manifest.tied, average_in(manifest, averaged)
-    )
+    average = average_called(averaged, manifest.averages)
+    ours = StoredModel(open_verified(folder, manifest, verify, whole=False), manifest.tied, average)
     published = PublishedModel(
         ours, (weights if weights is not None else WeightMap.from_json(manifest.weights)).publish(ours)
     )

@@ -244,12 +244,6 @@ def evaluations_of(recipe: Recipe, par: Parallelized, tokenizer: object) -> dict
     return made
 
 
-def validated(recipe: Recipe) -> str:
-    """Return which weights are validated: ``trained``, or the name of an average."""
-    named = recipe.validation.weights
-    return next(iter(recipe.averages)) if named == "averaged" else named
-
-
 def wants_scaler(recipe: Recipe) -> bool:
     """Tell whether the loss is to be scaled: as the recipe says, else where a pass computes in float16."""
     if recipe.training.loss_scaling is not None:

@@ -146,7 +146,7 @@ def _trainer(
         scaler=LossScaler() if build.wants_scaler(recipe) else None,
         flops_per_token=None if replicas else flops_per_token(par.module),  # of all replicas, on the devices of one
         averages=build.averages_of(recipe, par),
-        validated=build.validated(recipe),
+        validated=recipe.validation.weights,
         evaluations=build.evaluations_of(recipe, par, data.tokenizer),
     )
     return trainer, made_of[0]

@@ -16,6 +16,7 @@ from meshpar.launchers.recipes.named import objective_factory, own_problems, wan
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, MixSection, Own, mixed_names, model_config
 from meshpar.launchers.recipes.yamlfile import Document, Place
+from meshpar.state.averaging import average_called
 from meshpar.training.order import weights_problem
 from meshpar.training.tables import as_lines, kind_of
 from meshpar.training.text import SUFFIXES
@@ -23,6 +24,7 @@ from meshpar.training.text import SUFFIXES
 Conflicts = Iterator[tuple[Place, str]]
 """Fields, each with what is wrong with it."""
 
+_NO_VALIDATION = "there is no validation data; set data.validation_fraction, data.validation_paths or evaluations"
 _DOWNLOAD = "expected a folder (nothing is downloaded: `hf download NAME --local-dir FOLDER`)"
 
 
@@ -49,10 +51,7 @@ def _length_problems(recipe: Recipe) -> Conflicts:
     if training.steps is None and training.epochs is None:
         yield ("training",), "set the length of the training: steps, epochs or both"
     if training.validate_every is not None and not data.validates and not recipe.evaluations:
-        yield (
-            ("training", "validate_every"),
-            "there is no validation data; set data.validation_fraction, data.validation_paths or evaluations",
-        )
+        yield ("training", "validate_every"), _NO_VALIDATION
     length = schedule.steps or training.steps
     if length is not None and schedule.warmup_steps > length:
         yield ("schedule", "warmup_steps"), f"{schedule.warmup_steps} steps of warm-up do not fit in {length} steps"
@@ -74,7 +73,7 @@ def _length_problems(recipe: Recipe) -> Conflicts:
 
 def _average_problems(recipe: Recipe) -> Conflicts:
     """Yield what is wrong with the averages, and with the weights that are validated."""
-    names, validated = list(recipe.averages), recipe.validation.weights
+    validated = recipe.validation.weights
     for name, average in recipe.averages.items():
         if name in ("trained", "averaged") or "." in name or not name:
             yield ("averages", name), "expected a name without dots, and neither trained nor averaged, such as ema"
@@ -85,14 +84,11 @@ def _average_problems(recipe: Recipe) -> Conflicts:
                 ("averages", name),
                 "averages are of whole models, and a run with lora saves its adapters alone; drop averages, or lora",
             )
-    if validated not in ("trained", *names) and not (validated == "averaged" and len(names) == 1):
-        has = f"the averages {', '.join(names)}" if names else "no averages"
-        yield ("validation", "weights"), f"there is no average {validated!r}: the recipe has {has}; name one of them"
-    if validated != "trained" and not recipe.data.validates and not recipe.evaluations:
-        yield (
-            ("validation", "weights"),
-            "there is no validation data; set data.validation_fraction, data.validation_paths or evaluations",
-        )
+    try:
+        if average_called(validated, recipe.averages) and not recipe.data.validates and not recipe.evaluations:
+            yield ("validation", "weights"), _NO_VALIDATION
+    except MeshparError as error:
+        yield ("validation", "weights"), str(error)
 
 
 def _source_problems(recipe: Recipe) -> Conflicts:

@@ -1,5 +1,5 @@
-"""A test of an optimizer's rule: whether the step of a whole tensor is the step of its parts, which makes it exact on
-shards.
+"""A test of an optimizer's rule: whether the step of whole tensors is that of their parts, each by an optimizer of its
+own, which makes it exact on shards.
 """
 
 from __future__ import annotations
@@ -52,18 +52,15 @@ def check_elementwise(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Non
     """
     name = ""
     try:
-        whole, parts = (nn.ParameterList(_drawn(torch.Generator().manual_seed(0), cut)) for cut in (False, True))
-        before = [parameter.detach().clone() for parameter in whole]
-        for module in (whole, parts):
-            name = _train(make(module), module)
+        before, name = _trained(make, None, steps=0)
+        whole, *parts = (_trained(make, part)[0] for part in (None, 0, 1))
     except Exception as error:
         raise MeshparError(
-            f"the optimizer {name or ''} cannot be tried on a few numbers ({type(error).__name__}: {brief(error)}), "
+            f"the optimizer {name} cannot be tried on a few numbers ({type(error).__name__}: {brief(error)}), "
             "which shows whether its step on shards is exact; use another, such as torch.optim.AdamW"
         ) from error
-    joined = [torch.cat([parts[2 * place].detach(), parts[2 * place + 1].detach()]) for place in range(len(_SHAPES))]
-    for start, one, other in zip(before, (value.detach() for value in whole), joined, strict=True):
-        if not float((one - other).abs().max()) <= _TOLERANCE * float((one - start).abs().max()):
+    for start, one, *other in zip(before, whole, *parts, strict=True):
+        if not float((one - torch.cat(other)).abs().max()) <= _TOLERANCE * float((one - start).abs().max()):
             raise MeshparError(
                 f"the step of {name} on a whole tensor differs from its step on two parts of the tensor: an element "
                 "depends on others, or on random numbers, so training would depend on the mesh; use a rule for each "
@@ -71,24 +68,24 @@ def check_elementwise(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Non
             )
 
 
-def _drawn(draw: torch.Generator, cut: bool) -> list[nn.Parameter]:
-    found: list[Tensor] = []
-    for shape, at in zip(_SHAPES, _CUTS, strict=True):
-        value = torch.randn(shape, generator=draw)
-        found += [value[:at].clone(), value[at:].clone()] if cut else [value]
-    return [nn.Parameter(value) for value in found]
+def _trained(
+    make: Callable[[nn.Module], torch.optim.Optimizer], part: int | None, *, steps: int = _STEPS
+) -> tuple[list[Tensor], str]:
+    """Return tensors, or the first or second part of each, after some steps of an optimizer that has no others, and the
+    name of the optimizer.
+    """
+    draw = torch.Generator().manual_seed(0)
 
+    def drawn() -> list[Tensor]:
+        whole = [torch.randn(shape, generator=draw) for shape in _SHAPES]
+        return whole if part is None else [value.tensor_split([cut])[part].clone() for value, cut in zip(whole, _CUTS)]
 
-def _train(optimizer: torch.optim.Optimizer, module: nn.ParameterList) -> str:
-    """Step with gradients that are the same for whole tensors and parts; return the name of the optimizer."""
-    draw = torch.Generator().manual_seed(1)
+    module = nn.ParameterList(nn.Parameter(value) for value in drawn())
+    optimizer = make(module)
     if isinstance(optimizer, HasModes):
         optimizer.train()
-    for _ in range(_STEPS):
-        grads = [torch.randn(shape, generator=draw) for shape in _SHAPES]
-        if len(module) > len(grads):
-            grads = [part for grad, at in zip(grads, _CUTS, strict=True) for part in (grad[:at], grad[at:])]
-        for parameter, grad in zip(module, grads, strict=True):
-            parameter.grad = grad.clone()
+    for _ in range(steps):
+        for parameter, grad in zip(module, drawn(), strict=True):
+            parameter.grad = grad
         optimizer.step()
-    return type(optimizer).__name__
+    return [parameter.detach() for parameter in module], type(optimizer).__name__

@@ -23,7 +23,7 @@ from meshpar.loss import token_losses
 from meshpar.parallelized import Parallelized
 from meshpar.passes.random import mix
 from meshpar.replicas import check_equal
-from meshpar.state.averaging import Averaged
+from meshpar.state.averaging import Averaged, average_called
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.documents import check_documents
 from meshpar.training.elastic import Replicas
@@ -132,7 +132,7 @@ class Trainer:
             flops_per_token: training FLOPs of a token, for MFU; None: no MFU.
             averages: averages of the weights by name (:meth:`Parallelized.averaged`), updated after each step of the
                 optimizer and saved with it.
-            validated: which weights are validated: ``"trained"``, or the name of an average.
+            validated: which weights are validated: ``"trained"``, ``"averaged"`` for the only average, or a name.
             evaluations: made of the same weights after each validation, or in its place; their numbers are
                 ``eval/NAME/...``.
         """
@@ -151,12 +151,9 @@ class Trainer:
         self.par, self.objective, self.data, self.optimizer = par, objective, data, optimizer
         self.schedule, self.settings, self.validation = schedule, settings, validation
         self.checkpointer, self.reporters, self.scaler = checkpointer, tuple(reporters), scaler
-        self.averages, self._validated = dict(averages or {}), validated
-        self.evaluations = dict(evaluations or {})
-        if validated not in ("trained", *self.averages):
-            raise MeshparError(
-                f"validated is {validated!r}; expected 'trained' or an average: {', '.join(self.averages) or 'none'}"
-            )
+        self.averages, self.evaluations = dict(averages or {}), dict(evaluations or {})
+        named = average_called(validated, self.averages)
+        self._validated = None if named is None else self.averages[named]
         self.step, self.tokens, self.skipped = 0, 0, 0
         self.batch = data.global_batch  # samples of a step when the run began
         self.validated = 0  # batches of all validations, so that a watchdog sees one move
@@ -513,8 +510,7 @@ class Trainer:
     def _validate(self) -> None:
         """Validate and publish the result; a stop request ends it, and the next start makes up for it."""
         self._read()
-        average = self.averages.get(self._validated)
-        with evaluated(self.optimizer) if average is None else average.swapped():
+        with evaluated(self.optimizer) if self._validated is None else self._validated.swapped():
             found = {} if self.validation is None else self.validate()
             self.owes_validation = self.validation is not None and not found
             if found:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, final
 
@@ -11,6 +13,8 @@ from meshpar.core.errors import MeshparError
 from meshpar.imports import need
 from meshpar.training.metrics import Metrics
 from meshpar.training.tracking import TrackedRun
+
+_ROOM = 32 << 20  # bytes on the disk for what W&B's own process has in memory
 
 
 def _values(record: Metrics) -> dict[str, float]:
@@ -71,6 +75,9 @@ class WandB:
             MeshparError: W&B has no key.
         """
         wandb: Any = need("wandb", extra="wandb")
+        self._folder = run.folder / "wandb"
+        self._folder.mkdir(exist_ok=True)
+        self._check_room()
         if (mode or wandb.setup().settings.mode) == "online" and not wandb.login(prompt=False):
             raise MeshparError("W&B has no API key; run `wandb login`, set WANDB_API_KEY, or set mode: offline")
         # what is not uploaded when a run ends stays on the disk, for `wandb sync`
@@ -93,9 +100,15 @@ class WandB:
 
     def send(self, records: Sequence[Metrics]) -> None:
         """Log every record with its time."""
+        self._check_room()
         for record in records:
             stamp = {"_timestamp": record["time"]} if "time" in record else {}
             self._run.log({"step": int(record["step"]), **_values(record), **stamp})
+
+    def _check_room(self) -> None:
+        """Raise OSError on a disk that is nearly full: W&B says nothing of what it cannot write."""
+        if shutil.disk_usage(self._folder).free < _ROOM:
+            raise OSError(errno.ENOSPC, f"less than {_ROOM >> 20} MiB are free for W&B", str(self._folder))
 
     def close(self) -> None:
         """Finish the W&B run."""

@@ -24,7 +24,7 @@ EXACT = {
 }
 REFUSED = {
     "torch.optim": "LBFGS Muon SparseAdam",
-    "pytorch_optimizer": "Lamb",
+    "pytorch_optimizer": "Lamb Prodigy",
     "schedulefree": "AdamWScheduleFreeClosure",
     "torchao.optim": "AdamW8bit AdamW4bit",
 }
