@@ -15,7 +15,7 @@ from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.checkpoints.steps.state import (
     Group,
     Optimizers,
-    average_key,
+    averaged_tensors,
     differences,
     group_differences,
     group_names,
@@ -153,7 +153,7 @@ class Restoring:
         self._model = model_state(self._par.module)
         self._renamed = self._renamings()
         wanted = {self._saved_name(name): tensor for name, tensor in self._model.tensors.items()}
-        self._averaged = self._averaged_tensors()
+        self._averaged = averaged_tensors(self._averages, self._renamed_first)
         wanted |= self._averaged
         if unmade := [name for name, tensor in wanted.items() if tensor.is_meta]:
             raise CheckpointError(
@@ -185,15 +185,6 @@ class Restoring:
                 renamed[name] = found
         return renamed
 
-    def _averaged_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the averages by the checkpoint's names."""
-        self._states = {called: averages.state_dict() for called, averages in self._averages.items()}
-        return {
-            average_key(called, self._renamed_first(name)): tensor
-            for called, state in self._states.items()
-            for name, tensor in state["averages"].items()
-        }
-
     def _renamed_first(self, name: str) -> str:
         first = self._model.first(name)
         return self._renamed.get(first, first)
@@ -215,9 +206,9 @@ class Restoring:
                 self._source.read(pair[0], held_by_this_rank(pair[1]), local_tensor(pair[1]))
 
         self._source.each(read, sorted(found, key=lambda named: self._source.place(named[0])))
-        for called, averages in self._averages.items():
-            if called in self._manifest.averages:
-                averages.load_state_dict({**self._states[called], **self._manifest.averages[called]})
+        for called, counts in self._manifest.averages.items():
+            if called in self._averages:
+                self._averages[called].updates, self._averages[called].calls = counts["updates"], counts["calls"]
 
     def _restore_random(self, same: bool) -> str:
         prefix = f"random.rank-{self._ranks.rank}."

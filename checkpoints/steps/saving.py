@@ -22,7 +22,7 @@ from meshpar.checkpoints.steps.recording import Layout, Ledger, Report, layout_o
 from meshpar.checkpoints.steps.staging import Samples, Stager, beside, ready_event
 from meshpar.checkpoints.steps.state import (
     Optimizers,
-    averages_state,
+    averaged_tensors,
     merged_tables,
     model_state,
     optimizer_state,
@@ -185,9 +185,9 @@ class Saving:
             for name, tensor in model.tensors.items()
         }
         tensors |= trained.tensors if trained else {}
-        averages = averages_state(self._noted.averages, model)
-        tensors |= averages.tensors
-        self._averages = averages.table
+        averages = self._noted.averages
+        tensors |= averaged_tensors(averages, model.first)
+        self._averages = {called: {"updates": one.updates, "calls": one.calls} for called, one in averages.items()}
         tensors |= random_state(self._ranks.rank, par.device)
         if unmade := [name for name, tensor in tensors.items() if tensor.is_meta]:
             raise CheckpointError(

@@ -12,7 +12,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -146,30 +146,22 @@ def optimizer_key(parameter: str, key: str) -> str:
     return f"optimizer.{parameter}.{key}"
 
 
-def averages_state(given: Mapping[str, Averaged], model: ModelState) -> OptimizerState:
-    """Collect averages by name: their tensors under the names that the model's have in a checkpoint, and their counts.
+def averaged_tensors(averages: Mapping[str, Averaged], name_of: Callable[[str], str]) -> dict[str, Tensor]:
+    """Return the tensors of averages by their checkpoint names; ``name_of`` returns that of a parameter.
 
     Raises:
         CheckpointError: a name that is empty or has a dot, or that stands for the trained weights or all averages.
     """
-    if odd := [name for name in given if not name or "." in name or name in ("trained", "averaged")]:
+    if odd := [called for called in averages if not called or "." in called or called in ("trained", "averaged")]:
         raise CheckpointError(
             f"an average is called {odd[0]!r}; expected a name without dots, and neither trained nor averaged, such "
             "as ema"
         )
-    tensors, table = dict[str, Tensor](), dict[str, dict[str, int]]()
-    for called, averages in given.items():
-        state = averages.state_dict()
-        tensors |= {
-            average_key(called, model.first(name)): tensor.detach() for name, tensor in state["averages"].items()
-        }
-        table[called] = {count: int(state[count]) for count in ("updates", "calls")}
-    return OptimizerState(tensors, table)
-
-
-def average_key(called: str, name: str) -> str:
-    """Return the checkpoint name of one tensor of an average."""
-    return f"{AVERAGES}{called}.{name}"
+    return {
+        f"{AVERAGES}{called}.{name_of(name)}": tensor.detach()
+        for called, average in averages.items()
+        for name, tensor in average.state_dict()["averages"].items()
+    }
 
 
 def parameters_of(

@@ -223,8 +223,9 @@ class _Parameter:
     def _largest_of(self, moment: Tensor, columns: slice) -> Tensor:
         """Return the largest absolute number of each block of whole rows, (rows, blocks); 0 for what others hold."""
         found = moment.new_zeros(len(moment), self.state["exp_avg" + BLOCKS].shape[-1])
-        for number, start, end in _spans(columns):
-            found[:, number] = moment[:, start:end].abs().amax(1)
+        first = columns.start // BLOCK
+        whole = nn.functional.pad(moment.abs(), (columns.start % BLOCK, -columns.stop % BLOCK))
+        found[:, first : first + whole.shape[1] // BLOCK] = whole.view(len(moment), -1, BLOCK).amax(2)
         return found
 
     def _coded(self, moment: Tensor, scales: Tensor, key: str, rows: slice, columns: slice) -> Tensor:
@@ -312,16 +313,11 @@ def _share_largest(parameters: Sequence[_Parameter]) -> None:
             part.copy_(values.view_as(part))
 
 
-def _spans(columns: slice) -> Iterator[tuple[int, int, int]]:
-    """Yield the number of each block that has some of ``columns``, and where these start and end among them."""
-    for number in range(columns.start // BLOCK, -(-columns.stop // BLOCK)):
-        start, end = max(number * BLOCK, columns.start), min((number + 1) * BLOCK, columns.stop)
-        yield number, start - columns.start, end - columns.start
-
-
 def _spread(scales: Tensor, columns: slice) -> Tensor:
     """Return the scale of each number, (rows, columns), of the blocks' scales (rows, blocks)."""
-    return torch.cat([scales[:, number, None].expand(-1, end - start) for number, start, end in _spans(columns)], 1)
+    start = columns.start // BLOCK * BLOCK
+    held = scales[:, start // BLOCK : -(-columns.stop // BLOCK)].repeat_interleave(BLOCK, 1)
+    return held[:, columns.start - start : columns.stop - start]
 
 
 def _signed(number: int) -> int:

@@ -45,21 +45,16 @@ class MultipleChoice:
 
     >>> MultipleChoice(tokenizer, path="questions.jsonl")(par)  # doctest: +SKIP
     {'accuracy': 0.5, 'accuracy_norm': 0.5}
+
+    Args:
+        tokenizer: of the model.
+        path: file of JSON lines with ``question``, a text that is not empty, ``choices``, and ``answer``, the place of
+            the right one from 0. Raises RecipeError if it cannot be read, or a line lacks a key.
+        delimiter: text between a question and an answer.
+        batch: answers of a data rank at once.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, path: str, delimiter: str = " ", batch: int = 8) -> None:
-        """Read the questions.
-
-        Args:
-            tokenizer: of the model.
-            path: file of JSON lines with ``question``, a text that is not empty, ``choices``, and ``answer``, the
-                place of the right one from 0.
-            delimiter: text between a question and an answer.
-            batch: answers of a data rank at once.
-
-        Raises:
-            RecipeError: the file cannot be read, or a line lacks a key.
-        """
         self._encode, self._batch = tokenizer.encode, batch
         self._asked: list[tuple[str, list[str], int]] = []
         place = path
@@ -99,7 +94,7 @@ def _pair(encode: Any, text: str, more: str) -> tuple[list[int], list[int]]:  # 
 
 @final
 class Samples:
-    """Print how the model continues texts (:func:`generate`)."""
+    """Print how the model continues texts, ``prompts``; the other arguments are those of :func:`generate`."""
 
     def __init__(
         self,
@@ -111,7 +106,6 @@ class Samples:
         top_p: float = 1.0,
         seed: int = 0,
     ) -> None:
-        """See :func:`generate`; ``prompts`` are texts."""
         self._tokenizer, self._prompts = tokenizer, list(prompts)
         self._how: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
 
@@ -124,7 +118,17 @@ class Samples:
 
 @final
 class Harness:
-    """Run tasks of EleutherAI's lm-evaluation-harness on the live model."""
+    """Run tasks of EleutherAI's lm-evaluation-harness on the live model.
+
+    Args:
+        tokenizer: of the model.
+        tasks: names of tasks.
+        limit: questions of each task; None: all.
+        shots: solved examples before a question; None: as the task says.
+        include: folder of further tasks' files.
+        length: the most tokens of a text, whose beginning is cut; None: as the model's config says, or 2048.
+        batch: texts of a data rank at once.
+    """
 
     requires: ClassVar[tuple[str, str]] = ("lm_eval", "lm-eval")
 
@@ -139,17 +143,6 @@ class Harness:
         length: int | None = None,
         batch: int = 8,
     ) -> None:
-        """Find the tasks.
-
-        Args:
-            tokenizer: of the model.
-            tasks: names of tasks.
-            limit: questions of each task; None: all.
-            shots: solved examples before a question; None: as the task says.
-            include: folder of further tasks' files.
-            length: the most tokens of a text, whose beginning is cut; None: as the model's config says, or 2048.
-            batch: texts of a data rank at once.
-        """
         self._tokenizer, self._tasks, self._length, self._batch = tokenizer, list(tasks), length, batch
         self._how: dict[str, Any] = {"limit": limit, "num_fewshot": shots}
         self._manager = need("lm_eval.tasks", extra="lm-eval").TaskManager(include_path=include)

@@ -23,12 +23,13 @@ def _values(record: Metrics) -> dict[str, float]:
 
 @final
 class TensorBoard:
-    """Write TensorBoard scalars, one per value, to ``tensorboard`` in the run's folder."""
+    """Write TensorBoard scalars, one per value, to ``tensorboard`` in the run's folder. TensorBoard hides values of
+    earlier starts after ``run.step``.
+    """
 
     requires: ClassVar[tuple[str, str]] = ("tensorboard", "train")
 
     def __init__(self, run: TrackedRun) -> None:
-        """Open a writer; TensorBoard hides values of earlier starts after ``run.step``."""
         self._writer: Any = need("torch.utils.tensorboard").SummaryWriter(
             str(run.folder / "tensorboard"), purge_step=run.step + 1 if run.step else None
         )
@@ -47,7 +48,16 @@ class TensorBoard:
 
 @final
 class WandB:
-    """Log to Weights & Biases; ``step`` is the x-axis. A resumed run continues the same W&B run."""
+    """Log to Weights & Biases; ``step`` is the x-axis. A resumed run continues the same W&B run.
+
+    Args:
+        run: the run, whose facts become W&B's config.
+        project: W&B's project.
+        entity: user or team; None: your default.
+        group: W&B's group of the run.
+        tags: W&B's tags.
+        mode: ``offline`` writes files alone, for ``wandb sync``; None: ``online``, or what WANDB_MODE says.
+    """
 
     requires: ClassVar[tuple[str, str]] = ("wandb", "wandb")
 
@@ -61,19 +71,6 @@ class WandB:
         tags: Sequence[str] = (),
         mode: Literal["online", "offline"] | None = None,
     ) -> None:
-        """Begin or continue the W&B run.
-
-        Args:
-            run: the run, whose facts become W&B's config.
-            project: W&B's project.
-            entity: user or team; None: your default.
-            group: W&B's group of the run.
-            tags: W&B's tags.
-            mode: ``offline`` writes files alone, for ``wandb sync``; None: ``online``, or what WANDB_MODE says.
-
-        Raises:
-            MeshparError: W&B has no key.
-        """
         wandb: Any = need("wandb", extra="wandb")
         self._folder = run.folder / "wandb"
         self._folder.mkdir(exist_ok=True)
@@ -117,18 +114,17 @@ class WandB:
 
 @final
 class MLflow:
-    """Log to an MLflow server or store. A resumed run continues the same MLflow run."""
+    """Log to an MLflow server or store. A resumed run continues the same MLflow run.
+
+    Args:
+        run: the run; its facts become parameters, and its recipe the artifact ``recipe.json``.
+        uri: of the server or store; None: as MLFLOW_TRACKING_URI says.
+        experiment: name of MLflow's experiment, made if there is none.
+    """
 
     requires: ClassVar[tuple[str, str]] = ("mlflow", "mlflow")
 
     def __init__(self, run: TrackedRun, *, uri: str | None = None, experiment: str = "meshpar") -> None:
-        """Begin or continue the MLflow run.
-
-        Args:
-            run: the run; its facts become parameters, and its recipe the artifact ``recipe.json``.
-            uri: of the server or store; None: as MLFLOW_TRACKING_URI says.
-            experiment: name of MLflow's experiment, made if there is none.
-        """
         mlflow: Any = need("mlflow", extra="mlflow")
         self._metric = mlflow.entities.Metric
         self._client: Any = mlflow.MlflowClient(tracking_uri=uri)

@@ -76,12 +76,23 @@ class Tracker(Protocol):
 
 @final
 class Trackers:
-    """Write records to ``metrics.jsonl``, and send them to trackers; a :class:`Reporter` of one rank.
+    """Write records to ``metrics.jsonl``, and send them to trackers, one thread each; a :class:`Reporter` of one rank.
 
     >>> from meshpar.training import Trackers
     >>> board = Trackers("runs/mine", {"wandb": {"project": "lm"}})  # doctest: +SKIP
     >>> board.report({"step": 1, "train/loss": 2.5})  # doctest: +SKIP
     >>> board.close()  # doctest: +SKIP
+
+    Args:
+        folder: the run's folder, which keeps how much each tracker has got: a later start sends the rest.
+        trackers: options of each tracker, by name of a plugin or import path.
+        step: completed steps; lines of later ones are set aside (:class:`JsonLines`).
+        name: of the run; None: the folder's.
+        facts: what the trackers show of the run; :func:`facts_of` returns those of a plan.
+        code: a folder under git, whose commit is a fact too; None: none.
+
+    Raises:
+        MeshparError: there is no such tracker, or its package is not installed.
     """
 
     def __init__(
@@ -94,19 +105,6 @@ class Trackers:
         facts: Mapping[str, Any] | None = None,
         code: str | Path | None = None,
     ) -> None:
-        """Open ``metrics.jsonl`` in ``folder`` and start one thread for each tracker.
-
-        Args:
-            folder: the run's folder, which keeps how much each tracker has got: a later start sends the rest.
-            trackers: options of each tracker, by name of a plugin or import path.
-            step: completed steps; lines of later ones are set aside (:class:`JsonLines`).
-            name: of the run; None: the folder's.
-            facts: what the trackers show of the run; :func:`facts_of` returns those of a plan.
-            code: a folder under git, whose commit is a fact too; None: none.
-
-        Raises:
-            MeshparError: there is no such tracker, or its package is not installed.
-        """
         folder = Path(folder).absolute()
         found = {called: usable(registry.TRACKERS, called) for called in trackers}
         self._lines = JsonLines(folder / METRICS, step=step)
