@@ -201,7 +201,6 @@ class LockedWandB(WandB):
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         super().__init__(folder, stack)
         self.trackers["wandb"] = {"mode": "online"}
-        os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
 
     def repair(self) -> None:
         self.trackers["wandb"] = {"mode": "offline"}
@@ -402,6 +401,7 @@ def main() -> None:
     asked = arguments.parse_args()
     if asked.gate:
         gate(*asked.gate)
+    os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_SILENT": "true"}
     chosen = {name: kind for name, kind in cases().items() if name == "none" or asked.only.lower() in name.lower()}
     medians: dict[str, list[float]] = {}
     rows: dict[str, set[str]] = {}

@@ -72,6 +72,7 @@ class WandB:
         mode: Literal["online", "offline"] | None = None,
     ) -> None:
         wandb: Any = need("wandb", extra="wandb")
+        self._run: Any = None
         self._folder = run.folder / "wandb"
         self._folder.mkdir(exist_ok=True)
         self._check_room()
@@ -105,6 +106,8 @@ class WandB:
     def _check_room(self) -> None:
         """Raise OSError on a disk that is nearly full: W&B says nothing of what it cannot write."""
         if shutil.disk_usage(self._folder).free < _ROOM:
+            if self._run is not None:
+                self._run.finish()  # writes what it has in memory
             raise OSError(errno.ENOSPC, f"less than {_ROOM >> 20} MiB are free for W&B", str(self._folder))
 
     def close(self) -> None:
