@@ -24,7 +24,7 @@ EXACT = {
 }
 REFUSED = {
     "torch.optim": "LBFGS Muon SparseAdam",
-    "pytorch_optimizer": "Lamb Prodigy",
+    "pytorch_optimizer": "Lamb",
     "schedulefree": "AdamWScheduleFreeClosure",
     "torchao.optim": "AdamW8bit AdamW4bit",
 }
