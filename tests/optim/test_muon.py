@@ -148,11 +148,19 @@ def thirds(name, value):
     return value.chunk(3, 1 if value.shape[0] < value.shape[1] else 0) if "c_attn" in name else [value]
 
 
+def heads(name, value):
+    """Queries, keys and values of four heads each."""
+    return value.chunk(12, 1 if value.shape[0] < value.shape[1] else 0) if "c_attn" in name else [value]
+
+
+PER_HEAD = functools.partial(FLOAT32, per_head=True)
 OF_THEIR_OWN = {
-    "dp_shard=1,ep=2": (MIXTURE, experts, [ExpertParallel(), FullyShard()]),
-    "dp_shard=2,ep=2": (MIXTURE, experts, [ExpertParallel(), FullyShard()]),
-    "dp_shard=1,ep=2,tp=2": (MIXTURE, experts, [ExpertParallel(), TensorParallel(), FullyShard()]),
-    "dp_shard=2,tp=2": (gpt2, thirds, [TensorParallel(), FullyShard()]),
+    "dp_shard=1,ep=2": (MIXTURE, experts, [ExpertParallel(), FullyShard()], FLOAT32),
+    "dp_shard=2,ep=2": (MIXTURE, experts, [ExpertParallel(), FullyShard()], FLOAT32),
+    "dp_shard=1,ep=2,tp=2": (MIXTURE, experts, [ExpertParallel(), TensorParallel(), FullyShard()], FLOAT32),
+    "dp_shard=2,tp=2": (gpt2, thirds, [TensorParallel(), FullyShard()], FLOAT32),
+    "dp_shard=2,tp=2,": (gpt2, heads, [TensorParallel(), FullyShard()], PER_HEAD),
+    "dp_shard=4": (gpt2, heads, [FullyShard()], PER_HEAD),
 }
 
 
@@ -162,10 +170,10 @@ def test_experts_and_fused_projections_are_matrices_of_their_own(mesh):
 
 
 def of_their_own(mesh):
-    build, pieces, passes = OF_THEIR_OWN[mesh]
+    build, pieces, passes, make = OF_THEIR_OWN[mesh]
     steps = token_steps(VOCAB, steps=10, parts=dist.get_world_size())
     expected = one_process(build, steps, functools.partial(Torchs, pieces=pieces))
-    assert_equals(expected, build, mesh, passes, steps)
+    assert_equals(expected, build, mesh.rstrip(","), passes, steps, make)
 
 
 @pytest.mark.parametrize("plan", daily(["fsdp-tp", "world"]))
