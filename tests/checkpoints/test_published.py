@@ -124,7 +124,7 @@ def test_tensor_parallel_streams_what_it_exports() -> None:
     assert_exported("tp=2", MODELS)
 
 
-@pytest.mark.parametrize("name", daily(MODELS, "gpt2", "qwen3_moe"))
+@pytest.mark.parametrize("name", daily(MODELS, "gpt2"))
 def test_fsdp_and_tensor_parallel_stream_what_they_export(name: str) -> None:
     on_ranks(4)(assert_exported)("dp_shard=2,tp=2", [name])
 
@@ -132,7 +132,7 @@ def test_fsdp_and_tensor_parallel_stream_what_they_export(name: str) -> None:
 OTHERS = "dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=2 world", "dp_shard=2,ep=2", "dp_shard=2,cp=2"
 
 
-@pytest.mark.parametrize("mesh", daily(OTHERS, "dp_shard=2,ep=2", "dp_shard=2,cp=2"))
+@pytest.mark.parametrize("mesh", daily(OTHERS, "dp_shard=2,ep=2"))
 def test_other_meshes_stream_what_they_export(mesh: str) -> None:
     other_meshes(mesh)
 
@@ -255,7 +255,7 @@ STAGES = [("pp=2", name) for name in MODELS] + [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mesh", "name"), daily(STAGES, ("pp=2,dp_shard=2", "tied")))
+@pytest.mark.parametrize(("mesh", "name"), daily(STAGES, ("pp=2", "tied")))
 def test_stages_stream_what_they_export(mesh: str, name: str) -> None:
     on_ranks(2 if mesh == "pp=2" else 4)(assert_stages_exported)(mesh, name)
 
