@@ -68,9 +68,10 @@ class HeadStandIn(nn.Module):
     written: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        value = torch.full((), torch.nan, dtype=self.carried.dtype, device=self.carried.device)
-        empty = tree_map_only(Tensor, lambda tensor: value.expand(tensor.shape), self._returned(args, kwargs))
-        return tree_map_only(Tensor, torch.clone, empty) if self.written else empty
+        empty = self._empty(args, kwargs)
+        if isinstance(empty, Tensor):
+            return empty.clone() if self.written else empty.detach()
+        return tree_map_only(Tensor, torch.clone if self.written else torch.detach, empty)
 
     def __getattr__(self, name: str) -> Any:
         """Return NaN in the shape of a parameter to a forward that asks for its device or dtype."""
@@ -84,16 +85,22 @@ class HeadStandIn(nn.Module):
             )
         return value
 
-    def _returned(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the shapes of what the module returns, found once for inputs of the same shapes."""
+    def _empty(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return NaN in the shapes of what the module returns, found once for inputs of the same shapes."""
         known = self.__dict__.setdefault("shapes", {})
-        key = repr(tree_map_only(Tensor, lambda tensor: (*tensor.shape, tensor.dtype), (args, kwargs)))
+        form = self.carried.dtype, self.carried.device
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+            key: Any = *form, args[0].shape, args[0].dtype
+        else:
+            key = *form, repr(tree_map_only(Tensor, lambda tensor: (*tensor.shape, tensor.dtype), (args, kwargs)))
         if key not in known:
             given = tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), (args, kwargs))
             if len(known) >= _MOST_SHAPES:
                 known.clear()
+            value = torch.full((), torch.nan, dtype=form[0], device=form[1])
             with torch.no_grad():
-                known[key] = self.twin[0](*given[0], **given[1])
+                returned = self.twin[0](*given[0], **given[1])
+                known[key] = tree_map_only(Tensor, lambda tensor: value.expand(tensor.shape), returned)
         return known[key]
 
 
