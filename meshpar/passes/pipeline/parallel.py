@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import final
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Role, Stage
@@ -110,6 +112,7 @@ class PipelineParallel(Pass):  # type: ignore[override]
             anatomy, _ = examine(module, layout)
         assert anatomy is not None, "problems() has found it"
         bounds = [*self._firsts(anatomy, ranks * self.virtual), len(anatomy.blocks)]
+        _compare_cuts(group, anatomy.blocks, bounds)
         shared = _shared(module, anatomy, ranks)
         mine_of = range(rank, ranks * self.virtual, ranks)
         chunks = [anatomy.blocks[bounds[stage] : bounds[stage + 1]] for stage in mine_of]
@@ -156,6 +159,21 @@ class PipelineParallel(Pass):  # type: ignore[override]
         if self.stages is not None:
             return [sum(self.stages[:stage]) for stage in range(stages)]
         return even_cuts(anatomy.costs, stages)
+
+
+def _compare_cuts(group: dist.ProcessGroup, blocks: Sequence[str], bounds: Sequence[int]) -> None:
+    """Refuse stages that ranks begin with different blocks. Collective over the group."""
+    if dist.get_backend(group) == "fake":
+        return
+    mine, every = (list(blocks), list(bounds)), [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    if (other := next((rank for rank, found in enumerate(every) if found != every[0]), None)) is not None:
+        (first, one), (second, two) = every[0] or mine, every[other] or mine
+        raise MeshparError(
+            f"the ranks of pp cut the model differently: rank 0 cuts {len(first)} blocks at {one[:-1]}, and rank {other} "
+            f"cuts {len(second)} at {two[:-1]}; build the same model with the same versions on all ranks, or set "
+            "PipelineParallel(stages=...)"
+        )
 
 
 def _shared(module: nn.Module, anatomy: Anatomy, ranks: int) -> dict[str, tuple[int, ...]]:
