@@ -362,6 +362,34 @@ def test_muon_trains_stages_as_one_process():
 
 
 @on_ranks(2)
+def test_ranks_that_cut_differently_are_told():
+    torch.manual_seed(0)
+    model = huggingface("Llama", num_hidden_layers=4)
+    with pytest.raises(MeshparError, match=r"rank 0 cuts 4 blocks at \[0, 1\], and rank 1 cuts 4 at \[0, 2\]"):
+        Plan("pp=2", [PipelineParallel(stages=(2, 2) if dist.get_rank() else (1, 3))]).apply(model)
+
+
+@on_ranks(2)
+def test_hooks_behind_the_blocks_run_on_the_last_stage_and_their_errors_are_told():
+    torch.manual_seed(0)
+    par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]())
+    seen = []
+    hook = par.module.model.norm.register_forward_hook(lambda module, args, output: seen.append(output))
+    par.backward(batches(0), scaled_loss(0.1))
+    assert len(seen) == 4 * dist.get_rank()
+    hook.remove()
+    par.module.zero_grad()
+
+    def fail(module, args, output):
+        raise KeyError("no such value")
+
+    par.module.model.norm.register_forward_hook(fail)
+    match = "no such value" if dist.get_rank() else "another stage of pp failed.*stage 1, forward of micro-batch 0 of 4: "
+    with pytest.raises(KeyError if dist.get_rank() else MeshparError, match=match):
+        par.backward(batches(0), scaled_loss(0.1))
+
+
+@on_ranks(2)
 def test_different_micro_batches_are_told():
     par, rank = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()), dist.get_rank()
     for mine, message in (

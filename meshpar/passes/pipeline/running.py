@@ -449,6 +449,9 @@ class Layers:
                 self._only_in(place, block, BlockStandIn(self._carried, block))
         for child in self._tail if len(self._chunks) > 1 else ():
             self._only_in(len(self._chunks) - 1, child, TailStandIn())
+        for child in self._module.modules():
+            if isinstance(child, TailStandIn):  # its hooks run on the last stage, which tells of their errors
+                self._only_in(-1, child, child)
 
     def _hands_on(self, block: nn.Module) -> None:
         """Send what a block returns, with its hooks, of which those of a backward need all of its call."""
