@@ -117,22 +117,37 @@ SAVED = {
 }
 
 
-def built(name, seed):
-    """Return a model on the mesh of this name, and its optimizer."""
+def built(name, seed, rate=1e-2):
+    """Return a model on the mesh of this name, and its optimizer, which decays matrices alone."""
     mesh, stages, passes = SAVED[name]
     torch.manual_seed(seed)
     par = Plan(mesh, [*([PipelineParallel()] if stages > 1 else []), *passes()]).apply(
         huggingface("Llama", num_hidden_layers=4, tie_word_embeddings=True)
     )
-    return par, torch.optim.AdamW(par.module.parameters(), lr=1e-2, fused=True)
+    parameters = list(par.module.parameters())
+    groups = [
+        {"params": [each for each in parameters if each.ndim > 1], "lr": rate, "weight_decay": 0.1},
+        {"params": [each for each in parameters if each.ndim == 1], "lr": rate / 2, "weight_decay": 0.0},
+    ]
+    return par, torch.optim.AdamW(groups, fused=True)
 
 
 def digests(par, optimizer):
-    """Return the digest of each parameter of this rank and of its moments, by the parameter's name."""
+    """Return the digest of each parameter of this rank and of its moments, and the options with which it is trained, by
+    the parameter's name.
+    """
+    options = {
+        parameter: {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     return {
         name: [
-            hashlib.sha256(whole_tensor(value).detach().numpy().tobytes()).hexdigest()
-            for value in (each, *(optimizer.state[each][moment] for moment in ("exp_avg", "exp_avg_sq")))
+            *(
+                hashlib.sha256(whole_tensor(value).detach().numpy().tobytes()).hexdigest()
+                for value in (each, *(optimizer.state[each][moment] for moment in ("exp_avg", "exp_avg_sq")))
+            ),
+            json.dumps(options[each], sort_keys=True),
         ]
         for name, each in par.module.named_parameters()
     }
@@ -154,7 +169,7 @@ def save_step(folder, name):
 
 def restore_steps(folder, name):
     for saved in SAVED:
-        par, optimizer = built(name, 1)
+        par, optimizer = built(name, 1, rate=1.0)
         with CheckpointManager(f"{folder}/{saved}") as manager:
             manager.restore(par, optimizer)
         expected = json.loads(Path(folder, f"{saved}.json").read_text())
