@@ -384,7 +384,9 @@ def test_hooks_behind_the_blocks_run_on_the_last_stage_and_their_errors_are_told
         raise KeyError("no such value")
 
     par.module.model.norm.register_forward_hook(fail)
-    match = "no such value" if dist.get_rank() else "another stage of pp failed.*stage 1, forward of micro-batch 0 of 4: "
+    match = (
+        "no such value" if dist.get_rank() else "another stage of pp failed.*stage 1, forward of micro-batch 0 of 4: "
+    )
     with pytest.raises(KeyError if dist.get_rank() else MeshparError, match=match):
         par.backward(batches(0), scaled_loss(0.1))
 

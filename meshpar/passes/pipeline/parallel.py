@@ -170,9 +170,9 @@ def _compare_cuts(group: dist.ProcessGroup, blocks: Sequence[str], bounds: Seque
     if (other := next((rank for rank, found in enumerate(every) if found != every[0]), None)) is not None:
         (first, one), (second, two) = every[0] or mine, every[other] or mine
         raise MeshparError(
-            f"the ranks of pp cut the model differently: rank 0 cuts {len(first)} blocks at {one[:-1]}, and rank {other} "
-            f"cuts {len(second)} at {two[:-1]}; build the same model with the same versions on all ranks, or set "
-            "PipelineParallel(stages=...)"
+            f"the ranks of pp cut the model differently: rank 0 cuts {len(first)} blocks at {one[:-1]}, and rank "
+            f"{other} cuts {len(second)} at {two[:-1]}; build the same model with the same versions on all ranks, or "
+            "set PipelineParallel(stages=...)"
         )
 
 
