@@ -32,6 +32,7 @@ _SHOWN = (
     ("mfu", "mfu {:.1%}"),
     ("memory_gib", "{:.2f} GiB"),
 )
+_EVALUATIONS = "eval/"
 
 
 @final
@@ -68,7 +69,7 @@ class Console:
             left = f"  eta {self._left(step)}" if "train/loss" in record else ""
             total = self._total()
             self._write(f"step {step:>{len(str(total))}}/{total}  {text}{left}")
-        elif "val/loss" in record:
+        elif any(name.startswith(("val/", _EVALUATIONS)) for name in record):
             self._progress.console.print(f"step {step}: {text}", highlight=False)
         else:
             self._progress.update(self._task, completed=step, total=self._total(), description=text)
@@ -86,7 +87,9 @@ class Console:
             self._progress.stop()
 
     def _text(self, record: Metrics) -> str:
-        return "  ".join(form.format(record[name], unit=self._unit) for name, form in _SHOWN if name in record)
+        shown = [form.format(record[name], unit=self._unit) for name, form in _SHOWN if name in record]
+        found = {name.removeprefix(_EVALUATIONS): record[name] for name in record if name.startswith(_EVALUATIONS)}
+        return "  ".join([*shown, *(f"{name} {value:.4g}" for name, value in found.items())])
 
     def _left(self, step: int) -> str:
         done = step - self._first

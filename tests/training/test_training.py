@@ -880,9 +880,11 @@ def test_the_console_writes_plain_lines_where_there_is_no_terminal() -> None:
     console.report(
         {"step": 95, "train/loss": 1.25, "lr": 3e-4, "grad_norm": 0.5, "tokens_per_second": 12345.6, "epoch": 0}
     )
+    console.report({"step": 95, "eval/choice/accuracy": 0.5, "eval/choice/margin": 1.23456})
     console.note("checkpoint of step 95 saved")
     console.close()
-    line, note = file.getvalue().splitlines()
+    line, found, note = file.getvalue().splitlines()
+    assert found == "step  95/100  choice/accuracy 0.5  choice/margin 1.235"
     assert line.startswith("step  95/100  loss 1.2500  lr 3.00e-04  norm 0.5  12,346 tok/s  eta 0:00:0")
     assert note == "checkpoint of step 95 saved"
 
@@ -896,5 +898,7 @@ def test_the_console_moves_a_line_on_a_terminal() -> None:
     console = Console(10, file=file)
     console.report({"step": 5, "train/loss": 1.25})
     console.report({"step": 5, "val/loss": 1.5})
+    console.report({"step": 5, "eval/choice/accuracy": 0.5})
     console.close()
     assert "5/10" in file.getvalue() and "step 5: val 1.5000" in file.getvalue()
+    assert "step 5: choice/accuracy 0.5" in file.getvalue()
