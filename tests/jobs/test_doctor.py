@@ -382,6 +382,15 @@ def test_all_to_all_is_measured_on_the_axis_over_which_tokens_travel() -> None:
     }, "a list is copied"
 
 
+@on_ranks(2)
+def test_links_between_stages_are_measured_in_both_directions() -> None:
+    with MeshSpec("pp=2").opened("cpu") as mesh:
+        speeds, pairs = measure_module.measure(mesh, torch.device("cpu"))
+    assert [(speed.axis, speed.operation) for speed in speeds] == [("pp", "all_reduce"), ("pp", "all_gather")]
+    assert {(pair.axis, pair.first, pair.second) for pair in pairs} == {("pp", 0, 1), ("pp", 1, 0)}
+    assert all(pair.rate > 0 for pair in pairs)
+
+
 def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
     monkeypatch.setattr(examine_module.runtime, "meeting_store", lambda name, timeout_s: server)
