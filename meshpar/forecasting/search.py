@@ -422,7 +422,7 @@ def _estimates(
                 settings, peak, f"needs {gib_reserved(peak)} GiB of {hardware.room / 2**30:.0f}, most of it {most}"
             )
             continue
-        few, more = (cost(_on_mesh(trace, replicas, shards), hardware).seconds for trace in pair)
+        few, more = (cost(on_mesh(trace, replicas, shards), hardware).seconds for trace in pair)
         seconds = more + (asked.depths.blocks - pair[1].depth) * (more - few) / max(1, pair[1].depth - pair[0].depth)
         seconds += _between_jobs(settings, state["parameters"] // shards, hardware) if asked.copies else 0.0
         beside = pair[0].data_size // (
@@ -468,7 +468,7 @@ def _staged(
                 settings = asked.settings(
                     tp, way, True, replicas=replicas, shards=shards, micro_batch=size, stages=number
                 )
-                of = known.estimates(asked.hardware, functools.partial(_on_mesh, replicas=replicas, shards=shards))
+                of = known.estimates(asked.hardware, functools.partial(on_mesh, replicas=replicas, shards=shards))
                 found = list(_cuts(asked, settings, known, of, costs))
                 yield from sorted(found, key=lambda one: (bool(one.problem), -one.tokens_per_second))[:1]
 
@@ -509,7 +509,7 @@ def _between_jobs(settings: Settings, parameters: int, hardware: Hardware) -> fl
     return sending_time(sums, hardware) + values
 
 
-def _on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:
+def on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:
     """Return the trace with its data axes cut another way: groups of other sizes, other strides, shards of other
     sizes.
     """

@@ -7,7 +7,7 @@ which order they stand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -276,45 +276,28 @@ def _in_order(trace: Trace, shape: Shape, rank: int, probed: int) -> tuple[Phase
     return tuple(phases)
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """What a stage does between two messages: its seconds, what it holds more at its peak, and behind that."""
-
-    seconds: float
-    memory: tuple[tuple[str, int], ...]
-    message: Event | None
-
-
 def condensed(trace: Trace, hardware: Hardware) -> Trace:
     """Return a trace with one event for all that a stage does between two messages of ``pp``.
 
     The clock runs without waiting for other stages.
     """
-    clock = Clock(trace, hardware)
-    phases = list[Phase]()
+    clock, phases = Clock(trace, hardware), list[Phase]()
     rate = hardware.memory_bandwidth * hardware.memory_fraction
     for phase in trace.phases:
-        events = list[Event]()
-        for stretch in _stretches(phase, clock):
-            moved = max(1, int((stretch.seconds - hardware.launch) * rate))
-            events.append(Event(kind="compute", name=phase.name, moved=moved, fused=moved, memory=stretch.memory))
-            events += [stretch.message] if stretch.message is not None else []
+        events, begin, changes = list[Event](), clock.free["compute"], list[tuple[str, int]]()
+        for event in (*phase.events, None):
+            if event is not None:
+                changes += event.memory
+                if event.collective is None or event.collective.axis != "pp":
+                    clock.step(phase.name, event)
+                    continue
+                clock.pass_over(event)
+            moved = max(1, int((clock.free["compute"] - begin - hardware.launch) * rate))
+            events.append(Event(kind="compute", name=phase.name, moved=moved, fused=moved, memory=_at_peak(changes)))
+            events += [] if event is None else [replace(event, memory=())]
+            begin, changes = clock.free["compute"], []
         phases.append(Phase(name=phase.name, events=tuple(events)))
     return replace(trace, phases=tuple(phases))
-
-
-def _stretches(phase: Phase, clock: Clock) -> Iterator[_Stretch]:
-    begin, changes = clock.free["compute"], list[tuple[str, int]]()
-    for event in phase.events:
-        changes += event.memory
-        if event.collective is None or event.collective.axis != "pp":
-            clock.step(phase.name, event)
-            continue
-        clock.pass_over(event)
-        yield _Stretch(clock.free["compute"] - begin, _at_peak(changes), replace(event, memory=()))
-        begin, changes = clock.free["compute"], []
-    yield _Stretch(clock.free["compute"] - begin, _at_peak(changes), None)
 
 
 def _at_peak(changes: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:

@@ -359,7 +359,7 @@ def test_three_short_stages_tell_those_of_another_mesh():
         assert [what(event) for _, event in stage.events()] == [what(event) for _, event in simulated.events()]
         assert (stage.flops(), stage.live()) == (simulated.flops(), simulated.live())
     assert cost(joined, hardware).seconds == pytest.approx(cost(whole, hardware).seconds, rel=0.01)
-    estimate = known.joined(shape, known.estimates(hardware, lambda trace: search_module._on_mesh(trace, 1, 2)))
+    estimate = known.joined(shape, known.estimates(hardware, lambda trace: search_module.on_mesh(trace, 1, 2)))
     for stage, simulated in zip(estimate.stages, whole.stages, strict=True):
         assert stage.memory().peak == pytest.approx(simulated.memory().peak, rel=0.03)
     assert cost(estimate, hardware).tokens_per_second == pytest.approx(
