@@ -26,8 +26,7 @@ from meshpar.checkpoints.storage.files import aligned, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
 from meshpar.checkpoints.storage.transfer import copy_file
 from meshpar.core.errors import CheckpointError
-from meshpar.state.averaging import average_called
-from meshpar.weights import TypedSource, WeightMap
+from meshpar.weights import TypedSource, WeightMap, average_called
 from meshpar.weights.rules import Spans
 
 TILE_BYTES = 8 << 20

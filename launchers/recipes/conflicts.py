@@ -16,10 +16,10 @@ from meshpar.launchers.recipes.named import objective_factory, own_problems, wan
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, MixSection, Own, mixed_names, model_config
 from meshpar.launchers.recipes.yamlfile import Document, Place
-from meshpar.state.averaging import average_called
 from meshpar.training.order import weights_problem
 from meshpar.training.tables import as_lines, kind_of
 from meshpar.training.text import SUFFIXES
+from meshpar.weights import average_called
 
 Conflicts = Iterator[tuple[Place, str]]
 """Fields, each with what is wrong with it."""

@@ -275,18 +275,6 @@ class Averaged:
                 average.copy_(swapped)
 
 
-def average_called(weights: str, names: Collection[str]) -> str | None:
-    """Return the name of the average that ``weights`` means: ``averaged``, of the only one, or a name; None:
-    ``trained``. Raises MeshparError if there is none, or several.
-    """
-    if weights == "trained" or weights in names:
-        return None if weights == "trained" else weights
-    if weights == "averaged" and len(names) == 1:
-        return next(iter(names))
-    known = f"there are {', '.join(names)}; name one of them" if names else "there is none; take the trained weights"
-    raise MeshparError(f"there is no average {weights!r}: {known}")
-
-
 def _power_form(power: float) -> Callable[[int], float]:
     return lambda updates: (updates / (updates + 1)) ** (power + 1)
 

@@ -23,7 +23,7 @@ from meshpar.loss import token_losses
 from meshpar.parallelized import Parallelized
 from meshpar.passes.random import mix
 from meshpar.replicas import check_equal
-from meshpar.state.averaging import Averaged, average_called
+from meshpar.state.averaging import Averaged
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.documents import check_documents
 from meshpar.training.elastic import Replicas
@@ -35,6 +35,7 @@ from meshpar.training.objectives import Objective
 from meshpar.training.optimizer import LossScaler, Schedule
 from meshpar.training.settings import Every, Outcome, TrainSettings
 from meshpar.training.stop import StopAskedError, StopRequest
+from meshpar.weights import average_called
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 by piece.
 """
 
-from meshpar.weights.maps import Mapped, TypedSource, WeightMap, WeightSource, dtypes_of
+from meshpar.weights.maps import Mapped, TypedSource, WeightMap, WeightSource, average_called, dtypes_of
 from meshpar.weights.rules import Fuse, Permute, Rename, Split, Transpose, Unstack
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "Unstack",
     "WeightMap",
     "WeightSource",
+    "average_called",
     "dtypes_of",
 ]

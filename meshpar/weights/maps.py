@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 
-from meshpar.core.errors import LayoutError
+from meshpar.core.errors import LayoutError, MeshparError
 from meshpar.core.patterns import suggestion
 from meshpar.weights.rules import Rule, View, names_of, rule_from_json, spans_of
 
@@ -212,3 +212,15 @@ class Mapped:
             raise LayoutError(f"no tensor is called {name!r}; {suggestion(name, self._views)}")
         view = self._views[name]
         view.read(spans_of(index, view.shape), out)
+
+
+def average_called(weights: str, names: Collection[str]) -> str | None:
+    """Return the name of the average that ``weights`` means: ``averaged``, of the only one, or a name; None:
+    ``trained``. Raises MeshparError if there is none, or several.
+    """
+    if weights == "trained" or weights in names:
+        return None if weights == "trained" else weights
+    if weights == "averaged" and len(names) == 1:
+        return next(iter(names))
+    known = f"there are {', '.join(names)}; name one of them" if names else "there is none; take the trained weights"
+    raise MeshparError(f"there is no average {weights!r}: {known}")

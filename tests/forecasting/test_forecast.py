@@ -342,6 +342,7 @@ def test_stages_wait_for_one_another():
 WIDE = replace(SMALL, vocab_size=16_000, dim=2048, layers=10, heads=16, kv_heads=4, hidden=5632, max_positions=2048)
 
 
+@pytest.mark.nightly
 def test_three_short_stages_tell_those_of_another_mesh():
     """In full, with the events of a step that is simulated whole; and as a search estimates plans, with one event for
     all between two messages.
