@@ -398,6 +398,8 @@ class Parallelized:
             self.module.set_requires_gradient_sync(last or always)  # type: ignore[operator]
             if self.resolved.hybrid:
                 self.module.set_requires_all_reduce(last)  # type: ignore[operator]
+            if applied(self.module).gathers_once:
+                self.module.set_reshard_after_backward(last)  # type: ignore[operator]
 
     @overload
     def backward(

@@ -213,7 +213,7 @@ class Units:
             self.reshard()
 
     def keep(self) -> None:
-        """Remember the shards that are gathered now, for :meth:`unwritten`."""
+        """Remember the shards that are gathered now, for :meth:`unwritten` and :meth:`written_since_kept`."""
         gathered = [parameter for group in self._groups if group.is_unsharded for parameter in group.fsdp_params]
         self._kept = [(parameter, parameter.sharded_param, _version(parameter.sharded_param)) for parameter in gathered]
 
@@ -228,6 +228,17 @@ class Units:
         ):
             return None
         return torch.stack([_agrees(parameter) for parameter, _, _ in self._kept]).all() if self._kept else None
+
+    def written_since_kept(self) -> str | None:
+        """Return the name of a shard of :meth:`keep` that was written or replaced."""
+        return next(
+            (
+                parameter._param_fqn or parameter._module_info.param_name
+                for parameter, was, then in self._kept
+                if parameter.sharded_param is not was or _version(was) != then
+            ),
+            None,
+        )
 
     def hide(self, unit: nn.Module | None = None) -> None:
         """Register the shards on the modules of one unit, or of all, again, and keep what is gathered, which

@@ -204,6 +204,7 @@ class Cycle:
                 self.check_parameters()
                 if torch.is_grad_enabled():
                     self._after_forward(output)
+                    self._shared.trained()
                 else:
                     self._shared.evaluated(output)
                 return output

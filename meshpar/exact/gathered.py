@@ -13,6 +13,7 @@ from meshpar._torch.calls import assert_async
 from meshpar._torch.fsdp import make_ready
 from meshpar._torch.units import Units
 from meshpar.core import runtime
+from meshpar.core.errors import MeshparError
 from meshpar.exact.comparisons import Comparisons
 from meshpar.exact.leaves import leaves
 from meshpar.passes.applied import applied
@@ -40,6 +41,7 @@ class SharedWeights:
         self._module, self._units = module, units
         self._keeps, self.kept = applied(module).keeps_gathered and compares, False
         self._shares_gathered = False
+        self._stages = applied(module).layers if applied(module).gathers_once else None
         self.renew()
 
     def renew(self) -> None:
@@ -54,11 +56,22 @@ class SharedWeights:
             module.train = functools.partial(_train, module.train, free)
 
     def serve(self, agreement: Comparisons | None) -> bool:
-        """Tell whether what the last forward left gathered serves the next: both only evaluate, and no rank wrote a
-        shard meanwhile.
+        """Return whether what the last forward left gathered serves the next: both are of one step of a stage, or
+        both only evaluate, and no rank wrote a shard meanwhile.
 
-        Collective where the last forward left something. It follows from forwards and modes alone whether it did.
+        Collective between evaluations where the last one left something. It follows from forwards and modes alone
+        whether it did.
+
+        Raises:
+            MeshparError: a shard was written between two forwards of one step.
         """
+        if self._stages is not None and self._stages.goes_on and torch.is_grad_enabled():
+            if (name := self._units.written_since_kept()) is not None:
+                raise MeshparError(
+                    f"{name} was written between two micro-batches of a step, which share gathered weights; write "
+                    "after par.backward, or use reshard_after_forward=True"
+                )
+            return True
         kept, self.kept = self.kept, False
         if not kept or torch.is_grad_enabled() or self._module.training or agreement is None:
             return False
@@ -92,6 +105,11 @@ class SharedWeights:
     def end_step(self) -> None:
         """Gather anew in the next forward, as a backward has reduced gradients; under stages no forward knows which."""
         self._shares_gathered = False
+
+    def trained(self) -> None:
+        """Remember the shards behind what a forward of training has gathered, where the next one may use it."""
+        if self._stages is not None:
+            self._units.keep()
 
     def evaluated(self, output: object) -> None:
         """Keep or free gathered weights after a forward without gradients."""

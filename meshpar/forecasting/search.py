@@ -441,14 +441,14 @@ def _staged(
     simulates: _Simulate,
 ) -> Iterator[Candidate]:
     """Yield the settings over stages, with what they are estimated to do, or why the model cannot be cut."""
-    families = [(tp, way) for tp in degrees for way in recompute]
+    families = [(tp, way, reshard) for tp in degrees for way in recompute for reshard in (True, False)]
     if not families or not stages:
         return
     jobs, most = list[Simulation](), max(stages)
-    for tp, way in families:
+    for tp, way, reshard in families:
         shards = max(1, asked.world_size // (2 * tp * min(stages)))
         settings = asked.settings(
-            tp, way, True, replicas=2 if asked.replicates else 1, shards=shards, micro_batch=size, stages=most
+            tp, way, reshard, replicas=2 if asked.replicates else 1, shards=shards, micro_batch=size, stages=most
         )
         try:
             first = _simulation(asked, replace(settings, replicas=1, shards=1, stages=min(stages)))
@@ -461,12 +461,12 @@ def _staged(
             yield _out(replace(settings, stages=min(stages)), 0, why)
             return
     traces = iter(simulates(jobs))
-    for tp, way in families:
+    for tp, way, reshard in families:
         known = Stages(next(traces), next(traces))
         for number in (number for number in stages if asked.world_size % (tp * number) == 0):
             for replicas, shards in _splits(asked, tp, number):
                 settings = asked.settings(
-                    tp, way, True, replicas=replicas, shards=shards, micro_batch=size, stages=number
+                    tp, way, reshard, replicas=replicas, shards=shards, micro_batch=size, stages=number
                 )
                 of = known.estimates(asked.hardware, functools.partial(on_mesh, replicas=replicas, shards=shards))
                 found = list(_cuts(asked, settings, known, of, costs))

@@ -53,6 +53,13 @@ class Applied:
     keeps_gathered: bool = False
     selective: bool = False
 
+    @property
+    def gathers_once(self) -> bool:
+        """The micro-batches of a step share gathered weights: those of a stage, whose forwards and backwards
+        alternate, where forwards leave weights gathered.
+        """
+        return self.keeps_gathered and self.layers is not None and self.replica_shards is None
+
 
 def all_parameters(module: nn.Module) -> list[Tensor]:
     """Return all parameters of the model, once each: this rank's, and the shapes of those of other ranks."""

@@ -10,6 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_all_gather
 
 from meshpar import (
     ActivationCheckpoint,
@@ -28,6 +31,7 @@ from meshpar import (
     Replicate,
     TensorParallel,
 )
+from meshpar._torch.fsdp import param_groups
 from meshpar._torch.groups import collective_counts
 from meshpar.checkpoints import CheckpointManager
 from meshpar.optim import Muon
@@ -60,6 +64,9 @@ COMBINATIONS = {
     "interleaved and compiled": ("pp=2,dp_shard=2", lambda: [Compile(), FullyShard()], 2),
     "interleaved with TP": ("pp=2,tp=2", lambda: [TensorParallel()], 1),
     "FSDP": ("pp=2,dp_shard=2", lambda: [FullyShard()], 2),
+    "FSDP, gathered once": ("pp=2,dp_shard=2", lambda: [FullyShard(reshard_after_forward=False)], 2),
+    "HSDP, gathered once": ("pp=2,dp_replicate=2,dp_shard=1", lambda: [HybridShard(reshard_after_forward=False)], 2),
+    "interleaved, gathered once": ("pp=2,dp_shard=2", lambda: [FullyShard(reshard_after_forward=False)], 2),
     "FSDP, tied": ("pp=2,dp_shard=2", lambda: [FullyShard()], 2),
     "recomputation": ("pp=2,dp_shard=2", lambda: [ActivationCheckpoint(), FullyShard()], 2),
     "selective recomputation": ("pp=4", lambda: [ActivationCheckpoint(mode="selective")], 1),
@@ -75,7 +82,7 @@ COMBINATIONS = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", daily(COMBINATIONS, "FSDP, tied", "TP", "interleaved"))
+@pytest.mark.parametrize("name", daily(COMBINATIONS, "FSDP, tied", "FSDP, gathered once", "TP", "interleaved"))
 def test_stages_with_other_passes_train_as_one_process(name):
     mesh, others, data_ranks = COMBINATIONS[name]
     make = MODELS["tied Llama" if "tied" in name else "Qwen3Moe" if name == "experts" else "Llama"]
@@ -85,6 +92,34 @@ def test_stages_with_other_passes_train_as_one_process(name):
         )
     virtual = 2 if "interleaved" in name else 1
     assert_as_one_process(make, mesh, [PipelineParallel(virtual=virtual), *others()], data_ranks)
+
+
+@on_ranks(4)
+def test_a_stage_gathers_once_a_step_where_forwards_leave_weights_gathered_and_refuses_writes_between():
+    made = {}
+    for reshard in (True, False):
+        torch.manual_seed(0)
+        plan = Plan("pp=2,dp_shard=2", [PipelineParallel(), FullyShard(reshard_after_forward=reshard)])
+        par = plan.apply(MODELS["Llama"]())
+        loss = scaled_loss(par.token_scale(1))
+        par.backward(batches(par.data_rank), loss)
+        par.module.zero_grad()
+        with mock.patch.object(_fsdp_param_group, "foreach_all_gather", wraps=foreach_all_gather) as gathers:
+            par.backward(batches(par.data_rank), loss)
+        made[reshard] = gathers.call_count
+        par.module.zero_grad()
+    units = [group for child in par.module.modules() if isinstance(child, FSDPModule) for group in param_groups(child)]
+    assert made[False] == len(units) and made[True] >= 4 * len(units)
+
+    def writes(module, batch):
+        with torch.no_grad():
+            next(module.parameters()).mul_(0.5)
+        return loss(module, batch)
+
+    with pytest.raises(MeshparError, match="was written between two micro-batches of a step"):
+        par.backward(batches(par.data_rank), writes)
+    par.module.zero_grad()
+    par.backward(batches(par.data_rank), loss)
 
 
 class Sees(torch.nn.Module):

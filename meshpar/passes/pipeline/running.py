@@ -102,6 +102,7 @@ class Layers:
         self._header: list[int] = []
         self._forms: list[Any] = []  # of the micro-batches on which the stages have agreed
         self._key: Any = None  # the form of the one that runs
+        self.goes_on = False  # a forward of the step that runs has ended
         self._takes = self._sends = False  # the action that runs has something to receive, to send
         self._error: Exception | None = None  # ended an action of this step, of which the other stages do not know yet
         self._cause = ""  # where and what it was, where it is this stage's own
@@ -190,6 +191,7 @@ class Layers:
 
     def _begin_step(self, before: int) -> None:
         self._before, self._error, self._cause, self._action = before, None, "", None
+        self.goes_on = False
 
     def _agree(self, micro_batches: Iterable[Micro]) -> list[Micro]:
         """Return the next micro-batches; refuse those that differ between stages.
@@ -278,7 +280,7 @@ class Layers:
             )
         if self._ends:
             totals.add(value)
-        self._left = left
+        self._left, self.goes_on = left, True
 
     def _share(self, totals: Totals) -> None:
         """Give all stages the sums of the last one."""
