@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +28,38 @@ from meshpar.forecasting.staged import probes as staged_probes
 from meshpar.models import Transformer, TransformerConfig
 
 SIZES, STAGES = (64, 256, 1024, 4096), (2, 4, 8, 16)
-TP = {False: (1, 8), True: (8,)}
+KINDS = [(staged, tp, reshard) for staged in (False, True) for tp in (1, 8) for reshard in (True, False)]
+"""With stages or without, the degree of tensor parallelism, whether forwards free weights."""
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Found:
-    """A plan's forecast: its mesh, seconds of a step, and bytes of the fullest rank."""
+    """A plan's forecast: its mesh, seconds of a step, bytes of the fullest rank, the part of a step in which stages
+    wait for others, and whether weights stay gathered.
+    """
 
     mesh: str
     seconds: float
     peak: int
     waiting: float = 0.0
+    kept: bool = False
 
 
-def job(model: torch.nn.Module, tp: int, *, staged: bool) -> Simulation:
-    """Return the job whose probes stand for all meshes with so much tensor parallelism."""
+def job(model: torch.nn.Module, tp: int, reshard: bool, *, staged: bool) -> Simulation:
+    """Return the job whose probes stand for all meshes with so much tensor parallelism.
+
+    Args:
+        model: on the meta device.
+        tp: degree of tensor parallelism.
+        reshard: forwards free weights; False: they stay gathered, with stages until a step ends.
+        staged: with stages.
+    """
     spec = MeshSpec({**({"pp": max(STAGES)} if staged else {}), "dp_replicate": 2, "dp_shard": 8, "tp": tp})
     passes: list[Any] = [PipelineParallel()] if staged else []
     passes += [TensorParallel(sequence_parallel=True, loss_parallel=True)] if tp > 1 else []
-    passes += [ActivationCheckpoint(), HybridShard(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)]
+    sharded = HybridShard(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, reshard_after_forward=reshard)
+    passes += [ActivationCheckpoint(), sharded]
     return Simulation(plan=Plan(spec, passes), model=model, batch=Batch(sequence=8192), world_size=spec.size)
 
 
@@ -108,9 +120,9 @@ def row(name: str, size: int, found: Sequence[Found], samples: int, hardware: Ha
         why = f"none fits; least {min(one.peak for one in found) / GIB:.0f} GiB" if found else "too few samples"
         return f"| {size:,} | {name} | {why} | | | |"
     best = min(room, key=lambda one: one.seconds)
-    rate = samples * 8192 / best.seconds / size
+    rate, kept = samples * 8192 / best.seconds / size, ", gathered" if best.kept else ""
     return (
-        f"| {size:,} | {name} | `{best.mesh}` | {best.seconds:.1f} | {rate:,.0f} | {best.peak / GIB:.0f} "
+        f"| {size:,} | {name} | `{best.mesh}`{kept} | {best.seconds:.1f} | {rate:,.0f} | {best.peak / GIB:.0f} "
         f"({hardware.verdict(best.peak)}) |"
     )
 
@@ -131,23 +143,33 @@ def main() -> None:
             model = Transformer(TransformerConfig.preset(name))
         layout = model.meshpar_layout()
         depths = Depths(model, layout)
-        costs = costs_of_blocks(job(model, 1, staged=True), layout)
-        for staged, degrees in TP.items():
-            for tp in degrees:
-                if (name, staged, tp) not in traces:
-                    make = staged_probes if staged else probes
-                    traces[name, staged, tp] = simulate(make(job(model, tp, staged=staged), depths), workers=2)
-                    if options.traces:
-                        options.traces.write_bytes(pickle.dumps(traces))
+        costs = costs_of_blocks(job(model, 1, True, staged=True), layout)
+        for staged, tp, reshard in KINDS:
+            if (name, staged, tp, reshard) not in traces:
+                here = job(model, tp, reshard, staged=staged)
+                made = simulate((staged_probes if staged else probes)(here, depths), workers=2)
+                traces[name, staged, tp, reshard] = made
+                if options.traces:
+                    options.traces.write_bytes(pickle.dumps(traces))
         print(f"{name}, {options.samples} samples of 8,192 tokens a step, {hardware.name}\n")
         print("| devices | | mesh | s a step | tokens/s a device | GiB |\n| --- | --- | --- | --- | --- | --- |")
-        whole = {tp: deepened(*traces[name, False, tp], depths.blocks) for tp in TP[False]}
-        known = {tp: Stages(*traces[name, True, tp]) for tp in TP[True]}
+        whole = [
+            (tp, reshard, deepened(*traces[name, staged, tp, reshard], depths.blocks))
+            for staged, tp, reshard in KINDS
+            if not staged
+        ]
+        known = [(tp, reshard, Stages(*traces[name, staged, tp, reshard])) for staged, tp, reshard in KINDS if staged]
         for size in SIZES:
-            without = [one for tp in whole for one in plain(whole[tp], tp, size, options.samples, hardware)]
+            without = [
+                replace(one, kept=not reshard)
+                for tp, reshard, trace in whole
+                for one in plain(trace, tp, size, options.samples, hardware)
+            ]
             print(row("without pp", size, without, options.samples, hardware))
             of_stages = [
-                one for tp in known for one in with_stages(known[tp], costs, tp, size, options.samples, hardware)
+                replace(one, kept=not reshard)
+                for tp, reshard, stages in known
+                for one in with_stages(stages, costs, tp, size, options.samples, hardware)
             ]
             print(row("with pp", size, of_stages, options.samples, hardware), flush=True)
 

@@ -426,14 +426,14 @@ def test_a_growing_batch_and_rates_by_depth_are_those_of_one_process(folder: Pat
         steps = sorted((recipe.folder / "checkpoints").glob("step-*"))
         return [read_manifest(step).extra["data"]["samples"] for step in steps]
 
-    alone = grown("grown", 1, "data.accumulate=4")
+    alone = grown("growing", 1, "data.accumulate=4")
     parallel = (f"mesh={mesh!r}", f"passes={passes}", f"data.accumulate={4 // data_ranks}")
-    name, ranks = f"grown-{mesh}", math.prod(int(part.partition("=")[2]) for part in mesh.split(","))
+    name, ranks = f"growing-{mesh}", math.prod(int(part.partition("=")[2]) for part in mesh.split(","))
     grown(name, ranks, *parallel, steps=3)  # and resumes between two sizes
     divided = grown(name, ranks, *parallel)
     assert samples(divided) == samples(alone) == [8, 16, 32, 48, 80]
     np.testing.assert_allclose(losses(divided), losses(alone), rtol=1e-5)
-    expected, got = weights(folder, "grown"), weights(folder, name)
+    expected, got = weights(folder, "growing"), weights(folder, name)
     plain = weights(folder, grown("unrated", 1, "data.accumulate=4", "optimizer={lr: 1e-3, eps: 1e-4}").folder.name)
     for key, tensor in expected.items():
         assert float((tensor - got[key]).abs().max()) <= 1e-5 * float(tensor.abs().max()), key

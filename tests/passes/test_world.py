@@ -196,9 +196,8 @@ RESUMED = {
 BY_DAY = ("dp_replicate=2,dp_shard=2", "dp_shard=2,tp=2")
 
 
-@pytest.mark.parametrize(
-    "meshes", daily([(BY_DAY,), (tuple(RESUMED),)], (BY_DAY,), ids=lambda case: " then ".join(*case))
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("meshes", [BY_DAY, tuple(RESUMED)], ids=" then ".join)
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and_its_values_on_others(meshes):
     resumed(meshes)
 
