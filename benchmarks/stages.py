@@ -1,6 +1,6 @@
 """Where stages win over shards and tensor parallelism, by forecast: Llama 70B and 405B, the same samples in each step.
 
-    python -m benchmarks.stages [--samples 512] [--traces FILE] [llama-70b llama-405b]
+    python -m benchmarks.stages [--samples 512] [--network 12.5] [--traces FILE] [llama-70b llama-405b]
 
 Each step has ``samples`` of 8,192 tokens, one in a micro-batch, with full recomputation, in bfloat16 on float32
 parameters. Without stages gradients are reduced in each micro-batch.
@@ -133,8 +133,11 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=["llama-70b", "llama-405b"])
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--traces", type=Path, help="keep the simulations in a file, or take them from it")
+    parser.add_argument("--network", type=float, help="GB/s of a device to other nodes; the profile's: 50")
     options = parser.parse_args()
     hardware = Hardware.load("h100")
+    if options.network:
+        hardware = replace(hardware, name=f"h100, {options.network:g} GB/s", network_bandwidth=options.network * 1e9)
     traces: dict[Any, Any] = (
         pickle.loads(options.traces.read_bytes()) if options.traces and options.traces.exists() else {}
     )
