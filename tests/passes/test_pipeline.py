@@ -67,6 +67,16 @@ COMBINATIONS = {
     "FSDP, gathered once": ("pp=2,dp_shard=2", lambda: [FullyShard(reshard_after_forward=False)], 2),
     "HSDP, gathered once": ("pp=2,dp_replicate=2,dp_shard=1", lambda: [HybridShard(reshard_after_forward=False)], 2),
     "interleaved, gathered once": ("pp=2,dp_shard=2", lambda: [FullyShard(reshard_after_forward=False)], 2),
+    "compiled, recomputed, gathered once": (
+        "pp=2,dp_shard=2",
+        lambda: [ActivationCheckpoint(), Compile(), FullyShard(reshard_after_forward=False)],
+        2,
+    ),
+    "experts, gathered once": (
+        "pp=2,dp_shard=1,ep=2",
+        lambda: [ExpertParallel(), FullyShard(reshard_after_forward=False)],
+        2,
+    ),
     "FSDP, tied": ("pp=2,dp_shard=2", lambda: [FullyShard()], 2),
     "recomputation": ("pp=2,dp_shard=2", lambda: [ActivationCheckpoint(), FullyShard()], 2),
     "selective recomputation": ("pp=4", lambda: [ActivationCheckpoint(mode="selective")], 1),
@@ -85,7 +95,7 @@ COMBINATIONS = {
 @pytest.mark.parametrize("name", daily(COMBINATIONS, "FSDP, tied", "FSDP, gathered once", "TP", "interleaved"))
 def test_stages_with_other_passes_train_as_one_process(name):
     mesh, others, data_ranks = COMBINATIONS[name]
-    make = MODELS["tied Llama" if "tied" in name else "Qwen3Moe" if name == "experts" else "Llama"]
+    make = MODELS["tied Llama" if "tied" in name else "Qwen3Moe" if "experts" in name else "Llama"]
     if "interleaved" in name:
         make = partial(
             huggingface, "Llama", num_hidden_layers=9 if mesh == "pp=4" else 5, tie_word_embeddings="tied" in name
