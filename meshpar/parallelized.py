@@ -6,12 +6,11 @@ import gc
 import inspect
 import math
 import weakref
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, final, overload
+from typing import Any, TypeVar, cast, final, overload
 
 import torch
 import torch.distributed as dist
@@ -19,29 +18,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshpar.core.applying import run_passes
-from meshpar.core.errors import MeshparError, PlanError
-from meshpar.core.layout import ModelLayout
+from meshpar.core.errors import MeshparError
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.passes import Pass, Role, unmatched
+from meshpar.core.passes import Role, unmatched
 from meshpar.core.patterns import class_name, matches, modules_around
 from meshpar.core.registry import imported
 from meshpar.core.resolved import Resolved
 from meshpar.description import Description, describe
-from meshpar.exact.attach import renew
+from meshpar.exact.adopting import Planned, adopt, forget
 from meshpar.exact.cycle import Cycle
-from meshpar.exact.leaves import leaves
 from meshpar.exact.verify import Verification, call, of_stages, run, split_test, verified
 from meshpar.log_probs import TokenLogProbs, token_log_probs
 from meshpar.loss import Found as Losses
 from meshpar.loss import Totals
 from meshpar.passes import random
 from meshpar.passes.applied import applied
-from meshpar.passes.installed import before_plan
-from meshpar.passes.prepare import prepare
+from meshpar.passes.batches import positions, selected, with_positions
 from meshpar.passes.untouched import CannotKeep, untouched
-from meshpar.placements import clip_grad_norms_, local_tensor, sharded_axes
-from meshpar.replicas import check_equal, of_all_ranks
+from meshpar.placements import clip_grad_norms_
+from meshpar.replicas import check_replicas
 from meshpar.state import initialize
 from meshpar.state.averaging import Averaged, Decay
 from meshpar.state.full import gather_state, scatter_state
@@ -51,20 +46,6 @@ from meshpar.weights import WeightSource
 Micro = TypeVar("Micro")
 Values = TypeVar("Values")
 Found = TypeVar("Found")
-
-
-class Planned(Protocol):
-    """The part of :class:`meshpar.Plan` that a parallel module uses."""
-
-    @property
-    def passes(self) -> tuple[Pass, ...]: ...
-
-    @property
-    def verify(self) -> bool: ...
-
-    def checked(self, module: nn.Module, layout: ModelLayout | None, world_size: int | None) -> Resolved:
-        """Raise an error for what the plan cannot place."""
-        ...
 
 
 @final
@@ -98,11 +79,8 @@ class Parallelized:
         self._meshes, self._held_on = meshes, meshes[resolved.held]
         self._averages: weakref.WeakSet[Averaged] = weakref.WeakSet()
         self._place = resolved.spec.coordinates(dist.get_rank())
-        self._splits = [pass_ for pass_ in plan.passes if any(self._divided_by(pass_))]
-
-    def _divided_by(self, divider: Pass) -> Iterator[str]:
-        """Yield the axes, of more than one rank, over which a pass divides positions."""
-        return (axis for axis in self.resolved.divided(Role.POSITIONS) if axis in divider.axes)
+        divided = resolved.divided(Role.POSITIONS)
+        self._splitters = [(pass_, axis) for pass_ in plan.passes for axis in divided if axis in pass_.axes]
 
     @property
     def data_size(self) -> int:
@@ -164,29 +142,17 @@ class Parallelized:
 
         Collective in the first calls: every rank calls it.
         """
-        if not self._splits:
+        if not self._splitters:
             return batch
         if self.cycle is not None and self.cycle.agreement is not None:
             self.cycle.agreement.whole(batch)
-        tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > dim]
-        lengths = sorted({tensor.shape[dim] for tensor in tensors})
-        if len(lengths) != 1:
-            raise MeshparError(
-                f"split requires tensors of one length along dim {dim}, got {lengths or 'none'}; split each length "
-                "alone"
-            )
-        mine = torch.arange(lengths[0])
-        for pass_ in self._splits:
-            for axis in self._divided_by(pass_):
-                size = self.spec.axes[axis]
-                if len(mine) % size:
-                    raise MeshparError(
-                        f"{axis}={size} does not divide {len(mine)} positions; pad the batch to a multiple of {size}"
-                    )
-                mine = mine[pass_.positions(len(mine), size, self._place[axis])]
+        tensors = with_positions(batch, dim)
+        mine = torch.arange(tensors[0].shape[dim])
+        for splitter, axis in self._splitters:
+            mine = mine[positions(splitter, len(mine), axis, self.spec.axes[axis], self._place[axis])]
         if self.cycle is not None and dim == 1:
             self.cycle.parts.add(len(mine))
-        part = _selected(batch, mine, dim)
+        part = selected(batch, mine, dim)
         counts = self.layout.counts_positions or "position_ids" not in inspect.signature(self.module.forward).parameters
         if isinstance(part, dict) and "position_ids" not in part and not counts:
             part["position_ids"] = mine.to(tensors[0].device, non_blocking=True)[None].expand(tensors[0].shape[0], -1)
@@ -280,65 +246,16 @@ class Parallelized:
         self._refuse_divided_layers("par.adopt", "put new modules into the model before plan.apply")
         if self.cycle is None:
             return [parameter for name in names for parameter in self.module.get_submodule(name).parameters()]
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-        parameters = self._adopt(self.cycle, names, optimizers)
+        came = adopt(self.module, self.plan, self.resolved, self._meshes, self.device, self.cycle, names)
+        self.resolved = came.resolved
+        for one_optimizer in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
+            forget(one_optimizer, came.gone)
+        for average in self._averages:
+            average.follow(came.names, came.renamed)
+        parameters = came.parameters
+        del came
         gc.collect()  # modules that left, and whole weights of those that came, are in cycles
         return parameters
-
-    def _adopt(self, cycle: Cycle, names: Sequence[str], optimizers: Collection[Optimizer]) -> list[nn.Parameter]:
-        came = self._agreed_on(names)
-        placed, known = cycle.placed.modules, dict(self.module.named_modules())
-        late = [name for name, parameter in known.items() if parameter not in placed]
-        resolved = self.plan.checked(before_plan(self.module, placed), self.layout, self.spec.size)
-        if problems := [
-            problem
-            for pass_, spec in zip(resolved.passes, resolved.seen, strict=True)
-            for problem in pass_.late_problems(self.module, self.layout, spec, late)
-        ]:
-            raise PlanError(problems)
-        fresh = {name: self.module.get_parameter(name) for name in came}
-        fresh_buffers = {
-            f"{name}.{leaf}": value for name in late for leaf, value in known[name].named_buffers(recurse=False)
-        }
-        initialize.check_weights({**fresh, **fresh_buffers}, "the weights handed to par.adopt")
-        gone, renamed = cycle.left(), cycle.placed.renamed()
-        self.resolved = resolved
-        ready = partial(prepare, self.module, resolved, self._meshes)
-        replaced = run_passes(self.module, resolved, self._meshes, self.device, ready)
-        cycle.adopted([*replaced, *gone])
-        renew(cycle, resolved, self.device, verify=self.plan.verify)
-        parameters = list(dict.fromkeys(self.module.get_parameter(name) for name in came))
-        for one_optimizer in optimizers:
-            _forget(one_optimizer, gone)
-        for average in self._averages:
-            average.follow(came, renamed)
-        return parameters
-
-    def _agreed_on(self, names: Sequence[str]) -> list[str]:
-        """Return the names of the parameters that came into modules ``names``, which are the same on all ranks."""
-        assert self.cycle is not None
-        came, error = list[str](), None
-        try:
-            came = self.cycle.came(names)
-            missing = initialize.without_memory(self.module)
-            if missing and any(name not in missing for name, _ in self.module.named_parameters() if name not in came):
-                raise MeshparError(
-                    f"{min(missing)} has no values, and the model has; build new modules with weights, the same on "
-                    "every rank: call torch.manual_seed(0) before"
-                )
-        except MeshparError as refused:
-            error = refused
-        mine = f"{names} {came} {error}"
-        agreement = self.cycle.agreement
-        alike = agreement is None or all(agreement.meet("par.adopt", [zlib.crc32(mine.encode())]))
-        if error is not None:
-            raise error
-        if not alike:
-            raise MeshparError(
-                f"ranks adopt different modules, this rank {', '.join(came) or 'none'}; build the same modules on "
-                "every rank"
-            )
-        return came
 
     def manual_seed(self, seed: int) -> None:
         """Seed this rank's random state for training. Ranks with different samples, positions or layers get different
@@ -349,7 +266,7 @@ class Parallelized:
         """
         differing = [axis for pass_ in self.plan.passes if pass_.splits_sequence for axis in pass_.axes]
         differing += self.resolved.divided(Role.LAYERS)
-        differing += [axis for splitter in self._splits for axis in self._divided_by(splitter)]
+        differing += [axis for _, axis in self._splitters]
         random.seed(self.device, random.mix(seed, self.data_rank, *(self._place[axis] for axis in differing)))
 
     def accumulate(self, micro_batches: Iterable[Micro], *, reduce_each: bool = False) -> Iterator[Micro]:
@@ -739,21 +656,8 @@ class Parallelized:
         """
         self.reshard()
         self._meet("par.check_replicas")
-        state = dict(initialize.state(self.module))
-        tensors = {name: local_tensor(tensor) for name, tensor in state.items()}
-        places = [self.resolved.held.coordinates(rank) for rank in range(self.resolved.held.size)]
-        split: dict[str, Collection[str]] = {name: sharded_axes(tensor) for name, tensor in state.items()}
-        held = dict[str, list[bool]]()
-        if self.resolved.divided(Role.LAYERS):
-            tensors, split, held = of_all_ranks(tensors, split)
-        groups = {
-            name: [
-                hash((tuple(place[axis] for axis in axes if axis in place), *held.get(name, ())[rank : rank + 1]))
-                for rank, place in enumerate(places)
-            ]
-            for name, axes in split.items()
-        }
-        check_equal(tensors, groups, "parameters or buffers")
+        state, layers = dict(initialize.state(self.module)), self.resolved.divided(Role.LAYERS)
+        check_replicas(state, self.resolved.held, other_names=bool(layers))
 
     def describe(self) -> Description:
         """Return a table of the parameters that this rank stores, with bytes by block and totals. ``print`` shows it.
@@ -773,37 +677,3 @@ class Parallelized:
 
     def __repr__(self) -> str:
         return f"Parallelized({class_name(self.module)}, {self.plan})"
-
-
-def _forget(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Take parameters, and their state, out of an optimizer."""
-    gone = {id(parameter) for parameter in parameters}
-    for group in optimizer.param_groups:
-        kept = [place for place, parameter in enumerate(group["params"]) if id(parameter) not in gone]
-        for key in ("params", "param_names"):
-            if key in group:
-                group[key] = [group[key][place] for place in kept]
-    for parameter in [parameter for parameter in optimizer.state if id(parameter) in gone]:
-        del optimizer.state[parameter]
-
-
-def _selected(values: object, index: Tensor, dim: int) -> object:
-    """Return ``values`` with the tensors in it cut to ``index`` along ``dim``. Tensors without such a dim stay."""
-    if isinstance(values, Tensor):
-        return _taken(values, index.to(values.device, non_blocking=True), dim) if values.ndim > dim else values
-    if isinstance(values, Mapping):
-        return {name: _selected(value, index, dim) for name, value in values.items()}
-    if isinstance(values, list | tuple):
-        parts = [_selected(value, index, dim) for value in values]
-        return parts if isinstance(values, list) else tuple(parts)
-    return values
-
-
-def _taken(values: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Return ``index_select``; of page-locked memory in page-locked memory, from which a copy to the device does not
-    wait.
-    """
-    if not values.is_pinned():
-        return values.index_select(dim, index)
-    shape = [len(index) if place == dim else size for place, size in enumerate(values.shape)]
-    return torch.index_select(values, dim, index, out=torch.empty(shape, dtype=values.dtype, pin_memory=True))

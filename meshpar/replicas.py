@@ -14,6 +14,8 @@ from torch import Tensor
 from meshpar._torch.groups import all_gather
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
+from meshpar.core.mesh import MeshSpec
+from meshpar.placements import local_tensor, sharded_axes
 
 FACTOR = 6364136223846793005
 """By which a digest is multiplied before the next is added, in wrapping 64-bit arithmetic."""
@@ -126,7 +128,36 @@ def check_equal(
         )
 
 
-def of_all_ranks(
+def check_replicas(state: Mapping[str, Tensor], held: MeshSpec, *, other_names: bool) -> None:
+    """Compare the tensors that must be equal on several ranks: every one, along the axes that do not divide it.
+
+    Args:
+        state: name -> tensor; a DTensor where a mesh divides it.
+        held: the mesh on which they are held.
+        other_names: ranks have tensors of different names.
+
+    Raises:
+        MeshparError: on every rank; names the tensors and the ranks that differ.
+
+    Collective: every rank of the world calls it.
+    """
+    tensors = {name: local_tensor(tensor) for name, tensor in state.items()}
+    places = [held.coordinates(rank) for rank in range(held.size)]
+    split: dict[str, Collection[str]] = {name: sharded_axes(tensor) for name, tensor in state.items()}
+    has = dict[str, list[bool]]()
+    if other_names:
+        tensors, split, has = _of_all_ranks(tensors, split)
+    groups = {
+        name: [
+            hash((tuple(place[axis] for axis in axes if axis in place), *has.get(name, ())[rank : rank + 1]))
+            for rank, place in enumerate(places)
+        ]
+        for name, axes in split.items()
+    }
+    check_equal(tensors, groups, "parameters or buffers")
+
+
+def _of_all_ranks(
     tensors: Mapping[str, Tensor], split: Mapping[str, Collection[str]]
 ) -> tuple[dict[str, Tensor], dict[str, Collection[str]], dict[str, list[bool]]]:
     """Return what :func:`check_equal` compares where ranks have different layers: tensors and the axes that split them,

@@ -19,9 +19,9 @@ from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.exact.copies import check_copies
-from meshpar.exact.leaves import digest_of
 from meshpar.exact.meeting import Later, Meeting
 from meshpar.exact.schedule import Schedule
+from meshpar.leaves import digest_of
 from meshpar.passes import random
 from meshpar.passes.unused import Unused
 from meshpar.replicas import Looks, digest, same

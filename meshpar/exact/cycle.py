@@ -34,11 +34,11 @@ from meshpar.exact.explain import Explanation
 from meshpar.exact.first_runs import FirstRuns
 from meshpar.exact.gathered import SharedWeights
 from meshpar.exact.hooks import GradientHooks
-from meshpar.exact.leaves import leaves
 from meshpar.exact.left import LeftGradients
 from meshpar.exact.operators import one_process
 from meshpar.exact.parts import adafactor_by_parts
 from meshpar.exact.placed import Placed
+from meshpar.leaves import leaves
 from meshpar.passes.applied import applied
 from meshpar.passes.local import refuse_written
 from meshpar.passes.outside import average_outside

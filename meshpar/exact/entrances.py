@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from meshpar._torch.autograd import Node, next_node
 from meshpar.core.errors import MeshparError
-from meshpar.exact.leaves import leaves
+from meshpar.leaves import leaves
 
 STALE = (
     "weights changed between a forward and its backward (by an optimizer's step, or par.adopt), and the backward would "

@@ -15,7 +15,7 @@ from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.exact.comparisons import Comparisons
-from meshpar.exact.leaves import leaves
+from meshpar.leaves import leaves
 from meshpar.passes.applied import applied
 
 _WRITTEN = (

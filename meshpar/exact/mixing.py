@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map
 
 from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.patterns import class_name, kind_of
-from meshpar.exact.leaves import leaves
 from meshpar.exact.trial import as_evaluated, off, quiet
+from meshpar.leaves import leaves
 from meshpar.passes.exchange import Exchange
 from meshpar.passes.installed import in_its_own_place, installed
 from meshpar.passes.untouched import CannotKeep, untouched

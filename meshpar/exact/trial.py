@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
 from meshpar._torch.recompute import set_recomputed
-from meshpar.exact.leaves import leaves
+from meshpar.leaves import leaves
 from meshpar.passes.installed import in_its_own_place, installed
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.context import Context

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshpar.core.errors import ParallelError
 from meshpar.core.patterns import kind_of
-from meshpar.exact.leaves import leaves
 from meshpar.exact.trial import (
     Run,
     gathered,
@@ -36,6 +35,7 @@ from meshpar.exact.trial import (
     slice_like,
     wide,
 )
+from meshpar.leaves import leaves
 from meshpar.passes.applied import applied
 from meshpar.passes.installed import as_written
 from meshpar.passes.local import strides

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshpar.core.errors import MeshparError
-from meshpar.exact.leaves import leaves
+from meshpar.leaves import leaves
 from meshpar.placements import local_tensor
 from meshpar.replicas import digest_of_several
 from meshpar.state.full import mark_divided, restore_by

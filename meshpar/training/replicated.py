@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshpar.core.errors import MeshparError
-from meshpar.exact.leaves import leaves
+from meshpar.leaves import leaves
 from meshpar.parallelized import Parallelized
 from meshpar.placements import local_tensor
 from meshpar.replicas import digest_of_several

@@ -26,7 +26,7 @@ FOLDERS = {
 FLOORS = [
     {"core.errors", "imports", "core.patterns", "leftovers", "homes", "patches", "signals"},
     {"once"},
-    {"core.mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas", "core.runtime"},
+    {"core.mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas", "leaves", "core.runtime"},
     {"core.layout"},
     {"core.passes"},
     {"core.resolved", "core.registry"},

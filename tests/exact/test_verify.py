@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import meshpar.passes.tensor.styles
 from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError, Plan, PlanError, TensorParallel
-from meshpar.exact.leaves import leaves
 from meshpar.exact.verify import split_test
+from meshpar.leaves import leaves
 from meshpar.passes.untouched import LARGEST, MOST, CannotKeep, untouched
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.support.models_for_parity import VOCAB, transformer

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshpar.core.errors import MeshparError
 from meshpar.core.guards import Guard, Guarded
 from meshpar.core.passes import Role
-from meshpar.exact.leaves import leaves
+from meshpar.leaves import leaves
 
 
 def guards(guarded: Guarded) -> Iterator[Guard]:
