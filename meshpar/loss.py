@@ -206,10 +206,11 @@ def _gradient(
     logits_nV: torch.Tensor, index_n1: torch.Tensor, scale_n1: torch.Tensor, slope_n1: torch.Tensor | None = None
 ) -> torch.Tensor:
     grad_nV = logits_nV.softmax(-1, torch.float32)
-    if slope_n1 is not None:
-        grad_nV.mul_(1 + slope_n1)
-    # One is subtracted before the scale: where a probability is near to one, the difference is exact.
-    return grad_nV.scatter_add_(1, index_n1, grad_nV.new_full((1, 1), -1.0).expand(index_n1.shape)).mul_(scale_n1)
+    # One is subtracted before the scales: where a probability is near to one, the difference is exact.
+    grad_nV.scatter_add_(1, index_n1, grad_nV.new_full((1, 1), -1.0).expand(index_n1.shape))
+    if slope_n1 is not None:  # (p - 1) (1 + slope) + slope = p (1 + slope) - 1
+        grad_nV.mul_(1 + slope_n1).scatter_add_(1, index_n1, slope_n1)
+    return grad_nV.mul_(scale_n1)
 
 
 def _rows(logits_NV: torch.Tensor) -> int:
@@ -257,8 +258,10 @@ class _VocabularyParallelLoss(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         exp_NV, sum_N, index_N, here_N, counted_N, *slope = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_NV = exp_NV / sum_N[:, None]
-        if slope:
-            grad_NV.mul_(1 + slope[0][:, None])
-        grad_NV.scatter_add_(1, index_N[:, None], -here_N[:, None].to(grad_NV.dtype))
+        here_N1 = here_N[:, None].to(grad_NV.dtype)
+        grad_NV.scatter_add_(1, index_N[:, None], -here_N1)
+        if slope:  # as in _gradient
+            slope_N1 = slope[0][:, None]
+            grad_NV.mul_(1 + slope_N1).scatter_add_(1, index_N[:, None], here_N1 * slope_N1)
         grad_NV = grad_NV * (counted_N * upstream[0])[:, None]
         return grad_NV.to(ctx.dtype), None, None, None, None, None  # type: ignore[attr-defined]

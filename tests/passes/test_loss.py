@@ -52,6 +52,14 @@ def test_z_loss_is_the_squared_denominator_of_what_counts(rows: None, dtype: tor
     assert float((logits.grad - double.grad).abs().max()) <= exact * float(double.grad.abs().max())
 
 
+def test_a_small_z_loss_is_not_rounded_away_where_a_probability_is_near_to_one(rows: None) -> None:
+    logits = torch.zeros(4, VOCAB)
+    logits[:, 0] = 30.0
+    token_loss(logits.requires_grad_(), torch.zeros(4, dtype=torch.long), reduction="sum", z_loss=1e-8).backward()
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad[:, 0], torch.full((4,), 2e-8 * 30.0), rtol=1e-4, atol=0.0)
+
+
 def test_the_value_is_finite_whatever_does_not_count(rows: None) -> None:
     logits, labels = batch(torch.float32)
     with torch.no_grad():
