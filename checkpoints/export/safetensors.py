@@ -25,7 +25,7 @@ from meshpar.checkpoints.steps.steps import open_step
 from meshpar.checkpoints.storage.files import aligned, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
 from meshpar.checkpoints.storage.transfer import copy_file
-from meshpar.core.errors import CheckpointError
+from meshpar.core.errors import CheckpointError, MeshparError
 from meshpar.weights import TypedSource, WeightMap, average_called
 from meshpar.weights.rules import Spans
 
@@ -166,7 +166,10 @@ def opened(
         return (src if weights is None else weights.publish(src)), config
     folder = open_step(src)
     manifest = read_manifest(folder)
-    average = average_called(averaged, manifest.averages)
+    try:
+        average = average_called(averaged, manifest.averages)
+    except MeshparError as error:
+        raise CheckpointError(f"step {manifest.step}: {error}") from error
     ours = StoredModel(open_verified(folder, manifest, verify, whole=False), manifest.tied, average)
     published = PublishedModel(
         ours, (weights if weights is not None else WeightMap.from_json(manifest.weights)).publish(ours)

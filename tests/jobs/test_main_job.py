@@ -28,7 +28,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from meshpar import MeshparError, RecipeError
+from meshpar import CheckpointError, MeshparError, RecipeError
 from meshpar.checkpoints import read_manifest
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.train import launch
@@ -467,7 +467,7 @@ def test_averages_are_validated_resumed_on_another_mesh_and_exported(folder: Pat
         for run_ in ("ema-whole", "ema-parts")
     ]
     assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], abs=1e-5)
-    with pytest.raises(MeshparError, match="there is no average 'averaged': there are ema, mean; name one"):
+    with pytest.raises(CheckpointError, match="step 4: there is no average 'averaged': there are ema, mean; name one"):
         export_run(folder / "ema-parts", folder / "none", weights="averaged")
     with pytest.raises(RecipeError, match=r"validation\.weights: there is no average 'averaged'"):
         small(folder, "averages={}", "validation.weights=averaged")
