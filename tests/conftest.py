@@ -46,7 +46,7 @@ FIRST = (
     *("test_lora.py", "test_muon.py", "test_batch_norm.py", "test_published.py", "test_own.py"),
     *("test_plugins.py", "test_planned.py", "test_guide.py", "test_house.py", "test_extras.py"),
     *("test_small_adamw.py", "test_adafactor.py", "test_objectives_parallel.py", "test_huggingface.py"),
-    *("test_averaging.py", "test_speed.py", "test_waits.py", "test_batch_norm.py", "test_export.py"),
+    *("test_averaging.py", "test_speed.py", "test_waits.py", "test_export.py"),
     *("test_async.py", "test_after_apply.py", "test_quantize.py", "test_check.py", "test_generating.py"),
     *("test_main_job.py", "test_jobs.py", "test_profile.py", "test_quickstart.py"),
 )

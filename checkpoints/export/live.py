@@ -48,7 +48,7 @@ class Averages(Protocol):
 
 
 class TensorMeta(NamedTuple):
-    """What a receiver must know of a tensor before it comes."""
+    """Name, dtype and shape of a tensor, which its receiver needs before it comes."""
 
     name: str
     dtype: torch.dtype

@@ -43,7 +43,7 @@ _SPARE_BYTES = 64 << 20  # archives' headers, metadata, the manifest
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
-    """What the caller adds to a step: plain data, and averages of the parameters."""
+    """The caller's additions to a step: plain data, and averages of the parameters."""
 
     step: int
     extra: Mapping[str, Any]

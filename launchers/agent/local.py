@@ -104,7 +104,7 @@ class Placement:
 
     @property
     def elastic(self) -> bool:
-        """Whether the job continues with fewer nodes when some are lost."""
+        """True where the job continues with fewer nodes when some are lost."""
         return self.least_nodes < self.nodes
 
 

@@ -43,7 +43,7 @@ class Planned(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """What came into a module, and what left it.
+    """The parameters that came into a module, and those that left it.
 
     Attributes:
         resolved: the plan for the module as it is now.

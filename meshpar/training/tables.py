@@ -38,7 +38,7 @@ _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 @final
 @dataclass(slots=True)
 class Reading:
-    """What to do with rows that cannot be used, and what the last reading of a source found.
+    """A rule for rows that cannot be used, and the findings of the last reading of a source.
 
     Attributes:
         skip: count rows that cannot be used, and continue; otherwise the first is an error.

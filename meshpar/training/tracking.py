@@ -44,7 +44,7 @@ _GIT_S = 10.0
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What a tracker gets to know of a run.
+    """The facts of a run that a tracker gets.
 
     Attributes:
         name: of the run.
