@@ -11,8 +11,8 @@ import torch
 import meshpar.forecasting.device as device
 from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, HybridShard, Plan, TensorParallel
 from meshpar.forecasting.private import Assumed
-from meshpar.parallelized import _selected
 from meshpar.passes.applied import applied
+from meshpar.passes.batches import selected
 from meshpar.passes.routing import Routing
 from meshpar.training.loop import Trainer
 from meshpar.training.objectives import CausalLM
@@ -124,6 +124,6 @@ def test_a_split_batch_stays_in_page_locked_memory(monkeypatch):
         torch, "empty", lambda *size, pin_memory=False, **more: pinned.append(pin_memory) or empty(*size, **more)
     )
     batch = {"input_ids": torch.arange(12).view(2, 6), "weights": torch.ones(2, 6), "count": torch.tensor(3)}
-    part = _selected(batch, torch.tensor([0, 5]), 1)
+    part = selected(batch, torch.tensor([0, 5]), 1)
     assert part["input_ids"].tolist() == [[0, 5], [6, 11]] and part["weights"].shape == (2, 2) and part["count"] == 3
     assert pinned == [True]
