@@ -11,6 +11,7 @@
   without a public form.
 - ``share_timeout``, ``shared_timeout``: a mesh's groups do not take the time-out of the group that they are made in;
   private without a public form.
+- ``default_store``: where the ranks of the default group met; private without a public form.
 - ``bound``: as ``share_timeout``, of a backend; ``set_timeout`` is public since torch 2.14.
 """
 
@@ -108,6 +109,15 @@ def share_timeout(groups: Iterable[Any]) -> None:
     if timeout is not None:
         for group in groups:
             set_timeout(timeout, group)
+
+
+def default_store() -> dist.Store:
+    """Return the store in which the ranks of the default group met.
+
+    Raises:
+        ValueError: no group is open.
+    """
+    return dist.distributed_c10d._get_default_store()
 
 
 def open_groups() -> list[Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
+from contextlib import suppress
 from functools import partial
 from unittest import mock
 
@@ -36,14 +38,14 @@ from meshpar._torch.groups import collective_counts
 from meshpar.checkpoints import CheckpointManager
 from meshpar.optim import Muon
 from meshpar.passes.applied import applied
-from meshpar.passes.pipeline import parallel
+from meshpar.passes.pipeline import parallel, running
 from meshpar.passes.pipeline.cuts import even_cuts, examine
 from meshpar.passes.pipeline.schedule import SCHEDULES, Action, actions
 from meshpar.placements import whole_tensor
 from meshpar.testing import RankFailure, launch, on_ranks, token_loss_sum
 from meshpar.training import AdamWSettings, LoRA, add_adapters, build_adamw
 from tests.support.models_for_parity import VOCAB, huggingface, transformer
-from tests.support.patience import until
+from tests.support.patience import patient, until
 from tests.support.stages import MODELS, assert_as_one_process, batches, scaled_loss
 from tests.support.tiers import daily
 
@@ -567,6 +569,44 @@ def test_a_stage_that_has_ended_is_told(tmp_path):
     with pytest.raises(RankFailure, match="rank 1 ended without a message"):
         launch(__name__, "ended_stage", 2, (tmp_path / "said",), fresh="ends a rank")
     assert "waits for stage 1: the rank of another stage of pp has ended" in (tmp_path / "said").read_text()
+
+
+def close_connections():
+    """Let the peers of this process see what they see when a process ends."""
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as one:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                one.getpeername()
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def failed_alone(folder):
+    par, calls = Plan("pp=2,dp_shard=2", [PipelineParallel(), FullyShard()]).apply(MODELS["Llama"]()), []
+
+    def loss(module, batch):
+        calls.append(batch)
+        if dist.get_rank() == 3 and len(calls) == 2:
+            raise KeyError("a label is missing")
+        return scaled_loss(0.1)(module, batch)
+
+    try:
+        with mock.patch.object(running, "_ALIKE_S", 0.5):
+            par.backward(batches(par.data_rank), loss)
+    except Exception as error:
+        (folder / f"{dist.get_rank()}.part").write_text(f"{error} {getattr(error, '__notes__', '')}")
+        (folder / f"{dist.get_rank()}.part").rename(folder / f"{dist.get_rank()}")
+    close_connections()
+    until(lambda: len(list(folder.glob("?"))) == 4, 20)
+
+
+def test_an_error_on_one_rank_of_a_stage_is_told_on_all(tmp_path):
+    with suppress(RankFailure):
+        launch(__name__, "failed_alone", 4, (tmp_path,), timeout_s=patient(40), fresh="closes its connections")
+    said = {int(found.name): found.read_text() for found in tmp_path.iterdir()}
+    assert said.keys() == {0, 1, 2, 3}
+    assert "'a label is missing'" in said[3]
+    for text in said.values():
+        assert "rank 3 failed alone in stage 1, forward of micro-batch 1 of 4" in text
 
 
 class Cut(torch.nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshpar._torch.calls import eager, enter_by
-from meshpar._torch.groups import all_gather, share_timeout
+from meshpar._torch.groups import all_gather, default_store, share_timeout
 from meshpar.core.errors import MeshparError, brief, first_line
 from meshpar.loss import Found, Totals
 from meshpar.passes.installed import set_forward
@@ -32,6 +33,8 @@ _HEADER = 5  # numbers before the sizes
 _FORM = 3  # of them, the first say with the sizes what a value is
 _FAILED = -1  # the first number where an error came before the value, and no value comes
 _WINDOW = 16  # micro-batches for each stage on which the stages of an evaluation agree at a time
+_ALIKE_S = 10.0  # in which an error comes on all ranks of a stage, if it does
+_ALONE = "meshpar/failed alone"  # where the ranks' store says which rank failed, and no other one of its stage
 _FORTH, _BACK = 0, 1  # tags of messages, of which two ranks may exchange both kinds in one direction
 TAGGED = ("gloo", "fake")  # backends that keep messages of different tags apart
 
@@ -245,12 +248,26 @@ class Layers:
         raise MeshparError(f"{what}; give all ranks of pp the same micro-batches, those of par.data_rank")
 
     def _fail(self, error: Exception) -> None:
-        """Remember the first error of this stage."""
-        if self._error is None:
-            self._error, self._cause = (
-                error,
-                f"{self.doing() or f'stage {self.rank}, its micro-batches'}: {brief(error)}",
-            )
+        """Remember the first error of this stage, after which its ranks pass over the rest of the step.
+
+        Raises:
+            Exception: ``error``, where other ranks of the stage run on: nothing but the end of this process ends their
+                waits. The ranks' store has the text for them.
+            MeshparError: a rank that failed alone is the cause.
+        """
+        if self._error is not None:
+            return
+        where = self.doing() or f"stage {self.rank}, its micro-batches"
+        self._error, self._cause = error, f"{where}: {brief(error)}"
+        if told := _told():
+            raise MeshparError(told) from error
+        if not _all_come(f"meshpar/failed/{where}", dist.get_world_size() // self.ranks):
+            alone = f"rank {dist.get_rank()} failed alone"
+            so = "the other ranks of its stage wait for it; correct what failed there, and start the job again"
+            with suppress(RuntimeError):  # the store has ended with its process
+                default_store().set(_ALONE, f"{alone} in {self._cause}; {so}")
+            error.add_note(f"{alone} in {where}; {so}")
+            raise error
 
     def _try(self, action: Action, run: Callable[[], object], pass_over: Callable[[], object]) -> None:
         """Run an action. Where an error ends it, or ended one before it, exchange what the action has yet to: so the
@@ -577,8 +594,9 @@ class Layers:
             return call(*args, **kwargs)
         except RuntimeError as error:
             raise _LostError(
-                f"{self.doing() or f'stage {self._stage}'}: the rank of another stage of pp has ended, or did not come "
-                f"in time; the first error of all ranks is the cause. The exchange ended with: {first_line(error)}"
+                _told()
+                or f"{self.doing() or f'stage {self._stage}'}: the rank of another stage of pp has ended, or did not "
+                f"come in time; the first error of all ranks is the cause. The exchange ended with: {first_line(error)}"
             ) from error
 
     def _receive(self, into: Tensor, sender: int, tag: int) -> None:
@@ -646,6 +664,27 @@ class Layers:
             mine.copy_(first + second)
             if name in before:
                 parameter.grad += before[name]
+
+
+def _told() -> str:
+    """Return which rank failed alone; empty where none did, or the store has ended."""
+    with suppress(RuntimeError):
+        store = default_store()
+        return store.get(_ALONE).decode() if store.check([_ALONE]) else ""
+    return ""
+
+
+def _all_come(place: str, ranks: int) -> bool:
+    """Return whether so many ranks come to a place within seconds, each as often as the others."""
+    with suppress(RuntimeError):
+        store, until = default_store(), time.monotonic() + _ALIKE_S
+        mine = store.add(place, 1)
+        while store.add(place, 0) < mine + -mine % ranks:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+        return True
+    return False
 
 
 def _calls_of(module: Any) -> Callable[..., Any]:
