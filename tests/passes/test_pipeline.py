@@ -439,6 +439,24 @@ def test_hooks_behind_the_blocks_run_on_the_last_stage_and_their_errors_are_told
 
 
 @on_ranks(2)
+def test_errors_of_hooks_around_the_blocks_are_told_and_those_of_an_embedding_get_nan_behind_the_first_stage():
+    torch.manual_seed(0)
+    par, seen = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()), []
+    par.module.model.embed_tokens.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+
+    def fail(module, args, output):
+        assert dist.get_rank(), "the disk is full"
+
+    par.module.model.register_forward_hook(fail)
+    match = "another stage of pp failed.*stage 0, forward of micro-batch 0 of 4: AssertionError: the disk is full"
+    with pytest.raises(
+        MeshparError if dist.get_rank() else AssertionError, match=match if dist.get_rank() else "the disk is full"
+    ):
+        par.backward(batches(0), scaled_loss(0.1))
+    assert [bool(value.isnan().all()) for value in seen] == [bool(dist.get_rank())] * len(seen) != []
+
+
+@on_ranks(2)
 def test_different_micro_batches_are_told():
     par, rank = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()), dist.get_rank()
     for mine, message in (

@@ -432,7 +432,7 @@ class Layers:
             try:
                 return forward(*args, **kwargs)
             except Exception:
-                if not self._runs or self._ends or self._left is None:
+                if not self._runs or self._ends or self._left is None or self._error is not None:
                     raise
                 return self._left.detach()
 
@@ -459,6 +459,10 @@ class Layers:
             return output
 
         enter_by(module, enter)
+        blocks = {block for chunk in self._chunks for block in chunk.blocks}
+        for child in module.modules():
+            if child is not module and child not in blocks and blocks.intersection(child.modules()):
+                self._tells_of_hooks(child)
         for place, chunk in enumerate(self._chunks):
             if chunk.before is not None:
                 chunk.before.register_forward_hook(partial(self._take, place))
@@ -471,6 +475,22 @@ class Layers:
         for child in self._module.modules():
             if isinstance(child, TailStandIn):  # its hooks run on the last stage, which tells of their errors
                 self._only_in(-1, child, child)
+
+    def _tells_of_hooks(self, parent: nn.Module) -> None:
+        """Remember an error of a module's forward hooks, which would look like one of what runs on stand-ins."""
+        inner, ran = _calls_of(parent), list[bool]()
+        parent.register_forward_hook(lambda *_: ran.append(True), prepend=True)
+
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            ran.clear()
+            try:
+                return inner(*args, **kwargs)
+            except Exception as error:
+                if self._runs and ran:
+                    self._fail(error)
+                raise
+
+        enter_by(parent, enter)
 
     def _hands_on(self, block: nn.Module) -> None:
         """Send what a block returns, with its hooks, of which those of a backward need all of its call."""
