@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 import meshpar._torch.operator_costs as operators
 from meshpar._torch.shapes import groups_of_any_dtype
 from meshpar.core.errors import brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
-from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, IdleStandIn, put, stand_in
+from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, IdleStandIn, put, stand_in, tensors, twin_of
 
 _SAMPLE = (2, 8)  # sequences and positions of the forward that is looked at
 _POSITIONS = 4096  # of a sequence for which blocks cost the same as the head
@@ -69,12 +68,11 @@ class _Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         shape = operators.matrix_shape(func, args, kwargs or {})
         flops = operators.floating_point(func, shape)
         if operators.is_attention(func):
             flops = flops * _POSITIONS // (2 * _SAMPLE[1])  # causal
-        moved = 0 if shape else operators.moved_bytes(func, args, kwargs or {}, outputs)
+        moved = 0 if shape else operators.moved_bytes(func, args, kwargs or {}, tensors(result))
         self.costs[-1] += flops + _INTENSITY * moved
         return result
 
@@ -94,95 +92,122 @@ def examine(module: nn.Module, layout: ModelLayout) -> tuple[Anatomy | None, lis
     names = blocks_in_line(module, layout)
     with _without_memory(), torch.enable_grad():
         try:
-            return _examined(without_values(module), names)
+            return _examined(twin_of(module, None), names)
         except Exception as error:  # noqa: BLE001 - the code of a user
             return None, [f"a forward of integers {_SAMPLE} cannot be looked at ({brief(error)})"]
 
 
 @contextmanager
 def _without_memory() -> Iterator[None]:
-    with FakeTensorMode(allow_non_fake_inputs=True), groups_of_any_dtype(), _quietly():
-        yield
+    """Compute without values; torch logs nothing about operators that have no kernel for that."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), groups_of_any_dtype():
+            yield
+    finally:
+        log.disabled = before
 
 
-def _examined(twin: nn.Module, names: Sequence[str]) -> tuple[Anatomy | None, list[str]]:
-    calls, carried, taken = list[str](), list[Tensor](), list[Tensor | None]()
-    widths = list[int]()  # of what blocks return
-    beginnings = set[Any]()  # nodes that make what embeddings return
-    returned = list[tuple[str, Tensor, int]]()  # by them, and its version then
-    blocks = {name: twin.get_submodule(name) for name in names}
-    owners = {
-        name: child
-        for name, child in twin.named_modules()
-        if not any(name == block or name.startswith(f"{block}.") for block in names)
-        and any(True for _ in child.parameters(recurse=False))
-        and name
-    }
+@final
+class _Look:
+    """A forward of a copy without values, and what its modules did.
 
-    def before(name: str, child: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        calls.append(name)
-        if name in blocks:
-            counted.begins()
-            taken.append(args[0] if args and isinstance(args[0], Tensor) else None)
+    Attributes:
+        blocks: all of the model, by name.
+        owners: modules outside of blocks that have parameters of their own.
+        calls: names of both, in the order of their calls.
+        taken: the first argument of each call of a block; None: it is no tensor.
+        carried: what it returned first.
+        widths: numbers of further values that it returned; -1: it returned one value alone.
+        returned: values that owners returned before the first block, with the owner's name and the value's version
+            then.
+        beginnings: nodes of the graph that made them.
+        counted: costs of the blocks.
+        output: what the model returned, a mapping as a dict.
+    """
 
-    def after(name: str, child: nn.Module, args: object, output: Any) -> None:
-        widths.append(len(output) - 1 if isinstance(output, tuple | list) else -1)
+    def __init__(self, twin: nn.Module, names: Sequence[str]) -> None:
+        self.blocks = {name: twin.get_submodule(name) for name in names}
+        self.owners = {
+            name: child
+            for name, child in twin.named_modules()
+            if not any(name == block or name.startswith(f"{block}.") for block in names)
+            and any(True for _ in child.parameters(recurse=False))
+            and name
+        }
+        self.calls, self.widths, self.counted = list[str](), list[int](), _Count()
+        self.taken, self.carried = list[Tensor | None](), list[Tensor]()
+        self.returned, self.beginnings = list[tuple[str, Tensor, int]](), set[Any]()
+        with ExitStack() as stack:
+            for name, child in self.owners.items():
+                stack.callback(child.register_forward_hook(partial(self._begin, name)).remove)
+            for name, child in {**self.blocks, **self.owners}.items():
+                stack.callback(child.register_forward_pre_hook(partial(self._call, name)).remove)
+            for child in self.blocks.values():
+                stack.callback(child.register_forward_hook(self._hand_on).remove)
+            ids = torch.zeros(_SAMPLE, dtype=torch.int64)
+            with self.counted:
+                output = twin(ids)
+        self.output = dict(output) if isinstance(output, Mapping) else output
+
+    def _call(self, name: str, child: nn.Module, args: tuple[Any, ...]) -> None:
+        self.calls.append(name)
+        if name in self.blocks:
+            self.counted.begins()
+            self.taken.append(args[0] if args and isinstance(args[0], Tensor) else None)
+
+    def _hand_on(self, child: nn.Module, args: object, output: Any) -> None:
+        self.widths.append(len(output) - 1 if isinstance(output, tuple | list) else -1)
         value = output[0] if isinstance(output, tuple | list) and output else output
-        carried.append(value if isinstance(value, Tensor) else torch.empty(0))
+        self.carried.append(value if isinstance(value, Tensor) else torch.empty(0))
 
-    def begins(name: str, child: nn.Module, args: object, output: Any) -> Any:
-        if taken:
-            return output
-        output = tree_map_only(Tensor, _in_graph, output)
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        beginnings.update(leaf.grad_fn for leaf in leaves)
-        returned.extend((name, leaf, leaf._version) for leaf in leaves)
+    def _begin(self, name: str, child: nn.Module, args: object, output: Any) -> Any:
+        if not self.taken:
+            output = tree_map_only(Tensor, _in_graph, output)
+            self.beginnings.update(leaf.grad_fn for leaf in tensors(output))
+            self.returned.extend((name, leaf, leaf._version) for leaf in tensors(output))
         return output
 
-    with ExitStack() as stack:
-        for name, child in owners.items():
-            stack.callback(child.register_forward_hook(partial(begins, name)).remove)
-        for name, child in {**blocks, **owners}.items():
-            stack.callback(child.register_forward_pre_hook(partial(before, name), with_kwargs=True).remove)
-        for name, child in blocks.items():
-            stack.callback(child.register_forward_hook(partial(after, name)).remove)
-        ids = torch.zeros(_SAMPLE, dtype=torch.int64)
-        with (counted := _Count()):
-            output = twin(ids)
+
+def _examined(twin: nn.Module, every: Sequence[str]) -> tuple[Anatomy | None, list[str]]:
+    look = _Look(twin, every)
+    blocks, calls = look.blocks, look.calls
     order = [name for name in calls if name in blocks]
-    problems, names = [], [name for name in names if name in order]
+    names = [name for name in every if name in order]
     if not names:
         return None, ["it calls none of its blocks"]
+    problems = list[str]()
     if order != names:
         problems.append(f"it calls its blocks in the order {_some(order)}, and they stand in the order {_some(names)}")
-    if any(value is None for value in taken):
+    if any(value is None for value in look.taken):
         problems.append("its blocks do not get the value that passes from block to block as their first argument")
     if problems:
         return None, problems
     first, last = calls.index(names[0]), calls.index(names[-1])
-    head = list(dict.fromkeys(calls[:first]))
-    tail = [name for name in dict.fromkeys(calls[last + 1 :]) if name not in blocks]
-    between = [name for name in dict.fromkeys(calls[first : last + 1]) if name not in blocks]
-    if between:
+    head = tuple(dict.fromkeys(calls[:first]))
+    tail = tuple(name for name in dict.fromkeys(calls[last + 1 :]) if name not in blocks)
+    idle = tuple(name for name in {**blocks, **look.owners} if name not in calls)
+    if between := [name for name in calls[first : last + 1] if name not in blocks]:
         problems.append(f"{between[0]} runs between its blocks")
     if both := sorted(set(head) & set(tail)):
         problems.append(f"{both[0]} runs before and behind its blocks")
-    idle = [name for name in {**blocks, **owners} if name not in calls]
     if needed := [name for name in idle if _is_used(twin, name, calls)]:
         problems.append(f"{needed[0]} has parameters that other modules use, and is not called")
     if any(True for _ in twin.parameters(recurse=False)):
         problems.append("the outermost module has parameters of its own")
     if around := [name for name in (*head, *tail) if any(block.startswith(f"{name}.") for block in names)]:
         problems.append(f"{around[0]}, which has its blocks inside, has parameters of its own")
-    problems += _crossings(twin, names, idle, beginnings, carried, output)
+    problems += _crossings(twin, names, idle, look)
+    scores = max((leaf.numel() for leaf in tensors(look.output)), default=0)  # numbers that a loss reads
     return Anatomy(
         blocks=tuple(names),
-        head=tuple(head),
-        tail=tuple(tail),
-        idle=tuple(idle),
-        width=widths[0],
-        written=frozenset(name for name, tensor, version in returned if tensor._version != version),
-        costs=(*counted.costs[:-1], counted.costs[-1] + _INTENSITY * _LOSS * _scores(output)),
+        head=head,
+        tail=tail,
+        idle=idle,
+        width=look.widths[0],
+        written=frozenset(name for name, value, version in look.returned if value._version != version),
+        costs=(*look.counted.costs[:-1], look.counted.costs[-1] + _INTENSITY * _LOSS * scores),
     ), problems
 
 
@@ -199,29 +224,6 @@ def _is_used(twin: nn.Module, name: str, calls: Collection[str]) -> bool:
     return any(id(parameter) in called for parameter in twin.get_submodule(name).parameters())
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Let torch log nothing about operators that have no kernel without values."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
-def without_values(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose tensors have shapes and no values; called in a ``FakeTensorMode``."""
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        kind = parameter.dtype
-        trains = kind.is_floating_point or kind.is_complex  # frozen ones, too: the graph tells what crosses a cut
-        memo[id(parameter)] = nn.Parameter(torch.empty(parameter.shape, dtype=kind), requires_grad=trains)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-    return copy.deepcopy(module, memo)
-
-
 def check_stages(module: nn.Module, anatomy: Anatomy, firsts: Sequence[int]) -> list[str]:
     """Return why the forward does not run on one of the stages behind the first, where other blocks are stand-ins.
 
@@ -234,7 +236,7 @@ def check_stages(module: nn.Module, anatomy: Anatomy, firsts: Sequence[int]) -> 
     form.width = anatomy.width
     for first, end in zip(firsts[1:], [*firsts[2:], len(anatomy.blocks)]):
         with _without_memory():
-            twin = without_values(module)
+            twin = twin_of(module, None)
             for old in [twin.get_submodule(name) for name in anatomy.idle]:
                 stand_in(IdleStandIn, old, ())
             for name in (*anatomy.blocks[:first], *anatomy.blocks[end:]):
@@ -247,42 +249,25 @@ def check_stages(module: nn.Module, anatomy: Anatomy, firsts: Sequence[int]) -> 
     return []
 
 
-def _crossings(
-    twin: nn.Module,
-    names: Sequence[str],
-    idle: Sequence[str],
-    beginnings: Collection[Any],
-    carried: Sequence[Tensor],
-    output: object,
-) -> list[str]:
+def _crossings(twin: nn.Module, names: Sequence[str], idle: Sequence[str], look: _Look) -> list[str]:
     """Return what leads from the first blocks to the output otherwise than by the value that the cut carries."""
-    leaves = [leaf for leaf in tree_leaves(_plain(output)) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     owner: dict[int, tuple[int, str]] = {}
     for place, name in [*enumerate(names), *((-1, name) for name in idle)]:
         owner.update({id(parameter): (place, name) for parameter in twin.get_submodule(name).parameters()})
     for place in range(len(names) - 1):
-        seen, stack = {carried[place].grad_fn}, [leaf.grad_fn for leaf in leaves]
+        seen, stack = {look.carried[place].grad_fn}, [leaf.grad_fn for leaf in tensors(look.output)]
         while stack:
             node = stack.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if node in beginnings:
+            if node in look.beginnings:
                 return ["its output uses what its blocks begin with beside what they hand on"]
             at = owner.get(id(getattr(node, "variable", None)))
             if at is not None and at[0] <= place:
                 return [f"its output uses something of {at[1]} beside what {at[1]} hands to the next block"]
             stack += [further for further, _ in node.next_functions]
     return []
-
-
-def _scores(output: object) -> int:
-    """Return how many numbers of a forward's output a loss reads."""
-    return max((leaf.numel() for leaf in tree_leaves(_plain(output)) if isinstance(leaf, Tensor)), default=0)
-
-
-def _plain(output: object) -> object:
-    return dict(output) if isinstance(output, Mapping) else output
 
 
 def even_cuts(costs: Sequence[float], stages: int) -> list[int]:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from meshpar._torch.calls import eager, enter_by
 from meshpar._torch.groups import all_gather, default_store, share_timeout
@@ -22,7 +22,7 @@ from meshpar.core.errors import MeshparError, brief, first_line
 from meshpar.loss import Found, Totals
 from meshpar.passes.installed import set_forward
 from meshpar.passes.pipeline.schedule import Action, actions
-from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, TailStandIn
+from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, TailStandIn, tensors
 from meshpar.placements import local_tensor
 from meshpar.replicas import digest_of_several
 
@@ -98,8 +98,8 @@ class Layers:
         self.group, self._carried, self.shared = group, carried, shared
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._lanes = _lanes(group, both_ways=self.ranks == 2 and len(chunks) > 1)
-        self._runs, self._device, self._chunk = False, torch.device("cpu"), 0
-        self._number = self._count = self._calls = self._before = 0
+        self._runs, self._device = False, torch.device("cpu")
+        self._count = self._calls = self._before = 0
         self._arrived: Tensor | None = None
         self._left: Tensor | None = None
         self._header: list[int] = []
@@ -120,17 +120,27 @@ class Layers:
         self.supposed: list[int] | None = None  # the header of what a simulated rank gets, as the first stage fills it
 
     @property
+    def _chunk(self) -> int:
+        """The chunk that runs."""
+        return 0 if self._action is None else self._action.chunk
+
+    @property
+    def _number(self) -> int:
+        """The micro-batch that runs."""
+        return 0 if self._action is None else self._action.number
+
+    @property
     def _stage(self) -> int:
         """The stage that runs: the number of stages before it."""
         return self._chunk * self.ranks + self.rank
 
     @property
-    def _begins(self) -> bool:
+    def _is_first(self) -> bool:
         """The first blocks run."""
         return self._stage == 0
 
     @property
-    def _ends(self) -> bool:
+    def _is_last(self) -> bool:
         """The last blocks run, and the loss."""
         return self._stage == self.ranks * len(self._chunks) - 1
 
@@ -211,7 +221,7 @@ class Layers:
         except Exception as error:  # noqa: BLE001 - the data of a user
             self._fail(error)
         self._count = len(batches)
-        self._forms = [tuple((leaf.shape, leaf.dtype) for leaf in _tensors(batch)) for batch in batches]
+        self._forms = [tuple((leaf.shape, leaf.dtype) for leaf in tensors(batch)) for batch in batches]
         mine = 0
         if self.supposed is None and self._error is None:
             sizes = [[tuple(shape) for shape, _ in form] for form in self._forms]
@@ -269,11 +279,10 @@ class Layers:
             error.add_note(f"{alone} in {where}; {so}")
             raise error
 
-    def _try(self, action: Action, run: Callable[[], object], pass_over: Callable[[], object]) -> None:
+    def _try(self, run: Callable[[], object], pass_over: Callable[[], object]) -> None:
         """Run an action. Where an error ends it, or ended one before it, exchange what the action has yet to: so the
         other stages do not wait, and learn of the error at the end of the step.
         """
-        self._chunk, self._number, self._action = action.chunk, action.number, action
         try:
             if self._error is None:
                 run()
@@ -289,13 +298,13 @@ class Layers:
     def _lose(self, batch: Micro, loss: Callable[[nn.Module, Micro], Found], totals: Totals) -> None:
         """Run a forward of training, whose last stage keeps the loss as what leaves it."""
         value = self._forward(batch, loss)
-        left = (value[0] if isinstance(value, tuple) else value) if self._ends else self._left
+        left = (value[0] if isinstance(value, tuple) else value) if self._is_last else self._left
         if not isinstance(left, Tensor):
             raise MeshparError(
                 f"loss(module, micro_batch) returned a {type(value).__name__} and called the module {self._calls} "
                 "times; call it once and return a scalar tensor, or one and values to report"
             )
-        if self._ends:
+        if self._is_last:
             totals.add(value)
         self._left, self.goes_on = left, True
 
@@ -359,11 +368,11 @@ class Layers:
 
     def _forth(self, action: Action, run: Callable[[], object]) -> None:
         """Run a forward, which leaves what it took and what it has handed on."""
-        self._chunk, self._arrived, self._left, self._header, self._calls = action.chunk, None, None, [], 0
+        self._action, self._arrived, self._left, self._header, self._calls = action, None, None, [], 0
         modes = self._module.training, torch.is_autocast_enabled(self._device.type)
         self._key = action.chunk, modes, self._forms[action.number]
-        self._takes, self._sends = not self._begins, not self._ends
-        self._try(action, run, self._pass_forth)
+        self._takes, self._sends = not self._is_first, not self._is_last
+        self._try(run, self._pass_forth)
 
     def _pass_forth(self) -> None:
         if self._takes:
@@ -383,9 +392,9 @@ class Layers:
         """Run a backward of what a forward took and handed on; a micro-batch that failed has handed on nothing, for
         which no gradient comes.
         """
-        self._chunk = action.chunk
-        self._takes, self._sends = left is not None and not self._ends, arrived is not None
-        self._try(action, partial(self._backward, arrived, left), partial(self._pass_back, arrived, left))
+        self._action = action
+        self._takes, self._sends = left is not None and not self._is_last, arrived is not None
+        self._try(partial(self._backward, arrived, left), partial(self._pass_back, arrived, left))
 
     def _pass_back(self, arrived: Tensor | None, left: Tensor | None) -> None:
         if self._takes:
@@ -432,7 +441,7 @@ class Layers:
             try:
                 return forward(*args, **kwargs)
             except Exception:
-                if not self._runs or self._ends or self._left is None or self._error is not None:
+                if not self._runs or self._is_last or self._left is None or self._error is not None:
                     raise
                 return self._left.detach()
 
@@ -454,7 +463,7 @@ class Layers:
                 )
             self._begin()
             output = inner(*args, **kwargs)
-            if not self._ends:
+            if not self._is_last:
                 raise _StageEndsError
             return output
 
@@ -514,9 +523,9 @@ class Layers:
 
     def _begin(self) -> None:
         """Learn the form of the value that comes, before the stand-ins of earlier blocks run."""
-        if self._begins:
+        if self._is_first:
             return
-        known = self._expected() if self.supposed is None else self.supposed
+        known = self._expected()
         if known is None:
             header = torch.empty(_HEADER + _MOST_DIMS, dtype=torch.int64, device=self._device)
             self._receive(header, self.rank - 1, _FORTH)
@@ -528,7 +537,7 @@ class Layers:
         """Return the header of the last value, ``sent`` or taken, of a micro-batch of this form; None: there was none,
         and a header travels before the value.
         """
-        return self._known[sent].get(self._key)
+        return self._known[sent].get(self._key) if self.supposed is None else self.supposed
 
     def _checked(self, header: list[int]) -> list[int]:
         """Return a header; raise an error where it says that an error came before the value."""
@@ -544,7 +553,7 @@ class Layers:
         if not self._header:
             self._begin()
         known, header, arrived = self._header, self._header, None
-        if self.supposed is not None or self._expected() is not None:  # the header comes behind the value
+        if self._expected() is not None:  # the header comes behind the value
             size = _nbytes(known)
             whole = torch.empty(_up(size) + 8 * len(known), dtype=torch.uint8, device=device)
             self._receive(whole, self.rank - 1, _FORTH)
@@ -591,7 +600,7 @@ class Layers:
         if self.supposed is not None:
             self.supposed[:] = header
         numbers, rest = torch.tensor(header, device=self._device), [] if value is None else [value]
-        before = self._expected(sent=True) if self.supposed is None else header
+        before = self._expected(sent=True)
         if before is None:
             values = [numbers, *rest]
         elif value is not None and _form(before) == _form(header):
@@ -623,19 +632,15 @@ class Layers:
         sender %= self.ranks
         self._awaited = f", waits for stage {self._stage + (1 if tag == _BACK else -1)}"
         try:
-            self._meet(dist.recv, into, group=self._lane(tag, sender), group_src=sender, tag=tag)
+            self._meet(dist.recv, into, group=self._lanes[tag, sender], group_src=sender, tag=tag)
         finally:
             self._awaited = ""
-
-    def _lane(self, tag: int, sender: int) -> dist.ProcessGroup:
-        return self._lanes[tag, sender] if (tag, sender) in self._lanes else self._lanes[tag, 0]
 
     def _send(self, values: Sequence[Tensor], to: int, tag: int) -> None:
         """Begin to send one message, in one or two parts."""
         works = list[tuple[dist.Work, Tensor]]()
         for value in values:
-            lane = self._lane(tag, self.rank)
-            work = self._meet(dist.isend, value, group=lane, group_dst=to % self.ranks, tag=tag)
+            work = self._meet(dist.isend, value, group=self._lanes[tag, self.rank], group_dst=to % self.ranks, tag=tag)
             assert work is not None, "this rank is in the group"
             works.append((work, value))
         self._sent[tag].append(works)
@@ -714,14 +719,10 @@ def _calls_of(module: Any) -> Callable[..., Any]:
     return inner
 
 
-def _tensors(batch: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-
-
 def _digest(batches: object) -> int:
     """Return a number that differs where tensors in ``batches`` have other bytes: one look for each kind."""
     kinds = dict[Any, list[Tensor]]()
-    for leaf in _tensors(batches):
+    for leaf in tensors(batches):
         kinds.setdefault((leaf.device, leaf.dtype), []).append(leaf.detach().reshape(-1))
     return int(digest_of_several(map(torch.cat, kinds.values())))
 
@@ -752,7 +753,7 @@ def _packed(value: Tensor, header: Tensor) -> Tensor:
 
 
 def _lanes(group: dist.ProcessGroup, *, both_ways: bool) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """Return the groups by which each kind of message travels, by its tag and sender; sender 0 stands for all.
+    """Return the groups by which each kind of message travels, by its tag and sender.
 
     NCCL runs what two ranks exchange in a group in the order of their calls, whatever the tags: a rank that sends its
     next value before it takes a gradient would wait for a rank that sends the gradient first.
@@ -763,13 +764,15 @@ def _lanes(group: dist.ProcessGroup, *, both_ways: bool) -> dict[tuple[int, int]
 
     Collective over the group.
     """
-    kinds = [(tag, sender) for tag in (_FORTH, _BACK) for sender in range(1 + both_ways)]
-    if dist.get_backend(group) in TAGGED:
-        return dict.fromkeys(kinds, group)
     ranks, found = dist.get_process_group_ranks(group), dict[tuple[int, int], dist.ProcessGroup]()
-    for tag, sender in kinds:
-        title = f"pp {'back' if tag == _BACK else 'forth'}" + (f" from {sender}" if both_ways else "")
-        made: Any = dist.new_group(ranks, use_local_synchronization=True, group_desc=title)
+    for tag, sender in product((_FORTH, _BACK), range(len(ranks))):
+        if dist.get_backend(group) in TAGGED:
+            made: Any = group
+        elif sender and not both_ways:
+            made = found[tag, 0]
+        else:
+            title = f"pp {'back' if tag == _BACK else 'forth'}" + (f" from {sender}" if both_ways else "")
+            made = dist.new_group(ranks, use_local_synchronization=True, group_desc=title)
         found[tag, sender] = made
     share_timeout(found.values())
     return found

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshpar.core.errors import MeshparError
 
@@ -161,10 +161,20 @@ def stand_in(kind: type[nn.Module], old: nn.Module, kept: Collection[int]) -> No
     old.__class__ = type(f"{type(old).__name__}StandIn", (kind, type(old)), {})
 
 
-def twin_of(module: nn.Module) -> nn.Module:
-    """Return a copy on the meta device."""
-    tensors = [*module.parameters(), *module.buffers()]
-    memo: dict[int, Any] = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors}
-    for parameter in module.parameters():
-        memo[id(parameter)] = nn.Parameter(memo[id(parameter)], parameter.requires_grad)
+def twin_of(module: nn.Module, device: str | None = "meta") -> nn.Module:
+    """Return a copy of a module whose tensors have shapes alone: on the meta device, or, in a
+    ``FakeTensorMode``, on the one of new tensors (None).
+
+    Frozen parameters of it train, too: the graph of a forward then tells what it uses.
+    """
+    memo: dict[int, Any] = {}
+    for one in (*module.parameters(), *module.buffers()):
+        twin = torch.empty(one.shape, dtype=one.dtype, device=device)
+        trains = one.is_floating_point() or one.is_complex()
+        memo[id(one)] = nn.Parameter(twin, trains) if isinstance(one, nn.Parameter) else twin
     return copy.deepcopy(module, memo)
+
+
+def tensors(value: object) -> list[Tensor]:
+    """Return the tensors in a value."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
