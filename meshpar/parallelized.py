@@ -387,8 +387,6 @@ class Parallelized:
             self.cycle.agreement.meet(place)
 
     def _agree_on_rest(self, left: int) -> None:
-        if self.cycle is not None and self.cycle.agreement is not None:
-            self.cycle.agreement.micro_batches(left)
         for guard in () if self.cycle is None else self.cycle.watching:
             guard.before_micro_batch(left)
 

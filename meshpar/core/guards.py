@@ -73,10 +73,20 @@ class Guard:
         """Check the arguments of a call of the module before it runs."""
 
     def after_forward(self, output: object) -> None:
-        """Check the output of a call of the module."""
+        """Check the output of a call of the module; guards come in the opposite order here."""
 
-    def before_backward(self, roots: Iterable[object]) -> None:
-        """Check a backward, of any model, before it runs from ``roots``, tensors or nodes."""
+    def after_error(self) -> None:
+        """Note that a call of the module raised an error, which is raised again whatever happens here."""
+
+    def before_unit(self, name: str, unit: nn.Module) -> None:
+        """Check the forward of a unit of data parallelism before its weights are gathered; also where a backward
+        computes it again.
+        """
+
+    def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
+        """Check a backward, of any model, before it runs from ``roots``, tensors or nodes; ``reaches()`` tells whether
+        it reaches a forward of the module.
+        """
 
     def after_backward(self) -> None:
         """Check the module after a backward, when gradients are reduced."""

@@ -5,8 +5,8 @@ that keep one copy.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshpar._torch.calls import eager
+from meshpar._torch.autograd import in_backward
 from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
+from meshpar.core.guards import Guard
 from meshpar.exact.copies import check_copies
 from meshpar.exact.meeting import Later, Meeting
 from meshpar.exact.schedule import Schedule
@@ -34,11 +35,12 @@ _SAME_BATCH = (
 
 
 @final
-class Agreement:
+class Agreement(Guard):
     """The comparisons between the ranks of one parallel module while it trains.
 
     Args:
         module: the module.
+        units: of the module.
         mesh: its mesh.
         data_axes: the axes whose ranks see different samples.
         same_axes: those whose ranks must see the same.
@@ -52,6 +54,7 @@ class Agreement:
     def __init__(
         self,
         module: nn.Module,
+        units: Units,
         mesh: DeviceMesh,
         data_axes: Sequence[str],
         same_axes: Sequence[str],
@@ -64,7 +67,7 @@ class Agreement:
         self._always = always
         self.predicts = predicts and always and bool(data_axes)
         self._schedule: Schedule | None = None
-        self._module, self._mesh, self._device, self._draws = module, mesh, device, False
+        self._module, self._units, self._mesh, self._device, self._draws = module, units, mesh, device, False
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
         self._split = split
         self._batches, self._wholes, self._looks = (Looks(always=always) for _ in range(3))
@@ -109,14 +112,24 @@ class Agreement:
             return self._meeting.meet(place, numbers)
         return [True] * len(numbers)
 
-    def batch(self, inputs: object) -> None:
-        """Compare the arguments of a forward on ranks of ``same_axes``: every time on a CPU, on an accelerator the
-        first times.
+    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Compare the arguments of a forward whose gradients are wanted, and expect the units that it calls.
 
         Raises:
-            MeshparError: on every rank of the axis alike.
+            MeshparError: on every rank of an axis alike.
 
         Collective over ``same_axes``.
+        """
+        if torch.is_grad_enabled():
+            self._batch((args, kwargs))
+        if self.predicts and self._schedule is None and not runtime.queues(self._device):
+            self._schedule = Schedule(self._units.gather)
+        if self._schedule is not None:
+            self._schedule.begin((torch.is_grad_enabled(), self._module.training))
+
+    def _batch(self, inputs: object) -> None:
+        """Compare the arguments of a forward on ranks of ``same_axes``: every time on a CPU, on an accelerator the
+        first times.
         """
         if not self._same_axes or not self._batches.now("", self._device):
             return
@@ -146,16 +159,7 @@ class Agreement:
             if not all(same(digest_of(batch, self._device)[None], [group])):
                 raise MeshparError(f"ranks of {axis} split different batches; {_SAME_BATCH}")
 
-    @eager
-    def begin_forward(self, units: Units) -> None:
-        """Begin a forward of the module, whose units are called next."""
-        if self.predicts and self._schedule is None and not runtime.queues(self._device):
-            self._schedule = Schedule(units.gather)
-        if self._schedule is not None:
-            self._schedule.begin((torch.is_grad_enabled(), self._module.training))
-
-    @eager
-    def end_forward(self) -> None:
+    def after_forward(self, output: object) -> None:
         """End a forward of the module.
 
         Raises:
@@ -166,13 +170,12 @@ class Agreement:
         if self._schedule is not None and self._schedule.end():
             self._meeting.meet("the end of a forward that leaves out blocks")
 
-    @eager
-    def fail_forward(self) -> None:
+    def after_error(self) -> None:
         """End a forward in which an error was raised: gather what other ranks may wait for."""
         if self._schedule is not None:
             self._schedule.fail()
 
-    def unit(self, name: str, unit: nn.Module, units: Units) -> None:
+    def before_unit(self, name: str, unit: nn.Module) -> None:
         """Check that all ranks call one unit together.
 
         Every time on a CPU, or once a forward where all call the same units in each; beside an accelerator the first
@@ -180,26 +183,25 @@ class Agreement:
 
         Args:
             name: of the unit.
-            unit: about to be gathered.
-            units: of the module.
+            unit: about to be gathered; in a backward, which all ranks run, they do not meet.
 
         Raises:
             MeshparError: on every rank alike.
 
         Collective: every rank calls it.
         """
-        if not self._data_axes:
+        if not self._data_axes or in_backward():
             return
         schedule, numbers, predicted = self._schedule, list[int](), list[nn.Module]()
         if schedule is not None:
             predicted = list(schedule.prediction)
-            numbers = [_number_of(predicted, units)] if predicted else [0]
+            numbers = [_number_of(predicted, self._units)] if predicted else [0]
             if schedule.expects(unit):
                 return
         elif not self._looks.now(name, self._device):
             return
         place = f"the forward of {name}" if name else "a forward of the module"
-        alike, *same_prediction = self._meeting.meet(place, [zlib.crc32(units.trained(unit).encode()), *numbers])
+        alike, *same_prediction = self._meeting.meet(place, [zlib.crc32(self._units.trained(unit).encode()), *numbers])
         if schedule is not None and predicted and all(same_prediction):
             schedule.follow(predicted)
         if not alike:
@@ -213,21 +215,16 @@ class Agreement:
         """Some ranks have different samples."""
         return bool(self._data_axes)
 
-    @property
-    def meets_before_backward(self) -> bool:
-        """Data ranks meet before the next backward: every time on a CPU, beside an accelerator the first times."""
-        always = self._always and not runtime.queues(self._device)
-        return self.differs and (always or self._backwards < Looks.FIRST)
-
-    def backward(self) -> None:
-        """Check that all ranks begin a backward together: collectives of a unit that one still calls would pair up
-        with this one's.
+    def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
+        """Check that all data ranks begin a backward together: collectives of a unit that one still calls would pair up
+        with this one's. Every time on a CPU, beside an accelerator the first times.
         """
-        self._meeting.meet("a backward")
+        always = self._always and not runtime.queues(self._device)
+        if self.differs and (always or self._backwards < Looks.FIRST) and reaches():
+            self._meeting.meet("a backward")
 
-    def micro_batches(self, left: int) -> None:
-        """Check that all ranks are equally far in their step: 0 without a micro-batch in it here, 1 before the last
-        one, 2 before others.
+    def before_micro_batch(self, left: int) -> None:
+        """Check that all ranks are equally far in their step.
 
         Raises:
             MeshparError: on every rank alike, or where the others do not come in time.
@@ -243,8 +240,8 @@ class Agreement:
             )
         self._meeting.counted(left)
 
-    def settings(self, optimizer: Optimizer) -> None:
-        """Compare an optimizer's settings, such as its learning rate, before its step.
+    def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
+        """Compare the settings of an optimizer of the module, such as its learning rate, before its step.
 
         Every time on a CPU. Beside an accelerator the first times; then they travel with what the next backward
         exchanges.
@@ -254,6 +251,8 @@ class Agreement:
 
         Collective: every rank calls it.
         """
+        if not trains:
+            return
         listed = [
             f"{key}={_plain(value)}"
             for group in optimizer.param_groups

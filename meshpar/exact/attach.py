@@ -12,17 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from meshpar._torch.units import Units
 from meshpar.core import runtime
-from meshpar.core.guards import Guarded, Guards, guards_of
+from meshpar.core.guards import Guard, Guarded, Guards, guards_of
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Role, find_blocks
 from meshpar.core.resolved import Resolved
 from meshpar.exact.agreement import Agreement
-from meshpar.exact.comparisons import Comparisons, LossComparison, NoComparisons, NoLosses
+from meshpar.exact.comparisons import Comparisons, NoComparisons
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.explain import Explanation
 from meshpar.exact.guards import own_guards
-from meshpar.exact.losses import Losses
+from meshpar.exact.guards.losses import Losses
 from meshpar.exact.meeting import Meeting
 from meshpar.exact.mixing import mixing_test
 from meshpar.exact.verify import split_test
@@ -70,15 +71,16 @@ def attach(
         lengths=set(),
         guards=guards,
     )
-    agreement, losses = _comparisons(guarded)
+    units = Units(module)
+    agreement, comparing = _comparisons(guarded, units)
     cycle = Cycle(
         module,
+        units,
         None if off else explanation,
         resolved.same,
-        watching=() if off else (*own_guards(guarded), *guards_of(guarded)),
+        watching=() if off else (*own_guards(guarded, units), *guards_of(guarded), *comparing),
         parts=guarded.lengths,
         agreement=agreement,
-        losses=losses,
         guards=guards,
     )
     if (features := applied(module).split) is not None and features.arrivals is not None:
@@ -87,8 +89,8 @@ def attach(
     return cycle
 
 
-def _comparisons(guarded: Guarded) -> tuple[Comparisons, LossComparison]:
-    """Return what compares the ranks' loops, and what compares their losses."""
+def _comparisons(guarded: Guarded, units: Units) -> tuple[Comparisons, Sequence[Guard]]:
+    """Return what ranks exchange, and the guards that compare their loops and losses."""
     module, resolved, device = guarded.module, guarded.resolved, guarded.device
     held_on, layers = guarded.meshes[resolved.held], resolved.divided(Role.LAYERS)
     if guarded.guards == "off" or layers:  # ranks of other layers call other units, and have no loss
@@ -97,10 +99,11 @@ def _comparisons(guarded: Guarded) -> tuple[Comparisons, LossComparison]:
             alike = [axis for axis, size in resolved.held.axes.items() if size > 1 and axis not in layers]
             stage = [held_on.get_group(axis) for axis in alike]
             exchange = (lambda: (stage, device)) if layers else Meeting.of(module).exchange
-        return NoComparisons(module, exchange), NoLosses()
+        return NoComparisons(module, exchange), ()
     always, mesh = guarded.guards == "always", guarded.meshes[resolved.spec]
     agreement = Agreement(
         module,
+        units,
         held_on,
         resolved.reduced,
         resolved.same,
@@ -110,7 +113,8 @@ def _comparisons(guarded: Guarded) -> tuple[Comparisons, LossComparison]:
         predicts=_gathers_alone(module, resolved),
     )
     compared = () if resolved.splits_sequence else resolved.same
-    return agreement, Losses({axis: held_on.get_group(axis) for axis in compared}, device, always=always)
+    losses = Losses({axis: held_on.get_group(axis) for axis in compared}, device, always=always)
+    return agreement, (agreement, losses)
 
 
 def renew(cycle: Cycle, resolved: Resolved, device: torch.device, *, verify: bool) -> None:

@@ -23,12 +23,11 @@ from meshpar._torch.calls import eager, enter_by
 from meshpar._torch.fsdp import begin_anew, gather_before_backward, make_ready
 from meshpar._torch.optimizers import AdafactorOn, adafactor_on, before_steps
 from meshpar._torch.units import Units
-from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.guards import Guard, Guards
 from meshpar.exact.backwards import Backwards, Forward, refuse_second_order
 from meshpar.exact.calls import Calls
-from meshpar.exact.comparisons import Comparisons, LossComparison
+from meshpar.exact.comparisons import Comparisons
 from meshpar.exact.entrances import Entrances
 from meshpar.exact.explain import Explanation
 from meshpar.exact.first_runs import FirstRuns
@@ -40,11 +39,9 @@ from meshpar.exact.parts import adafactor_by_parts
 from meshpar.exact.placed import Placed
 from meshpar.leaves import leaves
 from meshpar.passes.applied import applied
-from meshpar.passes.local import refuse_written
 from meshpar.passes.outside import average_outside
 from meshpar.patches import while_lives
 from meshpar.placements import sharded_axes
-from meshpar.replicas import Looks
 from meshpar.state.full import guard_optimizer, refuse_reduced
 
 
@@ -54,37 +51,35 @@ class Cycle:
 
     Args:
         module: the outermost module, to which a plan was applied.
+        units: of the module.
         explanation: tells errors in the user's terms; None leaves them as they are.
         same_axes: the axes whose ranks see the same samples.
-        watching: the guards.
+        watching: the guards, which come in this order; after a forward in the opposite one.
         parts: takes the lengths that ``par.split`` has given.
-        agreement: the comparisons between ranks.
-        losses: the comparison of what backwards start from.
+        agreement: the exchanges of the ranks.
         guards: when to compare; off: gather and free weights, reduce what units do not, and refuse nothing.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        units: Units,
         explanation: Explanation | None,
         same_axes: Collection[str],
         *,
         watching: Iterable[Guard],
         parts: set[int],
         agreement: Comparisons,
-        losses: LossComparison,
         guards: Guards,
     ) -> None:
         self.guards, self._on = guards, guards != "off"
         self.module, self._same_axes = module, frozenset(same_axes)
         self.placed = Placed(module)
         self.agreement: Comparisons | None = agreement
-        self.losses: LossComparison | None = losses
         self.watching, self.parts = tuple(watching), parts
-        self._looks = Looks()
         self.reducing = True
         self.calls = Calls(module, explanation)
-        self._units = Units(module)
+        self._units = units
         self._entrances = Entrances(self._enter_backward)
         self._shared = SharedWeights(module, self._units, compares=guards == "always")
         self._backwards = Backwards(module, self._units, lambda: self.placed.parameters, refuses=self._on)
@@ -95,7 +90,6 @@ class Cycle:
         self._backward = -1  # the number of the one that runs
         self._outside: dict[nn.Module, ExitStack] = {}
         self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._without_grad: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._install()
         self._look()
@@ -126,9 +120,6 @@ class Cycle:
         for unit in self._units.modules:
             if unit not in self._seen:
                 unit.register_forward_pre_hook(self._before_unit, prepend=True)
-                if self._on:
-                    unit.register_forward_pre_hook(self._gathered)  # FSDP2's own hook came before
-                    unit.register_forward_hook(self._before_freed, prepend=True)  # FSDP2's own hook comes next
                 unit.register_forward_hook(self._after_unit, always_call=True)
         self._seen.update(self._units.modules)
         self._units.watch(self.expect_end)
@@ -168,7 +159,7 @@ class Cycle:
         self.placed.record()
         for guard in self.watching:
             guard.renew(gone)
-        self._looks, self._ready = Looks(), False
+        self._ready = False
         self._shared.renew()
         self._backwards.step()  # a backward through an earlier forward would meet other units
         self._entrances.step()
@@ -196,7 +187,10 @@ class Cycle:
                     self._entrances.opens(self.module)
                 output = None
                 try:
-                    output = self._called(run, inner, args, kwargs)
+                    output = run(inner, args, kwargs)
+                except Exception:
+                    self._failed()
+                    raise
                 finally:
                     if not self._units.modules:
                         self._entrances.closes(self.module, output)
@@ -211,20 +205,6 @@ class Cycle:
         finally:
             self._units.hide()  # outside of the door parameters are shards
             self.calls.leave()
-
-    def _called(self, run: Callable[..., Any], inner: Callable[..., Any], args: object, kwargs: object) -> Any:
-        """Return what a call of the module returns, at whose end ranks have called the same units."""
-        if self.agreement is None:
-            return run(inner, args, kwargs)
-        self.agreement.begin_forward(self._units)
-        try:
-            output = run(inner, args, kwargs)
-        except Exception:
-            with suppress(Exception):  # of ranks that do not come; the error here is the one to tell
-                self.agreement.fail_forward()
-            raise
-        self.agreement.end_forward()
-        return output
 
     @eager
     def _before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -249,12 +229,16 @@ class Cycle:
             self.left_gradients.refuse()
         for guard in self.watching:
             guard.before_forward(args, kwargs)
-        if self.agreement is not None and torch.is_grad_enabled():
-            self.agreement.batch((args, kwargs))
+
+    @eager
+    def _failed(self) -> None:
+        for guard in reversed(self.watching):
+            with suppress(Exception):  # of ranks that do not come; the error of the call is the one to tell
+                guard.after_error()
 
     @eager
     def _returned(self, output: object) -> None:
-        for guard in self.watching:
+        for guard in reversed(self.watching):
             guard.after_forward(output)
 
     @eager
@@ -269,18 +253,9 @@ class Cycle:
             self._entrances.begin()
             self._shared.begin(reducing=self.reducing)
         self._units.show(unit)
-        if self.agreement is not None and not in_backward():
-            self.agreement.unit(self._names[unit], unit, self._units)
-        if not torch.is_grad_enabled():
-            self._without_grad.add(unit)
-        elif self._on and in_backward() and unit in self._without_grad:
-            raise MeshparError(
-                "the model recomputes a block by torch.utils.checkpoint(use_reentrant=True), whose backward inside a "
-                "backward sharding may reduce more than once; use checkpoint(..., use_reentrant=False), or "
-                "ActivationCheckpoint() in the plan"
-            )
-        elif not in_backward():
-            self._without_grad.discard(unit)
+        for guard in self.watching:
+            guard.before_unit(self._names[unit], unit)
+        if torch.is_grad_enabled() and not in_backward():
             self._units.runs(unit)
             self._entrances.opens(unit)
 
@@ -292,15 +267,6 @@ class Cycle:
     def _reached_outside(self, parameter: nn.Parameter) -> None:
         self.expect_end()
         self._units.use(parameter)
-
-    @eager
-    def _gathered(self, unit: nn.Module, args: object) -> None:
-        self._units.remember(unit)
-
-    @eager
-    def _before_freed(self, unit: nn.Module, args: object, output: object) -> None:
-        if name := self._units.written(unit, look=not runtime.is_simulated() and self._looks.first(self._names[unit])):
-            refuse_written(name)
 
     @eager
     def _after_unit(self, unit: nn.Module, args: object, output: object) -> None:
@@ -329,19 +295,13 @@ class Cycle:
         self.left_gradients.forget_cleared()
         if self._shared.kept:  # since an evaluation, whose weights may have been swapped back
             self._units.reshard()  # of this rank alone: the ranks still ask
-        for guard in self.watching:
-            guard.before_backward(roots)
+        reaches = functools.cache(functools.partial(self._entrances.reached, roots))
         if self._units.modules:
             self._entrances.look(roots)
-            if self._on and (self._backwards.turned or self._backwards.written) and self._entrances.reached(roots):
+            if self._on and (self._backwards.turned or self._backwards.written) and reaches():
                 self._backwards.refuse_changed()
-        meets = self.agreement is not None and self.agreement.meets_before_backward
-        compares = self.losses is not None and self.losses.compared
-        if (meets or compares) and self._entrances.reached(roots):
-            if self.agreement is not None and meets:
-                self.agreement.backward()
-            if self.losses is not None and compares:
-                self.losses.check(roots)
+        for guard in self.watching:
+            guard.before_backward(roots, reaches=reaches)
 
     def _begin_backward(self, forward: Forward, grad: Tensor) -> None:
         """Look at a backward that reaches an output of the module, and see that its end is noticed."""
@@ -411,14 +371,12 @@ class Cycle:
         trains = any(id(parameter) in own for parameter in held)
         if trains:  # else another model's, which another thread may train while this one is in its backward
             self._unwind()
+            if not in_backward():  # whose recomputations read what is registered now
+                self.check_parameters()
         for guard in self.watching:
             guard.before_step(optimizer, trains=trains)
         if not trains:
             return optimizer
-        if not in_backward():  # whose recomputations read what is registered now
-            self.check_parameters()
-        if self.agreement is not None:
-            self.agreement.settings(optimizer)
         self._backwards.step()
         self._entrances.step()
         self.left_gradients.refuse()

@@ -15,7 +15,7 @@ Only the simulation's own process calls these, but for :func:`hidden_propagation
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final, overload
 
@@ -26,10 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar._torch.units import Units
+from meshpar._torch.autograd import in_backward
 from meshpar.core import runtime
+from meshpar.core.guards import Guard
 from meshpar.exact.agreement import Agreement
-from meshpar.exact.losses import Losses
+from meshpar.exact.guards.losses import Losses
 from meshpar.exact.meeting import Meeting
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
@@ -65,10 +66,16 @@ def settle(par: Parallelized, device_type: str) -> None:
     par.cycle.first_runs.split = None
     par.cycle.placed.record()
     on_cpu = par.cycle.guards == "always" and not runtime.queues(device_type)
-    if isinstance(par.cycle.losses, Losses):
-        par.cycle.losses = SentLosses(list(par.cycle.losses.groups.values()) if on_cpu else [], par.device)
-    if isinstance(par.cycle.agreement, Agreement):
-        par.cycle.agreement = Settled(par, par.cycle.agreement, on_cpu=on_cpu)
+    watching: list[Guard] = []
+    for guard in par.cycle.watching:
+        if isinstance(guard, Losses):
+            watching.append(SentLosses(list(guard.groups.values()) if on_cpu else [], par.device))
+        elif isinstance(guard, Agreement):
+            par.cycle.agreement = settled = Settled(par, guard, on_cpu=on_cpu)
+            watching.append(settled)
+        else:
+            watching.append(guard)
+    par.cycle.watching = tuple(watching)
     if (split := applied(par.module).split) is not None and split.arrivals is not None:
         split.arrivals.sends = not runtime.queues(device_type)
     if (shards := applied(par.module).replica_shards) is not None:
@@ -102,7 +109,7 @@ class Assumed(Routing):
 
 
 @final
-class Settled:
+class Settled(Guard):
     """The comparisons of a step after the first ones, which send what they send and look at nothing.
 
     Args:
@@ -118,9 +125,10 @@ class Settled:
         for group in groups if self._on_cpu else ():
             dist.all_reduce(torch.empty(numbers, dtype=torch.int64, device=self._par.device), group=group)
 
-    def batch(self, inputs: object) -> None:
+    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Send the digests of a batch, where they are looked at."""
-        self._send(2 * self._real.numbers(), self._real.same_groups())
+        if torch.is_grad_enabled():
+            self._send(2 * self._real.numbers(), self._real.same_groups())
 
     def whole(self, batch: object) -> None:
         """Send the digest of a batch that is split by positions, where it is looked at."""
@@ -135,36 +143,24 @@ class Settled:
             dist.all_reduce(torch.empty(2 * (1 + Meeting.NUMBERS), dtype=torch.int64, device=self._par.device))
         return [True] * len(numbers)
 
-    def begin_forward(self, units: Units) -> None:
-        """Send nothing."""
-
-    def end_forward(self) -> None:
-        """Send nothing."""
-
-    def fail_forward(self) -> None:
-        """Send nothing."""
-
-    def unit(self, name: str, unit: nn.Module, units: Units) -> None:
+    def before_unit(self, name: str, unit: nn.Module) -> None:
         """Send the marks of a unit, where they are looked at: of the first one where the others are predicted."""
-        if not (name and self._real.predicts):
+        if not (name and self._real.predicts) and not in_backward():
             self.meet(name)
 
-    @property
-    def meets_before_backward(self) -> bool:
-        """Ranks meet before each backward."""
-        return self._on_cpu and self._real.differs
-
-    def backward(self) -> None:
+    def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
         """Send that a backward begins, where it is looked at."""
-        self.meet("a backward")
+        if self._on_cpu and self._real.differs and reaches():
+            self.meet("a backward")
 
-    def micro_batches(self, left: int) -> None:
+    def before_micro_batch(self, left: int) -> None:
         """Send how far a rank is, where it is looked at."""
         self.meet("a micro-batch")
 
-    def settings(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *, trains: bool) -> None:
         """Send the digest of an optimizer's settings, where it is looked at."""
-        self.meet("a step")
+        if trains:
+            self.meet("a step")
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
         """Send which parameters have a gradient; simulated ranks all use the same. Beside an accelerator the hosts
@@ -178,7 +174,7 @@ class Settled:
 
 
 @final
-class SentLosses:
+class SentLosses(Guard):
     """The losses of backwards, which are sent on a CPU and not looked at.
 
     Args:
@@ -189,14 +185,9 @@ class SentLosses:
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         self._groups, self._device = groups, device
 
-    @property
-    def compared(self) -> bool:
-        """Losses are compared."""
-        return bool(self._groups)
-
-    def check(self, roots: Iterable[object]) -> None:
+    def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
         """Send a loss and its negation."""
-        for group in self._groups:
+        for group in self._groups if self._groups and reaches() else ():
             dist.all_reduce(torch.empty(2, dtype=torch.float64, device=self._device), group=group)
 
 

@@ -49,7 +49,7 @@ def test_everything_is_on_this_ranks_device_also_where_the_process_group_is_some
     with simulated(4, as_rank=2), Allocations() as made:
         par = allocate(plan.apply(model, device_type=device.NAME))
         assert par.cycle is not None
-        par.cycle.agreement = None
+        par.cycle.agreement, par.cycle.watching = None, ()
         par.module(torch.ones(2, 16, dtype=torch.int64, device=device.NAME)).logits.sum().backward()
     assert made.devices == {torch.device(device.NAME, 2)}, made.devices
 

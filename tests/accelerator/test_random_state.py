@@ -77,7 +77,7 @@ def test_ranks_of_the_tensor_axis_draw_alike_but_inside_of_regions_and_again_in_
                 Plan("tp=2", [TensorParallel(), ActivationCheckpoint()]).apply(model, device_type=device.NAME)
             )
             assert par.cycle is not None
-            par.cycle.agreement = None  # the values of gradients, which the first backward compares
+            par.cycle.agreement, par.cycle.watching = None, ()  # the first backward compares values of gradients
             par.manual_seed(3)
             loss = par.module(torch.ones(2, 16, dtype=torch.int64, device=device.NAME)).logits.sum()
             forward, after = draws.take(), generator.now()

@@ -33,7 +33,7 @@ from meshpar._torch.fsdp import is_gathered, units_with_parameters
 from meshpar.core import runtime
 from meshpar.core.errors import ParallelError
 from meshpar.exact.explain import Explanation
-from meshpar.exact.losses import Losses
+from meshpar.exact.guards.losses import Losses
 from meshpar.exact.verify import SplitTest
 from meshpar.placements import local_tensor
 from meshpar.testing import on_ranks, whole

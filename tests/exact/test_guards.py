@@ -157,8 +157,14 @@ class Counts(Guard):
     def after_forward(self, output):
         self.seen.append("output")
 
-    def before_backward(self, roots):
-        self.seen.append("backward")
+    def after_error(self):
+        self.seen.append("error")
+
+    def before_unit(self, name, unit):
+        self.seen.append(f"unit {name}")
+
+    def before_backward(self, roots, *, reaches):
+        self.seen.append("backward" if reaches() else "another backward")
 
     def after_backward(self):
         assert any(parameter.grad is not None for parameter in self.module.parameters()), "they are reduced by then"
@@ -193,7 +199,7 @@ def test_a_strangers_guard_sees_each_moment_of_a_step_and_may_refuse():
     for x in par.accumulate([inputs(0), inputs(1)]):
         par.module(x).square().mean().backward()
     optimizer.step()
-    call = ["forward", "output", "backward"]
+    call = ["forward", "unit ", *(f"unit blocks.{number}" for number in range(3)), "output", "backward"]
     assert guard.seen == ["micro-batch 2", *call, "micro-batch 1", *call, "gradients", "step True"], guard.seen
     with pytest.raises(MeshparError, match="a block is left out"):
         par.module(inputs(0), skip=True)

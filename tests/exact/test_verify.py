@@ -119,7 +119,7 @@ def first_forward_finds(options, what, positions):
     layout = ModelLayout(blocks=LAYOUT.blocks, tensor=tensor)
     plan = Plan("tp=2", [TensorParallel(sequence_parallel=positions)])
     par = plan.apply(Model(**options), layout)
-    par.cycle.agreement = None
+    par.cycle.agreement, par.cycle.watching = None, ()
     with pytest.raises(ParallelError, match=rf"blocks\.0: ({what}).*, off by [^\n]*(\n.*)*colwise_gather"):
         par.module(IDS)
     par = Plan("tp=2", [TensorParallel(sequence_parallel=positions)], verify=False).apply(_again(options), layout)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from meshpar._torch.units import Units
 from meshpar.core.guards import Guard, Guarded
-from meshpar.exact.guards import buffers, optimizers, positions, whole
+from meshpar.core.passes import Role
+from meshpar.exact.guards.buffers import RecomputedBuffers
+from meshpar.exact.guards.optimizers import Optimizers
+from meshpar.exact.guards.positions import WholeSequences
+from meshpar.exact.guards.reentrant import Reentrant
+from meshpar.exact.guards.written import WrittenInForward
 
 
-def own_guards(guarded: Guarded) -> tuple[Guard, ...]:
+def own_guards(guarded: Guarded, units: Units) -> tuple[Guard, ...]:
     """Return meshpar's own guards of a module. They are no entry points: an installation that is older than the source
     would leave them out without a word.
+
+    Args:
+        guarded: the module.
+        units: of the module.
     """
-    return tuple(guard for home in (buffers, optimizers, positions, whole) for guard in home.guards(guarded))
+    positions = (WholeSequences(guarded),) if guarded.resolved.divided(Role.POSITIONS) else ()
+    return (RecomputedBuffers(guarded), Optimizers(guarded), *positions, WrittenInForward(guarded, units), Reentrant())

@@ -15,11 +15,6 @@ from meshpar.core.patterns import class_name
 from meshpar.passes.applied import applied
 
 
-def guards(guarded: Guarded) -> Iterator[Guard]:
-    """Yield the guard of any module: modules that come later may be recomputed."""
-    yield RecomputedBuffers(guarded)
-
-
 @final
 class RecomputedBuffers(Guard):
     """Compare the buffers in recomputed blocks before and after a forward; batch norm knows when it is recomputed."""

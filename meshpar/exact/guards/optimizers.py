@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import final
 
 import torch
@@ -15,11 +15,6 @@ from meshpar._torch.dtensor import flattens
 from meshpar.core.errors import MeshparError
 from meshpar.core.guards import Guard, Guarded
 from meshpar.placements import unevenly_split
-
-
-def guards(guarded: Guarded) -> Iterator[Guard]:
-    """Yield the guard of any module."""
-    yield Optimizers(guarded)
 
 
 @final

@@ -1,23 +1,16 @@
-"""Refuse what a model computes over a whole sequence, of which each rank has a part."""
+"""Refuse what a model computes over a whole sequence where ranks see different positions of it."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 from torch import Tensor
 
 from meshpar.core.errors import MeshparError
 from meshpar.core.guards import Guard, Guarded
-from meshpar.core.passes import Role
 from meshpar.leaves import leaves
-
-
-def guards(guarded: Guarded) -> Iterator[Guard]:
-    """Yield the guard where ranks see different positions of the same samples."""
-    if guarded.resolved.divided(Role.POSITIONS):
-        yield WholeSequences(guarded)
 
 
 @final

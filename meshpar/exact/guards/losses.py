@@ -6,7 +6,7 @@ rank then has that of its own heads or features, and a loss that takes it in dif
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import final
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from meshpar.core import runtime
 from meshpar.core.errors import ParallelError
+from meshpar.core.guards import Guard
 from meshpar.replicas import Looks
 
 _ROUNDINGS, _QUEUED_ROUNDINGS = 64, 1024
@@ -25,7 +26,7 @@ _LEAST = 1e-2
 
 
 @final
-class Losses:
+class Losses(Guard):
     """The losses of one parallel module's backwards.
 
     Args:
@@ -38,10 +39,10 @@ class Losses:
         self.groups, self._device, self._looked = dict(groups), device, 0
         self._always = always and not runtime.queues(device)
 
-    @property
-    def compared(self) -> bool:
-        """The next loss is compared: every time on a CPU, on an accelerator, where reading waits, the first times."""
-        return bool(self.groups) and (self._always or self._looked < Looks.FIRST)
+    def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
+        """Compare every time on a CPU, on an accelerator, where reading waits, the first times."""
+        if self.groups and (self._always or self._looked < Looks.FIRST) and reaches():
+            self.check(roots)
 
     def check(self, roots: Iterable[object]) -> None:
         """Compare what a backward of the module is about to start from.
