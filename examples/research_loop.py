@@ -1,7 +1,8 @@
 """Research loops on any mesh: torchrun --nproc-per-node 2 examples/research_loop.py dp_shard=2
 
 Two models in one loop (a GAN), a teacher that is the average of its student's weights, and an evaluation of both.
-Another mesh is another argument: dp_replicate=2, or none for one process. The numbers stay the same.
+Another mesh is another argument: tp=2, dp_replicate=2, dp_shard=2,tp=2, or none for one process. The numbers stay the
+same.
 """
 
 import sys
@@ -12,7 +13,7 @@ from torch import nn
 
 import meshpar
 
-PASSES = {"dp_shard=2": [meshpar.FullyShard()], "dp_replicate=2": [meshpar.Replicate()]}
+LAYOUT = meshpar.ModelLayout(tensor={"0": "colwise", "2": "rowwise"})  # of net, for tp
 BATCH, NOISE, STEPS = 64, 8, 20
 
 
@@ -23,7 +24,12 @@ def net(inputs: int, outputs: int) -> nn.Module:
 
 def placed(mesh: str, module: nn.Module, seed: int) -> meshpar.Parallelized:
     """Place a module that was made on the meta device on the mesh."""
-    return meshpar.Plan(mesh, PASSES.get(mesh, [])).apply(module).materialize(seed=seed)
+    passes: list[meshpar.Pass] = [meshpar.TensorParallel()] if "tp" in mesh else []
+    if "dp_shard" in mesh:
+        passes += [meshpar.HybridShard() if "dp_replicate" in mesh else meshpar.FullyShard()]
+    elif "dp_replicate" in mesh:
+        passes += [meshpar.Replicate()]
+    return meshpar.Plan(mesh, passes).apply(module, LAYOUT).materialize(seed=seed)
 
 
 def rows(values: torch.Tensor, par: meshpar.Parallelized) -> torch.Tensor:

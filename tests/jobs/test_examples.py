@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiers import daily
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
 
 
@@ -42,11 +44,12 @@ def test_a_loop_of_ones_own_on_one_process_and_on_a_mesh(tmp_path):
     assert {"model.safetensors", "config.json"} <= {path.name for path in (tmp_path / "export").iterdir()}
 
 
-def test_research_loops_print_the_same_on_one_process_and_on_a_mesh(tmp_path):
+@pytest.mark.parametrize("mesh", daily(["tp=2", "dp_shard=2"], "tp=2"))
+def test_research_loops_print_the_same_on_one_process_and_on_a_mesh(tmp_path, mesh):
     script = str(EXAMPLE.with_name("research_loop.py"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     found = []
-    for command in ([sys.executable, script], [*torchrun, "dp_shard=2"]):
+    for command in ([sys.executable, script], [*torchrun, mesh]):
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
