@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, final
 
 import torch
@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from meshpar.core.errors import MeshparError
 from meshpar.passes.applied import applied
-from meshpar.placements import held_by_this_rank, local_tensor
+from meshpar.placements import local_tensor, placed_like, whole_tensor
+from meshpar.state.full import misfits
 
 
 class Resharded(Protocol):
@@ -95,7 +96,9 @@ class Averaged:
         if dtype is not None and not dtype.is_floating_point:
             raise MeshparError(f"the average's dtype is {dtype}; expected a floating-point dtype such as torch.float32")
         self._par, self._module = par, par.module
-        self._decay = _power_form(power) if power is not None else 0.999 if decay is None else decay
+        self._decay: Decay = 0.999 if decay is None else decay
+        if power is not None:
+            self._decay = lambda updates: (updates / (updates + 1)) ** (power + 1)
         self._dtype, self._buffers, self._swapped = dtype, buffers, False
         self._device = None if device is None else torch.device(device)
         self._every, self._after = every, after
@@ -138,14 +141,18 @@ class Averaged:
         """
         self._refuse_inside("swapped()")
         self._is_present()
-        kept: dict[str, tuple[Tensor, int, Tensor]] = {}
         self._swapped = True
         try:
-            self._exchange(kept)
-            yield
-            changed = [name for name, (tensor, version, _) in kept.items() if tensor._version != version]
+            with ExitStack() as back:
+                versions: dict[str, tuple[Tensor, int]] = {}
+                for name, tensor in self._tensors().items():
+                    back.callback(_exchanged(tensor, self._averages[name]))
+                    # Of the tensor itself: what a DTensor's operators do to its local part does not count there.
+                    versions[name] = tensor, tensor._version
+                back.callback(self._par.reshard)
+                yield
+                changed = [name for name, (tensor, version) in versions.items() if tensor._version != version]
         finally:
-            self._give_back(kept)
             self._swapped = False
         if changed:
             raise MeshparError(
@@ -187,27 +194,20 @@ class Averaged:
         """Take over what :meth:`state_dict` returned, placed as this module is, or whole tensors (of one process).
 
         Raises:
-            MeshparError: before anything is changed, with all names that are missing or unexpected, and all shapes and
-                placements that differ; or inside of :meth:`swapped`.
+            MeshparError: before anything is changed, with all names that are missing or unexpected, and all shapes that
+                differ; or inside of :meth:`swapped`.
+
+        Collective where a tensor is placed in another way than this module's.
         """
         self._refuse_inside("load_state_dict()")
-        given: Mapping[str, Tensor] = state["averages"]
-        problems = [f"missing: {name}" for name in self._averages if name not in given]
-        known = {*self._averages, *applied(self._module).elsewhere}
-        problems += [f"unexpected: {name}" for name in given if name not in known]
-        problems += [
-            text
-            for name, average in self._averages.items()
-            if name in given
-            for text in _misfits(name, average, given[name])
-        ]
-        if problems:
+        others = applied(self._module).elsewhere.keys() - self._averages.keys()
+        given = {name: tensor for name, tensor in state["averages"].items() if name not in others}
+        if problems := misfits(self._averages, given):
             raise MeshparError("\n  ".join(["this average does not fit the module; nothing was changed:", *problems]))
         for name, average in self._averages.items():
             mine = given[name]
-            local_tensor(average).copy_(
-                local_tensor(mine) if isinstance(mine, DTensor) else mine[held_by_this_rank(average)]
-            )
+            mine = placed_like(mine, average, ()) if isinstance(average, DTensor) else whole_tensor(mine)
+            local_tensor(average).copy_(local_tensor(mine))
         self.updates = int(state["updates"])
         self.calls = int(state.get("calls", self.updates))
 
@@ -249,66 +249,28 @@ class Averaged:
                 "block"
             )
 
-    @torch.no_grad()
-    def _exchange(self, kept: dict[str, tuple[Tensor, int, Tensor]]) -> None:
-        """Write the average into the module, and into ``kept`` by name the module's tensor, its version, and its values
-        before.
-
-        Where the dtypes agree, the average's own memory takes the values before, so that only one tensor at a time is
-        copied.
-        """
-        for name, tensor in self._tensors().items():
-            value, average = local_tensor(tensor), local_tensor(self._averages[name])
-            before = value.clone()
-            value.copy_(average)
-            # Of the tensor itself: what a DTensor's operators do to its local part does not count there.
-            kept[name] = (tensor, tensor._version, average.copy_(before) if average.dtype == value.dtype else before)
-
-    @torch.no_grad()
-    def _give_back(self, kept: Mapping[str, tuple[Tensor, int, Tensor]]) -> None:
-        self._par.reshard()
-        for name, (tensor, _, before) in kept.items():
-            value, average = local_tensor(tensor), local_tensor(self._averages[name])
-            swapped = value.clone() if before.dtype == average.dtype else None
-            value.copy_(before)
-            if swapped is not None:
-                average.copy_(swapped)
-
-
-def _power_form(power: float) -> Callable[[int], float]:
-    return lambda updates: (updates / (updates + 1)) ** (power + 1)
-
 
 def _lerp(pairs: list[tuple[Tensor, Tensor]], weight: float) -> None:
-    alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for average, value in pairs:
-        if (average.dtype, average.device) != (value.dtype, value.device):
+        if (average.dtype, average.device) == (value.dtype, value.device):
+            alike.setdefault((average.device, average.dtype), []).append((average, value))
+        else:
             average.lerp_(value.to(average.device, average.dtype), weight)
-            continue
-        averages, values = alike.setdefault((average.device, average.dtype), ([], []))
-        averages.append(average)
-        values.append(value)
-    for averages, values in alike.values():
-        torch._foreach_lerp_(averages, values, weight)
+    for together in alike.values():
+        torch._foreach_lerp_([average for average, _ in together], [value for _, value in together], weight)
 
 
-def _misfits(name: str, average: Tensor, given: Tensor) -> Iterator[str]:
-    if given.shape != average.shape:
-        yield f"shape of {name}: expected {tuple(average.shape)}, got {tuple(given.shape)}"
-    elif isinstance(given, DTensor) and (
-        not isinstance(average, DTensor)
-        or (given.device_mesh, given.placements) != (average.device_mesh, average.placements)
-    ):
-        yield (
-            f"placement of {name}: expected {_placed(average)}, got {_placed(given)}; load by "
-            "torch.distributed.checkpoint instead"
-        )
+@torch.no_grad()
+def _exchanged(tensor: Tensor, average: Tensor) -> Callable[[], object]:
+    """Write an average into a tensor, and return what gives the tensor its values back.
 
-
-def _placed(tensor: Tensor) -> str:
-    if not isinstance(tensor, DTensor):
-        return "a whole tensor"
-    return ", ".join(
-        f"{axis}:{placement}"
-        for axis, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False)
-    )
+    Where the dtypes agree, the average's own memory takes the values before, so that only one tensor at a time is
+    copied.
+    """
+    before = local_tensor(tensor).clone()
+    local_tensor(tensor).copy_(local_tensor(average))
+    if average.dtype != tensor.dtype:
+        return torch.no_grad()(lambda: local_tensor(tensor).copy_(before))
+    local_tensor(average).copy_(before)
+    return lambda: _exchanged(tensor, average)

@@ -236,7 +236,7 @@ def scatter_state(
     """
     others = applied(module).elsewhere
     own = {**_tensors(module), **others}
-    problems = _problems(own, state, strict=strict) if not from_rank_0 or dist.get_rank() == 0 else []
+    problems = misfits(own, state, strict=strict) if not from_rank_0 or dist.get_rank() == 0 else []
     offered = sorted(set(own).intersection(state))
     if from_rank_0:
         said: list[Any] = [problems, offered]
@@ -263,7 +263,8 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _problems(own: Mapping[str, Tensor], state: Mapping[str, Any], *, strict: bool) -> list[str]:
+def misfits(own: Mapping[str, Tensor], state: Mapping[str, Any], *, strict: bool = True) -> list[str]:
+    """Return the names of ``state`` that are missing or unexpected (``strict``), and the shapes that differ."""
     problems = []
     if strict:
         problems += [f"missing: {name} {tuple(tensor.shape)}" for name, tensor in own.items() if name not in state]
