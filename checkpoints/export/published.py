@@ -7,19 +7,19 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 
 from meshpar.checkpoints.format.copying import Piece, are_copied, check_piece
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint, Stored
 from meshpar.checkpoints.format.manifest import AVERAGES, MODEL, read_manifest
-from meshpar.checkpoints.format.verify import open_verified
+from meshpar.checkpoints.format.verify import Verify, open_verified
 from meshpar.checkpoints.steps.steps import open_step
 from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
 from meshpar.checkpoints.storage.place import PlaceLike
-from meshpar.core.errors import CheckpointError
-from meshpar.weights import Mapped, TypedSource, WeightMap
+from meshpar.core.errors import CheckpointError, MeshparError
+from meshpar.weights import Mapped, TypedSource, WeightMap, average_called
 
 
 @final
@@ -106,28 +106,40 @@ class StoredModel:
         return [Piece(chunk.offsets, self._source.box(self._names[name], chunk)) for chunk in chunks]
 
 
-def published_model(path: PlaceLike) -> PublishedModel:
+def published_model(
+    path: PlaceLike, weights: WeightMap | None = None, verify: Verify = "size", averaged: str = "trained"
+) -> PublishedModel:
     """Return the model of a committed step as a source of weights, by its published names, which every model of its
     kind reads.
 
     Args:
         path: a step, ``.../latest``, or a folder of steps (its newest).
+        weights, verify, averaged: as for :func:`meshpar.checkpoints.export_safetensors`.
 
     Raises:
-        CheckpointError: there is no committed step, or one of its files is missing or has the wrong size.
+        CheckpointError: there is no committed step, or no such average in it, or one of its files is missing or has the
+            wrong size.
     """
     folder = open_step(path)
     manifest = read_manifest(folder)
-    stored = StoredModel(open_verified(folder, manifest, "size"), manifest.tied)
-    return PublishedModel(stored, WeightMap.from_json(manifest.weights).publish(stored))
+    try:
+        average = average_called(averaged, manifest.averages)
+    except MeshparError as error:
+        raise CheckpointError(f"step {manifest.step}: {error}") from error
+    stored = StoredModel(open_verified(folder, manifest, verify, whole=False), manifest.tied, average)
+    names = WeightMap.from_json(manifest.weights) if weights is None else weights
+    published = PublishedModel(stored, names.publish(stored), manifest.config)
+    if verify == "full":
+        published.check_what_is_rebuilt()
+    return published
 
 
 @final
 class PublishedModel:
-    """The model's tensors under their published names."""
+    """The model's tensors under their published names, and its config."""
 
-    def __init__(self, model: StoredModel, mapped: Mapped) -> None:
-        self._model, self._mapped = model, mapped
+    def __init__(self, model: StoredModel, mapped: Mapped, config: Mapping[str, Any] | None) -> None:
+        self._model, self._mapped, self.config = model, mapped, config
         self.shapes, self.dtypes, self.read = mapped.shapes, mapped.dtypes, mapped.read
 
     def check_what_is_rebuilt(self) -> None:

@@ -14,19 +14,18 @@ from typing import Any
 
 import torch
 
-from meshpar.checkpoints.export.published import PublishedModel, StoredModel, in_files, nbytes
+from meshpar.checkpoints.export.published import in_files, nbytes, published_model
 from meshpar.checkpoints.export.quantizing import Quantization, Quantized, quantized
 from meshpar.checkpoints.export.target import apart, free_target, made_whole
 from meshpar.checkpoints.format.copying import ByteCount, Copier, Progress, StoredSource, are_copied, position_of
-from meshpar.checkpoints.format.manifest import read_manifest
 from meshpar.checkpoints.format.safetensors import INDEX_NAME, write_header
-from meshpar.checkpoints.format.verify import Verify, open_verified
+from meshpar.checkpoints.format.verify import Verify
 from meshpar.checkpoints.steps.steps import open_step
 from meshpar.checkpoints.storage.files import aligned, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
 from meshpar.checkpoints.storage.transfer import copy_file
-from meshpar.core.errors import CheckpointError, MeshparError
-from meshpar.weights import TypedSource, WeightMap, average_called
+from meshpar.core.errors import CheckpointError
+from meshpar.weights import TypedSource, WeightMap
 from meshpar.weights.rules import Spans
 
 TILE_BYTES = 8 << 20
@@ -164,19 +163,8 @@ def opened(
     """Return the model of a checkpoint, or of a source of weights, under its published names, and its config."""
     if isinstance(src, TypedSource):
         return (src if weights is None else weights.publish(src)), config
-    folder = open_step(src)
-    manifest = read_manifest(folder)
-    try:
-        average = average_called(averaged, manifest.averages)
-    except MeshparError as error:
-        raise CheckpointError(f"step {manifest.step}: {error}") from error
-    ours = StoredModel(open_verified(folder, manifest, verify, whole=False), manifest.tied, average)
-    published = PublishedModel(
-        ours, (weights if weights is not None else WeightMap.from_json(manifest.weights)).publish(ours)
-    )
-    if verify == "full":
-        published.check_what_is_rebuilt()
-    return published, manifest.config if config is None else config
+    published = published_model(src, weights, verify, averaged)
+    return published, published.config if config is None else config
 
 
 def _write_model(

@@ -152,8 +152,8 @@ class Restoring:
     def _differences(self, cast: bool) -> _Differences:
         self._model = model_state(self._par.module)
         self._renamed = self._renamings()
-        wanted = {self._saved_name(name): tensor for name, tensor in self._model.tensors.items()}
-        self._averaged = averaged_tensors(self._averages, self._renamed_first)
+        wanted = {MODEL + self._saved_name(name): tensor for name, tensor in self._model.tensors.items()}
+        self._averaged = averaged_tensors(self._averages, self._saved_name)
         wanted |= self._averaged
         if unmade := [name for name, tensor in wanted.items() if tensor.is_meta]:
             raise CheckpointError(
@@ -185,15 +185,12 @@ class Restoring:
                 renamed[name] = found
         return renamed
 
-    def _renamed_first(self, name: str) -> str:
+    def _saved_name(self, name: str) -> str:
         first = self._model.first(name)
         return self._renamed.get(first, first)
 
-    def _saved_name(self, name: str) -> str:
-        return MODEL + self._renamed.get(name, name)
-
     def _read(self, *, whole: bool) -> None:
-        wanted = [(self._saved_name(name), tensor) for name, tensor in self._model.tensors.items()]
+        wanted = [(MODEL + self._saved_name(name), tensor) for name, tensor in self._model.tensors.items()]
         if self._optimizer is not None and self._manifest.optimizer is not None:
             table, stored = self._manifest.optimizer, self._source.tensors
             wanted += restore_optimizer(self._optimizer, self._model, table, self._renamed, stored, whole=whole)

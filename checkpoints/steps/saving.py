@@ -86,7 +86,6 @@ class Saving:
         self._threads, self._on_write = threads, on_write
         self._checksum: Checksum = checksum
         self._tensors: dict[str, Tensor] = {}
-        self._averages: Mapping[str, Mapping[str, int]] = {}
         self._stage_error: Exception | None = None
 
     def plan(self, par: Checkpointable, optimizer: Optimizers | None, *, later: bool = False) -> None:
@@ -185,9 +184,7 @@ class Saving:
             for name, tensor in model.tensors.items()
         }
         tensors |= trained.tensors if trained else {}
-        averages = self._noted.averages
-        tensors |= averaged_tensors(averages, model.first)
-        self._averages = {called: {"updates": one.updates, "calls": one.calls} for called, one in averages.items()}
+        tensors |= averaged_tensors(self._noted.averages, model.first)
         tensors |= random_state(self._ranks.rank, par.device)
         if unmade := [name for name, tensor in tensors.items() if tensor.is_meta]:
             raise CheckpointError(
@@ -234,7 +231,9 @@ class Saving:
             "optimizer": merged_tables(tables) if tables else None,
             "seed": torch.initial_seed(),
             "rank_extra": rank_extra if any(extra is not None for extra in rank_extra) else (),
-            "averages": self._averages,
+            "averages": {
+                called: {"updates": one.updates, "calls": one.calls} for called, one in self._noted.averages.items()
+            },
         }
 
     def _write(self) -> list[WrittenFile]:
