@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
 from meshpar.parallelized import Parallelized
@@ -20,6 +22,7 @@ from meshpar.passes.random import mix
 from meshpar.training.objectives import whole_logits
 
 T = TypeVar("T")
+R = TypeVar("R")
 Tokens = Sequence[int]
 
 
@@ -59,7 +62,7 @@ def generate(
     if not all(prompts):
         raise MeshparError(f"prompt {[bool(one) for one in prompts].index(False)} has no token; give it at least one")
 
-    def answered(places: list[int], rows: list[Tokens]) -> list[list[float]]:
+    def answered(places: list[int], rows: list[Tokens]) -> list[list[int]]:
         drawn = [torch.Generator().manual_seed(mix(seed, place)) for place in places]
         step, made = _continuation(par, rows), [list[int]() for _ in rows]
         left = [place >= 0 for place in places]
@@ -72,10 +75,9 @@ def generate(
                 made[row] += [token] if left[row] else []
             if not par.data_sum(torch.tensor(float(any(left)), device=par.device)):
                 break  # only where every rank is done: a rank that left would make the others wait
-        return [[len(row), *row, *[0] * (tokens - len(row))] for row in made]
+        return made
 
-    found = _divided(par, prompts, answered, 1 + tokens, batch)
-    return [[int(token) for token in row[1 : 1 + int(row[0])]] for row in found]
+    return _divided(par, prompts, answered, batch)
 
 
 def log_likelihoods(
@@ -98,7 +100,7 @@ def log_likelihoods(
     if not all(context for context, _ in pairs):
         raise MeshparError("a context has no token; begin it with the token that begins a text")
 
-    def scored(places: list[int], rows: list[tuple[Tokens, Tokens]]) -> list[list[float]]:
+    def scored(places: list[int], rows: list[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
         if getattr(getattr(par.module, "config", None), "is_encoder_decoder", False):
             given = _encoded(par, [context for context, _ in rows])
             given["decoder_input_ids"] = _padded([[_start(par), *more[:-1]] for _, more in rows], par.device)
@@ -106,15 +108,15 @@ def log_likelihoods(
         else:
             given = {"input_ids": _padded([[*context, *more] for context, more in rows], par.device)}
             begins = [len(context) - 1 for context, _ in rows]
-        logits, found = _logits(par.module(**given)), []
+        logits, found = _logits(par.module(**given)), list[tuple[float, bool]]()
         for row, (begin, (_, more)) in enumerate(zip(begins, rows, strict=True)):
             there = logits[row, begin : begin + len(more)].float().log_softmax(-1)
             target = torch.tensor(list(more), dtype=torch.int64, device=there.device)
             greedy = bool((there.argmax(-1) == target).all())
-            found.append([float(there.gather(-1, target[:, None]).sum()), float(greedy)])
+            found.append((float(there.gather(-1, target[:, None]).sum()), greedy))
         return found
 
-    return [(row[0], bool(row[1])) for row in _divided(par, pairs, scored, 2, batch)]
+    return _divided(par, pairs, scored, batch)
 
 
 def check_whole(par: Parallelized) -> None:
@@ -128,39 +130,32 @@ def check_whole(par: Parallelized) -> None:
 
 
 def _divided(
-    par: Parallelized,
-    rows: Sequence[T],
-    function: Callable[[list[int], list[T]], list[list[float]]],
-    width: int,
-    batch: int,
-) -> list[list[float]]:
-    """Return ``width`` numbers for each of ``rows``, of which every data rank computes its part, in as many batches."""
+    par: Parallelized, rows: Sequence[T], function: Callable[[list[int], list[T]], list[R]], batch: int
+) -> list[R]:
+    """Return a result for each of ``rows``, of which every data rank computes its part, in as many batches."""
     check_whole(par)
-    table = torch.zeros(len(rows), width, dtype=torch.float64)
-    own = list(range(par.data_rank, len(rows), par.data_size))
+    own, mine = list(range(par.data_rank, len(rows), par.data_size)), dict[int, R]()
     with _evaluating(par.module):
         for start in range(0, math.ceil(len(rows) / par.data_size), batch):
             places = own[start : start + batch]
             # a rank without rows computes one as well, whose values do not count
-            found = function(places or [-1], [rows[place] for place in places] or [rows[0]])
-            for place, values in zip(places, found, strict=False):
-                table[place] = torch.tensor(values, dtype=torch.float64)
-    if par.device.type == "mps":
-        table = table.float()
-    return par.data_sum(table.to(par.device)).tolist()
+            mine.update(zip(places, function(places or [-1], [rows[place] for place in places] or [rows[0]])))
+    every = [mine] * dist.get_world_size()
+    dist.all_gather_object(every, mine, group=runtime.hosts())
+    found = {place: result for part in every for place, result in part.items()}
+    return [found[place] for place in range(len(rows))]
 
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = [(child, child.training) for child in module.modules()]
+    training = [child for child in module.modules() if child.training]
     module.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        module.train()
-        for child, training in modes:
-            child.training = training
+        for child in training:
+            child.training = True
 
 
 def _logits(output: Any) -> Tensor:  # noqa: ANN401 - of any model
@@ -207,22 +202,21 @@ def _continuation(par: Parallelized, rows: Sequence[Tokens]) -> Callable[[Tensor
     pairs = bool(getattr(config, "is_encoder_decoder", False))
     given: dict[str, Any] = {"use_cache": True, "return_dict": True, **_encoded(par, rows, left=not pairs)}
 
+    if pairs:
+        given["decoder_input_ids"] = torch.full((len(rows), 1), _start(par), device=par.device)
+
     def cached(last: Tensor | None) -> Tensor:
-        if pairs:
-            begin = torch.full((len(rows), 1), _start(par), device=par.device)
-            given["decoder_input_ids"] = begin if last is None else last[:, None]
-            if last is not None:
-                given.pop("input_ids", None)  # the encoder has run
-        else:
-            if last is not None:
-                given["attention_mask"] = nn.functional.pad(given["attention_mask"], (0, 1), value=1)
-                given["input_ids"] = last[:, None]
-            if "position_ids" in named:
-                places = (given["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-                given["position_ids"] = places if last is None else places[:, -1:]
+        if last is not None:
+            given["decoder_input_ids" if pairs else "input_ids"] = last[:, None]
+        if last is not None and not pairs:
+            given["attention_mask"] = nn.functional.pad(given["attention_mask"], (0, 1), value=1)
+        if "position_ids" in named and not pairs:
+            places = (given["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+            given["position_ids"] = places[:, -given["input_ids"].shape[1] :]
         output = module(**given)
         given["past_key_values"] = output.past_key_values
-        if pairs:
+        if pairs:  # the encoder has run
+            given.pop("input_ids", None)
             given["encoder_outputs"] = (output.encoder_last_hidden_state,)
         return _logits(output)[:, -1]
 
