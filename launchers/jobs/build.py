@@ -223,13 +223,11 @@ def teacher_plan_of(recipe: Recipe) -> Plan:
 
 def averages_of(recipe: Recipe, par: Parallelized) -> dict[str, Averaged]:
     """Return the averages of the weights, by name."""
-    made = {}
-    for name, section in recipe.averages.items():
-        given = {key: value for key, value in section.given().items() if key != "keep_on"}
-        made[name] = par.averaged(
-            **{"dtype": section.dtype, **given}, device="cpu" if section.keep_on == "host" else None
-        )
-    return made
+    hosts = {"host": "cpu", "device": None}
+    return {
+        name: par.averaged(**section.model_dump(exclude={"keep_on"}), device=hosts[section.keep_on])
+        for name, section in recipe.averages.items()
+    }
 
 
 def evaluations_of(recipe: Recipe, par: Parallelized, tokenizer: object) -> dict[str, Evaluation]:
@@ -263,7 +261,7 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
         recipe = with_local_data(recipe)
     except (CheckpointError, RecipeError) as error:
         return [f"{recipe.where('data.paths')}: {error}"]
-    problems = list(data_problems(recipe))
+    texts, found = list(data_problems(recipe)), list[_Problem]()
     vocab_size = 1  # which fits every model
     try:
         vocab_size = (
@@ -271,50 +269,49 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
         )
     except RecipeError as error:
         field = {"tokens": "data.paths", "dataset": "data.dataset"}.get(recipe.data.source, "data.tokenizer")
-        if not any(text.endswith(str(error)) for text in problems):
-            problems.append(f"{recipe.where(field)}: {error}")
-    problems += _unwritable(recipe)
-    problems += _unmeasured(recipe)
-    problems += _plugin_problems(recipe)
-    problems += replica_problems(recipe) if replica else ()
+        found += [] if any(text.endswith(str(error)) for text in texts) else [(field, str(error))]
+    found += [*_unwritable(recipe), *_unmeasured(recipe), *_plugin_problems(recipe)]
+    texts += replica_problems(recipe) if replica else ()
     try:
-        model = build_model(recipe, vocab_size)
-        plan = plan_of(recipe)
+        model, plan, training = build_model(recipe, vocab_size), plan_of(recipe), recipe.training
         layout = layout_of(recipe, model)
-        found = weights_problems(model, layout or layout_for(model), recipe.model, adapters=recipe.lora is not None)
-        problems += [f"{recipe.where('model.weights')}: {text}" for text in found]
+        known = layout or layout_for(model)
+        weights = weights_problems(model, known, recipe.model, adapters=recipe.lora is not None)
+        found += [("model.weights", text) for text in weights]
         spec = plan.check(model, layout, world_size=world_size)
-        problems += [f"{recipe.where('mesh')}: {text}" for text in (plan_problems(spec, model) if replica else ())]
-        asked = recipe.training.balance_rate, recipe.training.balance_loss
-        problems += [
-            f"{recipe.where('training')}: {problem}"
-            for problem in balance_problems(model, layout or layout_for(model), *asked)
-        ]
+        found += [("mesh", text) for text in (plan_problems(spec, model) if replica else ())]
+        balance = balance_problems(model, known, training.balance_rate, training.balance_loss)
+        found += [("training", text) for text in balance]
         if separates(recipe) and not takes_positions(model):
-            problems.append(f"{recipe.where('data.documents')}: {untaken(model)}")
-        problems += _uneven(recipe, plan, world_size)
-        problems += _optimizer_problems(
+            found.append(("data.documents", untaken(model)))
+        found += _uneven(recipe, plan, world_size)
+        found += _optimizer_problems(
             recipe,
             model,
             divides=replica and any(pass_.divides_optimizer for pass_ in plan.passes),
-            shards=spec.size > 1 and any(pass_.shards(model, layout or layout_for(model)) for pass_ in plan.passes),
+            shards=spec.size > 1 and any(pass_.shards(model, known) for pass_ in plan.passes),
         )
         missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
-        problems += [f"{recipe.where('teacher.model')}.{text}; train and export the teacher first" for text in missing]
+        texts += [f"{recipe.where('teacher.model')}.{text}; train and export the teacher first" for text in missing]
         if recipe.teacher is not None and not missing:
             teacher = build_teacher(recipe, vocab_size)
-            found = list(teacher_problems(teacher_plan_of(recipe), teacher, plan_of(recipe), world_size))
-            problems += [f"{recipe.where('teacher')}: {text}" for text in found]
-            found = weights_problems(teacher, layout_for(teacher), recipe.teacher.model)
-            problems += [f"{recipe.where('teacher.model.weights')}: {text}" for text in found]
+            problems = teacher_problems(teacher_plan_of(recipe), teacher, plan_of(recipe), world_size)
+            found += [("teacher", text) for text in problems]
+            weights = weights_problems(teacher, layout_for(teacher), recipe.teacher.model)
+            found += [("teacher.model.weights", text) for text in weights]
     except PlanError as error:
-        problems += [f"{recipe.where('mesh')}: {text}" for text in error.problems]
+        found += [("mesh", text) for text in error.problems]
     except (RecipeError, LayoutError) as error:
-        problems.append(f"{recipe.where('model.class' if isinstance(recipe.model, Own) else 'model')}: {error}")
-    return [*problems, *_objective_problems(recipe)]
+        found.append(("model.class" if isinstance(recipe.model, Own) else "model", str(error)))
+    found += _objective_problems(recipe)
+    return [*texts, *(f"{recipe.where(field)}: {text}" for field, text in found)]
 
 
-def _plugin_problems(recipe: Recipe) -> Iterator[str]:
+_Problem = tuple[str, str]
+"""A field of a recipe, and what is wrong with it."""
+
+
+def _plugin_problems(recipe: Recipe) -> Iterator[_Problem]:
     for group, heading, names in (
         (registry.TRACKERS, "trackers", recipe.trackers),
         (registry.EVALUATIONS, "evaluations", recipe.evaluations),
@@ -323,37 +320,31 @@ def _plugin_problems(recipe: Recipe) -> Iterator[str]:
             try:
                 usable(group, name)
             except MeshparError as error:
-                yield f"{recipe.where(heading)}: {error}"
+                yield heading, str(error)
 
 
-def _uneven(recipe: Recipe, plan: Plan, world_size: int) -> Iterator[str]:
+def _uneven(recipe: Recipe, plan: Plan, world_size: int) -> Iterator[_Problem]:
     """Yield that the ranks which split positions do not divide a sequence."""
     mesh, length = plan.resolve(world_size), recipe.data.sequence_length
     axes = axes_of(plan.passes, mesh, Role.POSITIONS)
     size = math.prod(mesh.axes[axis] for axis in axes)
     if length % size:
-        where, names = recipe.where("mesh"), ", ".join(axes)
-        yield (
-            f"{where}: {names}={size} does not divide {length} positions; use a data.sequence_length that is a "
-            f"multiple of {size}"
-        )
+        how = f"use a data.sequence_length that is a multiple of {size}"
+        yield "mesh", f"{', '.join(axes)}={size} does not divide {length} positions; {how}"
 
 
-def _objective_problems(recipe: Recipe) -> Iterator[str]:
-    name = recipe.training.objective
-    if "." not in name and name not in registry.names(registry.OBJECTIVES):
-        yield (
-            f"{recipe.where('training.objective')}: no objective {name!r} is installed; "
-            f"{suggestion(name, registry.names(registry.OBJECTIVES))}"
-        )
+def _objective_problems(recipe: Recipe) -> Iterator[_Problem]:
+    name, known = recipe.training.objective, registry.names(registry.OBJECTIVES)
+    if "." not in name and name not in known:
+        yield "training.objective", f"no objective {name!r} is installed; {suggestion(name, known)}"
     elif recipe.teacher is None:
         try:
             objective_of(recipe)
         except MeshparError as error:
-            yield f"{recipe.where('training.objective')}: {error}"
+            yield "training.objective", str(error)
 
 
-def _optimizer_problems(recipe: Recipe, model: nn.Module, *, divides: bool, shards: bool) -> Iterator[str]:
+def _optimizer_problems(recipe: Recipe, model: nn.Module, *, divides: bool, shards: bool) -> Iterator[_Problem]:
     """Yield what is wrong with an optimizer's options, and what one of the user's lacks for a plan that divides its
     state, or that shards parameters.
     """
@@ -366,10 +357,10 @@ def _optimizer_problems(recipe: Recipe, model: nn.Module, *, divides: bool, shar
         if isinstance(section, OwnOptimizer) and divides:
             check_separable(optimizer)
     except MeshparError as error:
-        yield f"{recipe.where('optimizer.class' if isinstance(section, OwnOptimizer) else 'optimizer')}: {error}"
+        yield "optimizer.class" if isinstance(section, OwnOptimizer) else "optimizer", str(error)
 
 
-def _unwritable(recipe: Recipe) -> Iterator[str]:
+def _unwritable(recipe: Recipe) -> Iterator[_Problem]:
     """Yield the folders that a run writes to and cannot."""
     for field, text in (("output", recipe.output), ("data.cache", recipe.data.cache)):
         try:
@@ -384,7 +375,7 @@ def _unwritable(recipe: Recipe) -> Iterator[str]:
         except MeshparError as error:
             problem = str(error)
         if problem is not None:
-            yield f"{recipe.where(field)}: {problem}"
+            yield field, problem
 
 
 def _unwritable_folder(folder: Path) -> str | None:
@@ -398,27 +389,20 @@ def _unwritable_folder(folder: Path) -> str | None:
     return None
 
 
-def _unmeasured(recipe: Recipe) -> Iterator[str]:
+def _unmeasured(recipe: Recipe) -> Iterator[_Problem]:
     """Yield what a run was asked to read or to measure and cannot; one that has run so is no wrong recipe for what
     comes after it.
     """
     resume = recipe.checkpoint.resume
     if resume not in ("auto", "never") and not expanded(place(resume)).exists():
-        yield (
-            f"{recipe.where('checkpoint.resume')}: there is no {resume}; expected auto, never, or the folder of a "
-            "step or of a run"
-        )
+        yield "checkpoint.resume", f"there is no {resume}; expected auto, never, or the folder of a step or of a run"
     best, data, steps = (recipe.checkpoint.best or "").removeprefix("+"), recipe.data, recipe.training.steps
     if best.startswith("val/") and not data.validates:
-        yield (
-            f"{recipe.where('checkpoint.best')}: no validation measures {best}; set data.validation_fraction or "
-            "data.validation_paths"
-        )
+        how = "set data.validation_fraction or data.validation_paths"
+        yield "checkpoint.best", f"no validation measures {best}; {how}"
     if recipe.profile and steps is not None and steps < PROFILED:
-        yield (
-            f"{recipe.where('profile')}: a profile requires {PROFILED} steps, and training.steps is {steps}; raise "
-            "it, or set profile: off"
-        )
+        how = "raise it, or set profile: off"
+        yield "profile", f"a profile requires {PROFILED} steps, and training.steps is {steps}; {how}"
 
 
 def machine_problems(recipe: Recipe, ranks: int) -> list[str]:

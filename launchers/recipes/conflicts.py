@@ -4,7 +4,8 @@ class does not take.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -266,39 +267,34 @@ def _shape_problems(section: Any) -> Iterator[str]:
 
 def calling_problems(recipe: Recipe, document: Document) -> list[str]:
     """Return what is wrong with the objective's options and with classes of the user's own; imports them."""
-    found: list[str] = []
-    data, training = recipe.data, recipe.training
+    data, training, teacher = recipe.data, recipe.training, recipe.teacher
     own: list[tuple[Place, Any, tuple[str, ...]]] = [
         (("model",), recipe.model, ("vocab_size",)),
-        (("teacher", "model"), None if recipe.teacher is None else recipe.teacher.model, ("vocab_size",)),
+        (("teacher", "model"), None if teacher is None else teacher.model, ("vocab_size",)),
         (("optimizer",), recipe.optimizer, ("params", "module", "lr")),
         (("data", "dataset"), data.dataset, ("sequence_length",)),
         (("data", "validation_dataset"), data.validation_dataset, ("sequence_length",)),
     ]
-    for place, section, given in own:
-        if not isinstance(section, Own):
-            continue
-        try:
-            factory = registry.imported(section.class_)
-        except MeshparError as error:
-            found.append(f"{document.where((*place, 'class'))}: {error}")
-            continue
-        given = tuple(name for name in given if name not in section.keywords)
-        found += own_problems(factory, section.keywords, document, place, given)
+    called: list[tuple[Place, Place, Callable[[], object], Mapping[str, Any], tuple[str, ...]]] = [
+        ((*place, "class"), place, partial(registry.imported, section.class_), section.keywords, given)
+        for place, section, given in own
+        if isinstance(section, Own)
+    ]
     if "." in training.objective or training.objective in registry.names(registry.OBJECTIVES):
-        try:
-            factory = objective_factory(training.objective)
-        except MeshparError as error:
-            return [*found, f"{document.where(('training', 'objective'))}: {error}"]
-        found += own_problems(factory, training.objective_options, document, ("training", "objective_options"))
-    named = [(registry.TRACKERS, "trackers", "run", recipe.trackers)]
-    named += [(registry.EVALUATIONS, "evaluations", "tokenizer", recipe.evaluations)]
-    for group, heading, argument, entries in named:
+        named, options = partial(objective_factory, training.objective), training.objective_options
+        called.append((("training", "objective"), ("training", "objective_options"), named, options, ()))
+    for group, heading, argument, entries in (
+        (registry.TRACKERS, "trackers", "run", recipe.trackers),
+        (registry.EVALUATIONS, "evaluations", "tokenizer", recipe.evaluations),
+    ):
         for name, options in entries.items():
-            try:
-                factory = registry.plugin(group, name)
-            except MeshparError as error:
-                found.append(f"{document.where((heading, name))}: {error}")
-                continue
-            found += own_problems(factory, options, document, (heading, name), (argument,))
+            there = (heading, name)
+            called.append((there, there, partial(registry.plugin, group, name), options, (argument,)))
+    found: list[str] = []
+    for where, place, factory, keywords, given in called:
+        try:
+            left = tuple(name for name in given if name not in keywords)
+            found += own_problems(factory(), keywords, document, place, left)
+        except MeshparError as error:
+            found.append(f"{document.where(where)}: {error}")
     return found
