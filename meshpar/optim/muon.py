@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.core.errors import MeshparError
-from meshpar.core.passes import unmatched
-from meshpar.core.patterns import covers
 from meshpar.core.registry import layout_for
 from meshpar.optim.matrices import Matrices, matrices_of
 from meshpar.optim.owners import Owners, Piece, Place, shares
 from meshpar.parallelized import Parallelized
-from meshpar.passes.applied import applied
+from meshpar.passes.applied import applied, first_covering
 from meshpar.placements import local_gradient, local_tensor
 
 _ROUND_BYTES = 64 << 20  # that an owner gets in one exchange; a single matrix may be larger
@@ -234,10 +232,8 @@ def adjusted(how: str | None, shape: Sequence[int]) -> float:
 def _device(parameter: Tensor) -> torch.device:
     """Return where ranks exchange: parameters in host memory are exchanged on their mesh's device."""
     here = local_tensor(parameter).device
-    if not isinstance(parameter, DTensor) or here.type in (parameter.device_mesh.device_type, "meta"):
-        return here
-    kind = parameter.device_mesh.device_type
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    kind = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else here.type
+    return here if here.type in (kind, "meta") else torch.device(kind)
 
 
 def _sorted(
@@ -255,13 +251,11 @@ def _sorted(
     for name, trained in parameters.items():
         if trained.requires_grad:
             names.setdefault(id(trained), []).append(name)
-    used: set[str] = set()
+    chosen = first_covering([*own], module, "groups pattern")
     groups: dict[str, dict[str, Any]] = {}
-    for every in names.values():
+    for key, every in names.items():
         parameter = parameters[every[0]]
-        patterns = [key for key in own if any(covers(key, name) for name in every)]
-        used |= {*patterns}
-        options = own[patterns[0]] if patterns else {}
+        options = own[chosen[key]] if key in chosen else {}
         said: Matrices | None = Matrices(**{key: options[key] for key in _SHAPES if key in options})
         if options.get("rule") == "adamw":
             said = None
@@ -278,8 +272,6 @@ def _sorted(
         groups.setdefault(repr(group), {**group, "params": []})["params"].append(parameter)
     if not groups:
         raise MeshparError("no parameter of the model requires a gradient; there is nothing to train")
-    if lost := [pattern for pattern in own if pattern not in used]:
-        raise MeshparError(unmatched(f"groups pattern {lost[0]!r}", lost[0], module))
     return sorted(groups.values(), key=lambda group: group["rule"] != "muon")
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
+from meshpar.core.passes import unmatched
+from meshpar.core.patterns import covers
 from meshpar.passes.local import WholeParameters
 from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.routing import Routing
@@ -65,6 +68,22 @@ def all_parameters(module: nn.Module) -> list[Tensor]:
     """Return all parameters of the model, once each: this rank's, and the shapes of those of other ranks."""
     others = [tensor for tensor in applied(module).elsewhere.values() if isinstance(tensor, nn.Parameter)]
     return [*module.parameters(), *{id(tensor): tensor for tensor in others}.values()]
+
+
+def first_covering(patterns: Sequence[str], module: nn.Module, what: str) -> dict[int, str]:
+    """Return by ``id`` of a parameter the first of ``patterns`` that covers one of its names.
+
+    Raises:
+        MeshparError: one covers no parameter of the model, also none of other ranks; ``what`` it is.
+    """
+    found = dict[int, str]()
+    every = [*module.named_parameters(remove_duplicate=False), *applied(module).elsewhere.items()]
+    for pattern in reversed(patterns):
+        fitting = {id(tensor): pattern for name, tensor in every if covers(pattern, name)}
+        if not fitting:
+            raise MeshparError(unmatched(f"{what} {pattern!r}", pattern, module))
+        found |= fitting
+    return found
 
 
 def applied(module: nn.Module) -> Applied:

@@ -12,11 +12,11 @@ from torch import nn
 
 from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.core.layout import ModelLayout
-from meshpar.core.passes import find_blocks, unmatched
-from meshpar.core.patterns import covers, suggestion
+from meshpar.core.passes import find_blocks
+from meshpar.core.patterns import suggestion
 from meshpar.core.registry import layout_for
 from meshpar.parallelized import Parallelized
-from meshpar.passes.applied import applied
+from meshpar.passes.applied import applied, first_covering
 from meshpar.passes.pipeline.stand_ins import BlockStandIn
 from meshpar.placements import by_device, local_tensor
 from meshpar.training.settings import Bound, Count, Part, bound_problems
@@ -134,16 +134,13 @@ def scale_rates(
             "scale_rates: embedding and head are tied over stages of pp, where each stage names the weight in its own "
             "way; use a mesh without pp, or a model whose weights are not tied"
         )
-    factors, used = dict[int, float](), set[str]()
+    chosen = first_covering([*rates], module, "rates pattern")
     depths = {} if layer_decay is None else _depths(module, known.layout or layout_for(module))
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        found = [pattern for pattern in rates if covers(pattern, name)]
-        used |= set(found)
-        if found or id(parameter) not in factors:
-            factor = rates[found[0]] if found else 1.0
-            factors[id(parameter)] = factor * (layer_decay or 1.0) ** depths.get(id(parameter), 0)
-    if (lost := [pattern for pattern in rates if pattern not in used]) and known.layers is None:
-        raise MeshparError(unmatched(f"rates pattern {lost[0]!r}", lost[0], module))
+    factors = {
+        id(parameter): rates.get(chosen.get(id(parameter), ""), 1.0)
+        * (layer_decay or 1.0) ** depths.get(id(parameter), 0)
+        for parameter in module.parameters()
+    }
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         parts: dict[float, list[torch.Tensor]] = {}
