@@ -88,7 +88,7 @@ def matrices_of(
     owner = module.get_submodule(path)
     if parameter.ndim < 2 or isinstance(owner, nn.Embedding | nn.EmbeddingBag) or _is_head(path, layout):
         return None
-    parts, dim = _fused(path, leaf, owner, layout)
+    parts, dim = _fused(path, leaf, parameter.ndim, owner, layout)
     if any(matches(pattern, path) for pattern in layout.experts) and parameter.ndim > 2:
         return Matrices(stacked=True, dim=dim, parts=parts)
     if isinstance(owner, _CONVOLUTIONS):
@@ -116,7 +116,7 @@ def _is_head(path: str, layout: ModelLayout) -> bool:
     return path == layout.head if layout.head else path.rpartition(".")[2] in _HEADS and not inside
 
 
-def _fused(path: str, leaf: str, owner: nn.Module, layout: ModelLayout) -> tuple[int, int]:
+def _fused(path: str, leaf: str, ndim: int, owner: nn.Module, layout: ModelLayout) -> tuple[int, int]:
     """Return how many equal projections a parameter fuses, and along which dim of a matrix."""
     style = _style(path, layout)
     if isinstance(style, Colwise):
@@ -124,9 +124,7 @@ def _fused(path: str, leaf: str, owner: nn.Module, layout: ModelLayout) -> tuple
     style = style.otherwise if isinstance(style, Experts) else style
     if isinstance(style, Parts) and leaf in style.dims:
         dim, parts = style.dims[leaf]
-        count = owner._parameters[leaf]
-        assert count is not None
-        return (parts, dim % count.ndim - (count.ndim - 2)) if parts > 1 else (1, 0)
+        return (parts, dim % ndim - (ndim - 2)) if parts > 1 else (1, 0)
     return 1, 0
 
 

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from meshpar._torch.calls import without_modes
 from meshpar._torch.groups import flattened
-from meshpar.placements import local_index, shard_dim
+from meshpar.placements import held_by_this_rank, local_index, shard_dim
 
 Place = tuple[slice, ...]
 
@@ -155,12 +154,12 @@ def shares(parameter: Tensor) -> tuple[Owners, list[Place]]:
     """Return the ranks among which a parameter is split, and the part of the whole that each holds; replicas of its
     parts have owners of their own. Collective over the mesh where several axes split it for the first time.
     """
-    mesh, placements, split = None, tuple[Placement, ...](), list[int]()
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        split = [axis for axis, how in enumerate(placements) if shard_dim(how) is not None and mesh.shape[axis] > 1]
-    if mesh is None or not split:
-        return Owners((0,), None), [tuple(slice(0, size) for size in parameter.shape)]
+    if not isinstance(parameter, DTensor):
+        return Owners((0,), None), [held_by_this_rank(parameter)]
+    mesh, placements = parameter.device_mesh, parameter.placements
+    split = [axis for axis, how in enumerate(placements) if shard_dim(how) is not None and mesh.shape[axis] > 1]
+    if not split:
+        return Owners((0,), None), [held_by_this_rank(parameter)]
     if len(split) == 1:
         group = mesh.get_group(split[0])
     else:

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 import torch
@@ -117,6 +118,7 @@ class SmallAdamW(torch.optim.Optimizer):
 
 
 @final
+@dataclass
 class _Parameter:
     """One parameter in one step: this rank's part of it, as rows.
 
@@ -125,22 +127,22 @@ class _Parameter:
         largest: of a parameter with ``cut``: the largest number of each block of both moments, over those axes.
     """
 
-    def __init__(
-        self,
-        parameter: Tensor,
-        group: dict[str, Any],
-        state: dict[str, Any],
-        name: str,
-        codes_of: Callable[..., _Codes],
-    ) -> None:
-        self.parameter, self.group, self.state, self._name, self._codes_of = parameter, group, state, name, codes_of
-        small = parameter.ndim > 1 and parameter.numel() >= SMALLEST
-        self.kind = group["states"] if small else "float32"
-        self.cut: list[int] = []
+    parameter: Tensor
+    group: dict[str, Any]
+    state: dict[str, Any]
+    name: str
+    codes_of: Callable[..., _Codes]
+    kind: str = "float32"
+    cut: list[int] = field(default_factory=list)
+    largest: list[Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        parameter = self.parameter
+        if parameter.ndim > 1 and parameter.numel() >= SMALLEST:
+            self.kind = self.group["states"]
         if self.kind == "8bit" and isinstance(parameter, DTensor):
             last, sizes, placed = parameter.ndim - 1, parameter.device_mesh.shape, enumerate(parameter.placements)
             self.cut = [axis for axis, placement in placed if shard_dim(placement) == last and sizes[axis] > 1]
-        self.largest: list[Tensor] | None = None
 
     def begin(self) -> None:
         """Make the state, count the step, and find the largest numbers of blocks that others hold parts of."""
@@ -148,32 +150,33 @@ class _Parameter:
             self._make()
         self.state["step"] += 1
         self._grad = self._rows(local_gradient(self.parameter).contiguous())
-        self._places = held_by_this_rank(self.parameter) if self.parameter.ndim else (slice(0, 1),)
+        held = held_by_this_rank(self.parameter) or (slice(0, 1),)
+        self._leading, self._columns = held[:-1], held[-1]
         if self.cut:
             self.largest = [torch.zeros_like(self._blocks(key)) for key in _MOMENTS]
-            for rows, columns in self._chunks():
-                for largest, moment in zip(self.largest, self._moments(rows, columns)):
-                    largest[rows] = self._largest_of(moment, columns)
+            for rows in self._chunks():
+                for largest, moment in zip(self.largest, self._moments(rows)):
+                    largest[rows] = self._largest_of(moment)
 
     def step(self) -> None:
         """Update the parameter and its moments."""
         lr, (beta1, beta2), count = float(self.group["lr"]), self.group["betas"], self.state["step"]
         first, second = 1 - beta1**count, math.sqrt(1 - beta2**count)
         values = self._rows(local_tensor(self.parameter))
-        for rows, columns in self._chunks():
-            moments = self._moments(rows, columns)
+        for rows in self._chunks():
+            moments = self._moments(rows)
             part = values[rows].to(torch.float32, copy=True)
             part.mul_(1 - lr * self.group["weight_decay"])
             part.sub_(moments[0].div(moments[1].sqrt().div_(second).add_(self.group["eps"])).mul_(lr / first))
-            values[rows] = self._rounded(part, values.dtype, "parameter", rows, columns)
+            values[rows] = self._rounded(part, values.dtype, "parameter", rows)
             for number, (key, moment) in enumerate(zip(_MOMENTS, moments)):
                 stored = self._rows(local_tensor(self.state[key]))
                 if self.kind != "8bit":
-                    stored[rows] = self._rounded(moment, stored.dtype, key, rows, columns)
+                    stored[rows] = self._rounded(moment, stored.dtype, key, rows)
                     continue
-                scales = self._largest_of(moment, columns) if self.largest is None else self.largest[number][rows]
+                scales = self._largest_of(moment) if self.largest is None else self.largest[number][rows]
                 self._blocks(key)[rows] = scales
-                stored[rows] = self._coded(moment, scales, key, rows, columns)
+                stored[rows] = self._coded(moment, scales, key, rows)
         for key, largest in zip(_MOMENTS, self.largest or ()):  # a rank without columns has them, too
             self._blocks(key).copy_(largest)
 
@@ -197,69 +200,75 @@ class _Parameter:
         scales = local_tensor(self.state[key + BLOCKS])
         return scales.view(-1, scales.shape[-1])
 
-    def _chunks(self) -> Iterator[tuple[slice, slice]]:
-        """Yield rows of this rank's part a few at a time, with the columns of the whole that they have."""
+    def _chunks(self) -> Iterator[slice]:
+        """Yield rows of this rank's part a few at a time."""
         part = local_tensor(self.parameter)
         if part.numel() == 0:
             return
         rows, width = self._rows(part).shape
         few = max(1, (_CHUNK if runtime.on_host(part.device) else 256 * _CHUNK) // width)
         for start in range(0, rows, few):
-            yield slice(start, min(start + few, rows)), self._places[-1]
+            yield slice(start, min(start + few, rows))
 
-    def _moments(self, rows: slice, columns: slice) -> list[Tensor]:
+    def _moments(self, rows: slice) -> list[Tensor]:
         """Return the moments after this step, in float32, by operations that round once, each alone."""
         grad = self._grad[rows].to(torch.float32)
         beta1, beta2 = self.group["betas"]
-        first = self._read("exp_avg", rows, columns).mul_(beta1).add_(grad.mul(1 - beta1))
-        return [first, self._read("exp_avg_sq", rows, columns).mul_(beta2).add_(grad.mul(grad).mul_(1 - beta2))]
+        first = self._read("exp_avg", rows).mul_(beta1).add_(grad.mul(1 - beta1))
+        return [first, self._read("exp_avg_sq", rows).mul_(beta2).add_(grad.mul(grad).mul_(1 - beta2))]
 
-    def _read(self, key: str, rows: slice, columns: slice) -> Tensor:
+    def _read(self, key: str, rows: slice) -> Tensor:
         stored = self._rows(local_tensor(self.state[key]))[rows]
         if self.kind != "8bit":
             return stored.to(torch.float32, copy=True)
-        return self._codes(key).values[stored.to(torch.int32)].mul_(_spread(self._blocks(key)[rows], columns))
+        return self._codes(key).values[stored.to(torch.int32)].mul_(self._spread(self._blocks(key)[rows]))
 
-    def _largest_of(self, moment: Tensor, columns: slice) -> Tensor:
+    def _largest_of(self, moment: Tensor) -> Tensor:
         """Return the largest absolute number of each block of whole rows, (rows, blocks); 0 for what others hold."""
         found = moment.new_zeros(len(moment), self.state["exp_avg" + BLOCKS].shape[-1])
-        first = columns.start // BLOCK
-        whole = nn.functional.pad(moment.abs(), (columns.start % BLOCK, -columns.stop % BLOCK))
+        first, start = divmod(self._columns.start, BLOCK)
+        whole = nn.functional.pad(moment.abs(), (start, -self._columns.stop % BLOCK))
         found[:, first : first + whole.shape[1] // BLOCK] = whole.view(len(moment), -1, BLOCK).amax(2)
         return found
 
-    def _coded(self, moment: Tensor, scales: Tensor, key: str, rows: slice, columns: slice) -> Tensor:
+    def _coded(self, moment: Tensor, scales: Tensor, key: str, rows: slice) -> Tensor:
         codes = self._codes(key)
-        scaled = moment.div(_spread(scales, columns).clamp_(min=torch.finfo(torch.float32).tiny))
+        scaled = moment.div(self._spread(scales).clamp_(min=torch.finfo(torch.float32).tiny))
         if not self.group["stochastic"]:
             return codes.nearest(scaled).to(torch.uint8)
         below = codes.below(scaled)
         low, high = codes.values[below], codes.values[below + 1]
-        chance = self._bits(key, rows, columns).bitwise_and_((1 << 24) - 1).to(torch.float32).mul_(2.0**-24)
+        chance = self._bits(key, rows).bitwise_and_((1 << 24) - 1).to(torch.float32).mul_(2.0**-24)
         return below.add_(chance < (scaled - low).div_(high - low)).to(torch.uint8)
 
-    def _rounded(self, values: Tensor, dtype: torch.dtype, key: str, rows: slice, columns: slice) -> Tensor:
+    def _rounded(self, values: Tensor, dtype: torch.dtype, key: str, rows: slice) -> Tensor:
         if dtype != torch.bfloat16 or not self.group["stochastic"]:
             return values.to(dtype)
         bits = values.view(torch.int32)
-        added = bits.add(self._bits(key, rows, columns).bitwise_and_(0xFFFF).to(torch.int32)).bitwise_and_(-65536)
+        added = bits.add(self._bits(key, rows).bitwise_and_(0xFFFF).to(torch.int32)).bitwise_and_(-65536)
         return torch.where(values.isfinite(), added.view(torch.float32), values).to(dtype)
 
-    def _codes(self, key: str) -> _Codes:
-        return self._codes_of(key == "exp_avg", local_tensor(self.parameter).device)
+    def _spread(self, scales: Tensor) -> Tensor:
+        """Return the scale of each number, (rows, columns), of the blocks' scales (rows, blocks)."""
+        start, end = self._columns.start, self._columns.stop
+        held = scales[:, start // BLOCK : -(-end // BLOCK)].repeat_interleave(BLOCK, 1)
+        return held[:, start % BLOCK :][:, : end - start]
 
-    def _bits(self, key: str, rows: slice, columns: slice) -> Tensor:
+    def _codes(self, key: str) -> _Codes:
+        return self.codes_of(key == "exp_avg", local_tensor(self.parameter).device)
+
+    def _bits(self, key: str, rows: slice) -> Tensor:
         """Return 64 random bits for each number of some rows, a function of the seed, the step, the name, and the place
         in the whole (SplitMix64; Steele et al. 2014).
         """
-        text = f"{self.group['seed']} {self.state['step']} {key} {self._name}".encode()
+        text = f"{self.group['seed']} {self.state['step']} {key} {self.name}".encode()
         start = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
         device = local_tensor(self.parameter).device
         index = torch.zeros((), dtype=torch.int64, device=device)
-        for place, size in zip(self._places[:-1], self.parameter.shape[:-1]):
+        for place, size in zip(self._leading, self.parameter.shape):
             index = index.unsqueeze(-1) * size + torch.arange(place.start, place.stop, device=device)
         index = index.reshape(-1, 1)[rows] * (self.parameter.shape[-1] if self.parameter.ndim else 1)
-        index = index + torch.arange(columns.start, columns.stop, device=device)
+        index = index + torch.arange(self._columns.start, self._columns.stop, device=device)
         mixed = index.mul_(_signed(0x9E3779B97F4A7C15)).add_(start)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
             mixed = mixed.bitwise_xor_((mixed >> shift) & ((1 << (64 - shift)) - 1))
@@ -311,13 +320,6 @@ def _share_largest(parameters: Sequence[_Parameter]) -> None:
         dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
         for part, values in zip(largest, joined.split([part.numel() for part in largest])):
             part.copy_(values.view_as(part))
-
-
-def _spread(scales: Tensor, columns: slice) -> Tensor:
-    """Return the scale of each number, (rows, columns), of the blocks' scales (rows, blocks)."""
-    start = columns.start // BLOCK * BLOCK
-    held = scales[:, start // BLOCK : -(-columns.stop // BLOCK)].repeat_interleave(BLOCK, 1)
-    return held[:, columns.start - start : columns.stop - start]
 
 
 def _signed(number: int) -> int:

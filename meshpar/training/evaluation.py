@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, final
 
@@ -75,7 +76,11 @@ class MultipleChoice:
 
     def __call__(self, par: Parallelized) -> dict[str, float | str]:
         """Return both accuracies. Collective."""
-        pairs = [_pair(self._encode, text, one) for text, given, _ in self._asked for one in given]
+        pairs = [  # the tokens of a question, and those that an answer adds to them
+            (before := self._encode(text), self._encode(text + one)[len(before) :])
+            for text, given, _ in self._asked
+            for one in given
+        ]
         scores = iter(log_likelihoods(par, pairs, batch=self._batch))
         right = normed = 0
         for _, given, answer in self._asked:
@@ -86,37 +91,29 @@ class MultipleChoice:
         return {"accuracy": right / len(self._asked), "accuracy_norm": normed / len(self._asked)}
 
 
-def _pair(encode: Any, text: str, more: str) -> tuple[list[int], list[int]]:  # noqa: ANN401 - a function
-    """Return the tokens of ``text`` and those that ``more`` adds to them."""
-    before, whole = encode(text), encode(text + more)
-    return before, whole[len(before) :]
-
-
 @final
+@dataclass(frozen=True, slots=True)
 class Samples:
     """Print how the model continues texts, ``prompts``; the other arguments are those of :func:`generate`."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        prompts: Sequence[str],
-        tokens: int = 64,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
-    ) -> None:
-        self._tokenizer, self._prompts = tokenizer, list(prompts)
-        self._how: dict[str, Any] = {"tokens": tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    tokenizer: Tokenizer
+    _: KW_ONLY
+    prompts: Sequence[str]
+    tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
 
     def __call__(self, par: Parallelized) -> dict[str, float | str]:
         """Return the text after each prompt, by prompt. Collective."""
-        asked = [self._tokenizer.encode(text) for text in self._prompts]
-        made = generate(par, asked, ends=[self._tokenizer.eos_id], **self._how)
-        return {text: self._tokenizer.decode(one) for text, one in zip(self._prompts, made, strict=True)}
+        asked, ends = [self.tokenizer.encode(text) for text in self.prompts], [self.tokenizer.eos_id]
+        how: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
+        made = generate(par, asked, tokens=self.tokens, ends=ends, **how)
+        return {text: self.tokenizer.decode(one) for text, one in zip(self.prompts, made, strict=True)}
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class Harness:
     """Run tasks of EleutherAI's lm-evaluation-harness on the live model.
 
@@ -132,38 +129,39 @@ class Harness:
 
     requires: ClassVar[tuple[str, str]] = ("lm_eval", "lm-eval")
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        tasks: Sequence[str],
-        limit: int | None = None,
-        shots: int | None = None,
-        include: str | None = None,
-        length: int | None = None,
-        batch: int = 8,
-    ) -> None:
-        self._tokenizer, self._tasks, self._length, self._batch = tokenizer, list(tasks), length, batch
-        self._how: dict[str, Any] = {"limit": limit, "num_fewshot": shots}
-        self._manager = need("lm_eval.tasks", extra="lm-eval").TaskManager(include_path=include)
-        if missing := [task for task in tasks if task not in self._manager.all_tasks]:
+    tokenizer: Tokenizer
+    _: KW_ONLY
+    tasks: Sequence[str]
+    limit: int | None = None
+    shots: int | None = None
+    include: str | None = None
+    length: int | None = None
+    batch: int = 8
+
+    def __post_init__(self) -> None:
+        known = self._manager().all_tasks
+        if missing := [task for task in self.tasks if task not in known]:
             raise MeshparError(f"the harness has no task {', '.join(missing)}; `lm_eval ls tasks` lists its tasks")
+
+    def _manager(self) -> Any:  # noqa: ANN401 - of the harness
+        return need("lm_eval.tasks", extra="lm-eval").TaskManager(include_path=self.include)
 
     def __call__(self, par: Parallelized) -> dict[str, float | str]:
         """Return every metric as ``task/metric``. Collective."""
         harness = need("lm_eval", extra="lm-eval")
         config = getattr(par.module, "config", None)
         known = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
-        length = self._length or next((number for number in known if number), 2048)
+        length = self.length or next((number for number in known if number), 2048)
         found = harness.simple_evaluate(
-            model=_live(par, self._tokenizer, length, self._batch),
-            tasks=self._tasks,
-            task_manager=self._manager,
+            model=_live(par, self.tokenizer, length, self.batch),
+            tasks=list(self.tasks),
+            task_manager=self._manager(),
+            limit=self.limit,
+            num_fewshot=self.shots,
             bootstrap_iters=0,
             random_seed=None,  # the training's own random state stays
             numpy_random_seed=None,
             torch_random_seed=None,
-            **self._how,
         )
         return {
             f"{task}/{name.partition(',')[0]}": float(value)
