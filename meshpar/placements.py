@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from meshpar._torch.dtensor import StridedShard, quiet_gathers
@@ -169,7 +169,7 @@ def clip_grad_norms_(
     parts: dict[frozenset[str], list[list[Tensor]]] = {}
     twice = list[Tensor]()
     for parameter in parameters:
-        if (grad := _whole_gradient(parameter)) is not None:
+        if (grad := _placed_gradient(parameter)) is not None:
             over = parts.setdefault(_split_over(grad, groups), [[] for _ in range(count)])
             (twice if id(parameter) in elsewhere else over[rows.get(id(parameter), 0)]).append(local_tensor(grad))
     # A rank may have no gradient where another has: every rank joins the same reductions all the same.
@@ -227,13 +227,11 @@ def _split_over(tensor: Tensor, groups: Collection[str]) -> frozenset[str]:
     return frozenset(sharded_axes(tensor)).intersection(groups)
 
 
-def _whole_gradient(parameter: Tensor) -> Tensor | None:
-    """Return the gradient with partial sums reduced."""
+def _placed_gradient(parameter: Tensor) -> Tensor | None:
+    """Return the gradient, with partial sums reduced, divided as its parameter is."""
     grad: Any = parameter.grad
-    if isinstance(grad, DTensor) and any(isinstance(placement, Partial) for placement in grad.placements):
-        parameter.grad = grad.redistribute(
-            placements=[Replicate() if isinstance(placement, Partial) else placement for placement in grad.placements]
-        )
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
     return parameter.grad
 
 
@@ -243,14 +241,12 @@ def local_gradient(parameter: Tensor) -> Tensor:
     Raises:
         MeshparError: the gradient is sparse.
     """
-    grad = parameter.grad
+    grad = _placed_gradient(parameter)
     assert grad is not None
     if grad.is_sparse:
         raise MeshparError(
             "the optimizer does not support sparse gradients; build the embedding with sparse=False, or use SparseAdam"
         )
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
-        grad = grad.redistribute(placements=parameter.placements)
     return local_tensor(grad)
 
 

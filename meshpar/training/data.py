@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import signal
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 import torch
@@ -66,6 +67,7 @@ class LoaderSettings:
 
 
 @final
+@dataclass
 class OrderedBatches:
     """The indices of one data rank's micro-batches, from a position to the end of its epoch; a batch sampler.
 
@@ -73,34 +75,27 @@ class OrderedBatches:
     samples on any mesh.
     """
 
-    def __init__(
-        self,
-        samples: int,
-        *,
-        micro_batch: int,
-        accumulate: int,
-        data_rank: int,
-        data_size: int,
-        seed: int | None,
-        mix: Interleave | None = None,
-        grow: Mapping[int, int] | None = None,
-    ) -> None:
-        self.grow = {0: accumulate} | {
-            at: size // (micro_batch * data_size) for at, size in sorted((grow or {}).items())
-        }
-        self.samples, self.micro_batch, self.accumulate = samples, micro_batch, accumulate
-        self.data_rank, self.data_size, self.seed, self.mix = data_rank, data_size, seed, mix
-        self.epoch, self.consumed = 0, 0
-        self.returned: tuple[int, ...] = ()
-        self.counts: tuple[int, ...] = (0,) * (0 if mix is None else len(mix.sizes))
+    samples: int
+    micro_batch: int
+    accumulate: int
+    data_rank: int
+    data_size: int
+    seed: int | None
+    mix: Interleave | None = None
+    grow: Mapping[int, int] = field(default_factory=dict)
+    epoch: int = 0
+    consumed: int = 0
+    returned: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        whole = self.micro_batch * self.data_size
+        self.grow = {0: self.accumulate} | {at: size // whole for at, size in sorted(self.grow.items())}
+        self.counts: tuple[int, ...] = (0,) * (0 if self.mix is None else len(self.mix.sizes))
 
     @property
     def global_batch(self) -> int:
         """Number of samples that all ranks together use in one step, before it grows."""
         return self.micro_batch * self.accumulate * self.data_size
-
-    def __len__(self) -> int:
-        return sum(accumulate for _, accumulate in self._steps(self._left))
 
     def __iter__(self) -> Iterator[list[int]]:
         counts = self.counts
@@ -119,22 +114,17 @@ class OrderedBatches:
         """Return the micro-batches of the step that begins at a place, counted in samples from the beginning of the
         first epoch, and the place from which it has others.
         """
-        until = next((at for at in self.grow if at > place), math.inf)
-        return next(accumulate for at, accumulate in reversed(self.grow.items()) if at <= place), until
-
-    @property
-    def _left(self) -> int:
-        return self.samples - self.consumed + len(self.returned)
+        places = [*self.grow, math.inf]
+        at = bisect_right(places, place)
+        return self.grow[int(places[at - 1])], places[at]
 
     def steps(self) -> Iterator[tuple[int, int]]:
         """Yield the first sample of each step, numbered in what is left of the epoch, and its micro-batches. A mix may
         have no end.
         """
-        return self._steps(math.inf if self.mix is not None and self.mix.total is None else self._left)
-
-    def _steps(self, left: float) -> Iterator[tuple[int, int]]:
-        first, begin = 0, (self.epoch + 1) * self.samples - self._left
-        while first < left:
+        first, left = 0, self.samples - self.consumed + len(self.returned)
+        endless, begin = self.mix is not None and self.mix.total is None, (self.epoch + 1) * self.samples - left
+        while endless or first < left:
             accumulate, _ = self.accumulated(begin + first)
             yield first, accumulate
             first += self.micro_batch * accumulate * self.data_size
@@ -237,7 +227,7 @@ class Batches:
             data_size=data_size,
             seed=seed,
             mix=getattr(samples, "mix", None),
-            grow=grow,
+            grow=grow or {},
         )
         self._loader = _loader(samples, self._sampler, loader or LoaderSettings())
         self.restart()

@@ -25,7 +25,7 @@ from meshpar.imports import need
 from meshpar.loss import IGNORE_INDEX
 from meshpar.once import build_once
 from meshpar.training import text
-from meshpar.training.data import FILLER, Batches, LoaderSettings, OrderedBatches
+from meshpar.training.data import FILLER, Batches, LoaderSettings
 from meshpar.training.examples import prepare_examples
 from meshpar.training.order import permuted
 from meshpar.training.records import RecordSource
@@ -511,7 +511,6 @@ def test_sizes_below_one_are_refused(tmp_path: Path) -> None:
         Batches(PackedTokens(token_file(tmp_path, 100), 4), micro_batch=0)
     with pytest.raises(RecipeError, match="no sample"):
         Batches(PackedTokens(token_file(tmp_path, 1), 4), micro_batch=1)
-    assert len(OrderedBatches(10, micro_batch=2, accumulate=2, data_rank=0, data_size=2, seed=0)) == 4
 
 
 PEOPLE = [{"text": f"line {place}", "id": place, "url": "x"} for place in range(40)]
