@@ -112,9 +112,8 @@ def _find_own_code(data: dict[str, Any], document: Document) -> None:
         if isinstance(inside(*place), list)
     ]
     names = [name for pass_ in passes for name in (pass_ if isinstance(pass_, Mapping) else (pass_,))]
-    if any(inside(*place, "class") for place in sections) or any(
-        "." in str(name) for name in (inside("training", "objective"), *names)
-    ):
+    names += [inside("training", "objective"), *(inside("trackers") or ()), *(inside("evaluations") or ())]
+    if any(inside(*place, "class") for place in sections) or any("." in str(name) for name in names):
         data["code"] = inside("code") or str(Path(document.name).absolute().parent)
         make_importable(expanded(Path(str(data["code"]))))
 
