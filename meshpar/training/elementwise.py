@@ -5,12 +5,17 @@ own, which makes it exact on shards.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, brief
 
 _SHAPES, _CUTS = ((64, 128), (4000,)), (37, 1300)  # small and large parts: some quantise tensors from 4,096 elements
@@ -42,7 +47,7 @@ def evaluated(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def check_elementwise(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
-    """Check on small tensors in this process that a step of whole tensors is the step of their parts.
+    """Check on small tensors in this process that an optimizer steps shards, and whole tensors as it does their parts.
 
     Args:
         make: returns the optimizer of a module's parameters.
@@ -50,14 +55,17 @@ def check_elementwise(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Non
     Raises:
         MeshparError: the steps differ, or the optimizer cannot be tried.
     """
-    name = ""
+    before, name = _drawn(torch.Generator().manual_seed(0)), ""
     try:
-        before, name = _trained(make, None, steps=0)
-        whole, *parts = (_trained(make, part)[0] for part in (None, 0, 1))
+        name = type(make(nn.ParameterList(map(nn.Parameter, before)))).__name__
+        whole, *parts = (_trained(make, partial(_part, number)) for number in (None, 0, 1))
+        with nullcontext() if dist.is_initialized() else runtime.simulated(1):
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("trial",))
+            _trained(make, lambda _, value: DTensor.from_local(value, mesh, [Shard(0)]))
     except Exception as error:
         raise MeshparError(
-            f"the optimizer {name} cannot be tried on a few numbers ({type(error).__name__}: {brief(error)}), "
-            "which shows whether its step on shards is exact; use another, such as torch.optim.AdamW"
+            f"the optimizer {name} cannot be tried on a few numbers, whole and as shards ({brief(error)}), which shows "
+            "whether its step on shards is exact; use another, such as torch.optim.AdamW"
         ) from error
     for start, one, *other in zip(before, whole, *parts, strict=True):
         if not float((one - torch.cat(other)).abs().max()) <= _TOLERANCE * float((one - start).abs().max()):
@@ -68,24 +76,25 @@ def check_elementwise(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Non
             )
 
 
+def _drawn(draw: torch.Generator) -> list[Tensor]:
+    return [torch.randn(shape, generator=draw) for shape in _SHAPES]
+
+
+def _part(number: int | None, cut: int, value: Tensor) -> Tensor:
+    return value if number is None else value.tensor_split([cut])[number].clone()
+
+
 def _trained(
-    make: Callable[[nn.Module], torch.optim.Optimizer], part: int | None, *, steps: int = _STEPS
-) -> tuple[list[Tensor], str]:
-    """Return tensors, or the first or second part of each, after some steps of an optimizer that has no others, and the
-    name of the optimizer.
-    """
+    make: Callable[[nn.Module], torch.optim.Optimizer], placed: Callable[[int, Tensor], Tensor]
+) -> list[Tensor]:
+    """Return tensors, as ``placed`` makes them of a place to cut and a value, after some steps of an optimizer."""
     draw = torch.Generator().manual_seed(0)
-
-    def drawn() -> list[Tensor]:
-        whole = [torch.randn(shape, generator=draw) for shape in _SHAPES]
-        return whole if part is None else [value.tensor_split([cut])[part].clone() for value, cut in zip(whole, _CUTS)]
-
-    module = nn.ParameterList(nn.Parameter(value) for value in drawn())
+    module = nn.ParameterList(nn.Parameter(value) for value in map(placed, _CUTS, _drawn(draw)))
     optimizer = make(module)
     if isinstance(optimizer, HasModes):
         optimizer.train()
-    for _ in range(steps):
-        for parameter, grad in zip(module, drawn(), strict=True):
+    for _ in range(_STEPS):
+        for parameter, grad in zip(module, map(placed, _CUTS, _drawn(draw)), strict=True):
             parameter.grad = grad
         optimizer.step()
-    return [parameter.detach() for parameter in module], type(optimizer).__name__
+    return [parameter.detach() for parameter in module]
