@@ -143,9 +143,7 @@ class MLflow:
             self._client.update_run(self._id, status="RUNNING")
         else:
             self._id = self._client.create_run(place, tags={"meshpar.id": run.id}, run_name=run.name).info.run_id
-            written = [mlflow.entities.Param(name, value) for name, value in _flat(run.facts)]
-            for start in range(0, len(written), 100):  # the most of a request
-                self._client.log_batch(self._id, params=written[start : start + 100])
+            self._client.log_batch(self._id, params=[mlflow.entities.Param(*fact) for fact in _flat(run.facts)])
         if commit := run.facts.get("commit"):
             self._client.set_tag(self._id, "mlflow.source.git.commit", commit)
         if "recipe" in run.facts:
@@ -158,8 +156,7 @@ class MLflow:
             for record in records
             for name, value in _values(record).items()
         ]
-        for start in range(0, len(metrics), 1000):  # the most of a request
-            self._client.log_batch(self._id, metrics=metrics[start : start + 1000])
+        self._client.log_batch(self._id, metrics=metrics)  # in requests of at most 1,000
 
     def close(self) -> None:
         """Mark the MLflow run as finished."""

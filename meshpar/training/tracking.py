@@ -36,8 +36,8 @@ METRICS, SENT = "metrics.jsonl", "trackers"
 """Names in a run's folder: the records, and the folder that says how many of them each tracker has."""
 PATIENCE_S = 10.0
 """How long the end of a run waits for its trackers."""
-_MOST = 100  # records at once
-_RETRY_S, _LONGEST_S = 1.0, 60.0
+_MOST = 1000  # records at once
+_PAUSE_S, _RETRY_S, _LONGEST_S = 1.0, 1.0, 60.0  # between two sends; after an error, and at most
 _GIT_S = 10.0
 
 
@@ -117,10 +117,8 @@ class Trackers:
         self._senders = [_Sender(called, make, folder, step) for called in found]
 
     def report(self, record: Metrics) -> None:
-        """Write a record, and wake the trackers."""
+        """Write a record, which the trackers get within a second."""
         self._lines.report(record)
-        for sender in self._senders:
-            sender.news.set()
 
     def note(self, text: str) -> None:
         """Ignore the text: trackers get numbers only."""
@@ -130,8 +128,7 @@ class Trackers:
         self._lines.close()
         end = time.monotonic() + PATIENCE_S
         for sender in self._senders:
-            sender.ends = True
-            sender.news.set()
+            sender.ends.set()
         for sender in self._senders:
             sender.join(end)
 
@@ -148,10 +145,12 @@ def usable(group: str, name: str) -> Any:  # noqa: ANN401 - what the package off
 
 @final
 class _Sender:
-    """The thread of one tracker. It reads what it sends from the file, so nothing waits in memory."""
+    """The thread of one tracker. It reads what it sends from the file, so nothing waits in memory; once a second, since
+    a request for each step would take the interpreter from the training.
+    """
 
     def __init__(self, name: str, make: Callable[[str, str, int], Tracker], folder: Path, step: int) -> None:
-        self.news, self.ends = threading.Event(), False
+        self.ends = threading.Event()
         self._name, self._make, self._step = name, make, step
         self._lines, self._marker = folder / METRICS, folder / SENT / f"{name}.json"
         known: dict[str, Any] = {}
@@ -172,10 +171,9 @@ class _Sender:
 
     def _run(self) -> None:
         tracker: Tracker | None = None
-        wait_s, last = _RETRY_S, False
+        retry_s, last = _RETRY_S, False
         while not last:
-            self.news.clear()
-            last = self.ends
+            last = self.ends.is_set()
             try:
                 if tracker is None:
                     self._mark()  # so that a start after this one continues it
@@ -187,18 +185,15 @@ class _Sender:
                         self._step = max(self._step, *(int(record["step"]) for record in records))
                     self._sent += sum(map(len, taken))
                     self._mark()
-                    wait_s = _RETRY_S
+                    retry_s = _RETRY_S
                 if last:
                     tracker.close()
-                else:
-                    self.news.wait()
+                self.ends.wait(_PAUSE_S)
             except Exception as error:  # noqa: BLE001 - each tracker has its own
                 self._warn(brief(error))
                 tracker = None
-                end = time.monotonic() + wait_s
-                while not self.ends and time.monotonic() < end:
-                    time.sleep(min(0.1, wait_s))  # news come at each record, and say nothing of the tracker
-                wait_s = min(2 * wait_s, _LONGEST_S)
+                self.ends.wait(retry_s)
+                retry_s = min(2 * retry_s, _LONGEST_S)
 
     def _unsent(self) -> list[bytes]:
         """Return lines that are whole and not sent yet."""

@@ -54,6 +54,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch):
     Board.fails.clear()
     Board.hangs.clear()
     monkeypatch.setattr(tracking, "_RETRY_S", 0.02)
+    monkeypatch.setattr(tracking, "_PAUSE_S", 0.02)
     yield
     Board.hangs.clear()
     Board.fails.clear()
