@@ -1,11 +1,16 @@
-"""Train the same small model with trackers that fail in different ways, and compare losses and step times.
+"""Train a small model with trackers that work or fail in different ways, and compare losses and step times.
 
-    python benchmarks/trackers.py [--steps 150] [--rounds 3] [--only wandb]
+    python benchmarks/trackers.py [--steps 240] [--rounds 3] [--only wandb]
 
 A tracker works, or fails from a third of the steps on, until training has ended; then the cause is removed and the run
 is started again, with no step left, which sends the rest. Causes: a server that is killed (MLflow's own), a full disk
 (a small tmpfs, which requires root), a wrong key, a tracker that never answers. Cases need `tensorboard`, `wandb` and
-`mlflow` with its server, each where installed. Rounds are interleaved, each compared with the round without trackers.
+`mlflow` with its server, each where installed.
+
+Two trainers, one without trackers, run in turn on the first core: 40 steps of one, then 40 of the other; the one that
+waits is stopped, with all its threads (SIGSTOP). Servers, and all processes that a tracker starts, are pinned to the
+last core (os.sched_setaffinity), as a server on another machine takes no core of the training. A ratio is that of the
+mean steps of two neighbouring blocks of 40, so that a send once a second counts; its median and quartiles are printed.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import http.client
 import http.server
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import shutil
@@ -25,9 +31,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +56,8 @@ from meshpar.training import (
 
 KEY = "right"
 LOSS = "train/loss"
+BLOCK = 40  # steps, about a second
+CORES = sorted(os.sched_getaffinity(0))
 
 
 class Case:
@@ -223,7 +230,7 @@ class MLflow(Case):
         command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.home}/db"]
         command += ["--artifacts-destination", str(self.folder / "artifacts")]
         with (self.folder / "server.log").open("ab") as log:
-            self.server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.server = apart(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
         until(lambda: answers(self.port))
 
     def kill(self) -> None:
@@ -270,7 +277,7 @@ class LockedMLflow(MLflow):
         super().__init__(folder, stack)
         port = free_port()
         command = [sys.executable, __file__, "--gate", str(port), str(self.port)]
-        gate = subprocess.Popen(command, start_new_session=True)
+        gate = apart(subprocess.Popen(command, start_new_session=True))
         stack.callback(os.killpg, gate.pid, signal.SIGKILL)
         until(lambda: answers(port))
         self.trackers = {"mlflow": {"uri": f"http://127.0.0.1:{port}"}}
@@ -304,6 +311,22 @@ def gate(port: int, behind: int) -> None:
         def log_message(self, *_: object) -> None: ...
 
     http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+def apart(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+    """Pin a process that has just begun to the last core, and with it all that it starts."""
+    os.sched_setaffinity(process.pid, CORES[-1:])
+    return process
+
+
+def move_children(pid: int) -> None:
+    """Pin all processes below one to the last core."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            with suppress(OSError):
+                for thread in Path(f"/proc/{child}/task").iterdir():
+                    os.sched_setaffinity(int(thread.name), CORES[-1:])
+                move_children(int(child))
 
 
 def free_port() -> int:
@@ -345,9 +368,9 @@ def warnings_of_trackers() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def train(case: Case, steps: int) -> tuple[list[float], float, float]:
-    """Train; return the losses, and the medians of the steps while the tracker fails: time, and processor time of the
-    training's own thread, in milliseconds.
+def train(case: Case, steps: int) -> tuple[list[float], list[float]]:
+    """Train, and stop this process after each block of steps; return the losses, and the mean time of a step of each
+    block while the tracker fails, in milliseconds.
     """
     with distributed("cpu"):
         tokens = write_tokens(case.folder / "tokens.bin", [range(1, 200)] * 40, vocab_size=512, eos_id=0)
@@ -355,15 +378,22 @@ def train(case: Case, steps: int) -> tuple[list[float], float, float]:
             model = Transformer(PRESETS["tiny"])
         par = Plan().apply(model).materialize(seed=0)
         batches = Batches(PackedTokens(tokens, 64), micro_batch=2, data_rank=0, data_size=1, seed=1)
-        times, losses = list[tuple[float, float]](), list[float]()
+        times, losses = [list[float]()], list[float]()
+        fails_at = steps // 3 // BLOCK * BLOCK
 
         class Clock:
             def report(self, record: Any) -> None:
                 losses.append(record[LOSS])
-                if len(losses) == steps // 3:
+                times[-1].append(time.perf_counter())
+                if len(losses) == fails_at:
+                    began = [case.folder / "trackers" / f"{name}.json" for name in case.trackers]
+                    until(lambda: all(marker.exists() for marker in began), 30.0)  # the imports are over
+                    time.sleep(2.0 * bool(case.trackers))
+                    move_children(os.getpid())
                     case.fail()
-                if len(losses) >= steps // 3:
-                    times.append((time.perf_counter(), time.thread_time()))
+                if len(losses) % BLOCK == 0:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                    times.append([])
 
             def note(self, text: str) -> None: ...
 
@@ -374,8 +404,44 @@ def train(case: Case, steps: int) -> tuple[list[float], float, float]:
         optimizer = build_adamw(par.module, AdamWSettings(lr=1e-3))
         Trainer(par, CausalLM(), batches, optimizer, Schedule(lr=1e-3), settings, reporters=[Clock(), board]).run()
         board.close()
-    wall, own = (statistics.median(after - before for before, after in pairwise(column)) for column in zip(*times))
-    return losses, 1000 * wall, 1000 * own
+    blocks = [block for block in times[fails_at // BLOCK :] if len(block) == BLOCK]
+    return losses, [1000 * (block[-1] - block[0]) / (BLOCK - 1) for block in blocks]
+
+
+def child(name: str, steps: int) -> None:
+    """Train one case, remove the cause, start again, and print what was found."""
+    os.sched_setaffinity(0, CORES[:1])
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place, ExitStack() as stack:
+        folder = Path(place) / "run"
+        folder.mkdir()
+        case = cases()[name](folder, stack)
+        with warnings_of_trackers() as warned:
+            losses, blocks = train(case, steps)
+        case.repair()
+        before = case.arrived()
+        for _ in range(3 if case.trackers else 0):
+            Trackers(folder, case.trackers, step=steps).close()
+            if until(lambda: case.arrived() == steps, 10.0):
+                break
+        found = {"losses": losses, "blocks": blocks, "warned": warned, "sent": [before, case.arrived()]}
+    print(json.dumps(found))
+
+
+def in_turn(names: Sequence[str], steps: int) -> list[dict[str, Any]]:
+    """Train cases in turn, a block of steps each; return what each has found."""
+    command = [sys.executable, __file__, "--steps", str(steps), "--child"]
+    started = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in names]
+    left = list(started)
+    for process in started:  # to the end of the first block of each
+        os.waitpid(process.pid, os.WUNTRACED)
+    while left:
+        for process in list(left):
+            os.kill(process.pid, signal.SIGCONT)
+            if not os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1]):
+                left.remove(process)
+    outputs = [process.communicate()[0] for process in started]
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
 def cases() -> dict[str, type[Case]]:
@@ -394,52 +460,43 @@ def cases() -> dict[str, type[Case]]:
 
 
 def main() -> None:
-    """Print a table."""
+    """Read the arguments."""
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--steps", type=int, default=150)
+    arguments.add_argument("--steps", type=int, default=240)
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--only", default="")
-    arguments.add_argument("--gate", type=int, nargs=2)
+    arguments.add_argument("--gate", type=int, nargs=2, help=argparse.SUPPRESS)
+    arguments.add_argument("--child", help=argparse.SUPPRESS)
     asked = arguments.parse_args()
+    os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_SILENT": "true"}
     if asked.gate:
         gate(*asked.gate)
-    os.environ |= {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40, "WANDB_SILENT": "true"}
-    chosen = {name: kind for name, kind in cases().items() if name == "none" or asked.only.lower() in name.lower()}
-    medians: dict[str, list[tuple[float, float]]] = {}
-    rows: dict[str, set[str]] = {}
-    same: list[float] | None = None
-    for _ in range(asked.rounds):
-        for name, kind in chosen.items():
-            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place, ExitStack() as stack:
-                folder = Path(place) / "run"
-                folder.mkdir()
-                case = kind(folder, stack)
-                with warnings_of_trackers() as warned:
-                    losses, *median = train(case, asked.steps)
-                if same is None:
-                    same = losses
-                case.repair()
-                before = case.arrived()
-                for _ in range(3 if case.trackers else 0):
-                    Trackers(folder, case.trackers, step=asked.steps).close()
-                    if until(lambda: case.arrived() == asked.steps, 10.0):  # noqa: B023
-                        break
-                equal = (
-                    "equal" if losses == same else f"differ by {max(map(abs, map(float.__sub__, losses, same))):.1e}"
-                )
-                row = f"{equal} | {len(warned)} | {before}, {case.arrived()} of {asked.steps}"
-            medians.setdefault(name, []).append((median[0], median[1]))
-            rows.setdefault(name, set()).add(row if case.trackers else f"{equal} | {len(warned)} |")
-            print(
-                f"{name}: {median[0]:.1f} ms, own {median[1]:.1f} ms, {row}, {[one[:160] for one in warned]}",
-                file=sys.stderr,
-                flush=True,
-            )
-    print("| tracker | step, ms, of each round | of its thread | losses | warnings | steps sent at the end, later |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for name, found in medians.items():
-        wall, own = (", ".join(f"{one:.1f}" for one in column) for column in zip(*found, strict=True))
-        print(f"| {name} | {wall} | {own} | {'; '.join(sorted(rows[name]))} |")
+    elif asked.child:
+        child(asked.child, asked.steps)
+    else:
+        table(asked.only, asked.steps, asked.rounds)
+
+
+def table(only: str, steps: int, rounds: int) -> None:
+    """Print a row for each case."""
+    print(f"cores {CORES[0]} (training) and {CORES[-1]} (servers), steps {steps}, rounds {rounds}")
+    print("| tracker | step without, with, ms | ratio | quartiles | losses | warnings | steps sent at the end, later |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name in (name for name in cases() if name != "none" and only.lower() in name.lower()):
+        pairs, rows = list[tuple[float, float]](), set[str]()
+        for _ in range(rounds):
+            without, found = in_turn(["none", name], steps)
+            pairs += zip(without["blocks"], found["blocks"], strict=True)
+            equal = "equal" if found["losses"] == without["losses"] else "DIFFER"
+            sent = f"{found['sent'][0]}, {found['sent'][1]} of {steps}" if name != "none again" else ""
+            rows.add(f"{equal} | {len(found['warned'])} | {sent}")
+            print(f"{name}: {[one[:160] for one in found['warned']]}", file=sys.stderr, flush=True)
+        ratios = sorted(after / before for before, after in pairs)
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        medians = ", ".join(f"{statistics.median(column):.1f}" for column in zip(*pairs, strict=True))
+        print(
+            f"| {name} | {medians} | {middle:.3f} | {low:.2f} to {high:.2f} | {'; '.join(sorted(rows))} |", flush=True
+        )
 
 
 if __name__ == "__main__":
