@@ -38,7 +38,7 @@ from meshpar._torch.groups import collective_counts
 from meshpar.checkpoints import CheckpointManager
 from meshpar.optim import Muon
 from meshpar.passes.applied import applied
-from meshpar.passes.pipeline import parallel, running
+from meshpar.passes.pipeline import messages, parallel
 from meshpar.passes.pipeline.cuts import even_cuts, examine
 from meshpar.passes.pipeline.schedule import SCHEDULES, Action, actions
 from meshpar.placements import whole_tensor
@@ -340,7 +340,7 @@ def test_verify_tries_the_split_of_every_stage():
 @on_ranks(2, fresh="opens groups")
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_backends_without_tags_get_a_group_for_each_kind_of_message(monkeypatch, virtual):
-    monkeypatch.setattr("meshpar.passes.pipeline.running.TAGGED", ())
+    monkeypatch.setattr("meshpar.passes.pipeline.messages.TAGGED", ())
     make = partial(huggingface, "Llama", num_hidden_layers=4)
     assert_as_one_process(make, "pp=2", [PipelineParallel(virtual=virtual)])
     titles = {title.partition(" (")[0] for title in collective_counts()}
@@ -608,7 +608,7 @@ def failed_alone(folder):
         return scaled_loss(0.1)(module, batch)
 
     try:
-        with mock.patch.object(running, "_ALIKE_S", 0.5):
+        with mock.patch.object(messages, "_ALIKE_S", 0.5):
             par.backward(batches(par.data_rank), loss)
     except Exception as error:
         (folder / f"{dist.get_rank()}.part").write_text(f"{error} {getattr(error, '__notes__', '')}")

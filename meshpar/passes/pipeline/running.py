@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, product
+from itertools import islice
 from typing import Any, TypeVar, final
 
 import torch
@@ -17,26 +16,36 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from meshpar._torch.calls import eager, enter_by
-from meshpar._torch.groups import all_gather, default_store, share_timeout
-from meshpar.core.errors import MeshparError, brief, first_line
+from meshpar._torch.groups import all_gather
+from meshpar.core.errors import MeshparError, brief
 from meshpar.loss import Found, Totals
 from meshpar.passes.installed import set_forward
+from meshpar.passes.pipeline.messages import (
+    BACK,
+    DTYPES,
+    FAILED,
+    FORTH,
+    HEADER_SIZE,
+    LostError,
+    Messages,
+    all_fail,
+    failed_alone,
+    form_of,
+    header_of,
+    origin_of,
+    packed,
+    room_for,
+    shape_of,
+    tell_alone,
+    unpacked,
+)
 from meshpar.passes.pipeline.schedule import Action, actions
 from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, TailStandIn, tensors
 from meshpar.placements import local_tensor
 from meshpar.replicas import digest_of_several
 
 Micro = TypeVar("Micro")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_MOST_DIMS = 6
-_HEADER = 5  # numbers before the sizes
-_FORM = 3  # of them, the first say with the sizes what a value is
-_FAILED = -1  # the first number where an error came before the value, and no value comes
 _WINDOW = 16  # micro-batches for each stage on which the stages of an evaluation agree at a time
-_ALIKE_S = 10.0  # in which an error comes on all ranks of a stage, if it does
-_ALONE = "meshpar/failed alone"  # where the ranks' store says which rank failed, and no other one of its stage
-_FORTH, _BACK = 0, 1  # tags of messages, of which two ranks may exchange both kinds in one direction
-TAGGED = ("gloo", "fake")  # backends that keep messages of different tags apart
 
 
 class _StageEndsError(BaseException):
@@ -45,10 +54,6 @@ class _StageEndsError(BaseException):
 
 class _FailedBeforeError(Exception):
     """Raised in a micro-batch that an error ended on an earlier stage, which tells of it at the end of the step."""
-
-
-class _LostError(MeshparError):
-    """Raised where the rank of another stage has ended or does not come: nothing can be exchanged any more."""
 
 
 @final
@@ -97,7 +102,7 @@ class Layers:
         self._module, self._chunks, self._tail, self._schedule = module, chunks, tail, schedule
         self.group, self._carried, self.shared = group, carried, shared
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._lanes = _lanes(group, both_ways=self.ranks == 2 and len(chunks) > 1)
+        self._messages = Messages(group, len(chunks), self.doing)
         self._runs, self._device = False, torch.device("cpu")
         self._count = self._calls = self._before = 0
         self._arrived: Tensor | None = None
@@ -112,10 +117,7 @@ class Layers:
         # Headers of the last values that this rank has sent and got of micro-batches of one form.
         self._known: dict[bool, dict[Any, list[int]]] = {True: {}, False: {}}
         self._action: Action | None = None  # that runs
-        self._awaited = ""  # the stage whose message this rank waits for
         self._form: tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]] = (False, [])  # of the last totals
-        # On their way by their tags, the first that was sent first.
-        self._sent: dict[int, list[list[tuple[dist.Work, Tensor]]]] = {_FORTH: [], _BACK: []}
         self.begins: Callable[[Action], object] = lambda action: None
         self.supposed: list[int] | None = None  # the header of what a simulated rank gets, as the first stage fills it
 
@@ -146,8 +148,7 @@ class Layers:
 
     def doing(self) -> str:
         """Return which stage of this rank runs or waits for which, in which action; nothing outside of a step."""
-        action = self._action
-        if action is None:
+        if (action := self._action) is None:
             return ""
         kind = "forward" if action.kind == "F" else "backward"
         of = (
@@ -155,7 +156,7 @@ class Layers:
             if self._before >= 0
             else f"{action.number} of {self._count}"
         )
-        return f"stage {self._stage}, {kind} of micro-batch {of}{self._awaited}"
+        return f"stage {self._stage}, {kind} of micro-batch {of}{self._messages.awaited}"
 
     def counted_elsewhere(self) -> set[int]:
         """Return the numbers of the parameters that the norm over all stages counts on another stage."""
@@ -194,7 +195,7 @@ class Layers:
                 else:
                     reduces(place == len(todo))
                     self._back(action, *running.pop((action.chunk, action.number)))
-            self._settle_all()
+            self._messages.settle_all()
             self._share(totals)
         except BaseException:
             abandon()
@@ -227,7 +228,7 @@ class Layers:
             sizes = [[tuple(shape) for shape, _ in form] for form in self._forms]
             mine = hash((len(batches), _digest(batches), *map(tuple, sizes)))
         every = torch.empty(self.ranks, dtype=torch.int64, device=self._device)
-        self._meet(all_gather, every, torch.tensor([mine], device=self._device), group=self.group)
+        self._messages.meet(all_gather, every, torch.tensor([mine], device=self._device), group=self.group)
         if self.supposed is None and (self._error is not None or every.tolist() != [mine] * self.ranks):
             self._refuse([_digest(batch) for batch in batches])
         return batches
@@ -269,14 +270,10 @@ class Layers:
             return
         where = self.doing() or f"stage {self.rank}, its micro-batches"
         self._error, self._cause = error, f"{where}: {brief(error)}"
-        if told := _told():
-            raise MeshparError(told) from error
-        if not _all_come(f"meshpar/failed/{where}", dist.get_world_size() // self.ranks):
-            alone = f"rank {dist.get_rank()} failed alone"
-            so = "the other ranks of its stage wait for it; correct what failed there, and start the job again"
-            with suppress(RuntimeError):  # the store has ended with its process
-                default_store().set(_ALONE, f"{alone} in {self._cause}; {so}")
-            error.add_note(f"{alone} in {where}; {so}")
+        if alone := failed_alone():
+            raise MeshparError(alone) from error
+        if not all_fail(where, dist.get_world_size() // self.ranks):
+            error.add_note(tell_alone(self._cause))
             raise error
 
     def _try(self, run: Callable[[], object], pass_over: Callable[[], object]) -> None:
@@ -286,7 +283,7 @@ class Layers:
         try:
             if self._error is None:
                 run()
-        except _LostError:
+        except LostError:
             raise
         except Exception as error:
             if self.supposed is not None:  # nobody waits for a simulated rank
@@ -315,7 +312,7 @@ class Layers:
         # The others' losses are 0.
         numbers = totals.loss.new_tensor([float(form != self._form), float(self._error is not None)])
         numbers = torch.cat([totals.loss[None], numbers])
-        self._meet(dist.all_reduce, numbers, group=self.group)
+        self._messages.meet(dist.all_reduce, numbers, group=self.group)
         if self.supposed is None:
             _, changed, failed = numbers.tolist()
             if failed:
@@ -354,7 +351,7 @@ class Layers:
                     for number, batch in group:
                         self._forth(Action("F", number, chunk), partial(run, batch))
             self._before += len(batches)
-        self._settle_all()
+        self._messages.settle_all()
         self._action = None
         found = tree_map_only(Tensor, Tensor.cpu, found)
         dist.broadcast_object_list(found, group=self.group, group_src=self.ranks - 1, device=device)
@@ -401,12 +398,12 @@ class Layers:
             self._take_gradient(left)
         if self._sends:
             assert arrived is not None, "else there is nothing to send"
-            self._send([torch.zeros_like(arrived).contiguous()], self.rank - 1, _BACK)
+            self._messages.send([torch.zeros_like(arrived).contiguous()], self._stage - 1, BACK)
 
     def _take_gradient(self, left: Tensor | None) -> Tensor:
         assert left is not None, "its gradient comes"
         grad = torch.empty_like(left, memory_format=torch.contiguous_format)
-        self._receive(grad, self.rank + 1, _BACK)
+        self._messages.receive(grad, self._stage + 1, BACK)
         self._takes = False
         return grad
 
@@ -415,12 +412,12 @@ class Layers:
         grad = None
         if self._takes:
             grad = self._take_gradient(left)
-            self._settle(_FORTH, max(0, len(self._sent[_FORTH]) - 1))  # the value came there, and those before it
+            self._messages.settle_first(FORTH)  # the value came there, and those before it
         if left.requires_grad:
             torch.autograd.backward([left], None if grad is None else [grad])
         if arrived is not None:
             back = torch.zeros_like(arrived) if arrived.grad is None else arrived.grad
-            self._send([back.contiguous()], self.rank - 1, _BACK)
+            self._messages.send([back.contiguous()], self._stage - 1, BACK)
             self._sends = False
 
     @contextmanager
@@ -527,11 +524,11 @@ class Layers:
             return
         known = self._expected()
         if known is None:
-            header = torch.empty(_HEADER + _MOST_DIMS, dtype=torch.int64, device=self._device)
-            self._receive(header, self.rank - 1, _FORTH)
+            header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._device)
+            self._messages.receive(header, self._stage - 1, FORTH)
             known = self._checked(header.tolist())
         self._header = known
-        self._carried.dtype, self._carried.width = _DTYPES[known[0]], known[1]
+        self._carried.dtype, self._carried.width = DTYPES[known[0]], known[1]
 
     def _expected(self, *, sent: bool = False) -> list[int] | None:
         """Return the header of the last value, ``sent`` or taken, of a micro-batch of this form; None: there was none,
@@ -541,11 +538,11 @@ class Layers:
 
     def _checked(self, header: list[int]) -> list[int]:
         """Return a header; raise an error where it says that an error came before the value."""
-        if header[0] == _FAILED:
+        if header[0] == FAILED:
             error = _FailedBeforeError()
             self._takes, self._error = False, self._error or error
             raise error
-        assert header[_FORM:_HEADER] == [self._number, self._stage - 1], "values come in the order of the schedule"
+        assert origin_of(header) == (self._number, self._stage - 1), "values come in the order of the schedule"
         return header
 
     def _arrive(self, device: torch.device) -> Tensor:
@@ -554,20 +551,20 @@ class Layers:
             self._begin()
         known, header, arrived = self._header, self._header, None
         if self._expected() is not None:  # the header comes behind the value
-            size = _nbytes(known)
-            whole = torch.empty(_up(size) + 8 * len(known), dtype=torch.uint8, device=device)
-            self._receive(whole, self.rank - 1, _FORTH)
+            whole = room_for(known, device)
+            self._messages.receive(whole, self._stage - 1, FORTH)
+            value, behind = unpacked(whole, known)
             if self.supposed is None:
-                header = self._checked(whole[_up(size) :].view(torch.int64).tolist())
-            if _form(header) == _form(known):
-                arrived = whole[:size].view(_DTYPES[header[0]]).view(_shape(header)).detach()
+                header = self._checked(behind.tolist())
+            if form_of(header) == form_of(known):
+                arrived = value
         if arrived is None:
-            arrived = torch.empty(_shape(header), dtype=_DTYPES[header[0]], device=device)
-            self._receive(arrived, self.rank - 1, _FORTH)
+            arrived = torch.empty(shape_of(header), dtype=DTYPES[header[0]], device=device)
+            self._messages.receive(arrived, self._stage - 1, FORTH)
         self._takes, self._known[False][self._key] = False, header
         if header[:2] != known[:2]:
             raise MeshparError(
-                f"what passes between blocks is {_DTYPES[header[0]]} and was {_DTYPES[known[0]]} for micro-batches of "
+                f"what passes between blocks is {DTYPES[header[0]]} and was {DTYPES[known[0]]} for micro-batches of "
                 "this form; let a model compute in one dtype"
             )
         return arrived
@@ -592,73 +589,22 @@ class Layers:
 
     def _send_value(self, value: Tensor | None) -> None:
         """Send a value to the next stage; None: an error came before it."""
-        header = [_FAILED, 0, 0, self._number, self._stage]
-        if value is not None:
-            header[:_FORM] = _DTYPES.index(value.dtype), self._carried.width, value.ndim
-            header += value.shape
-        header += [0] * (_HEADER + _MOST_DIMS - len(header))
+        header = header_of(value, self._carried.width, self._number, self._stage)
         if self.supposed is not None:
             self.supposed[:] = header
         numbers, rest = torch.tensor(header, device=self._device), [] if value is None else [value]
         before = self._expected(sent=True)
         if before is None:
             values = [numbers, *rest]
-        elif value is not None and _form(before) == _form(header):
-            values = [_packed(value, numbers)]
+        elif value is not None and form_of(before) == form_of(header):
+            values = [packed(value, numbers)]
         else:  # the next stage takes another form, and learns behind it what follows
-            empty = torch.empty(_shape(before), dtype=_DTYPES[before[0]], device=self._device)
-            values = [_packed(empty, numbers), *rest]
+            empty = torch.empty(shape_of(before), dtype=DTYPES[before[0]], device=self._device)
+            values = [packed(empty, numbers), *rest]
         if value is not None:
             self._known[True][self._key] = header
-        self._send(values, self.rank + 1, _FORTH)
+        self._messages.send(values, self._stage + 1, FORTH)
         self._sends = False
-
-    def _meet(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what an exchange with other stages returns.
-
-        Raises:
-            MeshparError: another stage's rank has ended, or does not come in time.
-        """
-        try:
-            return call(*args, **kwargs)
-        except RuntimeError as error:
-            raise _LostError(
-                _told()
-                or f"{self.doing() or f'stage {self._stage}'}: the rank of another stage of pp has ended, or did not "
-                f"come in time; the first error of all ranks is the cause. The exchange ended with: {first_line(error)}"
-            ) from error
-
-    def _receive(self, into: Tensor, sender: int, tag: int) -> None:
-        sender %= self.ranks
-        self._awaited = f", waits for stage {self._stage + (1 if tag == _BACK else -1)}"
-        try:
-            self._meet(dist.recv, into, group=self._lanes[tag, sender], group_src=sender, tag=tag)
-        finally:
-            self._awaited = ""
-
-    def _send(self, values: Sequence[Tensor], to: int, tag: int) -> None:
-        """Begin to send one message, in one or two parts."""
-        works = list[tuple[dist.Work, Tensor]]()
-        for value in values:
-            work = self._meet(dist.isend, value, group=self._lanes[tag, self.rank], group_dst=to % self.ranks, tag=tag)
-            assert work is not None, "this rank is in the group"
-            works.append((work, value))
-        self._sent[tag].append(works)
-        # A neighbour is behind by as many micro-batches as there are stages. A gradient it takes before it needs
-        # anything else of this rank, unless each has several stages.
-        several = (self.ranks + 1) * len(self._chunks)
-        self._settle(tag, 1 if tag == _BACK and len(self._chunks) == 1 else several)
-
-    def _settle(self, tag: int, most: int) -> None:
-        """Wait until at most so many of the messages that this rank has sent are on their way."""
-        sent = self._sent[tag]
-        while len(sent) > most:
-            for work, _ in sent.pop(0):
-                self._meet(work.wait)
-
-    def _settle_all(self) -> None:
-        for tag in self._sent:
-            self._settle(tag, 0)
 
     def _set_aside(self) -> dict[str, Tensor]:
         """Take away the gradients that shared parameters have from before, which are sums over stages already."""
@@ -681,35 +627,15 @@ class Layers:
             mine = local_tensor(parameter.grad)
             (other,) = (rank for rank in ranks if rank != self.rank)
             theirs = torch.empty_like(mine, memory_format=torch.contiguous_format)
-            to, back = (_FORTH, _BACK) if self.rank < other else (_BACK, _FORTH)
-            self._send([mine.contiguous()], other, to)
-            self._receive(theirs, other, back)
-            self._settle_all()
+            to, back = (FORTH, BACK) if self.rank < other else (BACK, FORTH)
+            stage = other + (other > 0) * self.ranks * (len(self._chunks) - 1)  # the last one, or the first
+            self._messages.send([mine.contiguous()], stage, to)
+            self._messages.receive(theirs, stage, back)
+            self._messages.settle_all()
             first, second = (mine, theirs) if self.rank < other else (theirs, mine)
             mine.copy_(first + second)
             if name in before:
                 parameter.grad += before[name]
-
-
-def _told() -> str:
-    """Return which rank failed alone; empty where none did, or the store has ended."""
-    with suppress(RuntimeError):
-        store = default_store()
-        return store.get(_ALONE).decode() if store.check([_ALONE]) else ""
-    return ""
-
-
-def _all_come(place: str, ranks: int) -> bool:
-    """Return whether so many ranks come to a place within seconds, each as often as the others."""
-    with suppress(RuntimeError):
-        store, until = default_store(), time.monotonic() + _ALIKE_S
-        mine = store.add(place, 1)
-        while store.add(place, 0) < mine + -mine % ranks:
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.02)
-        return True
-    return False
 
 
 def _calls_of(module: Any) -> Callable[..., Any]:
@@ -725,57 +651,6 @@ def _digest(batches: object) -> int:
     for leaf in tensors(batches):
         kinds.setdefault((leaf.device, leaf.dtype), []).append(leaf.detach().reshape(-1))
     return int(digest_of_several(map(torch.cat, kinds.values())))
-
-
-def _form(header: Sequence[int]) -> tuple[int, ...]:
-    return *header[:_FORM], *_shape(header)
-
-
-def _shape(header: Sequence[int]) -> list[int]:
-    return list(header[_HEADER : _HEADER + header[2]])
-
-
-def _nbytes(header: Sequence[int]) -> int:
-    return math.prod(_shape(header)) * _DTYPES[header[0]].itemsize
-
-
-def _up(size: int) -> int:
-    """Return the next number of bytes at which a header may begin."""
-    return -(-size // 8) * 8
-
-
-def _packed(value: Tensor, header: Tensor) -> Tensor:
-    """Return the bytes of a value and the header behind it."""
-    whole = torch.empty(_up(value.nbytes) + header.nbytes, dtype=torch.uint8, device=value.device)
-    whole[: value.nbytes].view(value.dtype).view(value.shape).copy_(value)
-    whole[_up(value.nbytes) :].view(header.dtype).copy_(header)
-    return whole
-
-
-def _lanes(group: dist.ProcessGroup, *, both_ways: bool) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """Return the groups by which each kind of message travels, by its tag and sender.
-
-    NCCL runs what two ranks exchange in a group in the order of their calls, whatever the tags: a rank that sends its
-    next value before it takes a gradient would wait for a rank that sends the gradient first.
-
-    Args:
-        group: the ranks that have the stages.
-        both_ways: two ranks send each other values and gradients.
-
-    Collective over the group.
-    """
-    ranks, found = dist.get_process_group_ranks(group), dict[tuple[int, int], dist.ProcessGroup]()
-    for tag, sender in product((_FORTH, _BACK), range(len(ranks))):
-        if dist.get_backend(group) in TAGGED:
-            made: Any = group
-        elif sender and not both_ways:
-            made = found[tag, 0]
-        else:
-            title = f"pp {'back' if tag == _BACK else 'forth'}" + (f" from {sender}" if both_ways else "")
-            made = dist.new_group(ranks, use_local_synchronization=True, group_desc=title)
-        found[tag, sender] = made
-    share_timeout(found.values())
-    return found
 
 
 def refused() -> MeshparError:

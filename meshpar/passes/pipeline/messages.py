@@ -1,0 +1,219 @@
+"""What stages send each other: values forth, their gradients back; and what ends a wait for them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import product
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshpar._torch.groups import default_store, share_timeout
+from meshpar.core.errors import MeshparError, first_line
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MOST_DIMS = 6
+_HEADER = 5  # numbers before the sizes
+HEADER_SIZE = _HEADER + _MOST_DIMS
+_FORM = 3  # of the numbers, the first say with the sizes what a value is
+FAILED = -1  # the first number where an error came before the value, and no value comes
+FORTH, BACK = 0, 1  # tags of messages, of which two ranks may exchange both kinds in one direction
+TAGGED = ("gloo", "fake")  # backends that keep messages of different tags apart
+_ALIKE_S = 10.0  # in which an error comes on all ranks of a stage, if it does
+_ALONE = "meshpar/failed alone"  # where the ranks' store says which rank failed, and no other one of its stage
+
+
+class LostError(MeshparError):
+    """Raised where the rank of another stage has ended or does not come: nothing can be exchanged any more."""
+
+
+@final
+class Messages:
+    """The messages of one rank.
+
+    Args:
+        group: the ranks that have the stages.
+        chunks: stages of each rank.
+        doing: returns which stage runs, in which action; empty outside of a step.
+
+    Attributes:
+        awaited: says for which stage this rank waits; empty where it does not.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, chunks: int, doing: Callable[[], str]) -> None:
+        self._chunks, self._doing, self.awaited = chunks, doing, ""
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._lanes = _lanes(group, both_ways=self._ranks == 2 and chunks > 1)
+        # On their way by their tags, the first that was sent first.
+        self._sent: dict[int, list[list[tuple[dist.Work, Tensor]]]] = {FORTH: [], BACK: []}
+
+    def meet(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what an exchange with other stages returns.
+
+        Raises:
+            LostError: another stage's rank has ended, or does not come in time.
+        """
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            raise LostError(
+                failed_alone()
+                or f"{self._doing() or f'stage {self._rank}'}: the rank of another stage of pp has ended, or did not "
+                f"come in time; the first error of all ranks is the cause. The exchange ended with: {first_line(error)}"
+            ) from error
+
+    def receive(self, into: Tensor, stage: int, tag: int) -> None:
+        """Wait for a message from a stage."""
+        sender, self.awaited = stage % self._ranks, f", waits for stage {stage}"
+        try:
+            self.meet(dist.recv, into, group=self._lanes[tag, sender], group_src=sender, tag=tag)
+        finally:
+            self.awaited = ""
+
+    def send(self, values: Sequence[Tensor], stage: int, tag: int) -> None:
+        """Begin to send a stage one message, in one or two parts."""
+        works, lane = list[tuple[dist.Work, Tensor]](), self._lanes[tag, self._rank]
+        for value in values:
+            work = self.meet(dist.isend, value, group=lane, group_dst=stage % self._ranks, tag=tag)
+            assert work is not None, "this rank is in the group"
+            works.append((work, value))
+        self._sent[tag].append(works)
+        # A neighbour is behind by as many micro-batches as there are stages. A gradient it takes before it needs
+        # anything else of this rank, unless each has several stages.
+        self._settle(tag, 1 if tag == BACK and self._chunks == 1 else (self._ranks + 1) * self._chunks)
+
+    def settle_first(self, tag: int) -> None:
+        """Wait until the first of the messages that are on their way has arrived."""
+        self._settle(tag, max(0, len(self._sent[tag]) - 1))
+
+    def settle_all(self) -> None:
+        """Wait until all messages have arrived."""
+        for tag in self._sent:
+            self._settle(tag, 0)
+
+    def _settle(self, tag: int, most: int) -> None:
+        """Wait until at most so many messages are on their way."""
+        sent = self._sent[tag]
+        while len(sent) > most:
+            for work, _ in sent.pop(0):
+                self.meet(work.wait)
+
+
+def header_of(value: Tensor | None, width: int, number: int, stage: int) -> list[int]:
+    """Return the numbers that travel with a value: what it is, and of which micro-batch and stage.
+
+    Args:
+        value: of a few dims; None: an error came before it.
+        width: number of further values of a block, which do not travel; -1: a block returns the value alone.
+        number: of the micro-batch.
+        stage: that sends it.
+    """
+    form = (FAILED, 0, 0) if value is None else (DTYPES.index(value.dtype), width, value.ndim)
+    shape = () if value is None else value.shape
+    return [*form, number, stage, *shape, *[0] * (_MOST_DIMS - len(shape))]
+
+
+def origin_of(header: Sequence[int]) -> tuple[int, ...]:
+    """Return the micro-batch and the stage of a value."""
+    return tuple(header[_FORM:_HEADER])
+
+
+def form_of(header: Sequence[int]) -> tuple[int, ...]:
+    """Return what a value is: two of one form need the same room."""
+    return *header[:_FORM], *shape_of(header)
+
+
+def shape_of(header: Sequence[int]) -> list[int]:
+    """Return the shape of a value."""
+    return list(header[_HEADER : _HEADER + header[2]])
+
+
+def packed(value: Tensor, header: Tensor) -> Tensor:
+    """Return the bytes of a value and the header behind it."""
+    whole = torch.empty(_up(value.nbytes) + header.nbytes, dtype=torch.uint8, device=value.device)
+    whole[: value.nbytes].view(value.dtype).view(value.shape).copy_(value)
+    whole[_up(value.nbytes) :].view(header.dtype).copy_(header)
+    return whole
+
+
+def room_for(header: Sequence[int], device: torch.device) -> Tensor:
+    """Return room for a packed value of this header's form."""
+    return torch.empty(_up(_nbytes(header)) + 8 * len(header), dtype=torch.uint8, device=device)
+
+
+def unpacked(whole: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return a packed value of this header's form, and its own header."""
+    size = _nbytes(header)
+    return whole[:size].view(DTYPES[header[0]]).view(shape_of(header)).detach(), whole[_up(size) :].view(torch.int64)
+
+
+def _nbytes(header: Sequence[int]) -> int:
+    return math.prod(shape_of(header)) * DTYPES[header[0]].itemsize
+
+
+def _up(size: int) -> int:
+    """Return the next number of bytes at which a header may begin."""
+    return -(-size // 8) * 8
+
+
+def _lanes(group: dist.ProcessGroup, *, both_ways: bool) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Return the groups by which each kind of message travels, by its tag and sender.
+
+    NCCL runs what two ranks exchange in a group in the order of their calls, whatever the tags: a rank that sends its
+    next value before it takes a gradient would wait for a rank that sends the gradient first.
+
+    Args:
+        group: the ranks that have the stages.
+        both_ways: two ranks send each other values and gradients.
+
+    Collective over the group.
+    """
+    ranks, found = dist.get_process_group_ranks(group), dict[tuple[int, int], dist.ProcessGroup]()
+    for tag, sender in product((FORTH, BACK), range(len(ranks))):
+        if dist.get_backend(group) in TAGGED:
+            made: Any = group
+        elif sender and not both_ways:
+            made = found[tag, 0]
+        else:
+            title = f"pp {'back' if tag == BACK else 'forth'}" + (f" from {sender}" if both_ways else "")
+            made = dist.new_group(ranks, use_local_synchronization=True, group_desc=title)
+        found[tag, sender] = made
+    share_timeout(found.values())
+    return found
+
+
+def failed_alone() -> str:
+    """Return what the rank that failed alone has told; empty where none did, or the store has ended."""
+    with suppress(RuntimeError):
+        store = default_store()
+        return store.get(_ALONE).decode() if store.check([_ALONE]) else ""
+    return ""
+
+
+def tell_alone(cause: str) -> str:
+    """Tell the other ranks that this one failed alone, for when its end breaks their exchanges; return the text."""
+    said = (
+        f"rank {dist.get_rank()} failed alone in {cause}; the other ranks of its stage wait for it; correct what "
+        "failed there, and start the job again"
+    )
+    with suppress(RuntimeError):  # the store has ended with its process
+        default_store().set(_ALONE, said)
+    return said
+
+
+def all_fail(where: str, ranks: int) -> bool:
+    """Return whether so many ranks fail at the same place within seconds."""
+    with suppress(RuntimeError):
+        store, until = default_store(), time.monotonic() + _ALIKE_S
+        mine = store.add(f"meshpar/failed/{where}", 1)
+        while store.add(f"meshpar/failed/{where}", 0) < mine + -mine % ranks:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+        return True
+    return False
