@@ -33,8 +33,9 @@ NAMES = {
     "_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all", "all_reduce", "copy_to", "copy_weight",
     "reduce_from", "gather_partial", "reduce_scatter", "gather_replicated", "split_replicated", "regroup",
     "sum_gradients", "enter", "leave", "part", "join", "join_after", "reshard", "reduce", "drop_unreduced_gradients",
-    "make_ready", "all_gather_into_tensor", "reduce_scatter_tensor", "_send", "recv", "isend", "broadcast",
-    "broadcast_object_list", "_add_shared", "_share", "_meet", "_receive", "gathered",
+    "make_ready", "all_gather_into_tensor", "reduce_scatter_tensor", "recv", "isend", "broadcast",
+    "broadcast_object_list", "all_gather_object", "_add_shared", "_share", "_meet", "exchanged", "send", "receive",
+    "gathered", "_send_value", "_hand_on", "_take_gradient", "_set_aside", "_compare_cuts", "all_fail",
 }  # fmt: skip
 TESTS = (
     "tests/passes/test_traps.py",

@@ -52,7 +52,7 @@ class Messages:
         # On their way by their tags, the first that was sent first.
         self._sent: dict[int, list[list[tuple[dist.Work, Tensor]]]] = {FORTH: [], BACK: []}
 
-    def meet(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def exchanged(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what an exchange with other stages returns.
 
         Raises:
@@ -71,7 +71,7 @@ class Messages:
         """Wait for a message from a stage."""
         sender, self.awaited = stage % self._ranks, f", waits for stage {stage}"
         try:
-            self.meet(dist.recv, into, group=self._lanes[tag, sender], group_src=sender, tag=tag)
+            self.exchanged(dist.recv, into, group=self._lanes[tag, sender], group_src=sender, tag=tag)
         finally:
             self.awaited = ""
 
@@ -79,7 +79,7 @@ class Messages:
         """Begin to send a stage one message, in one or two parts."""
         works, lane = list[tuple[dist.Work, Tensor]](), self._lanes[tag, self._rank]
         for value in values:
-            work = self.meet(dist.isend, value, group=lane, group_dst=stage % self._ranks, tag=tag)
+            work = self.exchanged(dist.isend, value, group=lane, group_dst=stage % self._ranks, tag=tag)
             assert work is not None, "this rank is in the group"
             works.append((work, value))
         self._sent[tag].append(works)
@@ -101,7 +101,7 @@ class Messages:
         sent = self._sent[tag]
         while len(sent) > most:
             for work, _ in sent.pop(0):
-                self.meet(work.wait)
+                self.exchanged(work.wait)
 
 
 def header_of(value: Tensor | None, width: int, number: int, stage: int) -> list[int]:

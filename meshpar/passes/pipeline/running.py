@@ -228,7 +228,7 @@ class Layers:
             sizes = [[tuple(shape) for shape, _ in form] for form in self._forms]
             mine = hash((len(batches), _digest(batches), *map(tuple, sizes)))
         every = torch.empty(self.ranks, dtype=torch.int64, device=self._device)
-        self._messages.meet(all_gather, every, torch.tensor([mine], device=self._device), group=self.group)
+        self._messages.exchanged(all_gather, every, torch.tensor([mine], device=self._device), group=self.group)
         if self.supposed is None and (self._error is not None or every.tolist() != [mine] * self.ranks):
             self._refuse([_digest(batch) for batch in batches])
         return batches
@@ -312,7 +312,7 @@ class Layers:
         # The others' losses are 0.
         numbers = totals.loss.new_tensor([float(form != self._form), float(self._error is not None)])
         numbers = torch.cat([totals.loss[None], numbers])
-        self._messages.meet(dist.all_reduce, numbers, group=self.group)
+        self._messages.exchanged(dist.all_reduce, numbers, group=self.group)
         if self.supposed is None:
             _, changed, failed = numbers.tolist()
             if failed:
