@@ -169,8 +169,7 @@ class Muon(torch.optim.Optimizer):
         def part_of(piece: Piece, place: Place) -> Tensor:
             group = matrices[piece.parameter][1]
             momentum, grad = momenta[piece.parameter][place], grads[piece.parameter][place]
-            update = grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-            return update.to(device=_device(matrices[piece.parameter][0]), dtype=_DTYPES[group["ns_dtype"]])
+            return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
         def compute(piece: Piece, update: Tensor) -> Tensor:
             group = matrices[piece.parameter][1]

@@ -41,11 +41,6 @@ class Piece:
     shape: tuple[int, int]
     held: Sequence[Place]
 
-    @property
-    def cost(self) -> int:
-        """Multiplications of one product."""
-        return self.shape[0] * self.shape[1] * min(self.shape)
-
     def of_rank(self, rank: int) -> Place | None:
         """Return the part of the matrix that a rank holds, in the whole parameter; None: no part."""
         both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(self.place, self.held[rank])]
@@ -76,12 +71,11 @@ class Owners:
             pieces: all matrices, in the same order on every rank.
             most: elements that an owner gets in a round, except that a single matrix may be larger.
         """
-        order = sorted(range(len(pieces)), key=lambda number: (-pieces[number].cost, number))
         found: list[list[tuple[int, Piece]]] = []
         load = [0] * self.size
-        for turn, number in enumerate(order):
-            piece, owner = pieces[number], turn % self.size
-            elements = math.prod(piece.shape)
+        # by the multiplications of one product
+        for turn, piece in enumerate(sorted(pieces, key=lambda piece: -math.prod(piece.shape) * min(piece.shape))):
+            owner, elements = turn % self.size, math.prod(piece.shape)
             if not found or (load[owner] and load[owner] + elements > most):
                 found.append([])
                 load = [0] * self.size
@@ -115,7 +109,7 @@ class Owners:
         ]
         to_me, to_owners = ([sum(_count(part) for _, part in parts) for parts in side] for side in (theirs, mine))
         came, going = (list(itertools.chain.from_iterable(side)) for side in (theirs, mine))
-        sent = [part_of(piece, _within(part, piece.held[here])) for piece, part in going]
+        sent = [part_of(piece, _within(part, piece.held[here])).to(like) for piece, part in going]
         received = self._exchange(sent, to_owners, to_me, like)
         whole = {id(piece): like.new_empty(_shape(piece.place)) for piece in owned}
         for (piece, part), values in zip(came, received.split([_count(part) for _, part in came])):

@@ -269,10 +269,9 @@ class _Parameter:
             index = index.unsqueeze(-1) * size + torch.arange(place.start, place.stop, device=device)
         index = index.reshape(-1, 1)[rows] * (self.parameter.shape[-1] if self.parameter.ndim else 1)
         index = index + torch.arange(self._columns.start, self._columns.stop, device=device)
-        mixed = index.mul_(_signed(0x9E3779B97F4A7C15)).add_(start)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
-            mixed = mixed.bitwise_xor_((mixed >> shift) & ((1 << (64 - shift)) - 1))
-            mixed = mixed if factor is None else mixed.mul_(_signed(factor))
+        mixed = index.mul_(-0x61C8864680B583EB).add_(start)  # SplitMix64's constants, as signed numbers
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+            mixed = mixed.bitwise_xor_((mixed >> shift) & ((1 << (64 - shift)) - 1)).mul_(factor)
         return mixed
 
 
@@ -320,10 +319,6 @@ def _share_largest(parameters: Sequence[_Parameter]) -> None:
         dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
         for part, values in zip(largest, joined.split([part.numel() for part in largest])):
             part.copy_(values.view_as(part))
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
 
 
 @functools.cache

@@ -126,8 +126,7 @@ def scale_rates(
     """
     module = module if isinstance(module, nn.Module) else module.module
     rates, known = dict(rates or {}), applied(module)
-    given = [*rates.values()] if layer_decay is None else [*rates.values(), layer_decay]
-    if wrong := [factor for factor in given if not factor > 0]:
+    if wrong := [factor for factor in (*rates.values(), 1.0 if layer_decay is None else layer_decay) if not factor > 0]:
         raise MeshparError(f"a factor of a learning rate must be above 0, got {wrong[0]}")
     if known.layers is not None and known.layers.shared:
         raise MeshparError(
@@ -162,10 +161,9 @@ def _depths(module: nn.Module, layout: ModelLayout) -> dict[int, int]:
     depths, begun = dict[int, int](), 0
     for name, child in module.named_modules():
         begun += name in blocks
-        inside = next((place for place, block in enumerate(blocks) if f"{name}.".startswith(f"{block}.")), None)
-        behind = len(blocks) - (begun if inside is None else inside)
+        counted = not begun or f"{name}.".startswith(f"{blocks[begun - 1]}.")  # before all blocks, or inside of one
         for parameter in child.parameters(recurse=False):
-            depths.setdefault(id(parameter), behind + (inside is None and not begun))
+            depths.setdefault(id(parameter), len(blocks) - begun + counted)
     return depths
 
 
