@@ -34,7 +34,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshpar import ModelLayout
 from meshpar.checkpoints import CheckpointManager, Manifest
-from meshpar.checkpoints.format.writing import WrittenFile, WrittenPart
+from meshpar.checkpoints.format.manifest import Chunk
+from meshpar.checkpoints.format.writing import WrittenFile
 from meshpar.checkpoints.steps.planning import Alike, Described, Planning
 from meshpar.checkpoints.steps.recording import Layout, Report, layout_of, pack, report_of
 from meshpar.checkpoints.steps.saving import Noted, Saving
@@ -173,27 +174,20 @@ def load(share: Sequence[Sequence[int]], parts: Sequence[Alike]) -> int:
 
 def files_of(rank: int, parts: Sequence[tuple[Alike, Sequence[int]]], folder: str) -> list[WrittenFile]:
     """Return two files with a rank's parts; on the disk they are holes."""
-    written: list[list[WrittenPart]] = [[], []]
+    written: list[list[tuple[str, Chunk]]] = [[], []]
     for alike, positions in parts:
         names, length = alike.names, math.prod(alike.sizes) * alike.dtype.itemsize // 64 * 64 + 1024
         for position in positions:
             mine = written[position % 2]
-            mine.append(
-                WrittenPart(
-                    names[position],
-                    alike.offsets,
-                    alike.sizes,
-                    len(mine) and mine[-1].position + mine[-1].length,
-                    length,
-                    0,
-                )
-            )
+            start = mine[-1][1].position + mine[-1][1].length if mine else 0
+            file = f"__{rank}_{position % 2}.distcp"
+            mine.append((names[position], Chunk(alike.offsets, alike.sizes, file, start, length)))
     files = []
-    for number, file in enumerate(written):
-        name, size = f"__{rank}_{number}.distcp", sum(part.length for part in file)
+    for number, parts_of_file in enumerate(written):
+        name, size = f"__{rank}_{number}.distcp", sum(part.length for _, part in parts_of_file)
         with open(f"{folder}/{name}", "wb") as hole:
             hole.truncate(size)
-        files.append(WrittenFile(name, size, 0, None, tuple(file), 0))
+        files.append(WrittenFile(name, size, 0, None, tuple(parts_of_file), 0))
     return files
 
 

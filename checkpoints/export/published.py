@@ -11,12 +11,12 @@ from typing import Any, final
 
 import torch
 
-from meshpar.checkpoints.format.copying import Piece, are_copied, check_piece
+from meshpar.checkpoints.format.copying import are_copied, check_piece
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint, Stored
 from meshpar.checkpoints.format.manifest import AVERAGES, MODEL, read_manifest
 from meshpar.checkpoints.format.verify import Verify, open_verified
 from meshpar.checkpoints.steps.steps import open_step
-from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
+from meshpar.checkpoints.storage.files import TILE_BYTES, Box, memory_of, tiles
 from meshpar.checkpoints.storage.place import PlaceLike
 from meshpar.core.errors import CheckpointError, MeshparError
 from meshpar.weights import Mapped, TypedSource, WeightMap, average_called
@@ -101,9 +101,9 @@ class StoredModel:
     def read(self, name: str, index: tuple[slice, ...], out: torch.Tensor) -> None:
         self._source.read(self._names[name], index, out)
 
-    def pieces(self, name: str) -> list[Piece]:
+    def pieces(self, name: str) -> list[Box]:
         chunks = sorted(self._stored(name).chunks, key=lambda chunk: chunk.offsets)
-        return [Piece(chunk.offsets, self._source.box(self._names[name], chunk)) for chunk in chunks]
+        return [self._source.box(self._names[name], chunk) for chunk in chunks]
 
 
 def published_model(
@@ -153,7 +153,7 @@ class PublishedModel:
             for piece in self._model.pieces(name) if name not in copied else ():
                 check_piece(piece)
 
-    def pieces(self, name: str) -> list[Piece]:
+    def pieces(self, name: str) -> list[Box]:
         origin = self._mapped.origin(name)
         return [] if origin is None else self._model.pieces(origin)
 

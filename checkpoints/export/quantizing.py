@@ -16,8 +16,8 @@ from typing import Any, Literal, final
 
 import torch
 
-from meshpar.checkpoints.format.copying import Piece, StoredSource, check_piece
-from meshpar.checkpoints.storage.files import tiles
+from meshpar.checkpoints.format.copying import StoredSource, check_piece
+from meshpar.checkpoints.storage.files import Box, tiles
 from meshpar.core.errors import CheckpointError
 from meshpar.core.patterns import covers, suggestion
 from meshpar.weights import TypedSource
@@ -215,7 +215,7 @@ class Quantized:
         """Return every stored tensor's name and dtype."""
         return self._dtypes
 
-    def pieces(self, name: str) -> Sequence[Piece]:
+    def pieces(self, name: str) -> Sequence[Box]:
         """Return the pieces of a tensor that is stored as it is."""
         return () if name in self._parts or not isinstance(self._source, StoredSource) else self._source.pieces(name)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, final, runtime_checkable
 
 import torch
@@ -23,27 +22,18 @@ Progress = Callable[[int, int], None]
 """Called with the bytes written so far and the bytes to write."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a tensor, at ``offsets``, as stored in a file."""
-
-    offsets: tuple[int, ...]
-    box: Box
-
-
 @runtime_checkable
 class StoredSource(TypedSource, Protocol):
     """A source whose tensors are stored in files unchanged."""
 
-    def pieces(self, name: str) -> Sequence[Piece]:
+    def pieces(self, name: str) -> Sequence[Box]:
         """Return the pieces of a tensor, which cover it exactly once; none if the tensor is not stored unchanged."""
         ...
 
 
-def are_copied(pieces: Sequence[Piece], shape: tuple[int, ...]) -> bool:
+def are_copied(pieces: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Return whether the bytes of each piece are contiguous in the whole tensor, too."""
-    return bool(pieces) and all(_lies_in_one_run(piece.box.shape, shape) for piece in pieces)
+    return bool(pieces) and all(_lies_in_one_run(piece.shape, shape) for piece in pieces)
 
 
 def _lies_in_one_run(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -51,7 +41,7 @@ def _lies_in_one_run(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return own[first + 1 :] == shape[first + 1 :]
 
 
-def position_of(piece: Piece, shape: tuple[int, ...]) -> int:
+def position_of(piece: Box, shape: tuple[int, ...]) -> int:
     """Return the element of the whole tensor at which a piece begins."""
     position = 0
     for offset, size in zip(piece.offsets, shape):
@@ -85,17 +75,17 @@ class Copier:
         self._out, self._in = (torch.empty(count * BLOCK_BYTES, dtype=torch.uint8) for count in (1, 2))
         self._out_memory, self._in_memory = memory_of(self._out), memory_of(self._in)
 
-    def copy(self, piece: Piece, dtype: torch.dtype, position: int) -> None:
+    def copy(self, piece: Box, dtype: torch.dtype, position: int) -> None:
         """Write a piece, in ``dtype``, at ``position`` of the file; raises CheckpointError if its checksum differs,
         or its file changes.
         """
-        self._run = piece.box.file.run(piece.box.position, piece.box.position + piece.box.nbytes)
-        checksum, pace = 0, self._paces[dtype != piece.box.dtype]
-        for start, stop in aligned(math.prod(piece.box.shape) * dtype.itemsize, position, TURN_BYTES):
+        self._run = piece.file.run(piece.position, piece.position + piece.nbytes)
+        checksum, pace = 0, self._paces[dtype != piece.dtype]
+        for start, stop in aligned(math.prod(piece.shape) * dtype.itemsize, position, TURN_BYTES):
             with pace.turn(stop - start) as way:
-                checksum = self._copy(piece.box, dtype, position, (start, stop), way, checksum)
-        if piece.box.crc32 is not None:
-            piece.box.check(checksum)
+                checksum = self._copy(piece, dtype, position, (start, stop), way, checksum)
+        if piece.crc32 is not None:
+            piece.check(checksum)
         self._run.check_unchanged()
 
     def _copy(self, box: Box, dtype: torch.dtype, position: int, span: tuple[int, int], way: Way, checksum: int) -> int:
@@ -123,14 +113,14 @@ class Copier:
         return self._out_memory[: values.numel() * dtype.itemsize]
 
 
-def check_piece(piece: Piece) -> None:
+def check_piece(piece: Box) -> None:
     """Read a piece only to verify it."""
-    if piece.box.crc32 is None:
+    if piece.crc32 is None:
         return
-    checksum, room = 0, memoryview(bytearray(min(BLOCK_BYTES, piece.box.nbytes)))
-    run = piece.box.file.run(piece.box.position, piece.box.position + piece.box.nbytes)
-    for start in range(0, piece.box.nbytes, BLOCK_BYTES):
-        block = room[: min(BLOCK_BYTES, piece.box.nbytes - start)]
-        run.fill(block, piece.box.position + start)
+    checksum, room = 0, memoryview(bytearray(min(BLOCK_BYTES, piece.nbytes)))
+    run = piece.file.run(piece.position, piece.position + piece.nbytes)
+    for start in range(0, piece.nbytes, BLOCK_BYTES):
+        block = room[: min(BLOCK_BYTES, piece.nbytes - start)]
+        run.fill(block, piece.position + start)
         checksum = crc32(block, checksum)
-    piece.box.check(checksum)
+    piece.check(checksum)

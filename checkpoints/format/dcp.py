@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, final
 
@@ -16,7 +16,7 @@ import torch
 
 from meshpar.checkpoints.format.archive import find_tensor
 from meshpar.checkpoints.format.foreign import remedy
-from meshpar.checkpoints.format.manifest import MANIFEST_NAME, read_manifest
+from meshpar.checkpoints.format.manifest import MANIFEST_NAME, Chunk, read_manifest
 from meshpar.checkpoints.format.pickles import PickledObject, read_metadata
 from meshpar.checkpoints.storage.checksums import crc32, joined
 from meshpar.checkpoints.storage.files import Box, Readable, inside
@@ -29,18 +29,6 @@ T = TypeVar("T")
 METADATA_NAME = ".metadata"
 _inside = functools.lru_cache(1 << 12)(inside)  # a file has many parts
 _HEAD_BYTES, _TAIL_BYTES, _SMALL_BYTES = 1024, 4096, 64 << 10
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One saved part of a tensor: the box at ``offsets`` and the archive with it (position and length in bytes)."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    position: int
-    length: int
 
 
 @final
@@ -163,7 +151,8 @@ class DistributedCheckpoint:
             file = self._file(chunk.file)
             file.expect(_ends(chunk))
             try:
-                box, payload = find_tensor(file, chunk.position, chunk.length, chunk.shape)
+                found, payload = find_tensor(file, chunk.position, chunk.length, chunk.shape)
+                box = replace(found, offsets=chunk.offsets)
                 if box.dtype != self.tensors[name].dtype:
                     raise CheckpointError(
                         f"its dtype is {box.dtype}; expected {self.tensors[name].dtype} from {METADATA_NAME}"
@@ -214,7 +203,7 @@ def _check_around(box: Box, payload: int, chunk: Chunk, expected: int | None) ->
         )
 
 
-def overlap(spans: Spans, chunk: Chunk) -> Spans | None:
+def overlap(spans: Spans, chunk: Chunk | Box) -> Spans | None:
     """Return the part of ``spans`` that a part of the tensor has; None if it has none."""
     both = tuple((max(a, o), min(b, o + n)) for (a, b), o, n in zip(spans, chunk.offsets, chunk.shape))
     return both if all(a < b for a, b in both) else None
@@ -261,7 +250,7 @@ def _stored(
     return Stored(shape, entry.properties.state[0], tuple(chunks))  # type: ignore[attr-defined]
 
 
-def check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
+def check_cover(name: str, shape: tuple[int, ...], chunks: Sequence[Chunk | Box]) -> None:
     """Raise CheckpointError unless the parts cover a tensor exactly once."""
     if any(o < 0 or o + n > size for chunk in chunks for o, n, size in zip(chunk.offsets, chunk.shape, shape)):
         raise CheckpointError(f"a part of {name!r} exceeds its shape {shape}")
@@ -273,7 +262,7 @@ def check_cover(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
         )
 
 
-def _is_grid(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
+def _is_grid(shape: tuple[int, ...], chunks: Sequence[Chunk | Box]) -> bool:
     """Return whether the parts are the cells of a grid, each once, as after any even or uneven sharding by dims."""
     starts = [sorted({chunk.offsets[dim] for chunk in chunks}) for dim in range(len(shape))]
     ends = [dict(zip(start, [*start[1:], size])) for start, size in zip(starts, shape)]
@@ -281,9 +270,9 @@ def _is_grid(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
     return cells and len({chunk.offsets for chunk in chunks}) == len(chunks)
 
 
-def _any_overlap(chunks: list[Chunk]) -> bool:
+def _any_overlap(chunks: Sequence[Chunk | Box]) -> bool:
     """Return whether any two parts overlap, by a sweep along the first dim."""
-    open_: list[Chunk] = []
+    open_: list[Chunk | Box] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
         open_ = [
             other for other in open_ if other.offsets[:1] == () or other.offsets[0] + other.shape[0] > chunk.offsets[0]

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from meshpar.checkpoints.format.foreign import remedy
 from meshpar.checkpoints.storage.checksums import crc32
@@ -30,6 +30,16 @@ _INTEGER_KEYS, _COUNTER = (
 )  # the only key of an object that stands for a dict of int, or a Counter
 _STEP = re.compile(r"step-(\d+)")
 _SEAL = re.compile(rb'"crc32": "([0-9a-f]{8})"\n}\n')
+
+
+class Chunk(NamedTuple):
+    """One saved part of a tensor: the box at ``offsets`` and the archive with it (position and length in bytes)."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    position: int
+    length: int
 
 
 @final

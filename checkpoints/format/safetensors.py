@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
 
-from meshpar.checkpoints.format.copying import Piece
-from meshpar.checkpoints.format.dcp import Chunk, DistributedCheckpoint, check_cover, overlap
+from meshpar.checkpoints.format.dcp import DistributedCheckpoint, check_cover, overlap
 from meshpar.checkpoints.format.foreign import TorchWeights, is_pickled, remedy, sharded_by_accelerate
 from meshpar.checkpoints.format.manifest import MODEL
 from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, inside
@@ -63,21 +63,21 @@ class Safetensors:
     """
 
     def __init__(self, path: PlaceLike) -> None:
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[Box]] = {}
         self._path = place(path)
         for file, expected in _files(self._path).items():
-            boxes, offsets = read_header(file.reader())
+            boxes, shards = read_header(file.reader())
             if absent := [name for name in expected if name not in boxes]:
                 raise CheckpointError(
                     f"{file} lacks {len(absent)} tensors of the index: {', '.join(absent[:5])}; {_AGAIN}"
                 )
-            if twice := [name for name in boxes if name in self._pieces and name not in offsets]:
+            if twice := [name for name in boxes if name in self._pieces and name not in shards]:
                 raise CheckpointError(
-                    f"{self._pieces[twice[0]][0].box.file.path} and {file} both have {', '.join(twice[:5])}; remove "
+                    f"{self._pieces[twice[0]][0].file.path} and {file} both have {', '.join(twice[:5])}; remove "
                     "one of the files"
                 )
             for name, box in boxes.items():
-                self._pieces.setdefault(name, []).append(Piece(offsets.get(name, (0,) * len(box.shape)), box))
+                self._pieces.setdefault(name, []).append(box)
         self._shapes = {name: _whole_shape(name, pieces) for name, pieces in self._pieces.items()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -86,9 +86,9 @@ class Safetensors:
 
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Return every tensor's name and dtype."""
-        return {name: pieces[0].box.dtype for name, pieces in self._pieces.items()}
+        return {name: pieces[0].dtype for name, pieces in self._pieces.items()}
 
-    def pieces(self, name: str) -> Sequence[Piece]:
+    def pieces(self, name: str) -> Sequence[Box]:
         """Return the pieces of a tensor: one, unless torch's HuggingFaceStorageWriter saved the shards of several
         ranks.
         """
@@ -100,10 +100,10 @@ class Safetensors:
             raise CheckpointError(f"{self._path} has no tensor {name!r}; {suggestion(name, self._pieces)}")
         spans = spans_of(index, self._shapes[name])
         for piece in self._pieces[name]:
-            here = overlap(spans, _chunk(piece))
+            here = overlap(spans, piece)
             if here is not None:
                 target = out[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(here, spans))]
-                piece.box.read(tuple((a - o, b - o) for (a, b), o in zip(here, piece.offsets)), target)
+                piece.read(tuple((a - o, b - o) for (a, b), o in zip(here, piece.offsets)), target)
 
 
 def weights_in(path: PlaceLike) -> Safetensors | TorchWeights | DistributedCheckpoint:
@@ -115,20 +115,16 @@ def weights_in(path: PlaceLike) -> Safetensors | TorchWeights | DistributedCheck
     return TorchWeights(path) if is_pickled(place(path)) else Safetensors(path)
 
 
-def _chunk(piece: Piece) -> Chunk:
-    return Chunk(piece.offsets, piece.box.shape, piece.box.file.path.name, piece.box.position, piece.box.nbytes)
-
-
-def _whole_shape(name: str, pieces: Sequence[Piece]) -> tuple[int, ...]:
+def _whole_shape(name: str, pieces: Sequence[Box]) -> tuple[int, ...]:
     """Return the shape that the pieces cover; raises CheckpointError if they leave holes, overlap, or differ in
     dtype.
     """
     shape = tuple(
-        max(o + n for o, n in extents) for extents in zip(*(zip(piece.offsets, piece.box.shape) for piece in pieces))
+        max(o + n for o, n in extents) for extents in zip(*(zip(piece.offsets, piece.shape) for piece in pieces))
     )
-    if len({piece.box.dtype for piece in pieces}) > 1:
+    if len({piece.dtype for piece in pieces}) > 1:
         raise CheckpointError(f"the shards of {name!r} have different dtypes")
-    check_cover(name, shape, [_chunk(piece) for piece in pieces])
+    check_cover(name, shape, pieces)
     return shape
 
 
@@ -168,9 +164,8 @@ def _indexed(path: Place) -> dict[Place, list[str]]:
     return files
 
 
-def read_header(file: Readable) -> tuple[dict[str, Box], dict[str, tuple[int, ...]]]:
-    """Return the position of each tensor of a safetensors file, and the offsets of those that are shards of larger
-    ones.
+def read_header(file: Readable) -> tuple[dict[str, Box], Collection[str]]:
+    """Return the position of each tensor of a safetensors file, and the names of those that are shards of larger ones.
 
     Raises:
         CheckpointError: the file is truncated or damaged.
@@ -205,7 +200,8 @@ def read_header(file: Readable) -> tuple[dict[str, Box], dict[str, tuple[int, ..
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
         other = remedy(file.path) if file.path.suffix != ".safetensors" else ""
         raise CheckpointError(f"{file.path} is not a complete safetensors file: {error}{other or _COPY}") from error
-    return boxes, offsets
+    placed = {name: replace(box, offsets=offsets.get(name, (0,) * len(box.shape))) for name, box in boxes.items()}
+    return placed, offsets.keys()
 
 
 def _box(file: Readable, base: int, entry: Mapping[str, Any]) -> Box:

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
-from meshpar.checkpoints.format.dcp import METADATA_NAME, Chunk, DistributedCheckpoint
-from meshpar.checkpoints.format.manifest import MODEL, Manifest
+from meshpar.checkpoints.format.dcp import METADATA_NAME, DistributedCheckpoint
+from meshpar.checkpoints.format.manifest import MODEL, Chunk, Manifest
 from meshpar.checkpoints.storage.checksums import crc32, joined, sums_in
 from meshpar.checkpoints.storage.files import BLOCK_BYTES, Readable
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place

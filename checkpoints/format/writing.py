@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from meshpar._torch.dcp import stored_at
 from meshpar.checkpoints.format.archive import write_tensor
+from meshpar.checkpoints.format.manifest import Chunk
 from meshpar.checkpoints.storage.checksums import crc32, joined, table_of
 from meshpar.checkpoints.storage.files import TILE_BYTES, lies_in_memory, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place
@@ -50,30 +51,6 @@ class Part:
 
 @final
 @dataclass(frozen=True, slots=True)
-class WrittenPart:
-    """Position, length in bytes and CRC-32 of a written part."""
-
-    name: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    position: int
-    length: int
-    crc32: int
-
-
-class PlacedPart(NamedTuple):
-    """Position and length in bytes of a part in a file."""
-
-    name: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    position: int
-    length: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class WrittenFile:
     """A file on the disk: its parts, one after another, and at its end the table of their checksums.
 
@@ -81,7 +58,7 @@ class WrittenFile:
         name: of the file.
         size: in bytes, with the table.
         crc32, sha256: of the whole file.
-        parts: in the order of the file.
+        parts: the tensor of each, and its place, in the order of the file.
         sums: CRC-32 of the table.
     """
 
@@ -89,7 +66,7 @@ class WrittenFile:
     size: int
     crc32: int
     sha256: str | None
-    parts: tuple[WrittenPart, ...]
+    parts: tuple[tuple[str, Chunk], ...]
     sums: int
 
 
@@ -136,7 +113,7 @@ def write_parts(
     return [job.result() for job in jobs]
 
 
-def metadata_bytes(groups: Iterable[Group], parts: Iterable[PlacedPart], tied: Mapping[str, str]) -> bytes:
+def metadata_bytes(groups: Iterable[Group], parts: Iterable[tuple[str, Chunk]], tied: Mapping[str, str]) -> bytes:
     """Return ``.metadata``, from which torch reads the checkpoint, under each name of a tied tensor (``tied``: other
     -> saved).
     """
@@ -150,8 +127,8 @@ def metadata_bytes(groups: Iterable[Group], parts: Iterable[PlacedPart], tied: M
         _index(name, sizes.setdefault(part.offsets, torch.Size(part.offsets))): stored_at(
             part.file, part.position, part.length
         )
-        for part in parts
-        for name in (part.name, *others.get(part.name, ()))
+        for saved, part in parts
+        for name in (saved, *others.get(saved, ()))
     }
     metadata.version = CURRENT_DCP_VERSION
     return _pickled(metadata)
@@ -200,13 +177,11 @@ def _metadata_of(groups: Iterable[Group]) -> Metadata:
     return Metadata(described)
 
 
-def check_written(groups: Iterable[Group], parts: Sequence[PlacedPart]) -> None:
+def check_written(groups: Iterable[Group], parts: Sequence[tuple[str, Chunk]]) -> None:
     """Raise CheckpointError unless every planned part was written once, with its shape and all its bytes."""
-    written = {(part.name, part.offsets): part for part in parts}
+    written = {(name, part.offsets): part for name, part in parts}
     problems = [
-        f"{part.name} at {part.offsets} was written twice"
-        for part in parts
-        if written[part.name, part.offsets] is not part
+        f"{name} at {part.offsets} was written twice" for name, part in parts if written[name, part.offsets] is not part
     ]
     for group in groups:
         for offsets, sizes in group.boxes:
@@ -248,7 +223,7 @@ def write_file(
     """Write parts one after another, then the table of their checksums, and flush the file to the disk; ``on_write`` is
     called after every block.
     """
-    written: list[WrittenPart] = []
+    written, sums = list[tuple[str, Chunk]](), list[int]()
     position = whole = 0
     digest = hashlib.sha256() if checksum == "sha256" else None
     with path.writing(expected_bytes) as put:
@@ -261,13 +236,14 @@ def write_file(
 
         for item in items:
             length, summed = write_tensor(item.shape, item.dtype, item.blocks, write, position)
-            written.append(WrittenPart(item.name, item.offsets, item.shape, position, length, summed))
+            written.append((item.name, Chunk(item.offsets, item.shape, path.name, position, length)))
+            sums.append(summed)
             position, whole = position + length, joined(whole, summed, length)
-        table = table_of([part.crc32 for part in written])
+        table = table_of(sums)
         write(table)
-    position, whole, sums = position + len(table), joined(whole, crc32(table), len(table)), crc32(table)
+    position, whole = position + len(table), joined(whole, crc32(table), len(table))
     sha256 = digest.hexdigest() if digest is not None else None
-    return WrittenFile(path.name, position, whole, sha256, tuple(written), sums)
+    return WrittenFile(path.name, position, whole, sha256, tuple(written), crc32(table))
 
 
 def _items_of(parts: Sequence[Part]) -> Iterator[Item]:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from meshpar.checkpoints.format.copying import ByteCount, Piece, Progress, StoredSource
+from meshpar.checkpoints.format.copying import ByteCount, Progress, StoredSource
 from meshpar.checkpoints.format.manifest import MODEL
 from meshpar.checkpoints.format.safetensors import weights_in
 from meshpar.checkpoints.format.writing import Checksum, Item, whole, write_file
 from meshpar.checkpoints.steps.recording import make_manifest
 from meshpar.checkpoints.steps.steps import Steps
-from meshpar.checkpoints.storage.files import BLOCK_BYTES, TILE_BYTES, failing_as, memory_of, tiles
+from meshpar.checkpoints.storage.files import BLOCK_BYTES, TILE_BYTES, Box, failing_as, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource, WeightMap
@@ -104,11 +104,11 @@ def _items(
         yield Item(MODEL + name, (0,) * len(shape), shape, dtypes[name], blocks)
 
 
-def _copied(piece: Piece, space: torch.Tensor, advance: Callable[[int], None]) -> Iterator[memoryview]:
-    run = piece.box.file.run(piece.box.position, piece.box.position + piece.box.nbytes)
-    for start in range(0, piece.box.nbytes, BLOCK_BYTES):
-        block = memory_of(space)[: min(BLOCK_BYTES, piece.box.nbytes - start)]
-        run.fill(block, piece.box.position + start)
+def _copied(piece: Box, space: torch.Tensor, advance: Callable[[int], None]) -> Iterator[memoryview]:
+    run = piece.file.run(piece.position, piece.position + piece.nbytes)
+    for start in range(0, piece.nbytes, BLOCK_BYTES):
+        block = memory_of(space)[: min(BLOCK_BYTES, piece.nbytes - start)]
+        run.fill(block, piece.position + start)
         yield block
         advance(len(block))
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshpar.checkpoints.format.dcp import Chunk, check_cover
+from meshpar.checkpoints.format.dcp import check_cover
+from meshpar.checkpoints.format.manifest import Chunk
 from meshpar.checkpoints.format.writing import Group, Part
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.checkpoints.steps.recording import Ledger, Report, pack, unpack

@@ -23,8 +23,8 @@ import torch
 
 from meshpar import __version__
 from meshpar.checkpoints.format.dcp import METADATA_NAME, tensors_in
-from meshpar.checkpoints.format.manifest import MODEL, Encoded, Manifest
-from meshpar.checkpoints.format.writing import Group, PlacedPart, WrittenFile, check_written, metadata_bytes
+from meshpar.checkpoints.format.manifest import MODEL, Chunk, Encoded, Manifest
+from meshpar.checkpoints.format.writing import Group, WrittenFile, check_written, metadata_bytes
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.place import Place
 
@@ -54,14 +54,14 @@ class Layout(NamedTuple):
         """A hash of all of it."""
         return hashlib.sha256(repr(tuple(self)).encode()).hexdigest()
 
-    def parts(self) -> Iterator[PlacedPart]:
-        """Yield the parts in the order of the files."""
+    def parts(self) -> Iterator[tuple[str, Chunk]]:
+        """Yield the tensor of each part, and its place, in the order of the files."""
         parts = zip(map(sys.intern, unpack(self.names)), array("I", self.kind), strict=True)
         for file, count in self.files:
             position = 0
             for name, kind in itertools.islice(parts, count):
                 offsets, shape, length = self.kinds[kind]
-                yield PlacedPart(name, offsets, shape, file, position, length)
+                yield name, Chunk(offsets, shape, file, position, length)
                 position += length
 
 
@@ -81,10 +81,10 @@ def layout_of(files: Sequence[WrittenFile]) -> Layout:
     """Return the layout of one rank's files."""
     parts = [part for file in files for part in file.parts]
     kinds: dict[tuple[tuple[int, ...], tuple[int, ...], int], int] = {}
-    kind = array("I", (kinds.setdefault((part.offsets, part.shape, part.length), len(kinds)) for part in parts))
+    kind = array("I", (kinds.setdefault((part.offsets, part.shape, part.length), len(kinds)) for _, part in parts))
     return Layout(
         tuple((file.name, len(file.parts)) for file in files),
-        pack([part.name for part in parts]),
+        pack([name for name, _ in parts]),
         tuple(kinds),
         kind.tobytes(),
     )
@@ -124,8 +124,8 @@ class Ledger:
         metadata = metadata_bytes(groups, parts, names)
         read = tensors_in(metadata, METADATA_NAME)
         chunks: dict[str, list[str]] = {name: [] for name in read if name not in names}
-        for part in parts:
-            chunks[part.name].append(
+        for name, part in parts:
+            chunks[name].append(
                 f"{_box(part.offsets, part.shape)}, {_quoted(part.file)}, {part.position}, {part.length}]"
             )
         entries = (

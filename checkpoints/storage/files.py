@@ -220,6 +220,7 @@ class Box:
     Attributes:
         name: the tensor's, for messages.
         crc32: of its bytes; compared whenever all of them are read. None: not known.
+        offsets: where it begins in the whole tensor, if it is a part of one.
     """
 
     file: Readable
@@ -228,6 +229,7 @@ class Box:
     dtype: torch.dtype
     name: str = ""
     crc32: int | None = None
+    offsets: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

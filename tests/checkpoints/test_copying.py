@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from meshpar.checkpoints.format.copying import Copier, Piece
+from meshpar.checkpoints.format.copying import Copier
 from meshpar.checkpoints.format.pace import TURN_BYTES, WAYS, Pace, Way
 from meshpar.checkpoints.storage import files, writeback
 from meshpar.checkpoints.storage.checksums import crc32
@@ -38,7 +38,7 @@ def stored(path, tensor, start=192):
 def copied(box, dtype, position, ways, monkeypatch):
     monkeypatch.setattr("meshpar.checkpoints.format.copying.Pace", lambda: Pace(ways))
     out, advances = bytearray(), []
-    Copier(out.extend, advances.append).copy(Piece((0, 0), box), dtype, position)
+    Copier(out.extend, advances.append).copy(box, dtype, position)
     assert sum(advances) == len(out)
     return bytes(out)
 
@@ -89,7 +89,7 @@ def test_a_file_that_is_written_during_the_copy_is_an_error_although_its_sum_may
     with pytest.raises(
         CheckpointError, match=r"file was written while it was read; .* when no other process writes it"
     ):
-        Copier(overwritten, lambda _: None).copy(Piece((0, 0), box), torch.float32, 328)
+        Copier(overwritten, lambda _: None).copy(box, torch.float32, 328)
     assert (bytes(out) != bytes(memory_of(tensor))) == way.mapped, "a buffer keeps what was read"
 
 
