@@ -14,6 +14,7 @@ from meshpar.launchers.commands.options import Debug, RecipeOrShape
 if TYPE_CHECKING:
     from meshpar.forecasting import Forecast, Hardware
     from meshpar.forecasting.ranking import Ranking
+    from meshpar.launchers.recipes.recipe import Recipe
 
 
 def plan(
@@ -84,30 +85,37 @@ def _forecasts(
     """Return the forecasts to report, the best first, the ranking of a search, and the forecast without the plan's
     recomputation.
     """
-    from meshpar.core.errors import MeshparError
     from meshpar.core.passes import Stage
-    from meshpar.core.registry import layout_for
-    from meshpar.forecasting.search import search as search_plans
-    from meshpar.launchers import progress
-    from meshpar.launchers.agent.replicas import check_elastic
     from meshpar.launchers.commands.inspecting import one_replica, recipe_or_shape
     from meshpar.launchers.jobs import build
-    from meshpar.launchers.jobs.forecasting import batch_of, forecast_job
-    from meshpar.launchers.recipes.sections import Own
+    from meshpar.launchers.jobs.forecasting import forecast_job
     from meshpar.plan import Plan
 
     recipe = recipe_or_shape(source, overrides)
     ranks = ranks or ranks_of(recipe.mesh, profile, search=search)
-    if not search:
-        recipe, ranks, replicas = one_replica(recipe, ranks, elastic, max(1, ranks // profile.node))
-        plan = build.plan_of(recipe)
-        depth: Literal["all", "probes"] = "all" if full else "probes"
-        plain = Plan(plan.mesh, [pass_ for pass_ in plan.passes if pass_.stage != Stage.RECOMPUTE])
-        plans = [plan, plain] if len(plain.passes) < len(plan.passes) else [plan]
-        made = [
-            forecast_job(recipe, profile, ranks, plan=candidate, depth=depth, replicas=replicas) for candidate in plans
-        ]
-        return made[:1], None, made[1] if len(made) > 1 else None
+    if search:
+        ranking = _searched(recipe, profile, ranks, elastic)
+        return ranking.best, ranking, None
+    recipe, ranks, replicas = one_replica(recipe, ranks, elastic, max(1, ranks // profile.node))
+    plan = build.plan_of(recipe)
+    depth: Literal["all", "probes"] = "all" if full else "probes"
+    plain = Plan(plan.mesh, [pass_ for pass_ in plan.passes if pass_.stage != Stage.RECOMPUTE])
+    plans = [plan, plain] if len(plain.passes) < len(plan.passes) else [plan]
+    made = [forecast_job(recipe, profile, ranks, plan=candidate, depth=depth, replicas=replicas) for candidate in plans]
+    return made[:1], None, made[1] if len(made) > 1 else None
+
+
+def _searched(recipe: Recipe, profile: Hardware, ranks: int, elastic: str | None) -> Ranking:
+    """Return the ranking of plans for a recipe; raises MeshparError where none fits, or the search is not for it."""
+    from meshpar.core.errors import MeshparError
+    from meshpar.core.registry import layout_for
+    from meshpar.forecasting.search import search as search_plans
+    from meshpar.launchers import progress
+    from meshpar.launchers.agent.replicas import check_elastic
+    from meshpar.launchers.jobs import build
+    from meshpar.launchers.jobs.forecasting import batch_of
+    from meshpar.launchers.recipes.sections import Own
+
     if elastic is not None:
         check_elastic(elastic)
     plan = build.plan_of(recipe)
@@ -133,7 +141,7 @@ def _forecasts(
         raise MeshparError(
             f"no setting fits {ranks} x {profile.name}; nearest: {nearest.settings}: {nearest.problem}; use more nodes"
         )
-    return ranking.best, ranking, None
+    return ranking
 
 
 def ranks_of(mesh: str, profile: Hardware, *, search: bool) -> int:

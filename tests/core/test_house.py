@@ -94,6 +94,7 @@ MEASURED = {
     "pipeline.py": {"meshpar.testing.memory"},
     "peer_ranks.py": {"meshpar.models.huggingface"},
     "save_planning.py": {
+        "meshpar.checkpoints.format.manifest",
         "meshpar.checkpoints.format.writing",
         "meshpar.checkpoints.steps.planning",
         "meshpar.checkpoints.steps.recording",
