@@ -455,7 +455,7 @@ def of_stages(parts: Sequence[Verification]) -> Verification:
 
 def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]) -> Iterator[str]:
     """Yield the modules to try: one block of each kind, embeddings and heads beside them, or the model where other
-    styles stand outside.
+    styles stand outside. A stage cannot run the model: there its blocks, embeddings and heads are tried.
     """
     outside = [
         name
@@ -463,7 +463,7 @@ def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]
         if not _contains(blocks, name) and not any(block.startswith(f"{name}.") for block in blocks)
     ]
     alone = [name for name in outside if context.styles[name].stands_alone]
-    if len(alone) < len(outside):
+    if len(alone) < len(outside) and applied(module).layers is None:
         yield ""
         return
     kinds: dict[Any, str] = {}
