@@ -79,6 +79,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         router_bias=router_biases(model),
         exchange=exchange_positions,
         counts_positions=counts_positions(model),
+        carries=("**",),
         refusals=_refusals(model, table),
     )
 

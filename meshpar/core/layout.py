@@ -61,6 +61,8 @@ class ModelLayout:
             with the model and a :class:`meshpar.passes.exchange.Exchange`.
         counts_positions: the model derives the positions of its tokens itself, so ``par.split`` adds no
             ``position_ids``.
+        carries: patterns of blocks, and of modules before them, whose results later blocks use beside the value that
+            passes from block to block: an embedding that each block adds again, a skip over blocks.
         hidden_inputs: keyword names of the hidden states that a ``region`` receives.
         refusals: technique (``"tp"``, ``"cp"``, ``"cp without mixers"``, ``"ep"``, ``"documents"``, ``"recompute"``,
             ``"balance"``) -> reason why the model does not support it, and the remedy.
@@ -88,5 +90,6 @@ class ModelLayout:
     router_bias: tuple[str, ...] = ()
     exchange: Callable[[nn.Module, Any], None] | None = None
     counts_positions: bool = False
+    carries: tuple[str, ...] = ()
     hidden_inputs: tuple[str, ...] = ("hidden_states",)
     refusals: Mapping[str, str] = field(default_factory=dict)

@@ -256,11 +256,11 @@ def run(job: Simulation) -> Trace:
     """
     stages = stages_of(job.plan)
     if stages == 1:
-        return _run(job, [])
-    stride, form, traces = job.world_size // stages, list[int](), list[Trace]()
+        return _run(job, {})
+    stride, forms, traces = job.world_size // stages, dict[Any, list[int]](), list[Trace]()
     for stage in range(stages):
         one = replace(job, rank=stage * stride + job.rank % stride, model=copy.deepcopy(job.model))
-        traces.append(_run(one, form))
+        traces.append(_run(one, forms))
     return replace(max(traces, key=lambda trace: trace.memory().peak), stages=tuple(traces))
 
 
@@ -271,8 +271,8 @@ def stages_of(plan: Plan) -> int:
     return math.prod(plan.mesh.axes.get(axis, 1) for axis in axes)
 
 
-def _run(job: Simulation, form: list[int]) -> Trace:
-    """Simulate one rank. ``form``: of what stages send each other, which the first stage finds and the others get."""
+def _run(job: Simulation, forms: dict[Any, list[int]]) -> Trace:
+    """Simulate one rank. ``forms``: of what stages send each other, which earlier stages find and later ones get."""
     from meshpar.training.optimizer import AdamWSettings, build_adamw
 
     plan, compiled = _uncompiled(job.plan)
@@ -287,7 +287,7 @@ def _run(job: Simulation, form: list[int]) -> Trace:
     ):
         par = plan.apply(job.model, job.layout, device_type=device.NAME)
         if (layers := applied(par.module).layers) is not None:
-            layers.supposed = form
+            layers.supposed = forms
         initialize.allocate(par.module, par.device, par.home)
         private.settle(par, job.device)
         par.module.train()

@@ -27,6 +27,7 @@ from meshpar.forecasting.trace import Trace
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.testing import launch
 from meshpar.training.optimizer import AdamWSettings, build_adamw
+from tests.support.stages import Crossing
 
 SHAPE = TransformerConfig(vocab_size=514, dim=64, layers=2, heads=4, kv_heads=2, hidden=96, max_positions=64)
 BATCH = Batch(sequence=64, micro_batch=2, accumulate=2)
@@ -96,6 +97,7 @@ CASES = {
         [PipelineParallel(schedule="gpipe"), TensorParallel(), ActivationCheckpoint()],
     ),
     "stages, interleaved": ("pp=2", [PipelineParallel(virtual=2)]),
+    "crossing stages, fsdp": ("pp=2,dp_shard=2", [PipelineParallel(), FullyShard()]),
     "fsdp x cp": ("dp_shard=2,cp=2", [ContextParallel(), FullyShard()]),
     "cp by heads, recomputed": (
         "dp_shard=1,cp=2",
@@ -120,6 +122,8 @@ ON_THE_LAST_RANK = ("fsdp, uneven", "fsdp x tp")
 def model_of(case):
     if case.startswith("experts"):
         return functools.partial(mixture_of, SkewedRouter if "skewed" in case else EvenRouter)
+    if case.startswith("crossing"):
+        return functools.partial(Crossing, width=32)
     if case.startswith("stages"):
         return functools.partial(Transformer, replace(SHAPE, layers=5, tied="tied" in case))
     return MODELS["gpt2" if case.startswith("gpt2") else "transformer"]

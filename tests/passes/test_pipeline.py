@@ -46,7 +46,7 @@ from meshpar.testing import RankFailure, launch, on_ranks, token_loss_sum
 from meshpar.training import AdamWSettings, LoRA, add_adapters, build_adamw
 from tests.support.models_for_parity import VOCAB, huggingface, transformer
 from tests.support.patience import patient, until
-from tests.support.stages import MODELS, assert_as_one_process, batches, scaled_loss
+from tests.support.stages import MODELS, Crossing, assert_as_one_process, batches, scaled_loss
 from tests.support.tiers import daily
 
 TWO_STAGES = [(name, schedule) for name in MODELS for schedule in SCHEDULES]
@@ -85,6 +85,7 @@ COMBINATIONS = {
     "replicas": ("pp=2,dp_replicate=2", lambda: [Replicate()], 2),
     "TP": ("pp=2,tp=2", lambda: [TensorParallel()], 1),
     "TP, tied": ("pp=2,tp=2", lambda: [TensorParallel()], 1),
+    "TP, a head with a bias of its own": ("pp=2,tp=2", lambda: [TensorParallel()], 1),
     "TP without sequences": ("pp=2,tp=2", lambda: [TensorParallel(sequence_parallel=False)], 1),
     "CP": ("pp=2,dp_shard=1,cp=2", lambda: [ContextParallel(), FullyShard()], 1),
     "four stages": ("pp=4", list, 1),
@@ -94,10 +95,14 @@ COMBINATIONS = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", daily(COMBINATIONS, "FSDP, tied", "FSDP, gathered once", "TP", "interleaved"))
+@pytest.mark.parametrize(
+    "name",
+    daily(COMBINATIONS, "FSDP, tied", "FSDP, gathered once", "TP", "TP, a head with a bias of its own", "interleaved"),
+)
 def test_stages_with_other_passes_train_as_one_process(name):
     mesh, others, data_ranks = COMBINATIONS[name]
-    make = MODELS["tied Llama" if "tied" in name else "Qwen3Moe" if "experts" in name else "Llama"]
+    kinds = {"tied": "tied Llama", "experts": "Qwen3Moe", "a head": "Camembert"}
+    make = MODELS[next((made for kind, made in kinds.items() if kind in name), "Llama")]
     if "interleaved" in name:
         make = partial(
             huggingface, "Llama", num_hidden_layers=9 if mesh == "pp=4" else 5, tie_word_embeddings="tied" in name
@@ -159,6 +164,55 @@ def test_a_tower_that_texts_do_not_call_stays_on_the_first_stage_and_refuses_to_
         par.module.tower(torch.ones(1, 4, 32))
 
 
+CROSSING = {
+    "cut by hand": {"stages": (1, 5)},
+    "all forwards first": {"schedule": "gpipe"},
+    "interleaved": {"virtual": 2},
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", daily(CROSSING, "interleaved"))
+def test_results_that_the_layout_names_cross_cuts(name):
+    assert_as_one_process(Crossing, "pp=2", [PipelineParallel(**CROSSING[name])])
+
+
+CROSSING_OF_FOUR = {
+    "alone": ("pp=4", list, 1, 1),
+    "recomputed FSDP": ("pp=2,dp_shard=2", lambda: [ActivationCheckpoint(), FullyShard()], 2, 1),
+    "compiled FSDP": ("pp=2,dp_shard=2", lambda: [Compile(), FullyShard()], 2, 2),
+    "replicas": ("pp=2,dp_replicate=2", lambda: [Replicate()], 2, 1),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", daily(CROSSING_OF_FOUR, "recomputed FSDP"))
+def test_results_that_the_layout_names_cross_cuts_of_several_ranks(name):
+    mesh, others, data_ranks, virtual = CROSSING_OF_FOUR[name]
+    assert_as_one_process(Crossing, mesh, [PipelineParallel(virtual=virtual), *others()], data_ranks)
+
+
+def test_what_crosses_a_cut_is_sent_where_it_is_needed():
+    anatomy, problems = examine(model := Crossing(), model.meshpar_layout())
+    assert not problems
+    crossing = [[(result.module, result.place) for result in results] for results in anatomy.carried]
+    first, begun = ("layers.0", 1), ("embed", 0)
+    assert crossing == [
+        [begun, first],
+        [begun, ("layers.0", 0), first],
+        [begun, ("layers.0", 0), first, ("layers.1", 0)],
+        [begun, ("layers.0", 0), first, ("layers.1", 0)],
+        [begun, ("layers.0", 0), first],
+    ]
+    for carries, text in (
+        ((), "uses what embed returns beside what its blocks hand on, and ModelLayout.carries does not name it"),
+        (("embed",), r"uses something of layers\.\d beside what layers\.\d hands to the next block, and ModelLayout"),
+        (("embed", "layers.*", "head"), "ModelLayout.carries='head' names no block and no module with parameters"),
+    ):
+        with pytest.raises(PlanError, match=text):
+            Plan("pp=2", [PipelineParallel()]).check(Crossing(carries=carries), world_size=2)
+
+
 class Skips(torch.nn.Module):
     """Blocks of linear layers, the last of which sees the result of the first."""
 
@@ -187,11 +241,11 @@ def test_models_that_hand_on_more_than_one_value_are_refused():
     model.skips = "embedding"
     for frozen in (False, True):
         model.requires_grad_(not frozen)
-        with pytest.raises(PlanError, match="uses what its blocks begin with beside what they hand on"):
+        with pytest.raises(PlanError, match="uses what embed returns beside what its blocks hand on"):
             plan.check(model, world_size=2)
     model.head = torch.nn.Linear(8, VOCAB, bias=False)
     model.head.weight = model.embed.weight  # which the output may use, but not what the embedding returns
-    with pytest.raises(PlanError, match="uses what its blocks begin with beside what they hand on"):
+    with pytest.raises(PlanError, match="uses what embed returns beside what its blocks hand on"):
         plan.check(model, world_size=2)
     model.skips = ""
     plan.check(model, world_size=2)

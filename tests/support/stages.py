@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from meshpar import Plan
+from meshpar import ModelLayout, Plan
 from meshpar.placements import whole_tensor
 from meshpar.testing import token_loss_sum
 from tests.support.models_for_parity import VOCAB, huggingface, huggingface_gpt2, transformer
@@ -101,6 +104,43 @@ def ctrl():
     sizes = dict(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=4, n_head=4, dff=48)
     config = transformers.CTRLConfig(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, use_cache=False)
     return transformers.CTRLLMHeadModel(config)
+
+
+class _Mixing(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.value, self.out = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, hidden, begun, first=None):
+        value = self.value(hidden)
+        mixed = value if first is None else (value + first) / 2
+        return hidden + self.out(torch.tanh(mixed + begun)), value
+
+
+class Crossing(nn.Module):
+    """Each block sees the embedding and the first block's values, and the second half skips to the first one."""
+
+    def __init__(self, layers=6, width=16, carries=("embed", "layers.*")):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.layers = nn.ModuleList(_Mixing(width) for _ in range(layers))
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.carries = carries
+
+    def meshpar_layout(self):
+        return ModelLayout(blocks=("layers.*",), carries=self.carries)
+
+    def forward(self, input_ids, **_):
+        hidden = begun = nn.functional.layer_norm(self.embed(input_ids), (self.embed.embedding_dim,))
+        first, skips = None, []
+        for place, layer in enumerate(self.layers):
+            if place >= len(self.layers) / 2:
+                hidden = hidden + 0.5 * skips.pop()
+            hidden, value = layer(hidden, begun, first)
+            first = value if first is None else first
+            if place < len(self.layers) // 2:
+                skips.append(hidden)
+        return SimpleNamespace(logits=self.head(hidden))
 
 
 MODELS = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
@@ -20,12 +20,42 @@ from meshpar._torch.shapes import groups_of_any_dtype
 from meshpar.core.errors import brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
-from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, IdleStandIn, put, stand_in, tensors, twin_of
+from meshpar.core.patterns import matches
+from meshpar.leaves import leaves
+from meshpar.passes.pipeline.stand_ins import (
+    BlockStandIn,
+    Carried,
+    IdleStandIn,
+    put,
+    stand_in,
+    tensors,
+    twin_of,
+    with_result,
+)
 
+_CARRIES = ", and ModelLayout.carries does not name it"
 _SAMPLE = (2, 8)  # sequences and positions of the forward that is looked at
 _POSITIONS = 4096  # of a sequence for which blocks cost the same as the head
 _INTENSITY = 200  # operations in which an accelerator moves a byte
 _LOSS = 24  # bytes that a loss moves for each score: a third of those of its forward and backward
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One of the values that a module returns.
+
+    Attributes:
+        module: its name.
+        place: of the value in the tuple that the module returns; 0 where it returns the value alone.
+        shape: in the forward that was looked at.
+        dtype: there.
+    """
+
+    module: str
+    place: int
+    shape: tuple[int, ...] = field(compare=False)
+    dtype: torch.dtype = field(compare=False)
 
 
 @final
@@ -42,6 +72,8 @@ class Anatomy:
         written: names of those of ``head`` into whose results the model writes.
         costs: of each block, in operations: those of a token, and the bytes that it moves. What runs before the first
             block and behind the last one, the loss included, is in theirs.
+        carried: of each block but the last, what crosses a cut behind it beside the value that it hands on: results of
+            modules that ``ModelLayout.carries`` names.
     """
 
     blocks: tuple[str, ...]
@@ -51,6 +83,7 @@ class Anatomy:
     width: int
     written: frozenset[str]
     costs: tuple[int, ...]
+    carried: tuple[tuple[Result, ...], ...]
 
 
 @final
@@ -92,7 +125,7 @@ def examine(module: nn.Module, layout: ModelLayout) -> tuple[Anatomy | None, lis
     names = blocks_in_line(module, layout)
     with _without_memory(), torch.enable_grad():
         try:
-            return _examined(twin_of(module, None), names)
+            return _examined(twin_of(module, None), names, layout.carries)
         except Exception as error:  # noqa: BLE001 - the code of a user
             return None, [f"a forward of integers {_SAMPLE} cannot be looked at ({brief(error)})"]
 
@@ -122,12 +155,15 @@ class _Look:
         widths: numbers of further values that it returned; -1: it returned one value alone.
         returned: values that owners returned before the first block, with the owner's name and the value's version
             then.
-        beginnings: nodes of the graph that made them.
+        beginnings: nodes of the graph that made them, with the owner's name.
+        results: edges of the graph -> the number of their block, -1 before the first one, and the result that may
+            cross cuts.
         counted: costs of the blocks.
-        output: what the model returned, a mapping as a dict.
+        output: tensors that the model returned.
     """
 
-    def __init__(self, twin: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, twin: nn.Module, names: Sequence[str], carries: Sequence[str]) -> None:
+        self._carries = carries
         self.blocks = {name: twin.get_submodule(name) for name in names}
         self.owners = {
             name: child
@@ -138,18 +174,19 @@ class _Look:
         }
         self.calls, self.widths, self.counted = list[str](), list[int](), _Count()
         self.taken, self.carried = list[Tensor | None](), list[Tensor]()
-        self.returned, self.beginnings = list[tuple[str, Tensor, int]](), set[Any]()
+        self.returned, self.beginnings = list[tuple[str, Tensor, int]](), dict[Any, str]()
+        self.results = dict[Any, tuple[int, Result]]()
         with ExitStack() as stack:
             for name, child in self.owners.items():
                 stack.callback(child.register_forward_hook(partial(self._begin, name)).remove)
             for name, child in {**self.blocks, **self.owners}.items():
                 stack.callback(child.register_forward_pre_hook(partial(self._call, name)).remove)
-            for child in self.blocks.values():
-                stack.callback(child.register_forward_hook(self._hand_on).remove)
+            for name, child in self.blocks.items():
+                stack.callback(child.register_forward_hook(partial(self._hand_on, name)).remove)
             ids = torch.zeros(_SAMPLE, dtype=torch.int64)
             with self.counted:
                 output = twin(ids)
-        self.output = dict(output) if isinstance(output, Mapping) else output
+        self.output = [leaf for leaf in leaves(output, objects=True) if isinstance(leaf, Tensor)]
 
     def _call(self, name: str, child: nn.Module, args: tuple[Any, ...]) -> None:
         self.calls.append(name)
@@ -157,7 +194,8 @@ class _Look:
             self.counted.begins()
             self.taken.append(args[0] if args and isinstance(args[0], Tensor) else None)
 
-    def _hand_on(self, child: nn.Module, args: object, output: Any) -> None:
+    def _hand_on(self, name: str, child: nn.Module, args: object, output: Any) -> None:
+        self._keep(name, len(self.carried), output)
         self.widths.append(len(output) - 1 if isinstance(output, tuple | list) else -1)
         value = output[0] if isinstance(output, tuple | list) and output else output
         self.carried.append(value if isinstance(value, Tensor) else torch.empty(0))
@@ -165,13 +203,21 @@ class _Look:
     def _begin(self, name: str, child: nn.Module, args: object, output: Any) -> Any:
         if not self.taken:
             output = tree_map_only(Tensor, _in_graph, output)
-            self.beginnings.update(leaf.grad_fn for leaf in tensors(output))
+            self.beginnings.update((leaf.grad_fn, name) for leaf in tensors(output))
             self.returned.extend((name, leaf, leaf._version) for leaf in tensors(output))
+            self._keep(name, -1, output)
         return output
 
+    def _keep(self, name: str, at: int, output: Any) -> None:
+        if any(matches(pattern, name) for pattern in self._carries):
+            for place, leaf in enumerate(output if isinstance(output, tuple | list) else [output]):
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                    result = Result(name, place, tuple(leaf.shape), leaf.dtype)
+                    self.results[leaf.grad_fn, leaf.output_nr] = at, result
 
-def _examined(twin: nn.Module, every: Sequence[str]) -> tuple[Anatomy | None, list[str]]:
-    look = _Look(twin, every)
+
+def _examined(twin: nn.Module, every: Sequence[str], carries: Sequence[str]) -> tuple[Anatomy | None, list[str]]:
+    look = _Look(twin, every, carries)
     blocks, calls = look.blocks, look.calls
     order = [name for name in calls if name in blocks]
     names = [name for name in every if name in order]
@@ -198,8 +244,12 @@ def _examined(twin: nn.Module, every: Sequence[str]) -> tuple[Anatomy | None, li
         problems.append("the outermost module has parameters of its own")
     if around := [name for name in (*head, *tail) if any(block.startswith(f"{name}.") for block in names)]:
         problems.append(f"{around[0]}, which has its blocks inside, has parameters of its own")
-    problems += _crossings(twin, names, idle, look)
-    scores = max((leaf.numel() for leaf in tensors(look.output)), default=0)  # numbers that a loss reads
+    for pattern in carries:
+        if not any(matches(pattern, name) for name in (*names, *head)):
+            problems.append(f"ModelLayout.carries={pattern!r} names no block and no module with parameters before them")
+    carried, crossings = _crossings(twin, names, idle, look)
+    problems += crossings
+    scores = max((leaf.numel() for leaf in look.output), default=0)  # numbers that a loss reads
     return Anatomy(
         blocks=tuple(names),
         head=head,
@@ -208,6 +258,7 @@ def _examined(twin: nn.Module, every: Sequence[str]) -> tuple[Anatomy | None, li
         width=look.widths[0],
         written=frozenset(name for name, value, version in look.returned if value._version != version),
         costs=(*look.counted.costs[:-1], look.counted.costs[-1] + _INTENSITY * _LOSS * scores),
+        carried=carried,
     ), problems
 
 
@@ -241,6 +292,8 @@ def check_stages(module: nn.Module, anatomy: Anatomy, firsts: Sequence[int]) -> 
                 stand_in(IdleStandIn, old, ())
             for name in (*anatomy.blocks[:first], *anatomy.blocks[end:]):
                 put(twin, name, BlockStandIn(form, twin.get_submodule(name)))
+            for result in anatomy.carried[first - 1]:
+                twin.get_submodule(result.module).register_forward_hook(partial(_answers, result))
             try:
                 twin(torch.zeros(_SAMPLE, dtype=torch.int64))
             except Exception as error:  # noqa: BLE001 - the code of a user
@@ -249,25 +302,44 @@ def check_stages(module: nn.Module, anatomy: Anatomy, firsts: Sequence[int]) -> 
     return []
 
 
-def _crossings(twin: nn.Module, names: Sequence[str], idle: Sequence[str], look: _Look) -> list[str]:
-    """Return what leads from the first blocks to the output otherwise than by the value that the cut carries."""
+def _crossings(
+    twin: nn.Module, names: Sequence[str], idle: Sequence[str], look: _Look
+) -> tuple[tuple[tuple[Result, ...], ...], list[str]]:
+    """Return of each block but the last which results the output needs from before its end, and what leads from there
+    to the output otherwise than by them and by the value that the block hands on.
+    """
+    edges = [(leaf.grad_fn, leaf.output_nr) for leaf in look.output if leaf.grad_fn is not None]
+    if not edges:
+        return (), ["its forward returns no tensor that depends on its parameters"]
     owner: dict[int, tuple[int, str]] = {}
     for place, name in [*enumerate(names), *((-1, name) for name in idle)]:
         owner.update({id(parameter): (place, name) for parameter in twin.get_submodule(name).parameters()})
+    named, carried = {result.module for _, result in look.results.values()}, list[tuple[Result, ...]]()
     for place in range(len(names) - 1):
-        seen, stack = {look.carried[place].grad_fn}, [leaf.grad_fn for leaf in tensors(look.output)]
+        needed = dict[Result, None]()
+        seen, stack = {look.carried[place].grad_fn}, list(edges)
         while stack:
-            node = stack.pop()
+            node, number = stack.pop()
+            at, result = look.results.get((node, number), (place + 1, None))
+            if result is not None and at <= place and (at, result.place) != (place, 0):
+                needed[result] = None
+                continue
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if node in look.beginnings:
-                return ["its output uses what its blocks begin with beside what they hand on"]
-            at = owner.get(id(getattr(node, "variable", None)))
-            if at is not None and at[0] <= place:
-                return [f"its output uses something of {at[1]} beside what {at[1]} hands to the next block"]
-            stack += [further for further, _ in node.next_functions]
-    return []
+            if name := look.beginnings.get(node):
+                return (), [f"its output uses what {name} returns beside what its blocks hand on{_CARRIES}"]
+            at, name = owner.get(id(getattr(node, "variable", None)), (place + 1, ""))
+            if at <= place:
+                why = ", and does not return it" if name in named else _CARRIES
+                return (), [f"its output uses something of {name} beside what {name} hands to the next block{why}"]
+            stack += node.next_functions
+        carried.append(tuple(sorted(needed, key=lambda result: (result.module, result.place))))
+    return tuple(carried), []
+
+
+def _answers(result: Result, module: nn.Module, args: object, output: Any) -> Any:
+    return with_result(output, {result.place: torch.empty(result.shape, dtype=result.dtype)})
 
 
 def even_cuts(costs: Sequence[float], stages: int) -> list[int]:

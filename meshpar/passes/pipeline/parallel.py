@@ -141,6 +141,8 @@ class PipelineParallel(Pass):  # type: ignore[override]
                 Chunk(
                     tuple(map(module.get_submodule, names)),
                     module.get_submodule(anatomy.blocks[bounds[stage] - 1]) if stage else None,
+                    anatomy.carried[bounds[stage] - 1] if stage else (),
+                    anatomy.carried[bounds[stage + 1] - 1] if bounds[stage + 1] < len(anatomy.blocks) else (),
                 )
                 for stage, names in zip(mine_of, chunks, strict=True)
             ],

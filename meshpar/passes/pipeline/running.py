@@ -20,6 +20,7 @@ from meshpar._torch.groups import all_gather
 from meshpar.core.errors import MeshparError, brief
 from meshpar.loss import Found, Totals
 from meshpar.passes.installed import set_forward
+from meshpar.passes.pipeline.cuts import Result
 from meshpar.passes.pipeline.messages import (
     BACK,
     DTYPES,
@@ -40,7 +41,7 @@ from meshpar.passes.pipeline.messages import (
     unpacked,
 )
 from meshpar.passes.pipeline.schedule import Action, actions
-from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, TailStandIn, tensors
+from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, TailStandIn, tensors, with_result
 from meshpar.placements import local_tensor
 from meshpar.replicas import digest_of_several
 
@@ -65,10 +66,14 @@ class Chunk:
         blocks: modules, in the order of their calls.
         before: the stand-in of the block before the first of them, in whose place the value comes that another stage
             hands on: what the model computes between two blocks is then computed by the second one's stage.
+        takes: what comes beside that value.
+        gives: what goes to the next stage beside the value of the last block.
     """
 
     blocks: tuple[nn.Module, ...]
     before: nn.Module | None
+    takes: tuple[Result, ...]
+    gives: tuple[Result, ...]
 
 
 @final
@@ -105,8 +110,9 @@ class Layers:
         self._messages = Messages(group, len(chunks), self.doing)
         self._runs, self._device = False, torch.device("cpu")
         self._count = self._calls = self._before = 0
-        self._arrived: Tensor | None = None
-        self._left: Tensor | None = None
+        self._arrived = list[Tensor]()  # the value that the stage before has handed on, and what came beside it
+        self._left = list[Tensor]()  # likewise to the next stage; the loss on the last one
+        self._results = dict[Result, Tensor]()  # of the forward that runs, which later stages need
         self._header: list[int] = []
         self._forms: list[Any] = []  # of the micro-batches on which the stages have agreed
         self._key: Any = None  # the form of the one that runs
@@ -114,12 +120,13 @@ class Layers:
         self._takes = self._sends = False  # the action that runs has something to receive, to send
         self._error: Exception | None = None  # ended an action of this step, of which the other stages do not know yet
         self._cause = ""  # where and what it was, where it is this stage's own
-        # Headers of the last values that this rank has sent and got of micro-batches of one form.
+        # Headers of the last values that this rank has sent and got of micro-batches of one form, by their results.
         self._known: dict[bool, dict[Any, list[int]]] = {True: {}, False: {}}
         self._action: Action | None = None  # that runs
         self._form: tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]] = (False, [])  # of the last totals
         self.begins: Callable[[Action], object] = lambda action: None
-        self.supposed: list[int] | None = None  # the header of what a simulated rank gets, as the first stage fills it
+        # Headers of what a simulated rank gets, by their results, as the stages before have filled them.
+        self.supposed: dict[Result | None, list[int]] | None = None
 
     @property
     def _chunk(self) -> int:
@@ -181,7 +188,7 @@ class Layers:
 
         Collective over the stages.
         """
-        self._device, running = totals.loss.device, dict[tuple[int, int], tuple[Tensor | None, Tensor | None]]()
+        self._device, running = totals.loss.device, dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]]()
         self._begin_step(-1)
         batches = self._agree(micro_batches)
         before = self._set_aside()
@@ -295,8 +302,8 @@ class Layers:
     def _lose(self, batch: Micro, loss: Callable[[nn.Module, Micro], Found], totals: Totals) -> None:
         """Run a forward of training, whose last stage keeps the loss as what leaves it."""
         value = self._forward(batch, loss)
-        left = (value[0] if isinstance(value, tuple) else value) if self._is_last else self._left
-        if not isinstance(left, Tensor):
+        left = [value[0] if isinstance(value, tuple) else value] if self._is_last else self._left
+        if not left or not isinstance(left[0], Tensor):
             raise MeshparError(
                 f"loss(module, micro_batch) returned a {type(value).__name__} and called the module {self._calls} "
                 "times; call it once and return a scalar tensor, or one and values to report"
@@ -365,7 +372,8 @@ class Layers:
 
     def _forth(self, action: Action, run: Callable[[], object]) -> None:
         """Run a forward, which leaves what it took and what it has handed on."""
-        self._action, self._arrived, self._left, self._header, self._calls = action, None, None, [], 0
+        self._action, self._arrived, self._left, self._results = action, [], [], {}
+        self._header, self._calls = [], 0
         modes = self._module.training, torch.is_autocast_enabled(self._device.type)
         self._key = action.chunk, modes, self._forms[action.number]
         self._takes, self._sends = not self._is_first, not self._is_last
@@ -374,9 +382,9 @@ class Layers:
     def _pass_forth(self) -> None:
         if self._takes:
             with suppress(_FailedBeforeError):
-                self._arrived = self._arrive(self._device)
+                self._arrive()
         if self._sends:
-            self._send_value(None)
+            self._send_values(None)
 
     def _forward(self, batch: Micro, function: Callable[[nn.Module, Micro], Any]) -> Any:
         with self._running():
@@ -385,39 +393,37 @@ class Layers:
             except _StageEndsError:
                 return None
 
-    def _back(self, action: Action, arrived: Tensor | None, left: Tensor | None) -> None:
+    def _back(self, action: Action, arrived: list[Tensor], left: list[Tensor]) -> None:
         """Run a backward of what a forward took and handed on; a micro-batch that failed has handed on nothing, for
         which no gradient comes.
         """
         self._action = action
-        self._takes, self._sends = left is not None and not self._is_last, arrived is not None
+        self._takes, self._sends = bool(left) and not self._is_last, bool(arrived)
         self._try(partial(self._backward, arrived, left), partial(self._pass_back, arrived, left))
 
-    def _pass_back(self, arrived: Tensor | None, left: Tensor | None) -> None:
+    def _pass_back(self, arrived: list[Tensor], left: list[Tensor]) -> None:
         if self._takes:
-            self._take_gradient(left)
+            self._take_gradients(left)
         if self._sends:
-            assert arrived is not None, "else there is nothing to send"
-            self._messages.send([torch.zeros_like(arrived).contiguous()], self._stage - 1, BACK)
+            self._messages.send([torch.zeros_like(value).contiguous() for value in arrived], self._stage - 1, BACK)
 
-    def _take_gradient(self, left: Tensor | None) -> Tensor:
-        assert left is not None, "its gradient comes"
-        grad = torch.empty_like(left, memory_format=torch.contiguous_format)
-        self._messages.receive(grad, self._stage + 1, BACK)
+    def _take_gradients(self, left: list[Tensor]) -> list[Tensor]:
+        grads = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in left]
+        for grad in grads:
+            self._messages.receive(grad, self._stage + 1, BACK)
         self._takes = False
-        return grad
+        return grads
 
-    def _backward(self, arrived: Tensor | None, left: Tensor | None) -> None:
-        assert left is not None, "no error came before"
-        grad = None
+    def _backward(self, arrived: list[Tensor], left: list[Tensor]) -> None:
+        grads: Sequence[Tensor | None] = [None] * len(left)
         if self._takes:
-            grad = self._take_gradient(left)
+            grads = self._take_gradients(left)
             self._messages.settle_first(FORTH)  # the value came there, and those before it
-        if left.requires_grad:
-            torch.autograd.backward([left], None if grad is None else [grad])
-        if arrived is not None:
-            back = torch.zeros_like(arrived) if arrived.grad is None else arrived.grad
-            self._messages.send([back.contiguous()], self._stage - 1, BACK)
+        if trained := [(value, grad) for value, grad in zip(left, grads, strict=True) if value.requires_grad]:
+            torch.autograd.backward(*zip(*trained, strict=True))
+        if arrived:
+            back = [torch.zeros_like(value) if value.grad is None else value.grad for value in arrived]
+            self._messages.send([grad.contiguous() for grad in back], self._stage - 1, BACK)
             self._sends = False
 
     @contextmanager
@@ -438,9 +444,9 @@ class Layers:
             try:
                 return forward(*args, **kwargs)
             except Exception:
-                if not self._runs or self._is_last or self._left is None or self._error is not None:
+                if not self._runs or self._is_last or not self._left or self._error is not None:
                     raise
-                return self._left.detach()
+                return self._left[0].detach()
 
         set_forward(self._module, until_handed_on)
 
@@ -472,10 +478,14 @@ class Layers:
         for place, chunk in enumerate(self._chunks):
             if chunk.before is not None:
                 chunk.before.register_forward_hook(partial(self._take, place))
-            if place < len(self._chunks) - 1 or self.rank < self.ranks - 1:
-                self._hands_on(chunk.blocks[-1])
             for block in chunk.blocks if len(self._chunks) > 1 else ():
                 self._only_in(place, block, BlockStandIn(self._carried, block))
+        crossing = dict.fromkeys(result for chunk in self._chunks for result in (*chunk.takes, *chunk.gives))
+        for name in dict.fromkeys(result.module for result in crossing):
+            self._carries(module.get_submodule(name), [result for result in crossing if result.module == name])
+        for place, chunk in enumerate(self._chunks):
+            if place < len(self._chunks) - 1 or self.rank < self.ranks - 1:
+                self._hands_on(place, chunk.blocks[-1])
         for child in self._tail if len(self._chunks) > 1 else ():
             self._only_in(len(self._chunks) - 1, child, TailStandIn())
         for child in self._module.modules():
@@ -498,13 +508,36 @@ class Layers:
 
         enter_by(parent, enter)
 
-    def _hands_on(self, block: nn.Module) -> None:
+    def _carries(self, child: nn.Module, results: Sequence[Result]) -> None:
+        """Keep results of a module for later stages, or return those that earlier ones have sent."""
+        inner, writes = _calls_of(child), getattr(child, "written", False)
+
+        @eager
+        def carried(output: Any) -> Any:
+            chunk, came = self._chunks[self._chunk], dict[int, Tensor]()
+            values = output if isinstance(output, tuple | list) else [output]
+            for result in results:
+                if result in chunk.takes:
+                    value = self._results[result] = self._arrive()[1 + chunk.takes.index(result)]
+                    came[result.place] = value.clone() if writes else value
+                elif result in chunk.gives and result.place < len(values) and isinstance(values[result.place], Tensor):
+                    self._results[result] = values[result.place]
+            return with_result(output, came)
+
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            output = inner(*args, **kwargs)
+            return carried(output) if self._runs else output
+
+        enter_by(child, enter)
+
+    def _hands_on(self, chunk: int, block: nn.Module) -> None:
         """Send what a block returns, with its hooks, of which those of a backward need all of its call."""
         inner = _calls_of(block)
 
         def enter(*args: Any, **kwargs: Any) -> Any:
             output = inner(*args, **kwargs)
-            self._hand_on(output)
+            if self._runs and self._chunk == chunk:
+                self._hand_on(output)
             return output
 
         enter_by(block, enter)
@@ -520,21 +553,26 @@ class Layers:
 
     def _begin(self) -> None:
         """Learn the form of the value that comes, before the stand-ins of earlier blocks run."""
-        if self._is_first:
-            return
-        known = self._expected()
+        if not self._is_first:
+            self._header = self._announced(None)
+            self._carried.dtype, self._carried.width = DTYPES[self._header[0]], self._header[1]
+
+    def _announced(self, result: Result | None) -> list[int]:
+        """Return the header of the value that comes next; it comes before the first value of a form."""
+        known = self._expected(result)
         if known is None:
             header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._device)
             self._messages.receive(header, self._stage - 1, FORTH)
             known = self._checked(header.tolist())
-        self._header = known
-        self._carried.dtype, self._carried.width = DTYPES[known[0]], known[1]
+        return known
 
-    def _expected(self, *, sent: bool = False) -> list[int] | None:
+    def _expected(self, result: Result | None, *, sent: bool = False) -> list[int] | None:
         """Return the header of the last value, ``sent`` or taken, of a micro-batch of this form; None: there was none,
         and a header travels before the value.
         """
-        return self._known[sent].get(self._key) if self.supposed is None else self.supposed
+        if self.supposed is not None:
+            return self.supposed.get(result, self.supposed[None])
+        return self._known[sent].get((self._key, result))
 
     def _checked(self, header: list[int]) -> list[int]:
         """Return a header; raise an error where it says that an error came before the value."""
@@ -545,13 +583,31 @@ class Layers:
         assert origin_of(header) == (self._number, self._stage - 1), "values come in the order of the schedule"
         return header
 
-    def _arrive(self, device: torch.device) -> Tensor:
-        """Receive the value of the stage before."""
-        if not self._header:
-            self._begin()
-        known, header, arrived = self._header, self._header, None
-        if self._expected() is not None:  # the header comes behind the value
-            whole = room_for(known, device)
+    def _arrive(self) -> list[Tensor]:
+        """Return what the stage before hands on, received where it is asked for first."""
+        if self._arrived:
+            return self._arrived
+        known = [self._header or self._announced(None)]
+        taken, headers = [self._value(None, known[0])], [self._known[False][self._key, None]]
+        for result in self._chunks[self._chunk].takes:
+            known.append(self._announced(result))
+            taken.append(self._value(result, known[-1]))
+            headers.append(self._known[False][self._key, result])
+        self._takes = False
+        self._arrived = [value.requires_grad_() for value in taken] if torch.is_grad_enabled() else taken
+        for header, before in zip(headers, known, strict=True):
+            if header[:2] != before[:2]:
+                raise MeshparError(
+                    f"what passes between blocks is {DTYPES[header[0]]} and was {DTYPES[before[0]]} for micro-batches "
+                    "of this form; let a model compute in one dtype"
+                )
+        return self._arrived
+
+    def _value(self, result: Result | None, known: list[int]) -> Tensor:
+        """Receive a value whose header is expected to be ``known``."""
+        header, arrived = known, None
+        if self._expected(result) is not None:  # the header comes behind the value
+            whole = room_for(known, self._device)
             self._messages.receive(whole, self._stage - 1, FORTH)
             value, behind = unpacked(whole, known)
             if self.supposed is None:
@@ -559,14 +615,9 @@ class Layers:
             if form_of(header) == form_of(known):
                 arrived = value
         if arrived is None:
-            arrived = torch.empty(shape_of(header), dtype=DTYPES[header[0]], device=device)
+            arrived = torch.empty(shape_of(header), dtype=DTYPES[header[0]], device=self._device)
             self._messages.receive(arrived, self._stage - 1, FORTH)
-        self._takes, self._known[False][self._key] = False, header
-        if header[:2] != known[:2]:
-            raise MeshparError(
-                f"what passes between blocks is {DTYPES[header[0]]} and was {DTYPES[known[0]]} for micro-batches of "
-                "this form; let a model compute in one dtype"
-            )
+        self._known[False][self._key, result] = header
         return arrived
 
     @eager
@@ -574,37 +625,44 @@ class Layers:
         """Return what the stage before has handed on, as the stand-in of its last block returns it."""
         if not self._runs or self._chunk != chunk:
             return output
-        arrived = self._arrive(args[0].device)
-        if torch.is_grad_enabled():
-            self._arrived = arrived.requires_grad_()
-        return (arrived, *output[1:]) if isinstance(output, tuple) else arrived
+        return with_result(output, {0: self._arrive()[0]})
 
     @eager
     def _hand_on(self, output: Any) -> None:
-        if not self._runs:
-            return
         value = output[0] if isinstance(output, tuple | list) else output
-        self._left, self._carried.width = value, len(output) - 1 if isinstance(output, tuple | list) else -1
-        self._send_value(value.detach().contiguous())
+        gives = self._chunks[self._chunk].gives
+        if lacking := [result for result in gives if result not in self._results]:
+            raise MeshparError(
+                f"{lacking[0].module} has not returned what ModelLayout.carries says, a tensor that later blocks use, "
+                "in this micro-batch; use a mesh without pp for it"
+            )
+        self._left, self._carried.width = [value], len(output) - 1 if isinstance(output, tuple | list) else -1
+        self._left += [self._results[result] for result in gives]
+        self._send_values([one.detach().contiguous() for one in self._left])
 
-    def _send_value(self, value: Tensor | None) -> None:
-        """Send a value to the next stage; None: an error came before it."""
+    def _send_values(self, values: Sequence[Tensor] | None) -> None:
+        """Send to the next stage the value of a block and what goes with it; None: an error came before them."""
+        parts = list[Tensor]()
+        for result, value in zip((None, *self._chunks[self._chunk].gives), values or [None]):
+            parts += self._parts(result, value)
+        self._messages.send(parts, self._stage + 1, FORTH)
+        self._sends = False
+
+    def _parts(self, result: Result | None, value: Tensor | None) -> list[Tensor]:
+        """Return the messages that carry a value; None: an error came before it."""
         header = header_of(value, self._carried.width, self._number, self._stage)
         if self.supposed is not None:
-            self.supposed[:] = header
+            self.supposed[result] = header
         numbers, rest = torch.tensor(header, device=self._device), [] if value is None else [value]
-        before = self._expected(sent=True)
-        if before is None:
-            values = [numbers, *rest]
-        elif value is not None and form_of(before) == form_of(header):
-            values = [packed(value, numbers)]
-        else:  # the next stage takes another form, and learns behind it what follows
-            empty = torch.empty(shape_of(before), dtype=DTYPES[before[0]], device=self._device)
-            values = [packed(empty, numbers), *rest]
+        before = self._expected(result, sent=True)
         if value is not None:
-            self._known[True][self._key] = header
-        self._messages.send(values, self._stage + 1, FORTH)
-        self._sends = False
+            self._known[True][self._key, result] = header
+        if before is None:
+            return [numbers, *rest]
+        if value is not None and form_of(before) == form_of(header):
+            return [packed(value, numbers)]
+        # The next stage takes another form, and learns behind it what follows.
+        return [packed(torch.empty(shape_of(before), dtype=DTYPES[before[0]], device=self._device), numbers), *rest]
 
     def _set_aside(self) -> dict[str, Tensor]:
         """Take away the gradients that shared parameters have from before, which are sums over stages already."""

@@ -45,8 +45,11 @@ class BlockStandIn(nn.Module):
     def __init__(self, carried: Carried, block: nn.Module) -> None:
         super().__init__()
         self._carried = carried
-        settings = {name: value for name, value in vars(block).items() if isinstance(value, _SETTINGS)}
-        self.__dict__.update({name: value for name, value in settings.items() if name not in vars(self)})
+        known = set(vars(self))
+        own = [kind for kind in reversed(type(block).__mro__) if kind not in nn.Module.__mro__]
+        for name, value in [item for holder in (*own, block) for item in vars(holder).items()]:
+            if isinstance(value, _SETTINGS) and not name.startswith("__") and name not in known:
+                self.__dict__[name] = value
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         width = self._carried.width
@@ -135,6 +138,14 @@ def refuse_idle(module: nn.Module, *_: object) -> None:
         f"PipelineParallel cut the model by a forward of token ids, which does not call {kind}, and this batch does: "
         "its inputs are more than token ids; use a mesh without pp for them"
     )
+
+
+def with_result(output: Any, values: Mapping[int, Tensor]) -> Any:
+    """Return what a module has returned with ``values`` at their places in it."""
+    if not isinstance(output, tuple | list):
+        return values.get(0, output)
+    found = [values.get(place, value) for place, value in enumerate(output)]
+    return found if isinstance(output, list) else tuple(found)
 
 
 def put(module: nn.Module, name: str, child: nn.Module) -> None:
