@@ -37,7 +37,7 @@ METRICS, SENT = "metrics.jsonl", "trackers"
 PATIENCE_S = 10.0
 """How long the end of a run waits for its trackers."""
 _MOST = 1000  # records at once
-_PAUSE_S, _RETRY_S, _LONGEST_S = 1.0, 1.0, 60.0  # between two sends; after an error, and at most
+_PAUSE_S, _RETRY_S, _LONGEST_S = 5.0, 1.0, 60.0  # between two sends; after an error, and at most
 _GIT_S = 10.0
 
 
@@ -117,7 +117,7 @@ class Trackers:
         self._senders = [_Sender(called, make, folder, step) for called in found]
 
     def report(self, record: Metrics) -> None:
-        """Write a record, which the trackers get within a second."""
+        """Write a record, which the trackers get within five seconds."""
         self._lines.report(record)
 
     def note(self, text: str) -> None:
@@ -145,8 +145,8 @@ def usable(group: str, name: str) -> Any:  # noqa: ANN401 - what the package off
 
 @final
 class _Sender:
-    """The thread of one tracker. It reads what it sends from the file, so nothing waits in memory; once a second, since
-    a request for each step would take the interpreter from the training.
+    """The thread of one tracker. It reads what it sends from the file, so nothing waits in memory; every five seconds,
+    since a request for each step would take the interpreter from the training.
     """
 
     def __init__(self, name: str, make: Callable[[str, str, int], Tracker], folder: Path, step: int) -> None:
