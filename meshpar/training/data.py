@@ -218,6 +218,7 @@ class Batches:
                 f"ranks, got {wrong[0]} of {dict(grow or {})}; use other sizes or a smaller micro_batch"
             )
         self.samples, self._replicas = samples, replicas
+        self._epoch, self._consumed, self._returned = 0, 0, tuple[int, ...]()
         self._sampler = OrderedBatches(
             len(samples),
             micro_batch=micro_batch,
@@ -355,8 +356,7 @@ class Batches:
 
     def restart(self) -> None:
         """Set the position to the beginning of the first epoch."""
-        self._epoch, self._consumed = 0, 0
-        self._returned: tuple[int, ...] = ()
+        self._epoch, self._consumed, self._returned = 0, 0, tuple[int, ...]()
         self._counts: tuple[int, ...] = (0,) * (0 if self._sampler.mix is None else len(self._sampler.mix.sizes))
 
     def position(self) -> dict[str, Any]:
