@@ -317,7 +317,7 @@ def _crossings(
     named, carried = {result.module for _, result in look.results.values()}, list[tuple[Result, ...]]()
     for place in range(len(names) - 1):
         needed = dict[Result, None]()
-        seen, stack = {look.carried[place].grad_fn}, list(edges)
+        seen, stack = {look.carried[place].grad_fn}, list[Any](edges)
         while stack:
             node, number = stack.pop()
             at, result = look.results.get((node, number), (place + 1, None))
@@ -327,8 +327,8 @@ def _crossings(
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if name := look.beginnings.get(node):
-                return (), [f"its output uses what {name} returns beside what its blocks hand on{_CARRIES}"]
+            if begins := look.beginnings.get(node):
+                return (), [f"its output uses what {begins} returns beside what its blocks hand on{_CARRIES}"]
             at, name = owner.get(id(getattr(node, "variable", None)), (place + 1, ""))
             if at <= place:
                 why = ", and does not return it" if name in named else _CARRIES

@@ -420,7 +420,7 @@ class Layers:
             grads = self._take_gradients(left)
             self._messages.settle_first(FORTH)  # the value came there, and those before it
         if trained := [(value, grad) for value, grad in zip(left, grads, strict=True) if value.requires_grad]:
-            torch.autograd.backward(*zip(*trained, strict=True))
+            torch.autograd.backward([value for value, _ in trained], [grad for _, grad in trained])
         if arrived:
             back = [torch.zeros_like(value) if value.grad is None else value.grad for value in arrived]
             self._messages.send([grad.contiguous() for grad in back], self._stage - 1, BACK)
@@ -643,7 +643,7 @@ class Layers:
     def _send_values(self, values: Sequence[Tensor] | None) -> None:
         """Send to the next stage the value of a block and what goes with it; None: an error came before them."""
         parts = list[Tensor]()
-        for result, value in zip((None, *self._chunks[self._chunk].gives), values or [None]):
+        for result, value in zip((None, *self._chunks[self._chunk].gives), [None] if values is None else values):
             parts += self._parts(result, value)
         self._messages.send(parts, self._stage + 1, FORTH)
         self._sends = False
