@@ -223,11 +223,12 @@ def teacher_plan_of(recipe: Recipe) -> Plan:
 
 def averages_of(recipe: Recipe, par: Parallelized) -> dict[str, Averaged]:
     """Return the averages of the weights, by name."""
-    hosts = {"host": "cpu", "device": None}
-    return {
-        name: par.averaged(**section.model_dump(exclude={"keep_on"}), device=hosts[section.keep_on])
-        for name, section in recipe.averages.items()
-    }
+    made = {}
+    for name, section in recipe.averages.items():
+        options = dict(section)
+        device = {"host": "cpu", "device": None}[options.pop("keep_on")]
+        made[name] = par.averaged(**options, device=device)
+    return made
 
 
 def evaluations_of(recipe: Recipe, par: Parallelized, tokenizer: object) -> dict[str, Evaluation]:
