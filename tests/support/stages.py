@@ -132,15 +132,16 @@ class Crossing(nn.Module):
 
     def forward(self, input_ids, **_):
         hidden = begun = nn.functional.layer_norm(self.embed(input_ids), (self.embed.embedding_dim,))
-        first, skips = None, []
+        first, skips, cached = None, [], []
         for place, layer in enumerate(self.layers):
             if place >= len(self.layers) / 2:
                 hidden = hidden + 0.5 * skips.pop()
             hidden, value = layer(hidden, begun, first)
             first = value if first is None else first
+            cached.append(value)
             if place < len(self.layers) // 2:
                 skips.append(hidden)
-        return SimpleNamespace(logits=self.head(hidden))
+        return SimpleNamespace(logits=self.head(hidden), cache=SimpleNamespace(values=cached))
 
 
 MODELS = {

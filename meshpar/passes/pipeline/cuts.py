@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,6 @@ from meshpar.core.errors import brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
 from meshpar.core.patterns import matches
-from meshpar.leaves import leaves
 from meshpar.passes.pipeline.stand_ins import (
     BlockStandIn,
     Carried,
@@ -186,7 +185,10 @@ class _Look:
             ids = torch.zeros(_SAMPLE, dtype=torch.int64)
             with self.counted:
                 output = twin(ids)
-        self.output = [leaf for leaf in leaves(output, objects=True) if isinstance(leaf, Tensor)]
+        if hasattr(output, "__dict__") and not isinstance(output, Tensor | list | tuple | Mapping):
+            output = vars(output)  # a class of the model's own
+        # Of a cache of keys and values among them, no tensor.
+        self.output = tensors(dict(output) if isinstance(output, Mapping) else output)
 
     def _call(self, name: str, child: nn.Module, args: tuple[Any, ...]) -> None:
         self.calls.append(name)
