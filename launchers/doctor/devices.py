@@ -1,4 +1,4 @@
-"""Whether accelerators are sound: what NVIDIA's management library says of each, and one product that each computes."""
+"""Tests of accelerators: facts of NVIDIA's management library about each, and a product that each computes."""
 
 from __future__ import annotations
 

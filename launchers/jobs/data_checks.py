@@ -95,7 +95,7 @@ def _made_by(recipe: Recipe, section: DataSection, path: str) -> tuple[int, int]
 @final
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What the beginning of a file shows: how many tokens it has at most, and what a person must know."""
+    """A look at the beginning of a file: how many tokens it has at most, and what a person must know."""
 
     tokens: int
     notes: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What a recipe names: passes, an objective, or a class of the user's own, found, checked and made; and converters.
+"""The objects that a recipe names (passes, objectives, own classes), found, checked and made; and converters.
 
 Converters are plugins that put another trainer's keys in a recipe's terms, so that the recipe's reader knows none of
 them.

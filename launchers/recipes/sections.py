@@ -356,7 +356,7 @@ class AverageSection(Section):
 
 @final
 class ValidationSection(Section):
-    """What is validated; :class:`TrainingSection` says when.
+    """The weights that are validated; :class:`TrainingSection` says when.
 
     Attributes:
         weights: ``trained``, the name of an average, or ``averaged`` for the only one.

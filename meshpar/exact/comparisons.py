@@ -13,7 +13,7 @@ from meshpar.passes.unused import Exchange, Unused
 
 
 class Comparisons(Protocol):
-    """What ranks exchange beside the moments of a guard; see :class:`meshpar.exact.agreement.Agreement`."""
+    """The exchanges of ranks beside the moments of a guard; see :class:`meshpar.exact.agreement.Agreement`."""
 
     def begin(self, *, draws: bool) -> None:
         """Before the first step, and after modules came."""

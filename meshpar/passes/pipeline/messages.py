@@ -1,4 +1,4 @@
-"""What stages send each other: values forth, their gradients back; and what ends a wait for them."""
+"""The messages of stages: values forth, their gradients back; and the errors that end a wait for them."""
 
 from __future__ import annotations
 

@@ -587,15 +587,14 @@ class Layers:
         """Return what the stage before hands on, received where it is asked for first."""
         if self._arrived:
             return self._arrived
-        known = [self._header or self._announced(None)]
-        taken, headers = [self._value(None, known[0])], [self._known[False][self._key, None]]
-        for result in self._chunks[self._chunk].takes:
-            known.append(self._announced(result))
-            taken.append(self._value(result, known[-1]))
-            headers.append(self._known[False][self._key, result])
+        taken, headers = list[Tensor](), list[tuple[list[int], list[int]]]()
+        for result in (None, *self._chunks[self._chunk].takes):
+            known = self._announced(result) if result or not self._header else self._header
+            taken.append(self._value(result, known))
+            headers.append((known, self._known[False][self._key, result]))
         self._takes = False
         self._arrived = [value.requires_grad_() for value in taken] if torch.is_grad_enabled() else taken
-        for header, before in zip(headers, known, strict=True):
+        for before, header in headers:
             if header[:2] != before[:2]:
                 raise MeshparError(
                     f"what passes between blocks is {DTYPES[header[0]]} and was {DTYPES[before[0]]} for micro-batches "
