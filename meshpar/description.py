@@ -16,7 +16,7 @@ from meshpar.core.patterns import class_name
 from meshpar.drawing import table
 from meshpar.passes.applied import applied
 from meshpar.placements import local_tensor, shard_dim
-from meshpar.state.shares import first_shares, held_of
+from meshpar.state.optimizer_shares import first_shares, held_of
 
 ADAM_STATE_TENSORS = 2
 

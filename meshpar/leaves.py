@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshpar.replicas import FACTOR, digest
+from meshpar.same_values import FACTOR, digest
 
 
 def digest_of(values: object, device: torch.device) -> Tensor:

@@ -1,4 +1,7 @@
-"""Parallelized: a module that trains on a mesh, and what needs the mesh."""
+"""Parallelized: a module that trains on a mesh, and the operations that need the mesh.
+
+A call of ``par.module`` does not come here: it goes through ``exact/cycle.py``.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ from meshpar.passes.applied import applied
 from meshpar.passes.batches import positions, selected, with_positions
 from meshpar.passes.untouched import CannotKeep, untouched
 from meshpar.placements import clip_grad_norms_
-from meshpar.replicas import check_replicas
+from meshpar.same_values import check_replicas
 from meshpar.state import initialize
 from meshpar.state.averaging import Averaged, Decay
 from meshpar.state.full import gather_state, scatter_state

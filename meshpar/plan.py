@@ -32,7 +32,7 @@ from meshpar.passes.batch_norm import batch_norm_problems
 from meshpar.passes.prepare import prepare
 from meshpar.state.full import refuse_copies
 from meshpar.state.initialize import check_weights, state
-from meshpar.state.shares import plan_problems
+from meshpar.state.optimizer_shares import plan_problems
 
 log = logging.getLogger(__name__)
 

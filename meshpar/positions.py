@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from meshpar._torch.calls import as_one_operator
 from meshpar.core.errors import MeshparError
-from meshpar.passes.exchange import BLOCK, Exchange, run_by_run
 from meshpar.passes.installed import installed
+from meshpar.passes.position_exchange import BLOCK, Exchange, run_by_run
 
 _FLEX = ("cuda",)
 """Devices that train through torch's flex attention, which reads a mask of blocks and skips those that no query

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from meshpar.core.errors import MeshparError
 from meshpar.models.huggingface_tensor import HEAD_RATIO
-from meshpar.passes.exchange import Exchange
 from meshpar.passes.installed import record
+from meshpar.passes.position_exchange import Exchange
 from meshpar.positions import added, causal_mask, documents
 
 _SERVED = ("sdpa", "eager")

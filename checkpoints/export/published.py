@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -16,6 +15,7 @@ from meshpar.checkpoints.format.dcp import DistributedCheckpoint, Stored
 from meshpar.checkpoints.format.manifest import AVERAGES, MODEL, read_manifest
 from meshpar.checkpoints.format.verify import Verify, open_verified
 from meshpar.checkpoints.steps.steps import open_step
+from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.files import TILE_BYTES, Box, memory_of, tiles
 from meshpar.checkpoints.storage.place import PlaceLike
 from meshpar.core.errors import CheckpointError, MeshparError
@@ -38,7 +38,7 @@ class Digest:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add the next tensor."""
         values = tensor.detach().cpu().contiguous()
-        checksum = zlib.crc32(memory_of(values)) if values.numel() else 0
+        checksum = crc32(memory_of(values)) if values.numel() else 0
         line = f"{name} {dtype_text(tensor.dtype)} {tuple(tensor.shape)} {checksum:08x}\n"
         self._sum.update(line.encode())
 

@@ -1,5 +1,5 @@
-"""One tensor in the format of ``torch.save``, an uncompressed zip archive: write it block by block, find it without
-reading its payload.
+"""One tensor in the format of ``torch.save``, an uncompressed zip archive: write it block by block and
+sum its bytes, find it without reading its payload.
 
 A ``.distcp`` file is a sequence of such archives. The length of ours is a multiple of ``ALIGNMENT``, so that every
 payload is aligned in the file, too. Sections of APPNOTE.TXT, the format's description, are in brackets.

@@ -1,5 +1,7 @@
 """CRC-32 of bytes, by the fastest installed implementation, and of bytes that were summed piece by piece.
 
+Payloads are summed in ``format/archive.py`` while they are written.
+
 All implementations give the same sums. isal multiplies without carries (Intel and Arm have an instruction for it) and
 is as fast as reading the memory, over ten times as fast as zlib. With isal, verification costs little compared with
 copying.

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PosixPath
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 from meshpar.checkpoints.storage.files import ReadFile
 from meshpar.checkpoints.storage.writeback import WrittenBehind
@@ -16,7 +16,6 @@ from meshpar.core.errors import CheckpointError
 from meshpar.leftovers import untouched_s
 
 
-@final
 class DiskPath(PosixPath):
     """A path of a file system; those made from it, by ``/``, ``parent`` or ``glob``, are of this class, too."""
 

@@ -61,7 +61,6 @@ READERS = 4
 """Tensors that a restore reads at once, and runs of one tensor."""
 
 
-@final
 @dataclass(frozen=True, slots=True, order=True)
 class ObjectPath:
     """A key of a store, or a folder of keys, with the members of ``pathlib.Path`` that checkpoints use.

@@ -2,7 +2,8 @@
 
 Two classes have the verbs of :class:`Place`: :class:`DiskPath` and :class:`ObjectPath`. Where the two must differ, work
 is divided by :func:`either`, or asks :attr:`Place.mounted`; only this file asks for the class. Another kind of storage
-is another class with these verbs, a branch of :func:`place`, and a subclass of one of the two for :func:`either`.
+is a subclass of one of the two with verbs of its own, and a branch of :func:`place`; :func:`either` also decides how a
+step is committed (``steps/steps.py``) and an export is made (``export/target.py``).
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ from meshpar.models.gpt2 import GPT2Config
 from meshpar.parallelized import Parallelized
 from meshpar.plan import Plan
 from meshpar.state.averaging import Averaged
-from meshpar.state.shares import plan_problems
-from meshpar.training.divided import check_separable
+from meshpar.state.optimizer_shares import plan_problems
+from meshpar.training.divided_optimizer import check_separable
 from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.elementwise import check_elementwise
 from meshpar.training.evaluation import Evaluation, Harness, MultipleChoice, Samples

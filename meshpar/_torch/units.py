@@ -1,4 +1,4 @@
-"""The units that FSDP2 shards or replicates as one.
+"""The units that FSDP2 shards or replicates as one, and the end of a unit's backward, where it reduces gradients.
 
 FSDP2 keeps to itself which weights are gathered, under which parameters, and whether gradients are reduced. It reduces
 what has a gradient on this rank, which may be something else on another rank; torch 2.13 has

@@ -62,6 +62,14 @@ class Guard:
 
     A guard compares and refuses, by raising a :class:`meshpar.MeshparError`; it changes nothing, and results without it
     are the same. Where it exchanges something, every rank must come there alike.
+
+    >>> class NoEmptyBatch(Guard):
+    ...     def before_forward(self, args, kwargs):
+    ...         if any(isinstance(value, Tensor) and not value.numel() for value in (*args, *kwargs.values())):
+    ...             raise MeshparError("the batch is empty")
+
+    A package adds its guards to every plan by the entry point ``meshpar.guards``, a function of :class:`Guarded` that
+    returns them. ``Plan(..., guards="off")`` leaves them out, too.
     """
 
     __slots__ = ()

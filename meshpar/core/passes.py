@@ -63,6 +63,8 @@ class Pass:
     ...     def apply(self, module, layout, mesh):
     ...         module.register_forward_hook(lambda module, args, output: 2 * output)
 
+    ``Plan(mesh, [Double()])`` runs it; an entry point of the group ``meshpar.passes`` lets recipes name it.
+
     Attributes:
         name: name of the pass in messages.
         stage: when the pass applies: a :class:`Stage` or its number.

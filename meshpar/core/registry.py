@@ -1,4 +1,4 @@
-"""Plugins, by entry point: the project's own (guards apart) and those of other packages, alike."""
+"""Plugins, by entry point: the project's own (but for guards, which exact/guards lists) and those of other packages."""
 
 from __future__ import annotations
 

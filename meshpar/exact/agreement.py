@@ -25,7 +25,7 @@ from meshpar.exact.schedule import Schedule
 from meshpar.leaves import digest_of
 from meshpar.passes import random
 from meshpar.passes.unused import Unused
-from meshpar.replicas import Looks, digest, same
+from meshpar.same_values import Looks, digest, same
 from meshpar.state.initialize import state
 
 _SAME_BATCH = (

@@ -1,4 +1,6 @@
-"""Create the :class:`Cycle` of a module: hooks for gathering, reduction and checks; and renew it for new modules."""
+"""Create the :class:`Cycle` of a module with its guards in their order: hooks for gathering, reduction and checks; and
+renew it for new modules.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
-from meshpar.exact.entrances import STALE
+from meshpar.exact.backward_entrances import STALE
 from meshpar.passes.applied import applied
 
 Versions = Sequence[tuple[Tensor, int]]

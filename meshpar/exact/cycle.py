@@ -2,7 +2,9 @@
 
 A module on a mesh differs from a plain one in what has to happen around a forward (weights are gathered, and must be
 those of the last optimizer step) and after a backward (gradients are reduced, compared between ranks, handed to hooks).
-Here is the one door through which every call of the module goes, and the one place where a backward ends.
+Here is the one door through which every call of the module goes, and the one place where a backward ends. FSDP2 reduces
+the gradients of its units in the backward (``_torch/units.py``); here those are reduced that ranks keep whole
+(``passes/local.py``). A stage of a pipeline has a door of its own around this one (``passes/pipeline/running.py``).
 """
 
 from __future__ import annotations
@@ -25,18 +27,18 @@ from meshpar._torch.optimizers import AdafactorOn, adafactor_on, before_steps
 from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.guards import Guard, Guards
+from meshpar.exact.adafactor import adafactor_by_parts
+from meshpar.exact.backward_entrances import Entrances
 from meshpar.exact.backwards import Backwards, Forward, refuse_second_order
 from meshpar.exact.calls import Calls
 from meshpar.exact.comparisons import Comparisons
-from meshpar.exact.entrances import Entrances
 from meshpar.exact.explain import Explanation
 from meshpar.exact.first_runs import FirstRuns
-from meshpar.exact.gathered import SharedWeights
 from meshpar.exact.hooks import GradientHooks
-from meshpar.exact.left import LeftGradients
+from meshpar.exact.left_gradients import LeftGradients
 from meshpar.exact.operators import one_process
-from meshpar.exact.parts import adafactor_by_parts
 from meshpar.exact.placed import Placed
+from meshpar.exact.shared_weights import SharedWeights
 from meshpar.leaves import leaves
 from meshpar.passes.applied import applied
 from meshpar.passes.outside import average_outside

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, first_line
-from meshpar.replicas import FACTOR
+from meshpar.same_values import FACTOR
 
 PLACES = (
     "a forward of the module",

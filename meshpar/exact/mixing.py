@@ -24,8 +24,8 @@ from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.patterns import class_name, kind_of
 from meshpar.exact.trial import as_evaluated, off, quiet
 from meshpar.leaves import leaves
-from meshpar.passes.exchange import Exchange
 from meshpar.passes.installed import in_its_own_place, installed
+from meshpar.passes.position_exchange import Exchange
 from meshpar.passes.untouched import CannotKeep, untouched
 
 log = logging.getLogger(__name__)

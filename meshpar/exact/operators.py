@@ -23,7 +23,7 @@ from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.passes import random
 from meshpar.patches import while_lives
 from meshpar.placements import held_by_this_rank, local_tensor, whole_tensor
-from meshpar.replicas import same
+from meshpar.same_values import same
 
 _REMEDY = (
     "change the whole tensor on every rank, whole = parameter.full_tensor(), and write it back between steps by "

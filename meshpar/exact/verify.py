@@ -44,7 +44,7 @@ from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.untouched import CannotKeep, untouched
 from meshpar.placements import local_tensor, whole_tensor
-from meshpar.replicas import digest
+from meshpar.same_values import digest
 
 log = logging.getLogger(__name__)
 

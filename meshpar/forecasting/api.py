@@ -26,7 +26,7 @@ from meshpar.forecasting.simulate import Depths, Simulation, simulate, stages_of
 from meshpar.forecasting.step import Batch, Loss, summed_token_loss
 from meshpar.forecasting.trace import Trace
 from meshpar.plan import Plan
-from meshpar.state.shares import plan_problems
+from meshpar.state.optimizer_shares import plan_problems
 
 _PROBES = 2
 """Blocks of the smaller of two probes: a first and a last one."""

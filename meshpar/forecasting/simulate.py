@@ -334,7 +334,7 @@ class _Replicas:
     def __init__(
         self, job: Simulation, module: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder
     ) -> None:
-        from meshpar.training.divided import Divided
+        from meshpar.training.divided_optimizer import Divided
 
         self._job, self._module, self._recorder = job, module, recorder
         if not any(pass_.divides_optimizer for pass_ in job.plan.passes):

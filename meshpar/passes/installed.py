@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshpar.passes.exchange import Exchange
+from meshpar.passes.position_exchange import Exchange
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Step = Callable[[Tensor], Tensor]

@@ -1,4 +1,6 @@
-"""Parameters in a forward: the local part of a split one, and those that data ranks keep whole and average."""
+"""Parameters in a forward: the local part of a split one, and those that data ranks keep whole, with gradients averaged
+here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that a loss uses outside of the module's calls, whose gradients no unit reduces."""
+"""Weights that a loss uses outside of the module's calls, whose gradients are averaged here, since no unit does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """FullyShard, HybridShard and Replicate: ranks that see different data, and split or repeat parameters and optimizer
 state (FSDP2).
+
+FSDP2 averages the gradients of a unit at the end of the unit's backward. Others are averaged or summed in
+``passes/local.py`` (parameters that ranks keep whole), ``passes/world.py`` (one optimizer for all replicas),
+``passes/outside.py`` (weights that a loss uses by itself), and in the backward of ``passes/tensor/collectives.py``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Two hops for FSDP2: slices of all data ranks are gathered over replicas once a step, over the shards of a replica
-as often as needed.
+as often as needed. Gradients are reduced the same way back.
 """
 
 from __future__ import annotations

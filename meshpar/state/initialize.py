@@ -22,7 +22,7 @@ from meshpar.core.patterns import class_name, covers, matches, suggestion, tied_
 from meshpar.passes import random
 from meshpar.passes.applied import applied
 from meshpar.placements import held_by_this_rank, local_tensor
-from meshpar.replicas import check_equal
+from meshpar.same_values import check_equal
 from meshpar.weights import Mapped, WeightSource, dtypes_of
 
 _NONE = 1 << 30  # of the numbers of tied tensors that differ

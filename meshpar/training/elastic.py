@@ -19,15 +19,15 @@ from torch import Tensor
 from meshpar._torch.groups import bound
 from meshpar.core.errors import MeshparError, PlanError, ReplicaError
 from meshpar.parallelized import Parallelized
-from meshpar.state.shares import plan_problems
+from meshpar.state.optimizer_shares import plan_problems
 from meshpar.training import elastic_job
 from meshpar.training.data import Batches, TensorBatch
-from meshpar.training.divided import Divided, check_separable
+from meshpar.training.divided_optimizer import Divided, check_separable
 from meshpar.training.quorum import Member, Membership, Peers, Quorum, Sum, connect
+from meshpar.training.replica_ranks import Together
 from meshpar.training.replicated import Replicated, Stateful
 from meshpar.training.stop import StopAskedError
 from meshpar.training.summed import Summed
-from meshpar.training.together import Together
 
 _MOST_S = 30.0
 _MOST_TRIES = 12

@@ -22,7 +22,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.loss import token_losses
 from meshpar.parallelized import Parallelized
 from meshpar.passes.random import mix
-from meshpar.replicas import check_equal
+from meshpar.same_values import check_equal
 from meshpar.state.averaging import Averaged
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.documents import check_documents

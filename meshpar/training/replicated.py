@@ -13,10 +13,10 @@ from meshpar.core.errors import MeshparError
 from meshpar.leaves import leaves
 from meshpar.parallelized import Parallelized
 from meshpar.placements import local_tensor
-from meshpar.replicas import digest_of_several
+from meshpar.same_values import digest_of_several
 from meshpar.state.initialize import state as tensors_of
 from meshpar.training.data import Batches
-from meshpar.training.divided import Divided
+from meshpar.training.divided_optimizer import Divided
 from meshpar.training.quorum import Peers, Quorum
 from meshpar.training.wire import Part, received, send
 

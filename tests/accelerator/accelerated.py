@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshpar.core import runtime
-from meshpar.replicas import Looks
+from meshpar.same_values import Looks
 
 
 @contextmanager

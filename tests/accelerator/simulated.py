@@ -21,7 +21,7 @@ import meshpar.forecasting.device as device
 import meshpar.forecasting.private as private
 from meshpar.core import runtime
 from meshpar.parallelized import Parallelized
-from meshpar.replicas import Looks
+from meshpar.same_values import Looks
 from meshpar.state import initialize
 from meshpar.testing import PRELOAD
 

@@ -25,8 +25,8 @@ FOLDERS = {
 }
 FLOORS = [
     {"core.errors", "imports", "core.patterns", "leftovers", "homes", "patches", "signals"},
-    {"once"},
-    {"core.mesh", "drawing", "weights", "loss", "_torch", "placements", "replicas", "leaves", "core.runtime"},
+    {"build_once"},
+    {"core.mesh", "drawing", "weights", "loss", "_torch", "placements", "same_values", "leaves", "core.runtime"},
     {"core.layout"},
     {"core.passes"},
     {"core.resolved", "core.registry"},

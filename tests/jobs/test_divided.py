@@ -28,10 +28,10 @@ from meshpar.forecasting.search import search
 from meshpar.launchers.commands.inspecting import check_recipe, describe_recipe
 from meshpar.passes import Pass, Stage
 from meshpar.placements import local_tensor
-from meshpar.state.shares import assigned, routes
+from meshpar.state.optimizer_shares import assigned, routes
 from meshpar.testing import on_ranks, token_loss_sum
 from meshpar.training import Batches, Lighthouse, Replicas, elastic
-from meshpar.training.divided import check_separable
+from meshpar.training.divided_optimizer import check_separable
 from meshpar.training.optimizer import AdamWSettings, build_adamw
 from meshpar.training.quorum import Member, Quorum
 from tests.support.models_for_parity import transformer

@@ -34,7 +34,7 @@ from meshpar import (
     token_loss,
 )
 from meshpar.models.huggingface import layout_for
-from meshpar.passes.exchange import runs
+from meshpar.passes.position_exchange import runs
 from meshpar.positions import block_mask, causal_mask
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.support.models_for_parity import VOCAB, gpt2, huggingface, huggingface_gpt2, transformer
@@ -112,7 +112,7 @@ def test_a_mask_in_pieces_is_the_whole_mask(transport):
 
 @on_ranks(2)
 def in_pieces(transport):
-    with mock.patch("meshpar.passes.exchange.BLOCK", 3), mock.patch("meshpar.positions.BLOCK", 3):
+    with mock.patch("meshpar.passes.position_exchange.BLOCK", 3), mock.patch("meshpar.positions.BLOCK", 3):
         in_parts("transformer", transport)
         steps = with_documents(token_steps(VOCAB, parts=2))
         assert_parity(Strange, "dp_shard=1,cp=2", [ContextParallel(transport=transport), FullyShard()], steps)
@@ -129,7 +129,7 @@ def test_one_process_attends_in_pieces_as_it_does_at_once():
         return mask, out, torch.autograd.grad(out.square().sum(), (q, k, v))
 
     whole = run()
-    with mock.patch("meshpar.passes.exchange.BLOCK", 3), mock.patch("meshpar.positions.BLOCK", 3):
+    with mock.patch("meshpar.passes.position_exchange.BLOCK", 3), mock.patch("meshpar.positions.BLOCK", 3):
         pieces = run()
         with pytest.raises(MeshparError, match="over 8 positions got the mask of 16"):
             attention(Bare(), q[:, :, :8], k[:, :, :8], v[:, :, :8], pieces[0])
@@ -151,7 +151,7 @@ def flexed(transport):
     called = mock.Mock(side_effect=lambda: flex_attention.flex_attention)
     with (
         mock.patch.multiple("meshpar.positions", BLOCK=3, _FLEX=("cpu",), _LEAST_CHANNELS=1, _compiled_flex=called),
-        mock.patch("meshpar.passes.exchange.BLOCK", 3),
+        mock.patch("meshpar.passes.position_exchange.BLOCK", 3),
         # On a CPU torch refuses gradients, though what it checks its kernels against has them, and runs without the
         # compiler.
         mock.patch.multiple(

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 import torch
 
+from meshpar.build_once import build_once
 from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.imports import need
 from meshpar.loss import IGNORE_INDEX
-from meshpar.once import build_once
 from meshpar.training import text
 from meshpar.training.data import FILLER, Batches, LoaderSettings
 from meshpar.training.examples import prepare_examples

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshpar.core import runtime
 from meshpar.core.errors import ParallelError
 from meshpar.core.guards import Guard
-from meshpar.replicas import Looks
+from meshpar.same_values import Looks
 
 _ROUNDINGS, _QUEUED_ROUNDINGS = 64, 1024
 """How far losses may differ, in units of their dtype's rounding: an accelerator adds in another order each time."""

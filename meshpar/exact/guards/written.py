@@ -14,7 +14,7 @@ from meshpar.core import runtime
 from meshpar.core.guards import Guard, Guarded
 from meshpar.passes.applied import applied
 from meshpar.passes.local import refuse_written
-from meshpar.replicas import Looks
+from meshpar.same_values import Looks
 
 
 @final

@@ -43,7 +43,7 @@ from meshpar.passes.pipeline.messages import (
 from meshpar.passes.pipeline.schedule import Action, actions
 from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, TailStandIn, tensors, with_result
 from meshpar.placements import local_tensor
-from meshpar.replicas import digest_of_several
+from meshpar.same_values import digest_of_several
 
 Micro = TypeVar("Micro")
 _WINDOW = 16  # micro-batches for each stage on which the stages of an evaluation agree at a time

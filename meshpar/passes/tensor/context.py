@@ -19,7 +19,7 @@ from meshpar.core.guards import Guards
 from meshpar.passes.installed import set_forward
 from meshpar.passes.random import SplitState
 from meshpar.passes.tensor.collectives import copy_to, gather_partial, reduce_from, reduce_scatter
-from meshpar.replicas import Looks, same
+from meshpar.same_values import Looks, same
 
 SEQUENCE_DIM = 1
 """Activations are (batch, sequence, features)."""

@@ -1,7 +1,7 @@
 """Optimizer state that is divided over replicas, and what travels so that all stay one state.
 
-Every replica has all gradients, makes the step of the parameters whose state it holds (:mod:`meshpar.state.shares`),
-and gets the new values of the others.
+Every replica has all gradients, makes the step of the parameters whose state it holds
+(:mod:`meshpar.state.optimizer_shares`), and gets the new values of the others.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from meshpar.core.errors import MeshparError
 from meshpar.leaves import leaves
 from meshpar.placements import local_tensor
-from meshpar.replicas import digest_of_several
+from meshpar.same_values import digest_of_several
 from meshpar.state.full import mark_divided, restore_by
-from meshpar.state.shares import Routes, assigned, first_shares, held_of, routes, sizes_of
+from meshpar.state.optimizer_shares import Routes, assigned, first_shares, held_of, routes, sizes_of
 from meshpar.training.quorum import Peers
 from meshpar.training.summed import buckets
 from meshpar.training.wire import Part, received, send
