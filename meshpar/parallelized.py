@@ -37,7 +37,7 @@ from meshpar.loss import Totals
 from meshpar.passes import random
 from meshpar.passes.applied import applied
 from meshpar.passes.batches import positions, selected, with_positions
-from meshpar.passes.untouched import CannotKeep, untouched
+from meshpar.passes.untouched import CannotKeep, evaluating, untouched
 from meshpar.placements import clip_grad_norms_
 from meshpar.same_values import check_replicas
 from meshpar.state import initialize
@@ -524,10 +524,8 @@ class Parallelized:
         waiting = None
         if self.cycle is not None:
             waiting, self.cycle.first_runs.split = self.cycle.first_runs.split, None
-        training = [child for child in self.module.modules() if child.training]
         try:
-            self.module.eval()
-            with ExitStack() as stack:
+            with evaluating(self.module), ExitStack() as stack:
                 with suppress(CannotKeep):  # what cannot be put back goes on, as in a forward of the user's own
                     stack.enter_context(untouched(self.module, batch))
                 with test.eagerly(), test.watch(), torch.enable_grad():
@@ -536,8 +534,6 @@ class Parallelized:
                     else:
                         stage.forward([batch], run, self.device)
         finally:
-            for child in training:
-                child.training = True
             if self.cycle is not None:
                 self.cycle.first_runs.split = waiting
         self.reshard()

@@ -38,6 +38,19 @@ from meshpar._torch.autograd import keep_version
 from meshpar.core import runtime
 from meshpar.placements import local_tensor
 
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Have a module in evaluation mode inside of the ``with`` block; each module in it has its own mode back after."""
+    training = [child for child in module.modules() if child.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child in training:
+            child.training = True
+
+
 LARGEST = 1 << 27
 """Elements of tensors, beside parameters, that are copied at most: 512 MiB in float32."""
 MOST = 1 << 20

@@ -6,19 +6,20 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
 from meshpar.parallelized import Parallelized
 from meshpar.passes.random import mix
+from meshpar.passes.untouched import evaluating
 from meshpar.training.objectives import whole_logits
 
 T = TypeVar("T")
@@ -100,20 +101,21 @@ def log_likelihoods(
     if not all(context for context, _ in pairs):
         raise MeshparError("a context has no token; begin it with the token that begins a text")
 
+    start = _start(par.module)
+
     def scored(places: list[int], rows: list[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
-        if getattr(getattr(par.module, "config", None), "is_encoder_decoder", False):
-            given = _encoded(par, [context for context, _ in rows])
-            given["decoder_input_ids"] = _padded([[_start(par), *more[:-1]] for _, more in rows], par.device)
-            begins = [0] * len(rows)
-        else:
+        if start is None:
             given = {"input_ids": _padded([[*context, *more] for context, more in rows], par.device)}
-            begins = [len(context) - 1 for context, _ in rows]
+        else:
+            given = _encoded(par, [context for context, _ in rows])
+            given["decoder_input_ids"] = _padded([[start, *more[:-1]] for _, more in rows], par.device)
         logits, found = _logits(par.module(**given)), list[tuple[float, bool]]()
-        for row, (begin, (_, more)) in enumerate(zip(begins, rows, strict=True)):
+        for row, (context, more) in enumerate(rows):
+            begin = len(context) - 1 if start is None else 0
             there = logits[row, begin : begin + len(more)].float().log_softmax(-1)
-            target = torch.tensor(list(more), dtype=torch.int64, device=there.device)
-            greedy = bool((there.argmax(-1) == target).all())
-            found.append((float(there.gather(-1, target[:, None]).sum()), greedy))
+            target = torch.tensor(more, dtype=torch.int64, device=there.device)
+            sum_ = float(there.gather(-1, target[:, None]).sum())
+            found.append((sum_, bool((there.argmax(-1) == target).all())))
         return found
 
     return _divided(par, pairs, scored, batch)
@@ -135,7 +137,7 @@ def _divided(
     """Return a result for each of ``rows``, of which every data rank computes its part, in as many batches."""
     check_whole(par)
     own, mine = list(range(par.data_rank, len(rows), par.data_size)), dict[int, R]()
-    with _evaluating(par.module):
+    with evaluating(par.module), torch.no_grad():
         for start in range(0, math.ceil(len(rows) / par.data_size), batch):
             places = own[start : start + batch]
             # a rank without rows computes one as well, whose values do not count
@@ -144,18 +146,6 @@ def _divided(
     dist.all_gather_object(every, mine, group=runtime.hosts())
     found = {place: result for part in every for place, result in part.items()}
     return [found[place] for place in range(len(rows))]
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    training = [child for child in module.modules() if child.training]
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for child in training:
-            child.training = True
 
 
 def _logits(output: Any) -> Tensor:  # noqa: ANN401 - of any model
@@ -167,9 +157,8 @@ def _logits(output: Any) -> Tensor:  # noqa: ANN401 - of any model
 
 def _padded(rows: Sequence[Tokens], device: torch.device, *, left: bool = False) -> Tensor:
     """Return rows as one tensor, with zeros behind the short ones, or before them."""
-    length = max(map(len, rows))
-    lines = [[*[0] * ((length - len(row)) * left), *row, *[0] * ((length - len(row)) * (not left))] for row in rows]
-    return torch.tensor(lines, dtype=torch.int64, device=device)
+    lines = [torch.tensor(row, dtype=torch.int64, device=device) for row in rows]
+    return pad_sequence(lines, batch_first=True, padding_side="left" if left else "right")
 
 
 def _encoded(par: Parallelized, rows: Sequence[Tokens], *, left: bool = False) -> dict[str, Tensor]:
@@ -179,17 +168,17 @@ def _encoded(par: Parallelized, rows: Sequence[Tokens], *, left: bool = False) -
     }
 
 
-def _start(par: Parallelized) -> int:
-    """Return the first token of an encoder-decoder's own text."""
-    config: Any = par.module.config
-    return int(config.decoder_start_token_id)
+def _start(module: nn.Module) -> int | None:
+    """Return the first token of an encoder-decoder's own text; None of any other model."""
+    config: Any = getattr(module, "config", None)
+    return int(config.decoder_start_token_id) if getattr(config, "is_encoder_decoder", False) else None
 
 
 def _continuation(par: Parallelized, rows: Sequence[Tokens]) -> Callable[[Tensor | None], Tensor]:
     """Return a function from the tokens chosen last, (B,), None at first, to the logits of the next, (B, V)."""
     module: Any = par.module
-    config, named = getattr(module, "config", None), inspect.signature(type(module).forward).parameters
-    if "past_key_values" not in named or config is None:
+    start, named = _start(module), inspect.signature(type(module).forward).parameters
+    if "past_key_values" not in named or not hasattr(module, "config"):
         texts = [list(row) for row in rows]
 
         def whole(last: Tensor | None) -> Tensor:
@@ -199,23 +188,21 @@ def _continuation(par: Parallelized, rows: Sequence[Tokens]) -> Callable[[Tensor
             return _logits(module(input_ids=_padded(texts, par.device)))[torch.arange(len(texts)), ends]
 
         return whole
-    pairs = bool(getattr(config, "is_encoder_decoder", False))
-    given: dict[str, Any] = {"use_cache": True, "return_dict": True, **_encoded(par, rows, left=not pairs)}
-
-    if pairs:
-        given["decoder_input_ids"] = torch.full((len(rows), 1), _start(par), device=par.device)
+    given: dict[str, Any] = {"use_cache": True, "return_dict": True, **_encoded(par, rows, left=start is None)}
+    if start is not None:
+        given["decoder_input_ids"] = torch.full((len(rows), 1), start, device=par.device)
 
     def cached(last: Tensor | None) -> Tensor:
         if last is not None:
-            given["decoder_input_ids" if pairs else "input_ids"] = last[:, None]
-        if last is not None and not pairs:
-            given["attention_mask"] = nn.functional.pad(given["attention_mask"], (0, 1), value=1)
-        if "position_ids" in named and not pairs:
+            given["input_ids" if start is None else "decoder_input_ids"] = last[:, None]
+            if start is None:
+                given["attention_mask"] = nn.functional.pad(given["attention_mask"], (0, 1), value=1)
+        if "position_ids" in named and start is None:
             places = (given["attention_mask"].cumsum(-1) - 1).clamp(min=0)
             given["position_ids"] = places[:, -given["input_ids"].shape[1] :]
         output = module(**given)
         given["past_key_values"] = output.past_key_values
-        if pairs:  # the encoder has run
+        if start is not None:  # the encoder has run
             given.pop("input_ids", None)
             given["encoder_outputs"] = (output.encoder_last_hidden_state,)
         return _logits(output)[:, -1]

@@ -22,6 +22,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.loss import token_losses
 from meshpar.parallelized import Parallelized
 from meshpar.passes.random import mix
+from meshpar.passes.untouched import evaluating
 from meshpar.same_values import check_equal
 from meshpar.state.averaging import Averaged
 from meshpar.training.data import Batches, TensorBatch
@@ -305,9 +306,8 @@ class Trainer:
         Collective: every rank calls it. Empty if the ranks of a run agreed to stop before its end.
         """
         assert self.validation is not None
-        module, tokens, validation = self.par.module, 0, self.validation
+        tokens, validation = 0, self.validation
         totals: dict[str, torch.Tensor] = {}
-        module.eval()
         validation.restart()
         batches = chain.from_iterable(islice(validation.one_epoch(), self.settings.validate_steps))
         stopped = False
@@ -329,18 +329,16 @@ class Trainer:
             loss_sum, more = self._loss(module, batch, validation)
             return {name: value.float() for name, value in {"loss": loss_sum, **more}.items()}
 
-        with torch.no_grad(), self._meter.paused():
+        with evaluating(self.par.module), torch.no_grad(), self._meter.paused():
             for found in self.par.forward(until_stopped(), losses):
                 for name, value in found.items():
                     totals[name] = totals.get(name, 0) + value
             if stopped:
-                module.train()
                 return {}
             count = torch.tensor(float(tokens), device=self.par.device)
             *sums, counted = self.par.data_sum(
                 torch.cat([*(total.reshape(-1) for total in totals.values()), count[None]])
             ).tolist()
-        module.train()
         return {"loss": math.nan} | means({name: total.numel() for name, total in totals.items()}, sums, counted)
 
     def _loss(
