@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshpar.core.errors import MeshparError
 from meshpar.core.registry import layout_for
 from meshpar.optim.matrices import Matrices, matrices_of
-from meshpar.optim.owners import Owners, Piece, Place, shares
+from meshpar.optim.owners import Owners, Piece, Place, Round, shares
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied, first_covering
 from meshpar.placements import local_gradient, local_tensor
@@ -24,8 +24,8 @@ _ROUND_BYTES = 64 << 20  # that an owner gets in one exchange; a single matrix m
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _SHAPES = ("stacked", "dim", "parts")  # of Matrices
 _KNOWN = {"rule", "lr", "weight_decay", "momentum", "nesterov", "ns_steps", "betas", "eps", *_SHAPES}
-_Round = tuple[Owners, list[tuple[int, Piece]], Tensor]
-"""Matrices with their owners, and what has the dtype and device of their exchange."""
+_Exchange = tuple[Owners, Round, Tensor]
+"""Owners and their matrices, and what has the dtype and device of the exchange."""
 
 
 @final
@@ -109,7 +109,7 @@ class Muon(torch.optim.Optimizer):
         rest |= {key: tuple(value) if key == "betas" else value for key, value in (adamw or {}).items()}
         _check(muon, adamw or {}, groups or {})
         found = _sorted(module, common | muon, common | rest, groups or {}, per_head=per_head)
-        self._planned: tuple[tuple[int, ...], list[_Round]] = ((), [])
+        self._planned: tuple[tuple[int, ...], list[_Exchange]] = ((), [])
         super().__init__(found, {})
         for group in self.param_groups:
             if group["rule"] == "muon":
@@ -123,10 +123,7 @@ class Muon(torch.optim.Optimizer):
         Args:
             closure: computes the loss and gradients again.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         matrices: list[tuple[Tensor, dict[str, Any]]] = []
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -183,7 +180,7 @@ class Muon(torch.optim.Optimizer):
         for owners, one_round, like in self._plan(matrices):
             owners.run(one_round, part_of, compute, put, like)
 
-    def _plan(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> list[_Round]:
+    def _plan(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> list[_Exchange]:
         """Return who computes what, kept while the same parameters are trained."""
         key = tuple(id(parameter) for parameter, _ in matrices)
         if self._planned[0] != key:
@@ -245,16 +242,14 @@ def _sorted(
 ) -> list[dict[str, Any]]:
     """Return the parameters that require a gradient in groups of equal options, matrices first."""
     layout = applied(module).layout or layout_for(module)
-    names: dict[int, list[str]] = {}
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name, trained in parameters.items():
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, trained in module.named_parameters(remove_duplicate=False):
         if trained.requires_grad:
-            names.setdefault(id(trained), []).append(name)
+            names.setdefault(trained, []).append(name)
     chosen = first_covering([*own], module, "groups pattern")
     groups: dict[str, dict[str, Any]] = {}
-    for key, every in names.items():
-        parameter = parameters[every[0]]
-        options = own[chosen[key]] if key in chosen else {}
+    for parameter, every in names.items():
+        options = own[chosen[id(parameter)]] if id(parameter) in chosen else {}
         said: Matrices | None = Matrices(**{key: options[key] for key in _SHAPES if key in options})
         if options.get("rule") == "adamw":
             said = None

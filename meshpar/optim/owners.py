@@ -47,6 +47,10 @@ class Piece:
         return tuple(both) if all(span.start < span.stop for span in both) else None
 
 
+Round = list[list[Piece]]
+"""The matrices of each owner that are computed at a time."""
+
+
 @final
 class Owners:
     """The ranks among which one parameter is split.
@@ -64,28 +68,27 @@ class Owners:
         self.ranks, self.group = tuple(ranks), group
         self.rank, self.size = 0 if group is None else group.rank(), len(ranks)
 
-    def rounds(self, pieces: Sequence[Piece], most: int) -> list[list[tuple[int, Piece]]]:
-        """Return the matrices of each round with their owners: the largest first, round robin.
+    def rounds(self, pieces: Sequence[Piece], most: int) -> list[Round]:
+        """Return the matrices of each round: the largest first, round robin.
 
         Args:
             pieces: all matrices, in the same order on every rank.
             most: elements that an owner gets in a round, except that a single matrix may be larger.
         """
-        found: list[list[tuple[int, Piece]]] = []
-        load = [0] * self.size
+        found, load = list[Round](), [0] * self.size
         # by the multiplications of one product
         for turn, piece in enumerate(sorted(pieces, key=lambda piece: -math.prod(piece.shape) * min(piece.shape))):
             owner, elements = turn % self.size, math.prod(piece.shape)
             if not found or (load[owner] and load[owner] + elements > most):
-                found.append([])
+                found.append([[] for _ in load])
                 load = [0] * self.size
-            found[-1].append((owner, piece))
+            found[-1][owner].append(piece)
             load[owner] += elements
         return found
 
     def run(
         self,
-        work: Sequence[tuple[int, Piece]],
+        work: Round,
         part_of: Callable[[Piece, Place], Tensor],
         compute: Callable[[Piece, Tensor], Tensor],
         put: Callable[[Piece, Place, Tensor], None],
@@ -94,19 +97,15 @@ class Owners:
         """Compute the matrices of one round, each on its owner. Collective over the group.
 
         Args:
-            work: the matrices with their owners.
+            work: the matrices of each owner.
             part_of: returns the part of a matrix at a place of this rank's share.
             compute: returns the result for a whole matrix, of its shape.
             put: takes the part of a result at a place of this rank's share.
             like: has the dtype of the parts, and the device of the exchange.
         """
-        here, ranks = self.rank, range(self.size)
-        owned = [piece for owner, piece in work if owner == here]
-        theirs = [[(piece, part) for piece in owned if (part := piece.of_rank(rank))] for rank in ranks]
-        mine = [
-            [(piece, part) for owner, piece in work if owner == rank and (part := piece.of_rank(here))]
-            for rank in ranks
-        ]
+        here, owned = self.rank, work[self.rank]
+        theirs = [[(piece, part) for piece in owned if (part := piece.of_rank(rank))] for rank in range(self.size)]
+        mine = [[(piece, part) for piece in pieces if (part := piece.of_rank(here))] for pieces in work]
         to_me, to_owners = ([sum(_count(part) for _, part in parts) for parts in side] for side in (theirs, mine))
         came, going = (list(itertools.chain.from_iterable(side)) for side in (theirs, mine))
         sent = [part_of(piece, _within(part, piece.held[here])).to(like) for piece, part in going]

@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshpar import FullyShard, HybridShard, MeshparError, TensorParallel
 from meshpar.checkpoints import CheckpointManager
 from meshpar.optim import SmallAdamW
 from meshpar.optim.small_adamw import _Codes
 from meshpar.testing import on_ranks
-from tests.optim.given import advance, alone, bits, give, on, reset, same, trained
+from tests.optim.given import advance, alone, bits, drawn, give, on, reset, same, trained
 from tests.passes.test_world import WORLD
 from tests.support.tiers import daily
 
@@ -135,9 +137,19 @@ def test_the_nearest_value_is_found(signed):
     numbers = torch.cat([torch.randn(100_000), 10.0 ** -torch.rand(100_000).mul(9), codes.values, -codes.values])
     numbers = torch.cat([numbers, (codes.values[1:] + codes.values[:-1]) / 2]).clamp(-1 if signed else 0, 1)
     middles = (codes.values[1:] + codes.values[:-1]) / 2
-    assert torch.equal(codes.nearest(numbers), torch.bucketize(numbers, middles, out_int32=True))
-    below = torch.bucketize(numbers, codes.values, out_int32=True).sub(1).clamp(0, 254)
-    assert torch.equal(codes.below(numbers), below)
+    assert torch.equal(codes.smaller(numbers, middles=True), torch.bucketize(numbers, middles, out_int32=True))
+    smaller = torch.bucketize(numbers, codes.values, out_int32=True)
+    assert torch.equal(codes.smaller(numbers, middles=False), smaller)
+
+
+@on_ranks(4)
+def test_a_rank_may_hold_no_column():
+    layer = nn.Linear(3, 1500, bias=False)
+    layer.weight = nn.Parameter(
+        distribute_tensor(drawn("weight", (1500, 3), -1), init_device_mesh("cpu", (4,)), [Shard(1)])
+    )
+    optimizer = trained(layer, SmallAdamW, 3)
+    same(alone(SmallAdamW, 3, lambda: nn.Linear(3, 1500, bias=False)), bits(layer, optimizer))
 
 
 def test_options_that_it_does_not_know_are_refused():
