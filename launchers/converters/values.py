@@ -379,7 +379,7 @@ def report_to(value: Any, result: Translated) -> str:
     """Take ``report_to``: the trackers that meshpar has."""
     names = [value] if isinstance(value, str) else list(value or ["none"])
     result.put("training.tensorboard", bool({"tensorboard", "all"} & set(names)))
-    known = sorted({"wandb", "mlflow"} & set(names))
+    known = sorted({"wandb", "trackio", "mlflow"} & set(names))
     if known:
         result.put("trackers", {name: {} for name in known})
     others = sorted(set(names) - {"tensorboard", "all", "none", *known})

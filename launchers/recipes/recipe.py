@@ -62,7 +62,7 @@ class Recipe(Section):
         averages: averages of the weights by name, see below: ``{ema: {decay: 0.999}}``.
         validation: which weights are validated.
         trackers: trackers with their options, in addition to TensorBoard: ``{wandb: {project: lm}}``. Names are those
-            of plugins (``wandb``, ``mlflow``, :mod:`meshpar.training.trackers`) or import paths.
+            of plugins (``wandb``, ``trackio``, ``mlflow``, :mod:`meshpar.training.trackers`) or import paths.
         evaluations: evaluations with their options, made after each validation: ``{multiple_choice: {path:
             questions.jsonl}}``. Names are those of plugins (``multiple_choice``, ``samples``, ``lm_eval``,
             :mod:`meshpar.training.evaluation`) or import paths.

@@ -1,4 +1,4 @@
-"""meshpar's own trackers: TensorBoard, Weights & Biases and MLflow."""
+"""meshpar's own trackers: TensorBoard, Weights & Biases, Trackio and MLflow."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
 from meshpar.core.errors import MeshparError
@@ -14,7 +15,7 @@ from meshpar.imports import need
 from meshpar.training.metrics import Metrics
 from meshpar.training.tracking import TrackedRun
 
-_ROOM = 32 << 20  # bytes on the disk for what W&B's own process has in memory
+_ROOM = 32 << 20  # bytes on the disk for what W&B and Trackio have in memory
 
 
 def _values(record: Metrics) -> dict[str, float]:
@@ -72,15 +73,13 @@ class WandB:
         mode: Literal["online", "offline"] | None = None,
     ) -> None:
         wandb: Any = need("wandb", extra="wandb")
-        self._run: Any = None
         self._folder = run.folder / "wandb"
-        self._folder.mkdir(exist_ok=True)
-        self._check_room()
+        _check_room(self._folder)
         if (mode or wandb.setup().settings.mode) == "online" and not wandb.login(prompt=False):
             raise MeshparError("W&B has no API key; run `wandb login`, set WANDB_API_KEY, or set mode: offline")
         # what is not uploaded when a run ends stays on the disk, for `wandb sync`
         settings = wandb.Settings(console="off", silent=True, init_timeout=30.0, finish_timeout=5.0)
-        self._run = wandb.init(
+        self._run: Any = wandb.init(
             project=project,
             entity=entity,
             group=group,
@@ -98,21 +97,54 @@ class WandB:
 
     def send(self, records: Sequence[Metrics]) -> None:
         """Log every record with its time."""
-        self._check_room()
+        _check_room(self._folder, self._run)
         for record in records:
             stamp = {"_timestamp": record["time"]} if "time" in record else {}
             self._run.log({"step": int(record["step"]), **_values(record), **stamp})
 
-    def _check_room(self) -> None:
-        """Raise OSError on a disk that is nearly full: W&B says nothing of what it cannot write."""
-        if shutil.disk_usage(self._folder).free < _ROOM:
-            if self._run is not None:
-                self._run.finish()  # writes what it has in memory
-            raise OSError(errno.ENOSPC, f"less than {_ROOM >> 20} MiB are free for W&B", str(self._folder))
-
     def close(self) -> None:
         """Finish the W&B run."""
         self._run.finish()
+
+
+@final
+class Trackio:
+    """Log to Trackio: on this machine (in TRACKIO_DIR), or to a Space of Hugging Face. A resumed run continues the same
+    Trackio run.
+
+    Args:
+        run: the run, whose facts become Trackio's config.
+        project: Trackio's project.
+        space_id: name of the Space; None: as TRACKIO_SPACE_ID and TRACKIO_SERVER_URL say, else on this machine.
+    """
+
+    requires: ClassVar[tuple[str, str]] = ("trackio", "trackio")
+
+    def __init__(self, run: TrackedRun, *, project: str = "meshpar", space_id: str | None = None) -> None:
+        trackio: Any = need("trackio", extra="trackio")
+        self._folder = Path(trackio.utils.TRACKIO_DIR)
+        _check_room(self._folder)
+        called, facts = f"{run.name}-{run.id}", dict(run.facts)
+        self._run: Any = trackio.init(project, called, space_id=space_id, config=facts, resume="allow", embed=False)
+
+    def send(self, records: Sequence[Metrics]) -> None:
+        """Log every record at its step."""
+        _check_room(self._folder, self._run)
+        for record in records:
+            self._run.log(_values(record), step=int(record["step"]))
+
+    def close(self) -> None:
+        """Finish the Trackio run."""
+        self._run.finish()
+
+
+def _check_room(folder: Path, run: Any = None) -> None:  # noqa: ANN401 - of a tracker
+    """Raise OSError on a disk that is nearly full: W&B and Trackio raise no error for what they cannot write."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(folder).free < _ROOM:
+        if run is not None:
+            run.finish()  # writes what it has in memory
+        raise OSError(errno.ENOSPC, f"less than {_ROOM >> 20} MiB are free for the tracker", str(folder))
 
 
 @final

@@ -142,7 +142,7 @@ VALUES: dict[str, tuple[Any, str, Any]] = {
     "save_steps": (30, "checkpoint.every", 30),
     "save_total_limit": (2, "checkpoint.keep", 2),
     "load_best_model_at_end": ("true", "checkpoint.best", "val/loss"),
-    "report_to": ("[wandb, tensorboard]", "trackers", {"wandb": {}}),
+    "report_to": ("[wandb, trackio, tensorboard]", "trackers", {"trackio": {}, "wandb": {}}),
     "resume_from_checkpoint": ("true", "checkpoint.resume", "auto"),
     "run_name": ("mine", "name", "mine"),
     "dataloader_num_workers": (2, "data.workers", 2),

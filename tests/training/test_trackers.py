@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -19,7 +21,7 @@ import pytest
 
 from meshpar.core import registry
 from meshpar.core.errors import MeshparError
-from meshpar.training import TrackedRun, Trackers, tracking
+from meshpar.training import TrackedRun, Trackers, trackers, tracking
 from meshpar.training.tracking import commit_of
 from tests.support.patience import patient, until
 
@@ -162,7 +164,7 @@ def test_a_tracker_that_is_not_there_is_an_error_at_once(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MeshparError, match="pip install 'meshpar\\[wandb\\]'"):
         Trackers(tmp_path, {"wandb": {}})
-    assert set(registry.names("meshpar.trackers")) >= {"tensorboard", "wandb", "mlflow"}
+    assert set(registry.names("meshpar.trackers")) >= {"tensorboard", "wandb", "trackio", "mlflow"}
 
 
 def test_wandb_offline_has_records_config_and_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +196,33 @@ def test_wandb_without_a_key_warns_once_and_keeps_the_records(
     (warning,) = (text for record in caplog.records if "tracker" in (text := record.getMessage()))
     assert "W&B has no API key" in warning
     assert json.loads((tmp_path / "trackers" / "wandb.json").read_text())["sent"] == 0
+
+
+def test_trackio_has_records_config_and_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # which is read at the import
+    trackio = pytest.importorskip("trackio")
+    monkeypatch.setattr(tracking, "PATIENCE_S", 120.0)
+    for last in (2, 3):
+        board = Trackers(tmp_path, {"trackio": {"project": "lm"}}, step=last - 2, facts={"recipe": {"seed": 7}})
+        report(board, last - 1, last)
+        board.close()
+    (run,) = trackio.Api().runs("lm")
+    assert run.config["recipe"] == {"seed": 7} and run.name.startswith(f"{tmp_path.name}-")
+
+    def logged() -> list[tuple[int, dict[str, float]]]:
+        with sqlite3.connect(tmp_path / "trackio" / "lm.db") as store:
+            return [(step, json.loads(values)) for step, values in store.execute("SELECT step, metrics FROM metrics")]
+
+    assert logged() == [(step, {"train/loss": 1.0 / step}) for step in (1, 2, 2, 3)]
+    monkeypatch.setattr(trackers, "_ROOM", shutil.disk_usage(tmp_path).total)
+    board = Trackers(tmp_path, {"trackio": {"project": "lm"}}, step=3)
+    report(board, 4)
+    until(lambda: any("are free for the tracker" in record.getMessage() for record in caplog.records))
+    monkeypatch.setattr(trackers, "_ROOM", 0)
+    board.close()
+    assert [step for step, _ in logged()] == [1, 2, 2, 3, 4]
 
 
 @pytest.mark.nightly
