@@ -223,12 +223,7 @@ def teacher_plan_of(recipe: Recipe) -> Plan:
 
 def averages_of(recipe: Recipe, par: Parallelized) -> dict[str, Averaged]:
     """Return the averages of the weights, by name."""
-    made = {}
-    for name, section in recipe.averages.items():
-        options = dict(section)
-        device = {"host": "cpu", "device": None}[options.pop("keep_on")]
-        made[name] = par.averaged(**options, device=device)
-    return made
+    return {name: par.averaged(**dict(section)) for name, section in recipe.averages.items()}
 
 
 def evaluations_of(recipe: Recipe, par: Parallelized, tokenizer: object) -> dict[str, Evaluation]:

@@ -341,7 +341,7 @@ class AverageSection(Section):
         every: steps from one update to the next.
         after: number of first steps that are not averaged.
         dtype: dtype of the average.
-        keep_on: ``device``, or ``host`` memory, to which every update then copies the weights.
+        device: ``cpu``: host memory, to which every update then copies the weights; null: beside the weights.
         buffers: average floating-point buffers, such as the statistics of batch norm, too.
     """
 
@@ -350,7 +350,7 @@ class AverageSection(Section):
     every: Count = 1
     after: Annotated[int, Bound(ge=0)] = 0
     dtype: Dtype = torch.float32
-    keep_on: Literal["device", "host"] = "device"
+    device: Literal["cpu"] | None = None
     buffers: bool = False
 
 

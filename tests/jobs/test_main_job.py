@@ -442,7 +442,7 @@ def test_a_growing_batch_and_rates_by_depth_are_those_of_one_process(folder: Pat
 
 def test_averages_are_validated_resumed_on_another_mesh_and_exported(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    average = ("averages={ema: {decay: 0.5}, mean: {power: 0, after: 1, keep_on: host}}", "validation.weights=ema",
+    average = ("averages={ema: {decay: 0.5}, mean: {power: 0, after: 1, device: cpu}}", "validation.weights=ema",
                f"data.paths=[{folder / 'text.txt'}]", "training.validate_every=2", "optimizer.lr=0.01", "schedule.name=constant")  # fmt: skip
     whole = small(folder, f"output={folder / 'ema-whole'}", *average, "training.steps=4")
     assert launch(whole, 1, quiet=True) == 0
