@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, final
 
@@ -186,27 +187,17 @@ def _live(par: Parallelized, tokenizer: Tokenizer, length: int, batch: int) -> A
             return log_likelihoods(par, pairs, batch=batch)
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:  # noqa: ANN401
-            windows = [
-                [
-                    (None, *utils.make_disjoint_window(window))
-                    for window in utils.get_rolling_token_windows(
-                        token_list=tokenizer.encode(request.args[0]),
-                        prefix_token=self.prefix_token_id,
-                        max_seq_len=length,
-                        context_len=1,
-                    )
-                ]
-                for request in requests
-            ]
-            scores = iter(self._loglikelihood_tokens([window for text in windows for window in text]))
+            cut = partial(utils.get_rolling_token_windows, max_seq_len=length, context_len=1)
+            texts = (cut(tokenizer.encode(request.args[0]), self.prefix_token_id) for request in requests)
+            windows = [[*map(utils.make_disjoint_window, text)] for text in texts]
+            scores = iter(log_likelihoods(par, [window for text in windows for window in text], batch=batch))
             return [sum(next(scores)[0] for _ in text) for text in windows]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:  # noqa: ANN401
             answers = []
             for request in requests:
                 text, how = request.args
-                most = int(how.get("max_gen_toks", 256))
-                until = how.get("until") or []
+                most, until = int(how.get("max_gen_toks", 256)), how.get("until") or []
                 drawn = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
                 ids = tokenizer.encode(text)[-(length - most) :]
                 (made,) = generate(par, [ids], tokens=most, ends=[tokenizer.eos_id], temperature=drawn)

@@ -16,7 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -105,16 +106,13 @@ class Trackers:
         facts: Mapping[str, Any] | None = None,
         code: str | Path | None = None,
     ) -> None:
-        folder = Path(folder).absolute()
-        found = {called: usable(registry.TRACKERS, called) for called in trackers}
+        folder, known = Path(folder).absolute(), dict(facts or {})
+        made = {called: partial(usable(registry.TRACKERS, called), **trackers[called]) for called in trackers}
+        if code is not None:
+            known["commit"] = commit_of(Path(code))
         self._lines = JsonLines(folder / METRICS, step=step)
-
-        def make(called: str, id_: str, step: int) -> Tracker:
-            told = dict(facts or {}) | ({} if code is None else {"commit": commit_of(Path(code))})
-            run = TrackedRun(name=name or folder.name, id=id_, folder=folder, step=step, facts=told)
-            return found[called](run, **trackers[called])
-
-        self._senders = [_Sender(called, make, folder, step) for called in found]
+        run = TrackedRun(name=name or folder.name, id="", folder=folder, step=step, facts=known)
+        self._senders = [_Sender(called, make, run) for called, make in made.items()]
 
     def report(self, record: Metrics) -> None:
         """Write a record, which the trackers get within five seconds."""
@@ -149,18 +147,18 @@ class _Sender:
     since a request for each step would take the interpreter from the training.
     """
 
-    def __init__(self, name: str, make: Callable[[str, str, int], Tracker], folder: Path, step: int) -> None:
+    def __init__(self, name: str, make: Callable[[TrackedRun], Tracker], run: TrackedRun) -> None:
         self.ends = threading.Event()
-        self._name, self._make, self._step = name, make, step
-        self._lines, self._marker = folder / METRICS, folder / SENT / f"{name}.json"
+        self._name, self._make = name, make
+        self._lines, self._marker = run.folder / METRICS, run.folder / SENT / f"{name}.json"
         known: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             known = json.loads(self._marker.read_text(encoding="utf-8"))
-        self._id: str = known.get("id") or secrets.token_hex(4)
+        self._run = replace(run, id=known.get("id") or secrets.token_hex(4))
         # of a run that was set back, what is left was sent
         self._sent = min(int(known.get("sent", 0)), self._lines.stat().st_size)
         self._warned = False
-        self._thread = threading.Thread(target=self._run, name=f"meshpar-tracker-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._sends, name=f"meshpar-tracker-{name}", daemon=True)
         self._thread.start()
 
     def join(self, end: float) -> None:
@@ -169,7 +167,7 @@ class _Sender:
         if self._thread.is_alive():
             self._warn("it does not answer")
 
-    def _run(self) -> None:
+    def _sends(self) -> None:
         tracker: Tracker | None = None
         retry_s, last = _RETRY_S, False
         while not last:
@@ -177,12 +175,13 @@ class _Sender:
             try:
                 if tracker is None:
                     self._mark()  # so that a start after this one continues it
-                    tracker = self._make(self._name, self._id, self._step)
+                    tracker = self._make(self._run)
                 while taken := self._unsent():
                     records = [record for line in taken if (record := _record(line))]
                     if records:
                         tracker.send(records)
-                        self._step = max(self._step, *(int(record["step"]) for record in records))
+                        steps = (int(record["step"]) for record in records)
+                        self._run = replace(self._run, step=max(self._run.step, *steps))
                     self._sent += sum(map(len, taken))
                     self._mark()
                     retry_s = _RETRY_S
@@ -204,7 +203,7 @@ class _Sender:
     def _mark(self) -> None:
         self._marker.parent.mkdir(exist_ok=True)
         fresh = self._marker.with_suffix(".tmp")
-        fresh.write_text(json.dumps({"id": self._id, "sent": self._sent}), encoding="utf-8")
+        fresh.write_text(json.dumps({"id": self._run.id, "sent": self._sent}), encoding="utf-8")
         fresh.replace(self._marker)
 
     def _warn(self, why: str) -> None:
