@@ -118,10 +118,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make one step. Collective over the ranks that split a parameter.
-
-        Args:
-            closure: computes the loss and gradients again.
+        """Make one step, after ``closure``, if given, computed the loss and gradients again. Collective over the ranks
+        that split a parameter.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         matrices: list[tuple[Tensor, dict[str, Any]]] = []
@@ -270,16 +268,11 @@ def _sorted(
 
 
 def _check(muon: Mapping[str, Any], adamw: Mapping[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> None:
-    problems = [
-        f"{name} must be 0 or more, got {muon[name]}"
-        for name in ("lr", "weight_decay", "momentum")
-        if not muon[name] >= 0
-    ]
-    if not 0 < muon["ns_steps"] < 100:
-        problems.append(f"ns_steps must be from 1 to 99, got {muon['ns_steps']}")
+    wanted = [(name, muon[name] >= 0, "0 or more") for name in ("lr", "weight_decay", "momentum")]
+    wanted.append(("ns_steps", 0 < muon["ns_steps"] < 100, "from 1 to 99"))
     for name, words in (("adjust_lr_fn", (None, "original", "match_rms_adamw")), ("ns_dtype", _DTYPES)):
-        if muon[name] not in words:
-            problems.append(f"{name} must be one of {', '.join(map(str, words))}, got {muon[name]!r}")
+        wanted.append((name, muon[name] in words, f"one of {', '.join(map(str, words))}"))
+    problems = [f"{name} must be {what}, got {muon[name]!r}" for name, fits, what in wanted if not fits]
     for what, known, given in (
         ("adamw has", ("betas", "eps", "lr", "weight_decay"), adamw),
         ("groups have", sorted(_KNOWN), itertools.chain.from_iterable(groups.values())),

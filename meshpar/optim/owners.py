@@ -61,12 +61,10 @@ class Owners:
 
     Attributes:
         rank: this rank's place in the group.
-        size: number of ranks.
     """
 
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
-        self.ranks, self.group = tuple(ranks), group
-        self.rank, self.size = 0 if group is None else group.rank(), len(ranks)
+        self.ranks, self.group, self.rank = tuple(ranks), group, 0 if group is None else group.rank()
 
     def rounds(self, pieces: Sequence[Piece], most: int) -> list[Round]:
         """Return the matrices of each round: the largest first, round robin.
@@ -75,13 +73,13 @@ class Owners:
             pieces: all matrices, in the same order on every rank.
             most: elements that an owner gets in a round, except that a single matrix may be larger.
         """
-        found, load = list[Round](), [0] * self.size
+        found, load = list[Round](), [0] * len(self.ranks)
         # by the multiplications of one product
         for turn, piece in enumerate(sorted(pieces, key=lambda piece: -math.prod(piece.shape) * min(piece.shape))):
-            owner, elements = turn % self.size, math.prod(piece.shape)
+            owner, elements = turn % len(load), math.prod(piece.shape)
             if not found or (load[owner] and load[owner] + elements > most):
                 found.append([[] for _ in load])
-                load = [0] * self.size
+                load = [0] * len(load)
             found[-1][owner].append(piece)
             load[owner] += elements
         return found
@@ -104,7 +102,7 @@ class Owners:
             like: has the dtype of the parts, and the device of the exchange.
         """
         here, owned = self.rank, work[self.rank]
-        theirs = [[(piece, part) for piece in owned if (part := piece.of_rank(rank))] for rank in range(self.size)]
+        theirs = [[(piece, part) for piece in owned if (part := piece.of_rank(rank))] for rank in range(len(work))]
         mine = [[(piece, part) for piece in pieces if (part := piece.of_rank(here))] for pieces in work]
         to_me, to_owners = ([sum(_count(part) for _, part in parts) for parts in side] for side in (theirs, mine))
         came, going = (list(itertools.chain.from_iterable(side)) for side in (theirs, mine))

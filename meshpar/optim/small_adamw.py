@@ -28,6 +28,7 @@ SMALLEST = 4096
 """Elements of the smallest parameter whose moments are small; those of others, and of vectors, are in float32."""
 _CHUNK = 1 << 16  # elements whose moments are in float32 at a time: what stays in a core's cache
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_DTYPES = {"8bit": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @final
@@ -94,10 +95,8 @@ class SmallAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make one step. Collective over the ranks that hold parts of a row.
-
-        Args:
-            closure: computes the loss and gradients again.
+        """Make one step, after ``closure``, if given, computed the loss and gradients again. Collective over the ranks
+        that hold parts of a row.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         work = [
@@ -178,10 +177,9 @@ class _Parameter:
             self._blocks(key).copy_(largest)
 
     def _make(self) -> None:
-        dtype = {"8bit": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}[self.kind]
         self.state["step"] = 0
         for key in _MOMENTS:
-            self.state[key] = torch.zeros_like(self.parameter, dtype=dtype)
+            self.state[key] = torch.zeros_like(self.parameter, dtype=_DTYPES[self.kind])
             if self.kind == "8bit":
                 local_tensor(self.state[key]).fill_(_tree(key == "exp_avg").index(0.0))
                 *rows, columns = self.parameter.shape
