@@ -4,8 +4,8 @@
 
 A tracker works, or fails from a third of the steps on, until training has ended; then the cause is removed and the run
 is started again, with no step left, which sends the rest. Causes: a server that is killed (MLflow's own), a full disk
-(a small tmpfs, which requires root), a wrong key, a tracker that never answers. Cases need `tensorboard`, `wandb` and
-`mlflow` with its server, each where installed.
+(a small tmpfs, which requires root), a wrong key, a tracker that never answers. Cases need `tensorboard`, `wandb`,
+`trackio` and `mlflow` with its server, each where installed.
 
 Two trainers, one without trackers, run in turn on the first core: 40 steps of one, then 40 of the other; the one that
 waits is stopped, with all its threads (SIGSTOP). Servers, and all processes that a tracker starts, are pinned to the
@@ -26,6 +26,7 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -211,6 +212,33 @@ class LockedWandB(WandB):
 
     def repair(self) -> None:
         self.trackers["wandb"] = {"mode": "offline"}
+
+
+class Trackio(Case):
+    """Trackio on this machine."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self.home, self.trackers = folder, folder / "trackio", {"trackio": {}}
+        os.environ["TRACKIO_DIR"] = str(self.home)
+
+    def arrived(self) -> int:
+        steps = set[int]()
+        for path in self.home.glob("*.db"):
+            with sqlite3.connect(path) as store:
+                steps |= {step for (step,) in store.execute("SELECT step FROM metrics")}
+        return len(steps)
+
+
+class FullTrackio(Trackio):
+    """Trackio, whose disk is full but for 1 MiB."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        super().__init__(folder, stack)
+        self.disk = Disk(self.home, stack, size="64m")
+        self.repair = self.disk.free  # type: ignore[method-assign]
+
+    def fail(self) -> None:
+        self.disk.fill(1 << 20)
 
 
 class MLflow(Case):
@@ -441,7 +469,8 @@ def in_turn(names: Sequence[str], steps: int) -> list[dict[str, Any]]:
             if not os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1]):
                 left.remove(process)
     outputs = [process.communicate()[0] for process in started]
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+    # Trackio prints, too
+    return [json.loads(output[output.rindex('{"losses"') :].splitlines()[0]) for output in outputs]
 
 
 def cases() -> dict[str, type[Case]]:
@@ -453,6 +482,8 @@ def cases() -> dict[str, type[Case]]:
     if importlib.util.find_spec("wandb"):
         found |= {"W&B offline": WandB} | ({"W&B offline, disk full": FullWandB} if root else {})
         found |= {"W&B online, bad key": LockedWandB}
+    if importlib.util.find_spec("trackio"):
+        found |= {"Trackio": Trackio} | ({"Trackio, disk full": FullTrackio} if root else {})
     if importlib.util.find_spec("mlflow") and importlib.util.find_spec("flask"):
         found |= {"MLflow": MLflow, "MLflow, server killed": KilledMLflow, "MLflow, bad key": LockedMLflow}
         found |= {"MLflow, server's disk full": FullMLflow} if root else {}
