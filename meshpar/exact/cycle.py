@@ -355,7 +355,8 @@ class Cycle:
             return
         self._shared.end_step()
         unused = self._units.take_filled() + ([] if self.whole is None else self.whole.reduce())
-        if self.agreement is not None and any(parameter.grad is not None for parameter in self.module.parameters()):
+        held = self.module.parameters() if self._units.modules else self.placed.parameters
+        if self.agreement is not None and any(parameter.grad is not None for parameter in held):
             self.agreement.gradients(unused)
         self._hooks.refuse_unused(unused)
         self._hooks.run()
