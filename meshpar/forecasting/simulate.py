@@ -33,6 +33,7 @@ from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import Batch, Loss, axis_groups, record_step, summed_token_loss
 from meshpar.forecasting.trace import Collective, Trace
 from meshpar.passes.applied import applied
+from meshpar.passes.pipeline.messages import Header
 from meshpar.placements import local_tensor
 from meshpar.plan import Plan
 from meshpar.state import initialize
@@ -257,7 +258,7 @@ def run(job: Simulation) -> Trace:
     stages = stages_of(job.plan)
     if stages == 1:
         return _run(job, {})
-    stride, forms, traces = job.world_size // stages, dict[Any, list[int]](), list[Trace]()
+    stride, forms, traces = job.world_size // stages, dict[Any, Header](), list[Trace]()
     for stage in range(stages):
         one = replace(job, rank=stage * stride + job.rank % stride, model=copy.deepcopy(job.model))
         traces.append(_run(one, forms))
@@ -271,7 +272,7 @@ def stages_of(plan: Plan) -> int:
     return math.prod(plan.mesh.axes.get(axis, 1) for axis in axes)
 
 
-def _run(job: Simulation, forms: dict[Any, list[int]]) -> Trace:
+def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
     """Simulate one rank. ``forms``: of what stages send each other, which earlier stages find and later ones get."""
     from meshpar.training.optimizer import AdamWSettings, build_adamw
 
@@ -287,7 +288,7 @@ def _run(job: Simulation, forms: dict[Any, list[int]]) -> Trace:
     ):
         par = plan.apply(job.model, job.layout, device_type=device.NAME)
         if (layers := applied(par.module).layers) is not None:
-            layers.supposed = forms
+            layers.edges.supposed = forms
         initialize.allocate(par.module, par.device, par.home)
         private.settle(par, job.device)
         par.module.train()

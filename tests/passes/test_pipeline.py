@@ -347,7 +347,7 @@ def test_a_stage_alone_is_refused_and_a_model_is_examined_once():
 @on_ranks(2)
 def test_hooks_of_the_last_block_of_a_stage_run_in_each_backward():
     par, seen = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()), []
-    for block in applied(par.module).layers._chunks[0].blocks:
+    for block in applied(par.module).layers.edges._chunks[0].blocks:
         block.register_full_backward_hook(lambda *given: seen.append(given))
     par.backward(batches(0), scaled_loss(0.1))
     assert len(seen) == 2 * len(batches(0))
@@ -565,7 +565,7 @@ def failing(par, place):
             raise KeyError("a block is at fault")
 
     if layers.rank == 1 and place in ("block", "backward"):
-        block = layers._chunks[-1].blocks[0]
+        block = layers.edges._chunks[-1].blocks[0]
         hooks = [block.register_forward_pre_hook(fail) if place == "block" else block.register_full_backward_hook(fail)]
     try:
         if place == "evaluation":
@@ -712,6 +712,40 @@ def test_what_a_model_computes_between_blocks_is_its_own_for_values_of_any_form(
         torch.testing.assert_close(total, sum(losses).detach())
     for name, parameter in par.module.named_parameters():
         torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, msg=name)
+
+
+class WrittenBetween(Cut):
+    """Write into what blocks return."""
+
+    def forward(self, ids, rows=4):
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden).tanh_()
+        return self.head(hidden)
+
+
+@on_ranks(2)
+def test_models_that_write_into_what_their_blocks_return_are_refused():
+    par = Plan("pp=2", [PipelineParallel()]).apply(WrittenBetween(), ModelLayout(blocks=("layers.*",)))
+    mine = [{"ids": torch.full((2, 8), 3)}] * 4
+    said = r"writes into what a block returns" if dist.get_rank() == 0 else r"written-to tensor|in-place operation"
+    for run in (par.forward, par.backward):
+        with pytest.raises((MeshparError, RuntimeError), match=said):
+            run(mine, lambda module, batch: module(**batch).square().sum())
+        par.module.zero_grad()
+
+
+@on_ranks(2)
+def test_stages_hold_no_message_that_has_arrived():
+    """In 1F1B the first of two stages has at most two values on their way, and none at the end."""
+    par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]())
+    layers, held = applied(par.module).layers, []
+    sent = layers.edges.messages.sent
+    layers.begins = lambda action: held.append(max(map(len, sent.values())))
+    par.backward(batches(0, number=7), scaled_loss(0.1))
+    assert max(held) == (1 if dist.get_rank() else 2) and not any(sent.values())
+    par.forward(batches(0), scaled_loss(0.1))
+    assert not any(sent.values())
 
 
 @on_ranks(2)

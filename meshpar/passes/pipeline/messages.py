@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, final
 
@@ -18,10 +18,8 @@ from meshpar.core.errors import MeshparError, first_line
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMS = 6
-_HEADER = 5  # numbers before the sizes
-HEADER_SIZE = _HEADER + _MOST_DIMS
-_FORM = 3  # of the numbers, the first say with the sizes what a value is
-FAILED = -1  # the first number where an error came before the value, and no value comes
+_FORM = 2 + _MOST_DIMS  # numbers that say what a value is
+FAILED = -2  # in the place of a width
 FORTH, BACK = 0, 1  # tags of messages, of which two ranks may exchange both kinds in one direction
 TAGGED = ("gloo", "fake")  # backends that keep messages of different tags apart
 _ALIKE_S = 10.0  # in which an error comes on all ranks of a stage, if it does
@@ -30,6 +28,44 @@ _ALONE = "meshpar/failed alone"  # where the ranks' store says which rank failed
 
 class LostError(MeshparError):
     """Raised where the rank of another stage has ended or does not come: nothing can be exchanged any more."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What travels before the values of a micro-batch.
+
+    Attributes:
+        width: number of further values of a block, which do not travel; -1: a block returns the value alone;
+            :data:`FAILED`: an error came before the values, and none comes.
+        number: of the micro-batch.
+        stage: that sends it.
+        forms: dtype and shape of each value.
+    """
+
+    width: int
+    number: int
+    stage: int
+    forms: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+    @staticmethod
+    def size(values: int) -> int:
+        """Return how many numbers tell of so many values."""
+        return 3 + values * _FORM
+
+    def numbers(self, values: int) -> list[int]:
+        """Return the numbers that tell of so many values."""
+        found = [self.width, self.number, self.stage]
+        for dtype, shape in self.forms:
+            found += [DTYPES.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
+        return found + [0] * (self.size(values) - len(found))
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> Header:
+        """Return the header of :meth:`numbers`."""
+        width, number, stage, *rest = numbers
+        every = (rest[at : at + _FORM] for at in range(0, len(rest), _FORM))
+        return cls(width, number, stage, tuple((DTYPES[kind], tuple(sizes[:dims])) for kind, dims, *sizes in every))
 
 
 @final
@@ -43,14 +79,14 @@ class Messages:
 
     Attributes:
         awaited: says for which stage this rank waits; empty where it does not.
+        sent: messages that are on their way by their tags, the first that was sent first.
     """
 
     def __init__(self, group: dist.ProcessGroup, chunks: int, doing: Callable[[], str]) -> None:
         self._chunks, self._doing, self.awaited = chunks, doing, ""
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._lanes = _lanes(group, both_ways=self._ranks == 2 and chunks > 1)
-        # On their way by their tags, the first that was sent first.
-        self._sent: dict[int, list[list[tuple[dist.Work, Tensor]]]] = {FORTH: [], BACK: []}
+        self.sent: dict[int, list[list[tuple[dist.Work, Tensor]]]] = {FORTH: [], BACK: []}
 
     def exchanged(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what an exchange with other stages returns.
@@ -82,83 +118,26 @@ class Messages:
             work = self.exchanged(dist.isend, value, group=lane, group_dst=stage % self._ranks, tag=tag)
             assert work is not None, "this rank is in the group"
             works.append((work, value))
-        self._sent[tag].append(works)
+        self.sent[tag].append(works)
         # A neighbour is behind by as many micro-batches as there are stages. A gradient it takes before it needs
         # anything else of this rank, unless each has several stages.
         self._settle(tag, 1 if tag == BACK and self._chunks == 1 else (self._ranks + 1) * self._chunks)
 
     def settle_first(self, tag: int) -> None:
         """Wait until the first of the messages that are on their way has arrived."""
-        self._settle(tag, max(0, len(self._sent[tag]) - 1))
+        self._settle(tag, max(0, len(self.sent[tag]) - 1))
 
     def settle_all(self) -> None:
         """Wait until all messages have arrived."""
-        for tag in self._sent:
+        for tag in self.sent:
             self._settle(tag, 0)
 
     def _settle(self, tag: int, most: int) -> None:
         """Wait until at most so many messages are on their way."""
-        sent = self._sent[tag]
+        sent = self.sent[tag]
         while len(sent) > most:
             for work, _ in sent.pop(0):
                 self.exchanged(work.wait)
-
-
-def header_of(value: Tensor | None, width: int, number: int, stage: int) -> list[int]:
-    """Return the numbers that travel with a value: what it is, and of which micro-batch and stage.
-
-    Args:
-        value: of a few dims; None: an error came before it.
-        width: number of further values of a block, which do not travel; -1: a block returns the value alone.
-        number: of the micro-batch.
-        stage: that sends it.
-    """
-    form = (FAILED, 0, 0) if value is None else (DTYPES.index(value.dtype), width, value.ndim)
-    shape = () if value is None else value.shape
-    return [*form, number, stage, *shape, *[0] * (_MOST_DIMS - len(shape))]
-
-
-def origin_of(header: Sequence[int]) -> tuple[int, ...]:
-    """Return the micro-batch and the stage of a value."""
-    return tuple(header[_FORM:_HEADER])
-
-
-def form_of(header: Sequence[int]) -> tuple[int, ...]:
-    """Return what a value is: two of one form need the same room."""
-    return *header[:_FORM], *shape_of(header)
-
-
-def shape_of(header: Sequence[int]) -> list[int]:
-    """Return the shape of a value."""
-    return list(header[_HEADER : _HEADER + header[2]])
-
-
-def packed(value: Tensor, header: Tensor) -> Tensor:
-    """Return the bytes of a value and the header behind it."""
-    whole = torch.empty(_up(value.nbytes) + header.nbytes, dtype=torch.uint8, device=value.device)
-    whole[: value.nbytes].view(value.dtype).view(value.shape).copy_(value)
-    whole[_up(value.nbytes) :].view(header.dtype).copy_(header)
-    return whole
-
-
-def room_for(header: Sequence[int], device: torch.device) -> Tensor:
-    """Return room for a packed value of this header's form."""
-    return torch.empty(_up(_nbytes(header)) + 8 * len(header), dtype=torch.uint8, device=device)
-
-
-def unpacked(whole: Tensor, header: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return a packed value of this header's form, and its own header."""
-    size = _nbytes(header)
-    return whole[:size].view(DTYPES[header[0]]).view(shape_of(header)).detach(), whole[_up(size) :].view(torch.int64)
-
-
-def _nbytes(header: Sequence[int]) -> int:
-    return math.prod(shape_of(header)) * DTYPES[header[0]].itemsize
-
-
-def _up(size: int) -> int:
-    """Return the next number of bytes at which a header may begin."""
-    return -(-size // 8) * 8
 
 
 def _lanes(group: dist.ProcessGroup, *, both_ways: bool) -> dict[tuple[int, int], dist.ProcessGroup]:

@@ -20,7 +20,8 @@ from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Role, Stage
 from meshpar.passes.applied import applied
 from meshpar.passes.pipeline.cuts import Anatomy, blocks_in_line, check_stages, even_cuts, examine
-from meshpar.passes.pipeline.running import Chunk, Layers
+from meshpar.passes.pipeline.edges import Chunk
+from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.schedule import SCHEDULES
 from meshpar.passes.pipeline.stand_ins import (
     BlockStandIn,
@@ -154,9 +155,9 @@ class PipelineParallel(Pass):  # type: ignore[override]
         )
         kept_here = {*dict(module.named_parameters(remove_duplicate=False)), *_stored_buffers(module)}
         applied(module).elsewhere = _shapes({name: one for name, one in before.items() if name not in kept_here})
-        layers.end_early()
+        layers.edges.end_early()
         applied(module).layers = layers
-        applied(module).outermost.append(layers.install)
+        applied(module).outermost.append(layers.edges.install)
 
     def _firsts(self, anatomy: Anatomy, stages: int) -> list[int]:
         if self.stages is not None:

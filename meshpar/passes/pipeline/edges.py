@@ -1,0 +1,368 @@
+"""The edges of a stage inside of the model's own forward: what comes from the stage before, in the place of the last of
+its blocks, and what goes to the stage behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshpar._torch.calls import eager, enter_by
+from meshpar.core.errors import MeshparError
+from meshpar.passes.installed import set_forward
+from meshpar.passes.pipeline.cuts import Result
+from meshpar.passes.pipeline.messages import BACK, FAILED, FORTH, Header, Messages
+from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, TailStandIn, with_result
+
+
+class StageEndsError(BaseException):
+    """Leave a loss function whose module has handed its value to the next stage; no error, and nothing to catch."""
+
+
+class FailedBeforeError(Exception):
+    """Raised in a micro-batch that an error ended on an earlier stage, which tells of it at the end of the step."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Blocks of one rank that follow one another.
+
+    Attributes:
+        blocks: modules, in the order of their calls.
+        before: the stand-in of the block before the first of them, in whose place the value comes that another stage
+            hands on: what the model computes between two blocks is then computed by the second one's stage.
+        takes: what comes beside that value.
+        gives: what goes to the next stage beside the value of the last block.
+    """
+
+    blocks: tuple[nn.Module, ...]
+    before: nn.Module | None
+    takes: tuple[Result, ...]
+    gives: tuple[Result, ...]
+
+
+@final
+class Edges:
+    """The edges of this rank's stages.
+
+    Args:
+        module: the outermost module.
+        chunks: of this rank's blocks: stage ``chunk * ranks + rank`` of the model.
+        tail: this rank's modules behind the last block.
+        group: the ranks that have the stages.
+        carried: the form of the value that passes from block to block, which the stand-ins return.
+        doing: see :class:`Messages`.
+        fail: is called with an error that ends an action.
+
+    Attributes:
+        device: on which the stages compute.
+        chunk: that runs.
+        number: of the micro-batch that runs.
+        arrived: the value that the stage before has handed on, and what came beside it.
+        left: likewise to the next stage; the loss on the last one.
+        calls: of the module in the forward that runs.
+        takes: the action that runs has something to receive.
+        sends: it has something to send.
+        failed: an error has ended an action of this step.
+        supposed: headers of what a simulated rank gets, by their results, as the stages before have filled them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        chunks: Sequence[Chunk],
+        tail: Sequence[nn.Module],
+        group: dist.ProcessGroup,
+        carried: Carried,
+        doing: Callable[[], str],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self._module, self._chunks, self._tail, self._carried, self._fail = module, chunks, tail, carried, fail
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.messages = Messages(group, len(chunks), doing)
+        self.device, self.chunk, self.number = torch.device("cpu"), 0, 0
+        self.arrived, self.left = list[Tensor](), list[Tensor]()
+        self.calls, self._runs, self.takes, self.sends, self.failed = 0, False, False, False, False
+        self._results = dict[Result, Tensor]()  # of the forward that runs, which later stages need
+        self._header: Header | None = None  # of what comes in it
+        self._versions = list[int]()  # of what it has handed on
+        self.supposed: dict[Result | None, Header] | None = None
+
+    @property
+    def stage(self) -> int:
+        """The stage that runs: the number of stages before it."""
+        return self.chunk * self.ranks + self.rank
+
+    @property
+    def last(self) -> int:
+        """The stage with the last blocks, which has the loss."""
+        return self.ranks * len(self._chunks) - 1
+
+    def begin(self, chunk: int, number: int) -> None:
+        """Begin a forward."""
+        self.chunk, self.number = chunk, number
+        self.arrived, self.left, self._results, self._header, self.calls = [], [], {}, None, 0
+        self.takes, self.sends = self.stage > 0, self.stage < self.last
+
+    def forward(self, function: Callable[[nn.Module, Any], Any], batch: object) -> Any:
+        """Return what a function of the module and a micro-batch returns; None where it ends with the stage."""
+        self._runs, self._carried.device = True, self.device
+        try:
+            return function(self._module, batch)
+        except StageEndsError:
+            if any(value._version != version for value, version in zip(self.left, self._versions, strict=True)):
+                raise MeshparError(
+                    "the model writes into what a block returns, which is on its way to the next stage; let it compute "
+                    "a new tensor there, such as by hidden = hidden * scale"
+                ) from None
+            return None
+        finally:
+            self._runs, self._carried.device = False, None
+
+    def pass_forth(self) -> None:
+        """Exchange what a forward that an error has ended has yet to."""
+        if self.takes:
+            with suppress(FailedBeforeError):
+                self._arrive()
+        if self.sends:
+            self._send(None)
+
+    def begin_back(self, chunk: int, number: int, arrived: list[Tensor], left: list[Tensor]) -> None:
+        """Begin a backward of what a forward took and handed on; a micro-batch that failed has handed on nothing, for
+        which no gradient comes.
+        """
+        self.chunk, self.number, self.arrived, self.left = chunk, number, arrived, left
+        self.takes, self.sends = bool(left) and self.stage < self.last, bool(arrived)
+
+    def backward(self) -> None:
+        """Run a backward."""
+        grads: Sequence[Tensor | None] = [None] * len(self.left)
+        if self.takes:
+            grads = self._gradients()
+            self.messages.settle_first(FORTH)  # the value came there, and those before it
+        if trained := [(value, grad) for value, grad in zip(self.left, grads, strict=True) if value.requires_grad]:
+            torch.autograd.backward([value for value, _ in trained], [grad for _, grad in trained])
+        self.pass_back()
+
+    def pass_back(self) -> None:
+        """Exchange what a backward has yet to."""
+        if self.takes:
+            self._gradients()
+        if self.sends:
+            back = [torch.zeros_like(value) if value.grad is None else value.grad for value in self.arrived]
+            self.messages.send([grad.contiguous() for grad in back], self.stage - 1, BACK)
+            self.sends = False
+        self.arrived, self.left = [], []
+
+    def _gradients(self) -> list[Tensor]:
+        grads = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in self.left]
+        for grad in grads:
+            self.messages.receive(grad, self.stage + 1, BACK)
+        self.takes = False
+        return grads
+
+    def end_early(self) -> None:
+        """Let the model fail where it computes with stand-ins behind the value that is handed on: a loss inside it
+        finds no logits there. Other passes see the forward return.
+        """
+        forward = self._module.forward
+
+        def until_handed_on(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except Exception:
+                if not self._runs or self.stage == self.last or not self.left or self.failed:
+                    raise
+                return self.left[0].detach()
+
+        set_forward(self._module, until_handed_on)
+
+    def install(self) -> None:
+        """Put the exchange around what the passes behind this one, and the guards, have put on the module."""
+        module: Any = self._module
+        inner = module._call_impl
+
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            if not self._runs:
+                raise refused()
+            self.calls += 1
+            if self.calls > 1:
+                raise MeshparError(
+                    "the module is called twice for one micro-batch, and stages hand on one value of each; join the "
+                    "inputs of both calls along the samples"
+                )
+            if self.stage:
+                self._announced()
+            output = inner(*args, **kwargs)
+            if self.stage < self.last:
+                raise StageEndsError
+            return output
+
+        enter_by(module, enter)
+        blocks = {block for chunk in self._chunks for block in chunk.blocks}
+        for child in module.modules():
+            if child is not module and child not in blocks and blocks.intersection(child.modules()):
+                self._tells_of_hooks(child)
+        for place, chunk in enumerate(self._chunks):
+            if chunk.before is not None:
+                chunk.before.register_forward_hook(partial(self._take, place))
+            for block in chunk.blocks if len(self._chunks) > 1 else ():
+                self._only_in(place, block, BlockStandIn(self._carried, block))
+        crossing = dict.fromkeys(result for chunk in self._chunks for result in (*chunk.takes, *chunk.gives))
+        for name in dict.fromkeys(result.module for result in crossing):
+            self._carries(module.get_submodule(name), [result for result in crossing if result.module == name])
+        for place, chunk in enumerate(self._chunks):
+            if place < len(self._chunks) - 1 or self.rank < self.ranks - 1:
+                self._hands_on(place, chunk.blocks[-1])
+        for child in self._tail if len(self._chunks) > 1 else ():
+            self._only_in(len(self._chunks) - 1, child, TailStandIn())
+        for child in self._module.modules():
+            if isinstance(child, TailStandIn):  # its hooks run on the last stage, which tells of their errors
+                self._only_in(-1, child, child)
+
+    def _tells_of_hooks(self, parent: nn.Module) -> None:
+        """Remember an error of a module's forward hooks, which would look like one of what runs on stand-ins."""
+        inner, ran = _calls_of(parent), list[bool]()
+        parent.register_forward_hook(lambda *_: ran.append(True), prepend=True)
+
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            ran.clear()
+            try:
+                return inner(*args, **kwargs)
+            except Exception as error:
+                if self._runs and ran:
+                    self._fail(error)
+                raise
+
+        enter_by(parent, enter)
+
+    def _carries(self, child: nn.Module, results: Sequence[Result]) -> None:
+        """Keep results of a module for later stages, or return those that earlier ones have sent."""
+        inner, writes = _calls_of(child), getattr(child, "written", False)
+
+        @eager
+        def carried(output: Any) -> Any:
+            chunk, came = self._chunks[self.chunk], dict[int, Tensor]()
+            values = output if isinstance(output, tuple | list) else [output]
+            for result in results:
+                if result in chunk.takes:
+                    value = self._results[result] = self._arrive()[1 + chunk.takes.index(result)]
+                    came[result.place] = value.clone() if writes else value
+                elif result in chunk.gives and result.place < len(values) and isinstance(values[result.place], Tensor):
+                    self._results[result] = values[result.place]
+            return with_result(output, came)
+
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            output = inner(*args, **kwargs)
+            return carried(output) if self._runs else output
+
+        enter_by(child, enter)
+
+    def _hands_on(self, chunk: int, block: nn.Module) -> None:
+        """Send what a block returns, with its hooks, of which those of a backward need all of its call."""
+        inner = _calls_of(block)
+
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            output = inner(*args, **kwargs)
+            if self._runs and self.chunk == chunk:
+                self._hand_on(output)
+            return output
+
+        enter_by(block, enter)
+
+    def _only_in(self, chunk: int, child: nn.Module, otherwise: nn.Module) -> None:
+        """Let a stand-in answer a module's calls in forwards of other chunks; nothing gathers its weights then."""
+        inner = _calls_of(child)
+
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            return (otherwise.forward if self._runs and self.chunk != chunk else inner)(*args, **kwargs)
+
+        enter_by(child, enter)
+
+    def _announced(self) -> Header:
+        """Return what comes from the stage before, which tells the stand-ins of earlier blocks what to return."""
+        if self._header is None:
+            results = (None, *self._chunks[self.chunk].takes)
+            numbers = torch.empty(Header.size(len(results)), dtype=torch.int64, device=self.device)
+            self.messages.receive(numbers, self.stage - 1, FORTH)
+            if self.supposed is None:
+                header = Header.of_numbers(numbers.tolist())
+                if header.width == FAILED:
+                    self.takes, error = False, FailedBeforeError()
+                    self._fail(error)
+                    raise error
+                assert (header.number, header.stage) == (self.number, self.stage - 1), "values come in their order"
+            else:
+                one = self.supposed[None]
+                every = [self.supposed.get(result, one).forms[0] for result in results]
+                header = replace(one, forms=tuple(every))
+            self._header = header
+            self._carried.dtype, self._carried.width = header.forms[0][0], header.width
+        return self._header
+
+    def _arrive(self) -> list[Tensor]:
+        """Return what the stage before hands on, received where it is asked for first."""
+        if not self.arrived:
+            found = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in self._announced().forms]
+            for value in found:
+                self.messages.receive(value, self.stage - 1, FORTH)
+            self.takes = False
+            self.arrived = [value.requires_grad_() for value in found] if torch.is_grad_enabled() else found
+        return self.arrived
+
+    @eager
+    def _take(self, chunk: int, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Return what the stage before has handed on, as the stand-in of its last block returns it."""
+        if not self._runs or self.chunk != chunk:
+            return output
+        return with_result(output, {0: self._arrive()[0]})
+
+    @eager
+    def _hand_on(self, output: Any) -> None:
+        value = output[0] if isinstance(output, tuple | list) else output
+        gives = self._chunks[self.chunk].gives
+        if lacking := [result for result in gives if result not in self._results]:
+            raise MeshparError(
+                f"{lacking[0].module} has not returned what ModelLayout.carries says, a tensor that later blocks use, "
+                "in this micro-batch; use a mesh without pp for it"
+            )
+        self.left, self._carried.width = [value], len(output) - 1 if isinstance(output, tuple | list) else -1
+        self.left += [self._results[result] for result in gives]
+        self._versions = [one._version for one in self.left]
+        self._send([one.detach().contiguous() for one in self.left])
+
+    def _send(self, values: Sequence[Tensor] | None) -> None:
+        """Send to the next stage the value of a block and what goes with it; None: an error came before them."""
+        gives = self._chunks[self.chunk].gives
+        forms = tuple((value.dtype, tuple(value.shape)) for value in values or ())
+        header = Header(FAILED if values is None else self._carried.width, self.number, self.stage, forms)
+        if self.supposed is not None:
+            self.supposed |= {
+                result: replace(header, forms=(form,)) for result, form in zip((None, *gives), forms, strict=True)
+            }
+        numbers = torch.tensor(header.numbers(1 + len(gives)), device=self.device)
+        self.messages.send([numbers, *(values or ())], self.stage + 1, FORTH)
+        self.sends = False
+
+
+def _calls_of(module: Any) -> Callable[..., Any]:
+    """Return what runs a module's calls, to be put into another call."""
+    inner: Callable[..., Any] = module._compiled_call_impl or module._call_impl
+    module._compiled_call_impl = None
+    return inner
+
+
+def refused() -> MeshparError:
+    """Return the error for a call of the module that no stage can run alone."""
+    return MeshparError(
+        "the module is called, and this rank has a part of its layers; run a step by par.backward(micro_batches, loss) "
+        "and an evaluation by par.forward(micro_batches, function)"
+    )
