@@ -187,10 +187,13 @@ def tell_alone(cause: str) -> str:
 
 def all_fail(where: str, ranks: int) -> bool:
     """Return whether so many ranks fail at the same place within seconds."""
+    if ranks == 1:
+        return True
     with suppress(RuntimeError):
         store, until = default_store(), time.monotonic() + _ALIKE_S
-        mine = store.add(f"meshpar/failed/{where}", 1)
-        while store.add(f"meshpar/failed/{where}", 0) < mine + -mine % ranks:
+        failed = f"meshpar/failed/{ranks} ranks/{where}"  # plans over other numbers of stages count for themselves
+        mine = store.add(failed, 1)
+        while store.add(failed, 0) < mine + -mine % ranks:
             if time.monotonic() > until:
                 return False
             time.sleep(0.02)
