@@ -92,7 +92,9 @@ class Edges:
         self.arrived, self.left = list[Tensor](), list[Tensor]()
         self.calls, self._runs, self.takes, self.sends, self.failed = 0, False, False, False, False
         self._results = dict[Result, Tensor]()  # of the forward that runs, which later stages need
-        self._header: Header | None = None  # of what comes in it
+        self._key: Any = None  # the chunk and the form of the micro-batch
+        # Headers of the last values that came and went in a chunk for a micro-batch of one form.
+        self._got, self._given = dict[Any, Header](), dict[Any, Header]()
         self._versions = list[int]()  # of what it has handed on
         self.supposed: dict[Result | None, Header] | None = None
 
@@ -106,10 +108,10 @@ class Edges:
         """The stage with the last blocks, which has the loss."""
         return self.ranks * len(self._chunks) - 1
 
-    def begin(self, chunk: int, number: int) -> None:
-        """Begin a forward."""
-        self.chunk, self.number = chunk, number
-        self.arrived, self.left, self._results, self._header, self.calls = [], [], {}, None, 0
+    def begin(self, chunk: int, number: int, form: object) -> None:
+        """Begin a forward of a micro-batch that has tensors of these shapes."""
+        self.chunk, self.number, self._key = chunk, number, (chunk, form)
+        self.arrived, self.left, self._results, self.calls = [], [], {}, 0
         self.takes, self.sends = self.stage > 0, self.stage < self.last
 
     def forward(self, function: Callable[[nn.Module, Any], Any], batch: object) -> Any:
@@ -131,7 +133,7 @@ class Edges:
         """Exchange what a forward that an error has ended has yet to."""
         if self.takes:
             with suppress(FailedBeforeError):
-                self._arrive()
+                self._receive()
         if self.sends:
             self._send(None)
 
@@ -200,7 +202,7 @@ class Edges:
                     "inputs of both calls along the samples"
                 )
             if self.stage:
-                self._announced()
+                self._receive()
             output = inner(*args, **kwargs)
             if self.stage < self.last:
                 raise StageEndsError
@@ -254,7 +256,7 @@ class Edges:
             values = output if isinstance(output, tuple | list) else [output]
             for result in results:
                 if result in chunk.takes:
-                    value = self._results[result] = self._arrive()[1 + chunk.takes.index(result)]
+                    value = self._results[result] = self.arrived[1 + chunk.takes.index(result)]
                     came[result.place] = value.clone() if writes else value
                 elif result in chunk.gives and result.place < len(values) and isinstance(values[result.place], Tensor):
                     self._results[result] = values[result.place]
@@ -287,43 +289,45 @@ class Edges:
 
         enter_by(child, enter)
 
-    def _announced(self) -> Header:
-        """Return what comes from the stage before, which tells the stand-ins of earlier blocks what to return."""
-        if self._header is None:
-            results = (None, *self._chunks[self.chunk].takes)
+    def _receive(self) -> None:
+        """Receive what the stage before hands on, of which the stand-ins of its blocks learn what to return.
+
+        The header comes behind values of the form that it had for the last micro-batch of this form, in one message
+        with them, or else before them.
+        """
+        results, numbers = (None, *self._chunks[self.chunk].takes), torch.Tensor()
+        known, found = self._got.get(self._key), list[Tensor]()
+        if self.supposed is not None:
+            one = self.supposed[None]
+            known = replace(one, forms=tuple(self.supposed.get(result, one).forms[0] for result in results))
+        if known is None:
             numbers = torch.empty(Header.size(len(results)), dtype=torch.int64, device=self.device)
             self.messages.receive(numbers, self.stage - 1, FORTH)
-            if self.supposed is None:
-                header = Header.of_numbers(numbers.tolist())
-                if header.width == FAILED:
-                    self.takes, error = False, FailedBeforeError()
-                    self._fail(error)
-                    raise error
-                assert (header.number, header.stage) == (self.number, self.stage - 1), "values come in their order"
-            else:
-                one = self.supposed[None]
-                every = [self.supposed.get(result, one).forms[0] for result in results]
-                header = replace(one, forms=tuple(every))
-            self._header = header
-            self._carried.dtype, self._carried.width = header.forms[0][0], header.width
-        return self._header
-
-    def _arrive(self) -> list[Tensor]:
-        """Return what the stage before hands on, received where it is asked for first."""
-        if not self.arrived:
-            found = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in self._announced().forms]
+        else:
+            whole, found, numbers = known.room(self.device)
+            self.messages.receive(whole, self.stage - 1, FORTH)
+        header = known
+        if header is None or self.supposed is None:
+            header = Header.of_numbers(numbers.tolist())
+            if header.width == FAILED:
+                self.takes, error = False, FailedBeforeError()
+                self._fail(error)
+                raise error
+            assert (header.number, header.stage) == (self.number, self.stage - 1), "values come in their order"
+        if known is None or header.forms != known.forms:
+            found = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in header.forms]
             for value in found:
                 self.messages.receive(value, self.stage - 1, FORTH)
-            self.takes = False
-            self.arrived = [value.requires_grad_() for value in found] if torch.is_grad_enabled() else found
-        return self.arrived
+        self._got[self._key], self.takes = header, False
+        self._carried.dtype, self._carried.width = header.forms[0][0], header.width
+        self.arrived = [value.requires_grad_() for value in found] if torch.is_grad_enabled() else found
 
     @eager
     def _take(self, chunk: int, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return what the stage before has handed on, as the stand-in of its last block returns it."""
         if not self._runs or self.chunk != chunk:
             return output
-        return with_result(output, {0: self._arrive()[0]})
+        return with_result(output, {0: self.arrived[0]})
 
     @eager
     def _hand_on(self, output: Any) -> None:
@@ -337,19 +341,31 @@ class Edges:
         self.left, self._carried.width = [value], len(output) - 1 if isinstance(output, tuple | list) else -1
         self.left += [self._results[result] for result in gives]
         self._versions = [one._version for one in self.left]
-        self._send([one.detach().contiguous() for one in self.left])
+        self._send([one.detach() for one in self.left])
 
     def _send(self, values: Sequence[Tensor] | None) -> None:
         """Send to the next stage the value of a block and what goes with it; None: an error came before them."""
         gives = self._chunks[self.chunk].gives
         forms = tuple((value.dtype, tuple(value.shape)) for value in values or ())
         header = Header(FAILED if values is None else self._carried.width, self.number, self.stage, forms)
+        known = self._given.get(self._key)
         if self.supposed is not None:
+            known = header
             self.supposed |= {
                 result: replace(header, forms=(form,)) for result, form in zip((None, *gives), forms, strict=True)
             }
-        numbers = torch.tensor(header.numbers(1 + len(gives)), device=self.device)
-        self.messages.send([numbers, *(values or ())], self.stage + 1, FORTH)
+        parts = [torch.tensor(header.numbers(1 + len(gives)), device=self.device)]
+        if values is not None:
+            self._given[self._key] = header
+        if known is not None:
+            whole, rooms, numbers = known.room(self.device)
+            numbers.copy_(parts[0])
+            if forms == known.forms:
+                for room, value in zip(rooms, values or (), strict=True):
+                    room.copy_(value)
+                values = None
+            parts = [whole]  # where the next stage takes another form, it learns behind it what follows
+        self.messages.send([*parts, *(value.contiguous() for value in values or ())], self.stage + 1, FORTH)
         self.sends = False
 
 

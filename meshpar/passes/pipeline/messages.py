@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from typing import Any, final
 
 import torch
@@ -33,7 +34,7 @@ class LostError(MeshparError):
 @final
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What travels before the values of a micro-batch.
+    """What travels with the values of a micro-batch.
 
     Attributes:
         width: number of further values of a block, which do not travel; -1: a block returns the value alone;
@@ -66,6 +67,17 @@ class Header:
         width, number, stage, *rest = numbers
         every = (rest[at : at + _FORM] for at in range(0, len(rest), _FORM))
         return cls(width, number, stage, tuple((DTYPES[kind], tuple(sizes[:dims])) for kind, dims, *sizes in every))
+
+    def room(self, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Return room for values of these forms in one message, the values in it, and the numbers behind them."""
+        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in self.forms]
+        ends = list(accumulate(-(-size // 8) * 8 for size in sizes))  # at which numbers of 8 bytes may begin
+        whole = torch.empty(ends[-1] + 8 * self.size(len(sizes)), dtype=torch.uint8, device=device)
+        values = [
+            whole[begin : begin + size].view(dtype).view(shape).detach()
+            for begin, size, (dtype, shape) in zip((0, *ends), sizes, self.forms)
+        ]
+        return whole, values, whole[ends[-1] :].view(torch.int64)
 
 
 @final

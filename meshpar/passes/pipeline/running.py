@@ -63,6 +63,7 @@ class Layers:
         self.edges = Edges(module, chunks, tail, group, carried, self.doing, self._fail)
         self.rank, self.ranks, self._messages = self.edges.rank, self.edges.ranks, self.edges.messages
         self._count = self._before = 0
+        self._shapes = list[Any]()  # of the tensors of each micro-batch on which the stages have agreed
         self.goes_on = False
         self._error: Exception | None = None  # ended an action of this step, of which the other stages do not know yet
         self._cause = ""  # where and what it was, where it is this stage's own
@@ -146,10 +147,10 @@ class Layers:
         except Exception as error:  # noqa: BLE001 - the data of a user
             self._fail(error)
         self._count = len(batches)
+        self._shapes = [tuple(tuple(leaf.shape) for leaf in tensors(batch)) for batch in batches]
         mine = 0
         if self.edges.supposed is None and self._error is None:
-            shapes = [tuple(tuple(leaf.shape) for leaf in tensors(batch)) for batch in batches]
-            mine = hash((len(batches), _digest(batches), *shapes))
+            mine = hash((len(batches), _digest(batches), *self._shapes))
         every = torch.empty(self.ranks, dtype=torch.int64, device=self.edges.device)
         self._messages.exchanged(all_gather, every, torch.tensor([mine], device=self.edges.device), group=self.group)
         if self.edges.supposed is None and (self._error is not None or every.tolist() != [mine] * self.ranks):
@@ -294,7 +295,7 @@ class Layers:
     def _forth(self, action: Action, run: Callable[[], object]) -> None:
         """Run a forward, which leaves what it took and what it has handed on."""
         self._action = action
-        self.edges.begin(action.chunk, action.number)
+        self.edges.begin(action.chunk, action.number, self._shapes[action.number])
         self._try(run, self.edges.pass_forth)
 
     def _back(self, action: Action, arrived: list[Tensor], left: list[Tensor]) -> None:
