@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+import typer.main
+import typer.testing
 
 from meshpar.testing import PRELOAD, ranks
 from tests.support.patience import patient
@@ -76,6 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    typer.testing._get_command = cache(typer.main.get_command)  # the command line is built once and not for each call
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # as of a terminal, also where a shell's job or nohup ignores them
@@ -124,6 +128,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is loaded and collected is no garbage in any test
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -378,7 +378,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("plan", daily(PLANS | OTHERS, "fsdp-tp", "tp-sequence-loss"))
+@pytest.mark.parametrize("plan", daily(PLANS | OTHERS, "fsdp-tp"))
 def test_several_averages_are_kept_restored_on_another_mesh_and_exported(plan, tmp_path):
     keeps_several(plan, tmp_path)
 

@@ -164,6 +164,8 @@ def test_parameters_in_bfloat16_are_trained_with_their_state_in_it(tmp_path):
         "training.steps=3",
         "training.validate_every=null",
         "schedule.warmup_steps=1",
+        "data.source=files",
+        f"data.paths=[{__file__}]",
     ]
     recipe = load_recipe("quickstart", [*short, f"output={tmp_path}", f"data.cache={tmp_path}"])
     assert run_job(recipe).steps == 3

@@ -124,11 +124,11 @@ def test_training_is_close_to_adamw(states):
 def test_stochastic_rounding_is_right_on_average():
     layer = nn.Linear(64, 64, bias=False)
     optimizer = SmallAdamW(layer, states="bfloat16", stochastic=True, betas=(0.9, 0.999))
-    for _ in range(1000):
+    for _ in range(500):
         layer.weight.grad = torch.ones_like(layer.weight)
         optimizer.step()
-    second = optimizer.state[layer.weight]["exp_avg_sq"].float()
-    assert second.mean().item() == pytest.approx(1 - 0.999**1000, rel=0.01) and second.std() > 0
+    second = optimizer.state[layer.weight]["exp_avg_sq"].float()  # rounded to the nearest value it stays at 0.25
+    assert second.mean().item() == pytest.approx(1 - 0.999**500, rel=0.01) and second.std() > 0
 
 
 @pytest.mark.parametrize("signed", [False, True])

@@ -202,11 +202,12 @@ def gathered(mine, like):
     [
         {"momentum": None},
         {"track_running_stats": False},
-        {"affine": False},
+        pytest.param({"affine": False}, marks=pytest.mark.nightly),
         pytest.param(
-            {"bias": False}, marks=pytest.mark.skipif(BEFORE_2_13, reason="this torch's batch norm has no bias=")
+            {"bias": False},
+            marks=[pytest.mark.nightly, pytest.mark.skipif(BEFORE_2_13, reason="this torch's batch norm has no bias=")],
         ),
-        {"momentum": 0.3, "eps": 0.1},
+        pytest.param({"momentum": 0.3, "eps": 0.1}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -87,7 +87,7 @@ MESHES = {
 }
 
 
-DAILY = ("dp_shard=1,ep=2", "dp_shard=1,ep=2,tp=2", "dp_shard=1,cp=2,ep=2")
+DAILY = ("dp_shard=1,ep=2,tp=2", "dp_shard=1,cp=2,ep=2")
 """One mesh of each pair of passes."""
 
 

@@ -96,8 +96,7 @@ COMBINATIONS = {
 
 @on_ranks(4)
 @pytest.mark.parametrize(
-    "name",
-    daily(COMBINATIONS, "FSDP, tied", "FSDP, gathered once", "TP", "TP, a head with a bias of its own", "interleaved"),
+    "name", daily(COMBINATIONS, "FSDP, tied", "FSDP, gathered once", "TP, a head with a bias of its own")
 )
 def test_stages_with_other_passes_train_as_one_process(name):
     mesh, others, data_ranks = COMBINATIONS[name]

@@ -732,7 +732,7 @@ def test_an_overflow_on_the_shards_of_one_rank_is_skipped_by_all() -> None:
         assert all(bool(shard.isfinite().all()) for shard in shards.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", daily([torch.bfloat16, torch.float16], torch.bfloat16))
 @on_ranks(2)
 def test_half_precision_keeps_masters_in_float32(dtype: torch.dtype) -> None:
     """Updates too small for the dtype that computes add up, in float32 moments and weights; the loss falls as in
