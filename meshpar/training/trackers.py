@@ -124,8 +124,9 @@ class Trackio:
         trackio: Any = need("trackio", extra="trackio")
         self._folder = Path(trackio.utils.TRACKIO_DIR)
         _check_room(self._folder)
-        called, facts = f"{run.name}-{run.id}", dict(run.facts)
-        self._run: Any = trackio.init(project, called, space_id=space_id, config=facts, resume="allow", embed=False)
+        # its measurements of the machine would run in this process
+        how = {"resume": "allow", "embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        self._run: Any = trackio.init(project, f"{run.name}-{run.id}", space_id=space_id, config=dict(run.facts), **how)
 
     def send(self, records: Sequence[Metrics]) -> None:
         """Log every record at its step."""
