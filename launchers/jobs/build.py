@@ -308,15 +308,12 @@ _Problem = tuple[str, str]
 
 
 def _plugin_problems(recipe: Recipe) -> Iterator[_Problem]:
-    for group, heading, names in (
-        (registry.TRACKERS, "trackers", recipe.trackers),
-        (registry.EVALUATIONS, "evaluations", recipe.evaluations),
-    ):
-        for name in names:
-            try:
-                usable(group, name)
-            except MeshparError as error:
-                yield heading, str(error)
+    named = [(registry.TRACKERS, name) for name in recipe.trackers]
+    for group, name in (*named, *((registry.EVALUATIONS, name) for name in recipe.evaluations)):
+        try:
+            usable(group, name)
+        except MeshparError as error:
+            yield group.removeprefix("meshpar."), str(error)
 
 
 def _uneven(recipe: Recipe, plan: Plan, world_size: int) -> Iterator[_Problem]:

@@ -111,10 +111,8 @@ class Muon(torch.optim.Optimizer):
         found = _sorted(module, common | muon, common | rest, groups or {}, per_head=per_head)
         self._planned: tuple[tuple[int, ...], list[_Exchange]] = ((), [])
         super().__init__(found, {})
-        for group in self.param_groups:
-            if group["rule"] == "muon":
-                for parameter in group["params"]:
-                    shares(parameter)
+        for parameter in (one for group in self.param_groups if group["rule"] == "muon" for one in group["params"]):
+            shares(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -129,8 +127,7 @@ class Muon(torch.optim.Optimizer):
                 matrices += [(parameter, group) for parameter in trained]
             else:
                 self._step_adamw(trained, group)
-        if matrices:
-            self._step_muon(matrices)
+        self._step_muon(matrices)
         return loss
 
     def _step_adamw(self, trained: Sequence[Tensor], group: dict[str, Any]) -> None:

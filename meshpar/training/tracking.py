@@ -106,10 +106,9 @@ class Trackers:
         facts: Mapping[str, Any] | None = None,
         code: str | Path | None = None,
     ) -> None:
-        folder, known = Path(folder).absolute(), dict(facts or {})
+        folder = Path(folder).absolute()
         made = {called: partial(usable(registry.TRACKERS, called), **trackers[called]) for called in trackers}
-        if code is not None:
-            known["commit"] = commit_of(Path(code))
+        known = dict(facts or {}) | ({} if code is None else {"commit": commit_of(Path(code))})
         self._lines = JsonLines(folder / METRICS, step=step)
         run = TrackedRun(name=name or folder.name, id="", folder=folder, step=step, facts=known)
         self._senders = [_Sender(called, make, run) for called, make in made.items()]
