@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from meshpar import ModelLayout, Plan
+from meshpar.checkpoints import CheckpointManager
 from meshpar.placements import held_by_this_rank, part_like
-from meshpar.testing import whole
+from meshpar.testing import on_ranks, whole
 
 
 class Uneven(nn.Module):
@@ -94,3 +95,34 @@ def reset(par, build=Uneven):
 def same(expected, got):
     assert expected.keys() == got.keys()
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+def go_on_with_the_same_bits(worlds, folder, make, build=Uneven, half=3):
+    """A checkpoint of any mesh of ``worlds``, number of ranks -> meshes, goes on on every other as one process does."""
+    for ranks, meshes in worlds.items():
+        on_ranks(ranks, timeout_s=400)(_save)(folder / f"{ranks}", make, meshes, build, half)
+    for ranks, meshes in worlds.items():
+        on_ranks(ranks, timeout_s=400)(_go_on)(sorted(folder.glob("*/*")), make, meshes, build, half)
+
+
+def _save(folder, make, meshes, build, half):
+    expected = alone(make, 2 * half, build)
+    for number, (mesh, passes) in enumerate(meshes):
+        par = on(mesh, passes, build)
+        optimizer = trained(par.module, make, half)
+        with CheckpointManager(folder / f"{number}") as manager:
+            manager.save(half, par, optimizer)
+        advance(par.module, optimizer, range(half, 2 * half))
+        same(expected, bits(par.module, optimizer))
+
+
+def _go_on(folders, make, meshes, build, half):
+    expected = alone(make, 2 * half, build)
+    for mesh, passes in meshes:
+        par = on(mesh, passes, build)
+        for folder in folders:
+            optimizer = make(reset(par, build))
+            with CheckpointManager(folder) as manager:
+                manager.restore(par, optimizer)
+            advance(par.module, optimizer, range(half, 2 * half))
+            same(expected, bits(par.module, optimizer))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
-import tempfile
 from unittest import mock
 
 import pytest
@@ -22,13 +20,12 @@ from meshpar import (
     Replicate,
     TensorParallel,
 )
-from meshpar.checkpoints import CheckpointManager
 from meshpar.optim import Muon
 from meshpar.optim.matrices import Matrices
 from meshpar.testing import assert_records_match, on_ranks, token_steps
 from meshpar.testing.parity import _alone, train_steps
 from meshpar.training import Schedule
-from tests.optim.given import Uneven, advance, alone, bits, initial, on, reset, same, trained
+from tests.optim.given import Uneven, advance, go_on_with_the_same_bits, initial, trained
 from tests.passes.test_lora import SETTINGS, check, qwen3, shared_folder
 from tests.passes.test_world import MIXTURE, ODD, WORLD
 from tests.support.models_for_parity import VOCAB, gpt2
@@ -212,36 +209,27 @@ EXPERTS = [
 ]
 
 
-@on_ranks(4, timeout_s=400)
+ON_TWO_RANKS = [("dp_shard=2", [FullyShard()]), ("tp=2", [TensorParallel()])]
+EXPERTS_ON_TWO = [("dp_shard=2", [FullyShard()]), ("dp_shard=1,ep=2", [ExpertParallel(), FullyShard()])]
+
+
 @pytest.mark.parametrize(
-    ("build", "meshes"),
+    ("build", "worlds"),
     [
-        (Uneven, MESHES[2:4]),
-        pytest.param(Uneven, MESHES, marks=pytest.mark.nightly),
-        pytest.param(MIXTURE, EXPERTS, marks=pytest.mark.nightly),
+        (Uneven, {4: MESHES[2:4]}),
+        pytest.param(
+            Uneven,
+            {2: [*ON_TWO_RANKS, ("dp_shard=1,cp=2", ON_TWO["dp_shard=1,cp=2"])], 4: MESHES},
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(MIXTURE, {2: EXPERTS_ON_TWO, 4: EXPERTS}, marks=pytest.mark.nightly),
     ],
     ids=["uneven", "uneven, every mesh", "experts"],
 )
-def test_given_the_same_gradients_every_mesh_has_the_bits_of_one_process_and_resumes_on_another(build, meshes):
-    root = [tempfile.mkdtemp(prefix="meshpar-optim-")]
-    dist.broadcast_object_list(root)
-    expected = alone(HALF, 6, build)
-    pars = [on(mesh, passes, build) for mesh, passes in meshes]
-    for number, par in enumerate(pars):
-        optimizer = trained(reset(par, build), HALF, 3)
-        with CheckpointManager(f"{root[0]}/{number}") as manager:
-            manager.save(3, par, optimizer)
-        advance(par.module, optimizer, range(3, 6))
-        same(expected, bits(par.module, optimizer))
-        for other in pars[:number] + pars[number + 1 :]:
-            optimizer = HALF(reset(other, build))
-            with CheckpointManager(f"{root[0]}/{number}") as manager:
-                manager.restore(other, optimizer)
-            advance(other.module, optimizer, range(3, 6))
-            same(expected, bits(other.module, optimizer))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(root[0])
+def test_given_the_same_gradients_every_mesh_has_the_bits_of_one_process_and_resumes_on_another(
+    build, worlds, tmp_path
+):
+    go_on_with_the_same_bits(worlds, tmp_path, HALF, build)
 
 
 def test_a_group_has_options_and_matrices_of_its_own():

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import functools
-import shutil
-import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshpar import FullyShard, HybridShard, MeshparError, TensorParallel
-from meshpar.checkpoints import CheckpointManager
 from meshpar.optim import SmallAdamW
 from meshpar.optim.small_adamw import _Codes
 from meshpar.testing import on_ranks
-from tests.optim.given import advance, alone, bits, drawn, give, on, reset, same, trained
+from tests.optim.given import alone, bits, drawn, give, go_on_with_the_same_bits, on, reset, same, trained
 from tests.passes.test_world import WORLD
 from tests.support.tiers import daily
 
@@ -59,32 +55,15 @@ def equal_bits(ranks, every):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "meshes"), [(KINDS[:1], MESHES[4][2:]), pytest.param(KINDS[::3], MESHES[4], marks=pytest.mark.nightly)]
+    ("make", "worlds"),
+    [
+        (KINDS[0], {4: MESHES[4][2:]}),
+        pytest.param(KINDS[0], MESHES, marks=pytest.mark.nightly),
+        pytest.param(KINDS[3], MESHES, marks=pytest.mark.nightly),
+    ],
 )
-def test_four_ranks_resume_on_another_mesh(kinds, meshes):
-    resumed(kinds, meshes)
-
-
-@on_ranks(4, timeout_s=400)
-def resumed(kinds, meshes):
-    pars = [on(mesh, passes) for mesh, passes in meshes]
-    root = [tempfile.mkdtemp(prefix="meshpar-optim-")]
-    dist.broadcast_object_list(root)
-    for make in kinds:
-        expected = alone(make, 8)
-        for number, par in enumerate(pars):
-            optimizer = trained(reset(par), make, 4)
-            with CheckpointManager(f"{root[0]}/{make.keywords['states']}-{number}") as manager:
-                manager.save(4, par, optimizer)
-            for other in pars[:number] + pars[number + 1 :]:
-                optimizer = make(reset(other))
-                with CheckpointManager(f"{root[0]}/{make.keywords['states']}-{number}") as manager:
-                    manager.restore(other, optimizer)
-                advance(other.module, optimizer, range(4, 8))
-                same(expected, bits(other.module, optimizer))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(root[0])
+def test_a_run_resumes_on_another_mesh(make, worlds, tmp_path):
+    go_on_with_the_same_bits(worlds, tmp_path, make, half=4)
 
 
 def test_states_take_a_quarter_and_half_of_float32():
