@@ -735,9 +735,10 @@ def test_models_that_write_into_what_their_blocks_return_are_refused():
 
 
 @on_ranks(2)
-def test_stages_hold_no_message_that_has_arrived():
+@pytest.mark.parametrize("name", ["Llama", "tied Llama"])
+def test_stages_hold_no_message_that_has_arrived(name):
     """In 1F1B the first of two stages has at most two values on their way, and none at the end."""
-    par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["tied Llama"]())
+    par = Plan("pp=2", [PipelineParallel()]).apply(MODELS[name]())
     layers, held = applied(par.module).layers, []
     sent = layers.edges.messages.sent
     layers.begins = lambda action: held.append(max(map(len, sent.values())))
