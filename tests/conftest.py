@@ -79,6 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # as a rank has: sums in the same order, and no thread waits for a core
     typer.testing._get_command = cache(typer.main.get_command)  # the command line is built once and not for each call
     signal.signal(
         signal.SIGINT, signal.default_int_handler
@@ -119,15 +120,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         patch.setattr(subprocess.Popen, "wait", wait)
         patch.setattr(subprocess.Popen, "communicate", communicate)
         return (yield)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """One thread for torch in this process, as its ranks have: sums in the same order give the same bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def pytest_collection_finish() -> None:

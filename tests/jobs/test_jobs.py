@@ -20,7 +20,6 @@ from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.training.text import standard_library_root
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORDS = [
     "Return",

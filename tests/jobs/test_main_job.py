@@ -56,9 +56,6 @@ training: {steps: 60, log_every: 1, validate_steps: 2, tensorboard: false}
 """
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def text(lines: int = 4000) -> str:
     numbers = np.random.default_rng(0).integers(0, 50, size=(lines, 2)).tolist()
     return "".join(f"def add_{a}_{b}():\n    return {a} + {b}\n\n" for a, b in numbers)
