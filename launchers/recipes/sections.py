@@ -251,7 +251,7 @@ class DataSection(Section):
 
     @property
     def validates(self) -> bool:
-        """Whether there is anything to validate on."""
+        """True where there is anything to validate on."""
         own = self.validation_paths or self.validation_fraction or self.validation_dataset
         return bool(own) or any(part.validation_paths for part in self.mix)
 

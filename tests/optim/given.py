@@ -101,8 +101,10 @@ def go_on_with_the_same_bits(worlds, folder, make, build=Uneven, half=3):
     """A checkpoint of any mesh of ``worlds``, number of ranks -> meshes, goes on on every other as one process does."""
     for ranks, meshes in worlds.items():
         on_ranks(ranks, timeout_s=400)(_save)(folder / f"{ranks}", make, meshes, build, half)
+    saved = sorted(folder.glob("*/*"))
+    assert len(saved) == sum(map(len, worlds.values()))
     for ranks, meshes in worlds.items():
-        on_ranks(ranks, timeout_s=400)(_go_on)(sorted(folder.glob("*/*")), make, meshes, build, half)
+        on_ranks(ranks, timeout_s=400)(_go_on)(saved, make, meshes, build, half)
 
 
 def _save(folder, make, meshes, build, half):

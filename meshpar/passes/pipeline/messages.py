@@ -34,7 +34,7 @@ class LostError(MeshparError):
 @final
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What travels with the values of a micro-batch.
+    """The numbers that travel with the values of a micro-batch.
 
     Attributes:
         width: number of further values of a block, which do not travel; -1: a block returns the value alone;
@@ -124,7 +124,7 @@ class Messages:
             self.awaited = ""
 
     def send(self, values: Sequence[Tensor], stage: int, tag: int) -> None:
-        """Begin to send a stage one message, in one or two parts."""
+        """Begin to send a stage one message, in parts."""
         works, lane = list[tuple[dist.Work, Tensor]](), self._lanes[tag, self._rank]
         for value in values:
             work = self.exchanged(dist.isend, value, group=lane, group_dst=stage % self._ranks, tag=tag)
