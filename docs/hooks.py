@@ -1,5 +1,5 @@
 """mkdocs' hooks: a link to a file outside docs/, which GitHub shows, becomes a link to a page of the site with that
-file.
+file. The page shows the file as text without anchors, so a link to a section leads to the top of the page.
 """
 
 import posixpath
@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-LINK = re.compile(r"(?<=\]\()[^)#\s:]+(?=[)#])")
+LINK = re.compile(r"(?<=\]\()(?P<file>[^)#\s:]+)(?P<section>#[^)\s]*)?(?=\))")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml"}
 
 
@@ -27,8 +27,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     found = {
         path
         for page in files.documentation_pages()
-        for link in LINK.findall(page.content_string)
-        if (path := outside(link, page.src_uri))
+        for link in LINK.finditer(page.content_string)
+        if (path := outside(link["file"], page.src_uri))
     }
     for path in sorted(found):
         if not (ROOT / path).is_file():
@@ -46,7 +46,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
 
     def moved(link: re.Match[str]) -> str:
-        path = outside(link[0], here)
+        path = outside(link["file"], here)
         return link[0] if path is None else posixpath.relpath(f"source/{path}.md", posixpath.dirname(here) or ".")
 
     return LINK.sub(moved, markdown)
