@@ -168,7 +168,8 @@ def test_experts_and_fused_projections_are_matrices_of_their_own(mesh):
 
 def of_their_own(mesh):
     build, pieces, passes, make = OF_THEIR_OWN[mesh]
-    steps = token_steps(VOCAB, steps=10, parts=dist.get_world_size())
+    # An expert of fewer tokens than its matrix has rows has a gradient of lower rank: the iteration lifts rounding there.
+    steps = token_steps(VOCAB, steps=10, parts=dist.get_world_size(), length=64)
     expected = one_process(build, steps, functools.partial(Torchs, pieces=pieces))
     assert_equals(expected, build, mesh.rstrip(","), passes, steps, make)
 
