@@ -727,9 +727,8 @@ class WrittenBetween(Cut):
 def test_models_that_write_into_what_their_blocks_return_are_refused():
     par = Plan("pp=2", [PipelineParallel()]).apply(WrittenBetween(), ModelLayout(blocks=("layers.*",)))
     mine = [{"ids": torch.full((2, 8), 3)}] * 4
-    said = r"writes into what a block returns" if dist.get_rank() == 0 else r"written-to tensor|in-place operation"
     for run in (par.forward, par.backward):
-        with pytest.raises((MeshparError, RuntimeError), match=said):
+        with pytest.raises(MeshparError, match="writes into what a block returns"):
             run(mine, lambda module, batch: module(**batch).square().sum())
         par.module.zero_grad()
 

@@ -21,6 +21,13 @@ from meshpar.passes.pipeline.cuts import Result
 from meshpar.passes.pipeline.messages import BACK, FAILED, FORTH, Header, Messages
 from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, TailStandIn, with_result
 
+_WRITES = (
+    "the model writes into what a block returns, which is on its way to the next stage; let it compute a new tensor "
+    "there, such as by hidden = hidden * scale"
+)
+_WRITTEN = ("a leaf Variable that requires grad", "the written-to tensor")
+"""What torch says of writes into a received value, and into the zeros of a stand-in."""
+
 
 class StageEndsError(BaseException):
     """Leave a loss function whose module has handed its value to the next stage; no error, and nothing to catch."""
@@ -121,11 +128,12 @@ class Edges:
             return function(self._module, batch)
         except StageEndsError:
             if any(value._version != version for value, version in zip(self.left, self._versions, strict=True)):
-                raise MeshparError(
-                    "the model writes into what a block returns, which is on its way to the next stage; let it compute "
-                    "a new tensor there, such as by hidden = hidden * scale"
-                ) from None
+                raise MeshparError(_WRITES) from None
             return None
+        except RuntimeError as error:
+            if self.stage and any(text in str(error) for text in _WRITTEN):
+                raise MeshparError(_WRITES) from error
+            raise
         finally:
             self._runs, self._carried.device = False, None
 
