@@ -41,18 +41,18 @@ class Sent(TorchDispatchMode):
     bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its parts come here next
         name, others = str(func), dist.get_world_size() - 1
-        tensors = [each for each in torch.utils._pytree.tree_leaves(args) if isinstance(each, Tensor)]
+        tensors = [tensor for tensor in torch.utils._pytree.tree_leaves(args) if isinstance(tensor, Tensor)]
         if "alltoall" in name or "all_to_all" in name or "reduce_scatter" in name:
             self.bytes += tensors[1 if "alltoall_base" in name else 0].nbytes * others // (others + 1)
         elif "allgather" in name or "all_gather" in name:
-            self.bytes += min(each.nbytes for each in tensors) * others
+            self.bytes += min(tensor.nbytes for tensor in tensors) * others
         elif "allreduce" in name or "all_reduce" in name:
             self.bytes += 2 * tensors[0].nbytes * others // (others + 1)
         elif "gather_" in name or "scatter_" in name:
-            self.bytes += min(each.nbytes for each in tensors)
+            self.bytes += min(tensor.nbytes for tensor in tensors)
         return func(*args, **(kwargs or {}))
 
 
@@ -61,7 +61,7 @@ class Gathered:
 
     def __init__(self, matrices: list[Any], rest: list[Any]) -> None:
         self.matrices = matrices
-        self.whole = [nn.Parameter(each.full_tensor().detach().clone()) for each in matrices]
+        self.whole = [nn.Parameter(tensor.full_tensor().detach().clone()) for tensor in matrices]
         self.muon = torch.optim.Muon(self.whole, lr=RATE)
         self.adamw = torch.optim.AdamW(rest, lr=RATE)
 
@@ -89,8 +89,8 @@ class Two:
         self.both = torch.optim.Muon(matrices, lr=RATE), torch.optim.AdamW(rest, lr=RATE)
 
     def step(self) -> None:
-        for each in self.both:
-            each.step()
+        for optimizer in self.both:
+            optimizer.step()
 
     @property
     def state(self) -> dict[Any, Any]:
@@ -125,9 +125,9 @@ def sharded(shape: TransformerConfig) -> tuple[Any, list[Any], list[Any]]:
         model = Transformer(shape)
     par = meshpar.Plan("dp_shard=-1", [meshpar.FullyShard()]).apply(model, device_type="cpu").materialize(seed=0)
     named = list(par.module.named_parameters())
-    matrices = [each for name, each in named if each.ndim == 2 and not name.startswith(("embed", "head"))]
-    known = {id(each) for each in matrices}
-    return par, matrices, [each for _, each in named if id(each) not in known]
+    matrices = [tensor for name, tensor in named if tensor.ndim == 2 and not name.startswith(("embed", "head"))]
+    known = {id(tensor) for tensor in matrices}
+    return par, matrices, [tensor for _, tensor in named if id(tensor) not in known]
 
 
 def give(par: Any, step: int) -> None:
@@ -143,8 +143,10 @@ def give(par: Any, step: int) -> None:
 def held(state: Any) -> int:
     """Bytes of this rank's tensors."""
     leaves = torch.utils._pytree.tree_leaves(list(state.values()))
-    local = (each.to_local() if hasattr(each, "to_local") else each for each in leaves if isinstance(each, Tensor))
-    return sum(each.nbytes for each in local)
+    local = (
+        tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in leaves if isinstance(tensor, Tensor)
+    )
+    return sum(tensor.nbytes for tensor in local)
 
 
 def main(options: argparse.Namespace) -> None:
@@ -156,7 +158,7 @@ def main(options: argparse.Namespace) -> None:
     rows: dict[str, tuple[float, int, int]] = {}
     values: dict[str, list[Tensor]] = {}
     jobs = {name: (job := sharded(shape), make(*job)) for name, make in ways.items()}
-    start = [whole.detach().clone() for whole in (each.full_tensor() for each in jobs["meshpar.optim.Muon"][0][1])]
+    start = [whole.detach().clone() for whole in (matrix.full_tensor() for matrix in jobs["meshpar.optim.Muon"][0][1])]
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     sent: dict[str, int] = {}
     for step in range(options.steps + 2):  # the first makes the state, the last counts bytes
@@ -173,10 +175,10 @@ def main(options: argparse.Namespace) -> None:
             sent[name] = mode.bytes
     for name, ((_, matrices, _), optimizer) in jobs.items():
         rows[name] = statistics.median(seconds[name]), held(optimizer.state), sent[name]
-        values[name] = [each.full_tensor().detach() for each in matrices]
+        values[name] = [matrix.full_tensor().detach() for matrix in matrices]
     whole = values["torch.optim.Muon, gathered matrices"]
     change = max(float((a - b).abs().max()) for a, b in zip(whole, start, strict=True))
-    parameters = sum(math.prod(each.shape) for each in jobs["meshpar.optim.Muon"][0][0].module.parameters())
+    parameters = sum(math.prod(parameter.shape) for parameter in jobs["meshpar.optim.Muon"][0][0].module.parameters())
     if dist.get_rank() == 0:
         print(f"{parameters / 1e6:.1f} M parameters, {dist.get_world_size()} ranks, medians of {options.steps} steps")
         print("| optimizer | s a step | to AdamW | MiB of state a rank | MiB sent a step | distance |")

@@ -70,7 +70,7 @@ def main() -> None:
             model = Stack(layers)
         par = meshpar.Plan("dp_shard=-1", [meshpar.FullyShard()]).apply(model).materialize(seed=0)
         size, parameters = dist.get_world_size(), list(par.module.parameters())
-        shards = [each.to_local() for each in parameters]  # type: ignore[attr-defined]
+        shards = [parameter.to_local() for parameter in parameters]  # type: ignore[attr-defined]
         room = torch.empty(size * shards[0].numel())
 
         def stream() -> None:
@@ -78,15 +78,15 @@ def main() -> None:
                 del tensor  # or the loop holds it while the next one is made
 
         def each_parameter() -> None:
-            for each in parameters:
-                each.full_tensor()  # type: ignore[attr-defined]
+            for parameter in parameters:
+                parameter.full_tensor()  # type: ignore[attr-defined]
 
         def state_dict() -> None:
             get_model_state_dict(par.module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
         def bare() -> None:
-            for each in shards:
-                dist.all_gather_into_tensor(room, each.detach().flatten())
+            for shard in shards:
+                dist.all_gather_into_tensor(room, shard.detach().flatten())
 
         ways: dict[str, Callable[[], None]] = {
             "par.published()": stream,
@@ -111,7 +111,7 @@ def main() -> None:
         bound = BYTES[options.bucket.lstrip("0123456789.")] * float(options.bucket.rstrip("KMGiB")) + WIDTH * WIDTH * 4
         most = {name: max(rank[name] for rank in every) for name in ways}
         if dist.get_rank() == 0:
-            medians = {name: statistics.median(each[1:]) for name, each in times.items()}
+            medians = {name: statistics.median(measured[1:]) for name, measured in times.items()}
             base = medians["the bare all-gathers"]
             print(f"{layers * WIDTH * WIDTH * 4 / 1e9:.2f} GB over {size} ranks, a bucket of {options.bucket}\n")
             print("| way | seconds | of the bare all-gathers | memory, MB |\n| --- | ---: | ---: | ---: |")

@@ -616,8 +616,8 @@ class Parallelized:
         self.reshard()
         module, given = self.module, [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         tensors = [*module.parameters(), *module.buffers()]
-        tensors += [each.grad for each in tensors if each.grad is not None]
-        states = [state for each in given for state in each.state.values()]
+        tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
+        states = [state for one in given for state in one.state.values()]
         tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return on_the_host(module, tensors, self.device)
 

@@ -18,7 +18,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1)
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
         )
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))

@@ -43,7 +43,9 @@ class Attention(nn.Module):
         nn.init.ones_(self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in (self.q, self.k, self.v)
+        )
         mixed = nn.functional.scaled_dot_product_attention(
             self.q_norm(q) * self.scale[:, None, None], k, v, is_causal=True
         )

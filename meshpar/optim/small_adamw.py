@@ -281,7 +281,7 @@ class _Codes:
         # The smallest number of each upper half of a float's bits. No two bounds share an upper half.
         halves = torch.arange(1 << 16, dtype=torch.int32, device=device).sub_(1 << 15)
         smallest = halves.mul(1 << 16).bitwise_or_(torch.where(halves < 0, 0xFFFF, 0)).view(torch.float32)
-        self._first = [torch.bucketize(smallest, each, out_int32=True) for each in self._bounds]
+        self._first = [torch.bucketize(smallest, bounds, out_int32=True) for bounds in self._bounds]
 
     def smaller(self, numbers: Tensor, *, middles: bool) -> Tensor:
         """Return how many values, or middles of two, are smaller than each number, ten times as fast as a search."""

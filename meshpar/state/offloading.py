@@ -22,9 +22,9 @@ def on_the_host(module: nn.Module, tensors: Iterable[Tensor], device: torch.devi
     meanwhile.
     """
     storages = {}
-    for each in map(local_tensor, tensors):
-        storage = each.untyped_storage()
-        if each.device.type == device.type and storage.nbytes() and storage.resizable():
+    for local in map(local_tensor, tensors):
+        storage = local.untyped_storage()
+        if local.device.type == device.type and storage.nbytes() and storage.resizable():
             storages[storage.data_ptr()] = storage
     kept = []
     handle = module.register_forward_pre_hook(_refuse, prepend=True)

@@ -609,3 +609,18 @@ def test_a_name_means_one_thing():
             for name in names:
                 found.get(name, set()).add(str(path.relative_to(ROOT)))
     assert found == NAMES
+
+
+def test_variables_say_what_they_are():
+    every = [
+        path
+        for folder in (*FOLDERS, "tests", "benchmarks", "examples", "docs")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.id}"
+        for path in every
+        for node in nodes(path)
+        if isinstance(node, ast.Name) and node.id in ("each", "told")
+    ]
+    assert not found

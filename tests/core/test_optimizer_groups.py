@@ -20,7 +20,7 @@ def job(mesh):
     return par, build_adamw(par.module, AdamWSettings(lr=1e-2))
 
 
-def told(par, optimizer):
+def settings_of(par, optimizer):
     """What the optimizer is told of each parameter."""
     names = {id(parameter): name for name, parameter in par.module.named_parameters()}
     return {
@@ -49,7 +49,7 @@ def test_settings_are_restored_on_another_mesh(tmp_path):
         other, fresh = job("dp_shard=4")
         assert len(fresh.param_groups) == len(optimizer.param_groups) == 2
         manager.restore(other, fresh)
-        assert told(other, fresh) == told(par, optimizer)
+        assert settings_of(other, fresh) == settings_of(par, optimizer)
         theirs = moments(other, fresh)
         assert all(torch.equal(value, theirs[name]) for name, value in moments(par, optimizer).items())
 
@@ -82,9 +82,9 @@ def test_rates_by_name_and_depth_are_those_of_one_process_and_restored(tmp_path)
             for group in fresh.param_groups:
                 group["lr_scale"] = 7.0
             manager.restore(again, fresh)
-        assert told(again, fresh) == told(par, optimizer)
+        assert settings_of(again, fresh) == settings_of(par, optimizer)
         Schedule(name="constant", lr=1e-2).apply(fresh, 0)
-        found = {name: lr for name, (lr, _) in told(again, fresh).items()}
+        found = {name: lr for name, (lr, _) in settings_of(again, fresh).items()}
         assert found == pytest.approx({name: lr for name, (lr, _) in expected.items()})
 
 

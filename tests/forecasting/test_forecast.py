@@ -384,9 +384,9 @@ def test_a_search_over_stages_estimates_what_a_forecast_of_the_plan_says():
     for stages in (2, 4):
         best = next(candidate for candidate in found.fitting if candidate.settings.stages == stages)
         plan = Plan(best.settings.mesh(), best.settings.passes())
-        told = forecast(plan, model, replace(batch, accumulate=4 * stages), hardware=hardware, depth="all")
-        assert best.tokens_per_second == pytest.approx(told.cost.tokens_per_second, rel=0.05), str(best.settings)
-        assert best.peak == pytest.approx(told.memory.peak, rel=0.05), str(best.settings)
+        alone = forecast(plan, model, replace(batch, accumulate=4 * stages), hardware=hardware, depth="all")
+        assert best.tokens_per_second == pytest.approx(alone.cost.tokens_per_second, rel=0.05), str(best.settings)
+        assert best.peak == pytest.approx(alone.memory.peak, rel=0.05), str(best.settings)
 
 
 def test_a_search_tries_ep_for_mixtures(monkeypatch):
@@ -621,8 +621,8 @@ if __name__ == "__main__":
     with torch.device("meta"):
         model = Transformer(TransformerConfig(vocab_size=64, dim=32, layers=1, heads=2, kv_heads=2, hidden=32, max_positions=8))
     plan = meshpar.Plan("dp_shard=2", [meshpar.FullyShard()])
-    told = meshpar.forecast(plan, model, meshpar.forecasting.Batch(sequence=8), hardware="h100", optimizer=optimizer)
-    print(told.memory.held.get("optimizer", 0))
+    alone = meshpar.forecast(plan, model, meshpar.forecasting.Batch(sequence=8), hardware="h100", optimizer=optimizer)
+    print(alone.memory.held.get("optimizer", 0))
 """)
     done = run_script(script)
     assert done.stdout.split() == ["0"], done.stderr

@@ -124,10 +124,10 @@ def note_uploads(log: Path) -> None:
 
 def uploads(report: str, rank: int) -> int:
     """Return how many uploads of a rank are under way."""
-    return len(told(report, rank, "upload")) - len(told(report, rank, "uploaded"))
+    return len(reported(report, rank, "upload")) - len(reported(report, rank, "uploaded"))
 
 
-def told(report: str, rank: int, kind: str) -> list:
+def reported(report: str, rank: int, kind: str) -> list:
     log = Path(f"{report}.{rank}")
     lines = [line for line in log.read_text().splitlines() if line.endswith("]")] if log.exists() else []
     return [value for what, value in map(json.loads, lines) if what == kind]
@@ -166,7 +166,7 @@ def kill_one(
     try:
         # The first save of a run makes the group, the folder and the first link; the others do not.
         settled = 0 if mode == "first" else 2
-        until(lambda: len(told(report, 0, "begin")) > settled, 60, every=0.001)
+        until(lambda: len(reported(report, 0, "begin")) > settled, 60, every=0.001)
         time.sleep(generator.random() * (0.15 if mode == "first" else 0.1) * (1 if cloud is None else 4))
         victim = generator.randrange(RANKS)
         if cloud is not None and generator.random() < AIMED:
@@ -189,7 +189,7 @@ def kill_one(
             process.join()
     steps = manager.steps()
     HIT.append(bool(manager.ignored()))
-    saved = max((step for rank in range(RANKS) for step in told(report, rank, "saved") if step >= first), default=0)
+    saved = max((step for rank in range(RANKS) for step in reported(report, rank, "saved") if step >= first), default=0)
     assert max(steps, default=0) >= max(saved, max(before, default=0)), (
         f"kill {number} ({mode}) lost step {saved}: {steps}"
     )

@@ -64,5 +64,5 @@ def test_the_reward_of_a_policy_rises(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    rewards = [float(each) for each in re.findall(r"reward ([\d.]+)", done.stdout)]
+    rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", done.stdout)]
     assert len(rewards) == 3 and rewards[-1] > rewards[0] + 0.15, rewards

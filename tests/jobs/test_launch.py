@@ -592,14 +592,14 @@ def test_files_of_the_cluster_are_checked_there_and_the_launch_says_so(folder: P
 
 
 def test_a_job_whose_checkpoints_would_be_lost_with_its_pods_says_so(folder: Path) -> None:
-    def told(*arguments: str, options: tuple[str, ...] = ()) -> str:
+    def notes(*arguments: str, options: tuple[str, ...] = ()) -> str:
         return launch_job(
             "kubernetes", "job.yaml", arguments, nodes=2, gpus_per_node=0, nproc=1, mesh="auto", options=options
         )
 
-    assert "note: without -o claim=NAME, /workspace is a folder that each pod has for itself" in told()
-    assert "claim" not in told(options=("claim=runs",))
-    assert "claim" not in told("output=/volume/run")
+    assert "note: without -o claim=NAME, /workspace is a folder that each pod has for itself" in notes()
+    assert "claim" not in notes(options=("claim=runs",))
+    assert "claim" not in notes("output=/volume/run")
 
 
 def test_two_runs_have_folders_of_their_own_in_a_bucket(folder: Path) -> None:

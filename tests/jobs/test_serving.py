@@ -56,7 +56,7 @@ def receiving(address, log):
                 time.sleep(0.002)
                 continue
             seen = weights.version
-            values = {float(value) for each in weights.tensors.values() for value in each.unique()}
+            values = {float(value) for tensor in weights.tensors.values() for value in tensor.unique()}
             file.write(f"{seen} {sorted(values) == [float(seen)]}\n")
             file.flush()
     os._exit(0)
@@ -115,7 +115,7 @@ def test_a_parallel_models_weights_come_as_they_are_streamed() -> None:
     if receiver:
         weights = receiver.wait(7, patient(5))
         assert weights.digest == sent.digest and list(weights.tensors) == list(expected)
-        assert all(torch.equal(weights.tensors[name], each) for name, each in expected.items())
+        assert all(torch.equal(weights.tensors[name], tensor) for name, tensor in expected.items())
         with pytest.raises(meshpar.MeshparError, match="version 8 did not come"):
             receiver.wait(8, 0.1)
         receiver.close()

@@ -96,7 +96,7 @@ def step_of(folder: Path, output: str) -> int:
     return path.read_text().count("train/loss") if path.exists() else 0
 
 
-def told(folder: Path, output: str) -> str:
+def output_of(folder: Path, output: str) -> str:
     return "".join(path.read_text() for path in (folder / output / "launches").glob("*/slurm-*.out"))
 
 
@@ -198,10 +198,10 @@ def test_a_worker_killed_in_mid_run_is_requeued_and_ends_as_if_it_had_not_been(
     done = slurm.wait(disturbed["killed"])
     assert done["Restarts"] == "1"
     errors = "".join(path.read_text() for path in (folder / "killed" / "logs").glob("*/rank-*.error.json"))
-    assert "was ended by SIGKILL" in told(folder, "killed") + errors, (
+    assert "was ended by SIGKILL" in output_of(folder, "killed") + errors, (
         "srun may end the step before the launcher tells it"
     )
-    assert "resuming after step" in told(folder, "killed")
+    assert "resuming after step" in output_of(folder, "killed")
     assert_losses(folder, "killed", expected)
 
 
@@ -210,7 +210,7 @@ def test_the_signal_before_the_time_limit_saves_requeues_and_resumes(
 ) -> None:
     done = slurm.wait(disturbed["limited"])
     assert done["Restarts"] == "1"
-    text = told(folder, "limited")
+    text = output_of(folder, "limited")
     step = int(re.findall(r"asked to stop \(SIGUSR1\) after step (\d+)", text)[0])
     assert f"resuming after step {step} from" in text
     assert_losses(folder, "limited", expected)
@@ -220,7 +220,7 @@ def test_a_lost_node_shrinks_an_elastic_job_which_ends(
     slurm: Slurm, folder: Path, disturbed: dict[str, str], expected: list[float]
 ) -> None:
     slurm.wait(disturbed["elastic"])
-    text = told(folder, "elastic")
+    text = output_of(folder, "elastic")
     assert (
         "2 of 4 ranks are left: mesh dp_replicate=1,dp_shard=2, a step of 4 x 2 a data rank instead of 2 x 2: 16 in "
         "all as before" in text
@@ -233,7 +233,7 @@ def test_preflight_stops_a_job_before_it_trains(slurm: Slurm, folder: Path) -> N
     job = submit(slurm, folder, "refused", "--preflight", "fail", "-o", "setup=export GLOO_SOCKET_IFNAME=eth7")
     done = slurm.wait(job, ("FAILED",))
     assert (done["ExitCode"], done["Restarts"]) == (f"{NO_USE}:0", "0")
-    text = told(folder, "refused")
+    text = output_of(folder, "refused")
     assert "GLOO_SOCKET_IFNAME=eth7 names no interface\n    where: n1, which has eth0, lo" in text
     assert "another start would fail in the same way; the job is not requeued" in text
     assert step_of(folder, "refused") == 0 and not list((folder / "refused").glob("checkpoints/step-*"))
@@ -265,7 +265,7 @@ def test_the_second_task_of_an_array_goes_on_where_the_first_one_was_stopped(
     slurm.call("scancel", "--batch", "--signal=USR1", f"{array}_1")
     for task in (2, 1):
         slurm.wait(f"{array}_{task}")
-    assert re.search(r"resuming after step \d+ from", told(folder, "array"))
+    assert re.search(r"resuming after step \d+ from", output_of(folder, "array"))
     assert_losses(folder, "array", expected)
 
 
@@ -280,7 +280,7 @@ def test_failures_are_counted_up_to_the_budget(slurm: Slurm, folder: Path, expec
         if steps == 7:
             slurm.wait(job, ("RUNNING",))
     assert slurm.wait(job, ("FAILED",))["Restarts"] == "1"
-    assert "after 1 requeues for failures; no more" in told(folder, "budget")
+    assert "after 1 requeues for failures; no more" in output_of(folder, "budget")
     slurm.wait(submit(slurm, folder, "budget", "-o", "max_requeues=1"))
     assert_losses(folder, "budget", expected)
 
@@ -290,7 +290,7 @@ def test_of_two_submissions_of_one_run_the_second_is_told_who_writes(
     slurm: Slurm, folder: Path, expected: list[float]
 ) -> None:
     first, second = (submit(slurm, folder, "twice", "-o", f"partition={partition}") for partition in ("lab", "spare"))
-    until(lambda: bool(re.search(r"is written by|is being written", told(folder, "twice"))))
+    until(lambda: bool(re.search(r"is written by|is being written", output_of(folder, "twice"))))
     slurm.call("scancel", second)
     slurm.wait(first)
     assert_losses(folder, "twice", expected)
@@ -315,12 +315,12 @@ def test_a_replica_whose_node_is_lost_comes_back_on_a_node_that_is_given_back(
     until(lambda: step_of(folder, name) >= 12)
     lost = slurm.call("scontrol", "show", "hostnames", slurm.job(f"{array}_1")["NodeList"]).split()[-1]
     slurm.hosts.kill(lost)
-    until(lambda: "lost 1" in told(folder, name))
+    until(lambda: "lost 1" in output_of(folder, name))
     slurm.call("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=lost")  # not when it misses the job
     slurm.start_node(lost)
     until(lambda: slurm.job(f"{array}_1")["JobState"] != "RUNNING")
     slurm.wait(f"{array}_1", ("RUNNING",))
-    until(lambda: "joined 1" in told(folder, name))
+    until(lambda: "joined 1" in output_of(folder, name))
     told_once(slurm, folder, name, array)
     records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     assert [record["replicas"] for record in records if "replicas" in record][-2:] == [1, 2]
@@ -336,11 +336,11 @@ def test_replicas_go_on_from_a_checkpoint_where_the_node_of_their_lighthouse_is_
     lost = slurm.job(f"{array}_0")["BatchHost"]
     slurm.hosts.kill(lost)
     slurm.start_node(lost)
-    until(lambda: "waits for the lighthouse" in told(folder, "lighthouse"))
+    until(lambda: "waits for the lighthouse" in output_of(folder, "lighthouse"))
     for task in (0, 1):
         slurm.wait(f"{array}_{task}", ("RUNNING", "COMPLETED"))
     told_once(slurm, folder, "lighthouse", array)
-    assert "resuming after step" in told(folder, "lighthouse")
+    assert "resuming after step" in output_of(folder, "lighthouse")
 
 
 def told_once(slurm: Slurm, folder: Path, output: str, array: str) -> None:

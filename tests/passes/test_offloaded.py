@@ -31,16 +31,18 @@ def test_a_lent_module_trains_on_as_if_nothing_had_been() -> None:
             optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2)
             step(par, optimizer, 1)
             if lent:
-                sizes = [local_tensor(each).untyped_storage().nbytes() for each in par.module.parameters()]
+                sizes = [local_tensor(parameter).untyped_storage().nbytes() for parameter in par.module.parameters()]
                 with par.offloaded(optimizer):
-                    held = [local_tensor(each).untyped_storage() for each in par.module.parameters()]
-                    states = [value for each in optimizer.state.values() for value in each.values()]
-                    assert not any(each.nbytes() for each in held)
-                    assert not any(local_tensor(each).untyped_storage().nbytes() for each in states if each.ndim)
+                    held = [local_tensor(parameter).untyped_storage() for parameter in par.module.parameters()]
+                    states = [value for state in optimizer.state.values() for value in state.values()]
+                    assert not any(storage.nbytes() for storage in held)
+                    assert not any(local_tensor(state).untyped_storage().nbytes() for state in states if state.ndim)
                     with pytest.raises(meshpar.MeshparError, match=r"inside of par\.offloaded"):
                         par.module(torch.zeros(1, 2, dtype=torch.long))
-                assert sizes == [local_tensor(each).untyped_storage().nbytes() for each in par.module.parameters()]
+                assert sizes == [
+                    local_tensor(parameter).untyped_storage().nbytes() for parameter in par.module.parameters()
+                ]
             step(par, optimizer, 2)
             par.reshard()
-            ends.append([local_tensor(each).clone() for each in par.module.parameters()])
+            ends.append([local_tensor(parameter).clone() for parameter in par.module.parameters()])
         assert all(torch.equal(one, other) for one, other in zip(*ends))

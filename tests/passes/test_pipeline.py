@@ -320,8 +320,8 @@ def test_every_micro_batch_goes_forth_and_back_in_order(schedule, micro_batches)
     for rank in range(3):
         found = actions(schedule, rank, 3, micro_batches)
         for kind in "FB":
-            assert [each.number for each in found if each.kind == kind] == list(range(micro_batches))
-        live = [sum(1 if each.kind == "F" else -1 for each in found[:end]) for end in range(len(found) + 1)]
+            assert [action.number for action in found if action.kind == kind] == list(range(micro_batches))
+        live = [sum(1 if action.kind == "F" else -1 for action in found[:end]) for end in range(len(found) + 1)]
         assert min(live) == 0 and max(live) == min(micro_batches, micro_batches if schedule == "gpipe" else 3 - rank)
 
 
@@ -817,8 +817,8 @@ def load_on_others(tmp_path, saved, restored):
 
     def state(par, optimizer):
         return {
-            name: [whole_tensor(value).clone() for value in (each, optimizer.state[each]["exp_avg"])]
-            for name, each in par.module.named_parameters()
+            name: [whole_tensor(value).clone() for value in (parameter, optimizer.state[parameter]["exp_avg"])]
+            for name, parameter in par.module.named_parameters()
         }
 
     torch.manual_seed(0)
@@ -849,7 +849,7 @@ def test_stages_resume_with_the_options_of_each_parameter(tmp_path):
         manager.save(1, par, optimizer)
         manager.restore(par, optimizer)
     for group in optimizer.param_groups:
-        assert all(group["weight_decay"] == (0.1 if each.ndim > 1 else 0.0) for each in group["params"])
+        assert all(group["weight_decay"] == (0.1 if parameter.ndim > 1 else 0.0) for parameter in group["params"])
 
 
 @pytest.mark.nightly
@@ -926,7 +926,7 @@ def test_dropout_differs_between_stages_and_is_the_same_in_a_recomputation():
         drop.register_forward_hook(lambda module, args, output: masks.append((output == 0).detach()))
         total = par.backward([{"input_ids": batches(0)[0]["input_ids"]}] * 2, lambda module, batch: (
             module(**batch).logits.square().mean()))  # fmt: skip
-        return float(total), {name: each.grad for name, each in par.module.named_parameters()}, masks
+        return float(total), {name: parameter.grad for name, parameter in par.module.named_parameters()}, masks
 
     total, gradients, masks = trained()
     again, recomputed, _ = trained(ActivationCheckpoint())
@@ -969,7 +969,7 @@ def test_products_in_float8_are_those_without_stages():
         torch.manual_seed(0)
         par = Plan(mesh, passes).apply(MODELS["Llama"]())
         total = par.backward(batches(0), scaled_loss(0.01))  # the same on both ranks
-        return total, {name: whole_tensor(each.grad) for name, each in par.module.named_parameters()}
+        return total, {name: whole_tensor(parameter.grad) for name, parameter in par.module.named_parameters()}
 
     float8 = Float8(recipe="rowwise_with_gw_hp", emulate=True)
     total, found = gradients("pp=2", PipelineParallel(), float8)

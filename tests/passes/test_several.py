@@ -113,7 +113,7 @@ def in_a_thread(rounds: int) -> None:
 @on_ranks(2)
 def test_a_frozen_model_holds_its_parameters_alone() -> None:
     par = Plan("dp_shard=2", [FullyShard()], frozen=True).apply(built(1))
-    assert not any(each.requires_grad for each in par.module.parameters())
+    assert not any(parameter.requires_grad for parameter in par.module.parameters())
     out = par.module(ids(0)).logits
     assert not out.requires_grad
     par.reshard()

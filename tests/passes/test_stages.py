@@ -126,8 +126,8 @@ def built(name, seed, rate=1e-2):
     )
     parameters = list(par.module.parameters())
     groups = [
-        {"params": [each for each in parameters if each.ndim > 1], "lr": rate, "weight_decay": 0.1},
-        {"params": [each for each in parameters if each.ndim == 1], "lr": rate / 2, "weight_decay": 0.0},
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "lr": rate, "weight_decay": 0.1},
+        {"params": [parameter for parameter in parameters if parameter.ndim == 1], "lr": rate / 2, "weight_decay": 0.0},
     ]
     return par, torch.optim.AdamW(groups, fused=True)
 
@@ -145,11 +145,11 @@ def digests(par, optimizer):
         name: [
             *(
                 hashlib.sha256(whole_tensor(value).detach().numpy().tobytes()).hexdigest()
-                for value in (each, *(optimizer.state[each][moment] for moment in ("exp_avg", "exp_avg_sq")))
+                for value in (parameter, *(optimizer.state[parameter][moment] for moment in ("exp_avg", "exp_avg_sq")))
             ),
-            json.dumps(options[each], sort_keys=True),
+            json.dumps(options[parameter], sort_keys=True),
         ]
-        for name, each in par.module.named_parameters()
+        for name, parameter in par.module.named_parameters()
     }
 
 

@@ -54,7 +54,7 @@ def trained(make, mesh, passes, number=4, steps=3):
         losses.append(float(par.data_sum(total.clone()) / par.loss_size))
         optimizer.step()
         optimizer.zero_grad()
-    weights = {name: whole_tensor(each).clone() for name, each in par.module.named_parameters()}
+    weights = {name: whole_tensor(parameter).clone() for name, parameter in par.module.named_parameters()}
     return losses, norms, gradients, weights
 
 
@@ -77,7 +77,7 @@ def one_process(make, data_ranks, number=4, steps=3):
         losses.append(total)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, norms, gradients, {name: each.detach() for name, each in model.named_parameters()}
+    return losses, norms, gradients, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def assert_as_one_process(make, mesh, passes, data_ranks=1, number=4):

@@ -179,8 +179,8 @@ def test_wandb_offline_has_records_config_and_one_run(tmp_path: Path, monkeypatc
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     (id_,) = {path.stem.removeprefix("run-") for path in files}
     assert json.loads((tmp_path / "trackers" / "wandb.json").read_text())["id"] == id_
-    told = b"".join(path.read_bytes() for path in files)
-    assert b"train/loss" in told and b"recipe" in told
+    written = b"".join(path.read_bytes() for path in files)
+    assert b"train/loss" in written and b"recipe" in written
 
 
 def test_wandb_without_a_key_warns_once_and_keeps_the_records(
