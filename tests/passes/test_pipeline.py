@@ -550,7 +550,7 @@ def given(micro_batches):
 def failing(par, place):
     """Run a step in which one stage fails: in its data, its loss, a block, a hook of a backward, or an evaluation."""
     layers, mine = applied(par.module).layers, batches(0)
-    last, calls, hooks = layers.rank == layers.ranks - 1, [], []
+    last, calls, hooks, stage = layers.rank == layers.ranks - 1, [], [], FAILED[place][0]
 
     def loss(module, batch):
         calls.append(batch)
@@ -560,10 +560,10 @@ def failing(par, place):
 
     def fail(module, *args):
         calls.append(module)
-        if len(calls) > 3:
+        if len(calls) > (3 if stage else 1):  # gradients of later micro-batches still come to the first stage
             raise KeyError("a block is at fault")
 
-    if layers.rank == 1 and place in ("block", "backward"):
+    if layers.rank == stage and place in ("block", "backward", "first backward"):
         block = layers.edges._chunks[-1].blocks[0]
         hooks = [block.register_forward_pre_hook(fail) if place == "block" else block.register_full_backward_hook(fail)]
     try:
@@ -581,6 +581,7 @@ FAILED = {
     "loss": (-1, r"stage \d, forward of micro-batch \d of 4: KeyError: 'a label is missing'"),
     "block": (1, r"stage \d, forward of micro-batch \d of 4: KeyError: 'a block is at fault'"),
     "backward": (1, r"stage \d, backward of micro-batch \d of 4: KeyError: 'a block is at fault'"),
+    "first backward": (0, r"stage \d, backward of micro-batch \d of 4: KeyError: 'a block is at fault'"),
     "evaluation": (-1, r"stage \d, forward of micro-batch \d, without gradients: KeyError: 'a label is missing'"),
 }
 
