@@ -57,15 +57,31 @@ class Chunk:
 
 
 @final
-class Edges:
-    """The edges of this rank's stages.
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What one rank has of a model's layers.
 
-    Args:
+    Attributes:
         module: the outermost module.
         chunks: of this rank's blocks: stage ``chunk * ranks + rank`` of the model.
         tail: this rank's modules behind the last block.
         group: the ranks that have the stages.
         carried: the form of the value that passes from block to block, which the stand-ins return.
+    """
+
+    module: nn.Module
+    chunks: tuple[Chunk, ...]
+    tail: tuple[nn.Module, ...]
+    group: dist.ProcessGroup
+    carried: Carried
+
+
+@final
+class Edges:
+    """The edges of this rank's stages.
+
+    Args:
+        portion: what the rank has.
         doing: see :class:`Messages`.
         fail: is called with an error that ends an action.
 
@@ -82,19 +98,16 @@ class Edges:
         supposed: headers of what a simulated rank gets, by their results, as the stages before have filled them.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        chunks: Sequence[Chunk],
-        tail: Sequence[nn.Module],
-        group: dist.ProcessGroup,
-        carried: Carried,
-        doing: Callable[[], str],
-        fail: Callable[[Exception], None],
-    ) -> None:
-        self._module, self._chunks, self._tail, self._carried, self._fail = module, chunks, tail, carried, fail
+    def __init__(self, portion: Portion, doing: Callable[[], str], fail: Callable[[Exception], None]) -> None:
+        self._module, self._chunks, self._tail, self._carried = (
+            portion.module,
+            portion.chunks,
+            portion.tail,
+            portion.carried,
+        )
+        self._fail, group = fail, portion.group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.messages = Messages(group, len(chunks), doing)
+        self.messages = Messages(group, len(self._chunks), doing)
         self.device, self.chunk, self.number = torch.device("cpu"), 0, 0
         self.arrived, self.left = list[Tensor](), list[Tensor]()
         self.calls, self._runs, self.takes, self.sends, self.failed = 0, False, False, False, False

@@ -20,7 +20,7 @@ from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Role, Stage
 from meshpar.passes.applied import applied
 from meshpar.passes.pipeline.cuts import Anatomy, blocks_in_line, check_stages, even_cuts, examine
-from meshpar.passes.pipeline.edges import Chunk
+from meshpar.passes.pipeline.edges import Chunk, Portion
 from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.schedule import SCHEDULES
 from meshpar.passes.pipeline.stand_ins import (
@@ -136,23 +136,18 @@ class PipelineParallel(Pass):  # type: ignore[override]
                 old.register_forward_pre_hook(refuse_idle)
         for old in [module.get_submodule(name) for name in anatomy.tail if rank < ranks - 1]:
             stand_in(TailStandIn, old, kept)
-        layers = Layers(
-            module,
-            [
-                Chunk(
-                    tuple(map(module.get_submodule, names)),
-                    module.get_submodule(anatomy.blocks[bounds[stage] - 1]) if stage else None,
-                    anatomy.carried[bounds[stage] - 1] if stage else (),
-                    anatomy.carried[bounds[stage + 1] - 1] if bounds[stage + 1] < len(anatomy.blocks) else (),
-                )
-                for stage, names in zip(mine_of, chunks, strict=True)
-            ],
-            [module.get_submodule(name) for name in anatomy.tail if rank == ranks - 1],
-            group,
-            self.schedule,
-            carried,
-            {name: at for name, at in shared.items() if rank in at},
+        stages = tuple(
+            Chunk(
+                tuple(map(module.get_submodule, names)),
+                module.get_submodule(anatomy.blocks[bounds[stage] - 1]) if stage else None,
+                anatomy.carried[bounds[stage] - 1] if stage else (),
+                anatomy.carried[bounds[stage + 1] - 1] if bounds[stage + 1] < len(anatomy.blocks) else (),
+            )
+            for stage, names in zip(mine_of, chunks, strict=True)
         )
+        tail = tuple(module.get_submodule(name) for name in anatomy.tail if rank == ranks - 1)
+        portion = Portion(module, stages, tail, group, carried)
+        layers = Layers(portion, self.schedule, {name: at for name, at in shared.items() if rank in at})
         kept_here = {*dict(module.named_parameters(remove_duplicate=False)), *_stored_buffers(module)}
         applied(module).elsewhere = _shapes({name: one for name, one in before.items() if name not in kept_here})
         layers.edges.end_early()

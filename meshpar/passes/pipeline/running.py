@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map_only
 from meshpar._torch.groups import all_gather
 from meshpar.core.errors import MeshparError, brief
 from meshpar.loss import Found, Totals
-from meshpar.passes.pipeline.edges import Chunk, Edges, FailedBeforeError
+from meshpar.passes.pipeline.edges import Edges, FailedBeforeError, Portion
 from meshpar.passes.pipeline.messages import BACK, FORTH, LostError, all_fail, failed_alone, tell_alone
 from meshpar.passes.pipeline.schedule import Action, actions
-from meshpar.passes.pipeline.stand_ins import Carried, tensors
+from meshpar.passes.pipeline.stand_ins import tensors
 from meshpar.placements import local_tensor
 from meshpar.same_values import digest_of_several
 
@@ -34,12 +34,8 @@ class Layers:
     """This rank's layers of one module, and the exchange with the ranks that have the others.
 
     Args:
-        module: the outermost module.
-        chunks: of this rank's blocks: stage ``chunk * ranks + rank`` of the model.
-        tail: this rank's modules behind the last block.
-        group: the ranks that have the stages.
+        portion: what this rank has.
         schedule: see :func:`meshpar.passes.pipeline.schedule.actions`.
-        carried: the form of the value that passes from block to block, which the stand-ins return.
         shared: parameters that other stages have, too -> the ranks of the group that do.
 
     Attributes:
@@ -48,19 +44,10 @@ class Layers:
         goes_on: a forward of the step that runs has ended.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        chunks: Sequence[Chunk],
-        tail: Sequence[nn.Module],
-        group: dist.ProcessGroup,
-        schedule: str,
-        carried: Carried,
-        shared: dict[str, tuple[int, ...]],
-    ) -> None:
-        self._module, self._chunks, self._schedule = module, len(chunks), schedule
-        self.group, self.shared = group, shared
-        self.edges = Edges(module, chunks, tail, group, carried, self.doing, self._fail)
+    def __init__(self, portion: Portion, schedule: str, shared: dict[str, tuple[int, ...]]) -> None:
+        self._module, self._chunks, self._schedule = portion.module, len(portion.chunks), schedule
+        self.group, self.shared = portion.group, shared
+        self.edges = Edges(portion, self.doing, self._fail)
         self.rank, self.ranks, self._messages = self.edges.rank, self.edges.ranks, self.edges.messages
         self._count = self._before = 0
         self._shapes = list[Any]()  # of the tensors of each micro-batch on which the stages have agreed
