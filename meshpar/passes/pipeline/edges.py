@@ -99,13 +99,8 @@ class Edges:
     """
 
     def __init__(self, portion: Portion, doing: Callable[[], str], fail: Callable[[Exception], None]) -> None:
-        self._module, self._chunks, self._tail, self._carried = (
-            portion.module,
-            portion.chunks,
-            portion.tail,
-            portion.carried,
-        )
-        self._fail, group = fail, portion.group
+        self._module, self._chunks, self._tail = portion.module, portion.chunks, portion.tail
+        self._carried, self._fail, group = portion.carried, fail, portion.group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.messages = Messages(group, len(self._chunks), doing)
         self.device, self.chunk, self.number = torch.device("cpu"), 0, 0
