@@ -728,8 +728,11 @@ class WrittenBetween(Cut):
 def test_models_that_write_into_what_their_blocks_return_are_refused():
     par = Plan("pp=2", [PipelineParallel()]).apply(WrittenBetween(), ModelLayout(blocks=("layers.*",)))
     mine = [{"ids": torch.full((2, 8), 3)}] * 4
+    said = "writes into what a block returns" + (
+        "" if dist.get_rank() == 0 else ".*torch says: .*(in-place|written-to)"
+    )
     for run in (par.forward, par.backward):
-        with pytest.raises(MeshparError, match="writes into what a block returns"):
+        with pytest.raises(MeshparError, match=said):
             run(mine, lambda module, batch: module(**batch).square().sum())
         par.module.zero_grad()
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshpar._torch.calls import eager, enter_by
-from meshpar.core.errors import MeshparError
+from meshpar.core.errors import MeshparError, first_line
 from meshpar.passes.installed import set_forward
 from meshpar.passes.pipeline.cuts import Result
 from meshpar.passes.pipeline.messages import BACK, FAILED, FORTH, Header, Messages
@@ -26,7 +26,7 @@ _WRITES = (
     "there, such as by hidden = hidden * scale"
 )
 _WRITTEN = ("a leaf Variable that requires grad", "the written-to tensor")
-"""What torch says of writes into a received value, and into the zeros of a stand-in."""
+"""Words of torch's errors for writes into a received value, and into the zeros of a stand-in."""
 
 
 class StageEndsError(BaseException):
@@ -59,7 +59,7 @@ class Chunk:
 @final
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What one rank has of a model's layers.
+    """The layers of a model that one rank has.
 
     Attributes:
         module: the outermost module.
@@ -81,7 +81,7 @@ class Edges:
     """The edges of this rank's stages.
 
     Args:
-        portion: what the rank has.
+        portion: of the model, on this rank.
         doing: see :class:`Messages`.
         fail: is called with an error that ends an action.
 
@@ -140,7 +140,7 @@ class Edges:
             return None
         except RuntimeError as error:
             if self.stage and any(text in str(error) for text in _WRITTEN):
-                raise MeshparError(_WRITES) from error
+                raise MeshparError(f"{_WRITES}. torch says: {first_line(error)}") from error
             raise
         finally:
             self._runs, self._carried.device = False, None

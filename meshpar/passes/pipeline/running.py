@@ -34,7 +34,7 @@ class Layers:
     """This rank's layers of one module, and the exchange with the ranks that have the others.
 
     Args:
-        portion: what this rank has.
+        portion: of the model, on this rank.
         schedule: see :func:`meshpar.passes.pipeline.schedule.actions`.
         shared: parameters that other stages have, too -> the ranks of the group that do.
 
