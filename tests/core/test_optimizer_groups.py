@@ -21,7 +21,7 @@ def job(mesh):
 
 
 def settings_of(par, optimizer):
-    """What the optimizer is told of each parameter."""
+    """The settings that the optimizer has for each parameter."""
     names = {id(parameter): name for name, parameter in par.module.named_parameters()}
     return {
         names[id(parameter)]: (group["lr"], group["weight_decay"])
