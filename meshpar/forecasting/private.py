@@ -35,6 +35,7 @@ from meshpar.exact.meeting import Meeting
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.passes.routing import Routing
+from meshpar.passes.scatter import scatter_as_on
 
 __all__ = ["FakeTensor", "Settled", "fake_mode", "hidden_propagation", "register_device", "settle"]
 
@@ -80,6 +81,8 @@ def settle(par: Parallelized, device_type: str) -> None:
         split.arrivals.sends = not runtime.queues(device_type)
     if (shards := applied(par.module).replica_shards) is not None:
         shards.send_as_on(device_type)
+    else:
+        scatter_as_on(par.module, device_type)
     applied(par.module).routing = Assumed(applied(par.module).routing.skew)
 
 

@@ -5,7 +5,7 @@ as often as needed. Gradients are reduced the same way back.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshpar._torch.calls import assert_async
 from meshpar._torch.fsdp import gathered_bytes, gathered_inputs, is_gathered, make_ready, units_with_parameters
-from meshpar._torch.groups import all_gather, collective_ops, reduce_scatter, share_timeout
+from meshpar._torch.groups import all_gather, collective_ops, share_timeout
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
+from meshpar.passes.scatter import Allocates, scatter_sums, wait_all
 
 _WRITTEN = (
     "a parameter was written between the micro-batches of one step, which share their weights; write before the first "
@@ -32,15 +33,8 @@ _AHEAD = 2
 _PARTS = 4
 
 
-class _Allocates:
-    """How FSDP2 gets the memory of a collective."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
 @final
-class _Gather(_Allocates):
+class _Gather(Allocates):
     """The all-gather of one unit: over replicas into the shard that this rank keeps for its replica, then over the
     replica's shards.
 
@@ -101,7 +95,7 @@ class _Gather(_Allocates):
             self.following.begin()
         if self.in_parts:
             together = zip(output_tensor.chunk(count), shard.chunk(count))
-            _together(all_gather(whole, part, self._shards, async_op=True) for whole, part in together)
+            wait_all(all_gather(whole, part, self._shards, async_op=True) for whole, part in together)
             return
         joined = torch.empty_like(
             output_tensor
@@ -113,7 +107,7 @@ class _Gather(_Allocates):
 
 
 @final
-class _Reduce(_Allocates):
+class _Reduce(Allocates):
     """The reduce-scatter of a unit: over the replica's shards, then over replicas.
 
     Attributes:
@@ -132,29 +126,15 @@ class _Reduce(_Allocates):
         outputs, inputs = [output_tensor], [sums]
         if not self.exchanges:
             by_shard = input_tensor.view(count, self._shards.size(), -1).transpose(0, 1).reshape(-1)
-            self._hop([sums], [by_shard], op, self._shards)
+            scatter_sums([sums], [by_shard], op, self._shards, exchanges=False)
         else:
-            self._hop(list(sums.chunk(count)), list(input_tensor.chunk(count)), op, self._shards)
+            chunks = list(sums.chunk(count)), list(input_tensor.chunk(count))
+            scatter_sums(*chunks, op, self._shards, exchanges=True)
             parts = max(1, min(_PARTS, output_tensor.numel()))
             outputs = list(output_tensor.tensor_split(parts))
             inputs = [part.contiguous() for part in sums.view(count, -1).tensor_split(parts, dim=1)]
-        self._hop(outputs, inputs, op if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM, self._replicas)
-
-    def _hop(self, outputs: list[Tensor], inputs: list[Tensor], op: Any, group: dist.ProcessGroup) -> None:
-        """Reduce-scatter several tensors over a group."""
-        if not self.exchanges:
-            _together(
-                reduce_scatter(output, source, op, group, async_op=True) for output, source in zip(outputs, inputs)
-            )
-            return
-        received = [torch.empty_like(source) for source in inputs]
-        _together(
-            dist.all_to_all_single(got, source, group=group, async_op=True) for got, source in zip(received, inputs)
-        )
-        for output, got in zip(outputs, received):
-            torch.sum(got.view(group.size(), -1), 0, out=output)
-            if op == dist.ReduceOp.AVG:
-                output /= group.size()
+        again = op if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
+        scatter_sums(outputs, inputs, again, self._replicas, exchanges=self.exchanges)
 
 
 def _slices_group(axis: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -171,12 +151,6 @@ def _slices_group(axis: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
     )
     share_timeout([made])
     return made
-
-
-def _together(works: Iterable[dist.Work | None]) -> None:
-    for work in list(works):
-        if work is not None:
-            work.wait()
 
 
 @final

@@ -29,7 +29,6 @@ from meshpar import (
 )
 from meshpar._torch import groups
 from meshpar.core import runtime
-from meshpar.passes.applied import applied
 from meshpar.placements import whole_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, random_tokens, token_loss_sum, token_steps, whole
 from tests.accelerator.accelerated import accelerated
@@ -104,16 +103,12 @@ def check_hops(seen):
     for optimizer in ("replica", "world"):
         with torch.device("meta"):
             model = PLAIN()
-        par = (
-            Plan("dp_replicate=2,dp_shard=2", [HybridShard(optimizer=optimizer)], verify=False)
-            .apply(model)
-            .materialize(seed=0)
-        )
-        if shards := applied(par.module).replica_shards:
-            shards.send_as_on("cuda")
-        seen.clear()
-        loss, _ = token_loss_sum(par.module, random_tokens(VOCAB, 1, 16, seed=dist.get_rank()))
-        loss.backward()
+        plan = Plan("dp_replicate=2,dp_shard=2", [HybridShard(optimizer=optimizer)], verify=False)
+        with accelerated():
+            par = plan.apply(model).materialize(seed=0)
+            seen.clear()
+            loss, _ = token_loss_sum(par.module, random_tokens(VOCAB, 1, 16, seed=dist.get_rank()))
+            loss.backward()
         calls.append(
             {(axis, operation): count for (axis, operation), count in seen.calls.items() if operation != "allreduce"}
         )
