@@ -24,6 +24,7 @@ from meshpar.core.runtime import simulated
 from meshpar.forecasting import Batch, Trace
 from meshpar.forecasting.simulate import Simulation, simulate
 from meshpar.models import Transformer, TransformerConfig
+from meshpar.same_values import Largest
 
 PER_NODE, LENGTH = 8, 4096
 BF16 = {"param_dtype": torch.bfloat16}
@@ -113,7 +114,8 @@ def main() -> None:
     print("| ranks | sockets of a rank between hosts: every group connected | now |")
     print("| --- | --- | --- |")
     for size in given.ranks:
-        print(f"| {size} | {3 * (size - 1)} | {min(size - 1, 2 + math.ceil(math.log2(size)))} |")
+        now = size - 1 if size <= Largest.ONE_HOP else 2 + math.ceil(math.log2(size))
+        print(f"| {size} | {3 * (size - 1)} | {now} |")
 
 
 if __name__ == "__main__":

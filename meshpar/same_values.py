@@ -77,6 +77,41 @@ class Looks:
         return self._count[name] <= self.FIRST
 
 
+@final
+class Largest:
+    """The largest of each of the ranks' numbers, exchanged while this rank goes on.
+
+    On a CPU a few ranks send each other their numbers at once, which takes a third of the time of gloo's maximum: that
+    goes twice around a ring.
+
+    Args:
+        numbers: as many on every rank.
+        group: the ranks.
+        on_cpu: the ranks compute on CPUs; None: where the numbers are.
+    """
+
+    ONE_HOP = 16
+    """Up to how many ranks send each other their numbers."""
+
+    def __init__(self, numbers: Tensor, group: dist.ProcessGroup, *, on_cpu: bool | None = None) -> None:
+        ranks = group.size()
+        on_cpu = not runtime.queues(numbers.device) if on_cpu is None else on_cpu
+        self._every, self._work = numbers.expand(ranks, *numbers.shape), None
+        if on_cpu and 1 < ranks <= self.ONE_HOP:
+            sent, self._every = self._every.contiguous(), self._every.new_empty(self._every.shape)
+            self._work = dist.all_to_all_single(self._every, sent, group=group, async_op=True)
+        elif ranks > 1:
+            self._every = numbers[None].clone()
+            self._work = dist.all_reduce(self._every, dist.ReduceOp.MAX, group, async_op=True)
+
+    def read(self) -> Tensor:
+        """Wait for the exchange, and return the numbers."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._every.amax(0)
+
+
 def same(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[bool]:
     """Tell of each of some 64-bit numbers whether all ranks of the groups have the same.
 
@@ -84,7 +119,7 @@ def same(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[bool]:
     """
     both = torch.cat([values, ~values])
     for group in groups:
-        dist.all_reduce(both, dist.ReduceOp.MAX, group)
+        both = Largest(both, group).read()
     most, inverse = both.view(2, -1).tolist()
     return [high == ~low for high, low in zip(most, inverse)]
 

@@ -47,8 +47,8 @@ class Agreement(Guard):
         split: axis -> process group, where ranks see different positions of the same samples.
         device: where numbers are exchanged.
         always: compare in every step; False: in the first ones.
-        predicts: a unit's forward exchanges nothing with other ranks but its weights, so that ranks whose forwards
-            call the same units each time need not meet before each unit on a CPU.
+        predicts: ranks that exchange more than weights inside of a unit compute the same there, so that ranks whose
+            forwards call the same units each time need not meet before each unit on a CPU.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ def _comparisons(guarded: Guarded, units: Units) -> tuple[Comparisons, Sequence[
         {axis: mesh.get_group(axis) for axis in resolved.divided(Role.POSITIONS)},
         device,
         always=always,
-        predicts=_gathers_alone(module, resolved),
+        predicts=_predictable(module, resolved),
     )
     compared = () if resolved.splits_sequence else resolved.same
     losses = Losses({axis: held_on.get_group(axis) for axis in compared}, device, always=always)
@@ -144,11 +144,13 @@ def renew(cycle: Cycle, resolved: Resolved, device: torch.device, *, verify: boo
         cycle.agreement.begin(draws=(resolved.layout.dropout or draws_random(module)) and not resolved.splits_sequence)
 
 
-def _gathers_alone(module: nn.Module, resolved: Resolved) -> bool:
-    """Tell whether nothing inside of a forward exchanges anything between ranks but data parallelism, which gathers."""
-    roles = (Role.POSITIONS, Role.FEATURES, Role.LAYERS)
-    divided = applied(module).divided or any(resolved.divided(role) for role in roles)
-    return not divided and not any(isinstance(child, _BatchNorm) for child in module.modules())
+def _predictable(module: nn.Module, resolved: Resolved) -> bool:
+    """Tell whether ranks that exchange more than weights inside of a forward compute the same values there, so that
+    they call the same units: those of ``tp``, where none has a part of the sequence.
+    """
+    divided = applied(module).divided or resolved.divided(Role.POSITIONS) or resolved.divided(Role.LAYERS)
+    alike = not divided and not resolved.splits_sequence
+    return alike and not any(isinstance(child, _BatchNorm) for child in module.modules())
 
 
 def _parts(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

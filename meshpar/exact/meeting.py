@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, first_line
-from meshpar.same_values import FACTOR
+from meshpar.same_values import FACTOR, Largest
 
 PLACES = (
     "a forward of the module",
@@ -146,9 +146,7 @@ class Later:
     def __init__(self, meeting: Meeting, trained: Sequence[tuple[str, nn.Parameter]], marks: Sequence[int]) -> None:
         self._trained, self._marks = trained, marks
         mine = torch.tensor([meeting.counted(len(marks)), *marks], device="cpu")
-        self._both, self._work = torch.cat([mine, -mine]), None
-        if dist.get_world_size() > 1:
-            self._work = dist.all_reduce(self._both, dist.ReduceOp.MAX, meeting.hosts, async_op=True)
+        self._both = Largest(torch.cat([mine, -mine]), meeting.hosts)
 
     def check(self) -> list[int]:
         """Wait for the exchange, and return the largest mark of each parameter.
@@ -156,9 +154,7 @@ class Later:
         Raises:
             MeshparError: on every rank alike.
         """
-        if self._work is not None:
-            self._work.wait()
-        (most_counted, *most), (least_counted, *least) = self._both.view(2, -1).tolist()
+        (most_counted, *most), (least_counted, *least) = self._both.read().view(2, -1).tolist()
         if any(high and not -low for high, low in zip(most, least)):
             without = [
                 name
@@ -180,7 +176,5 @@ class Later:
 
 def _spans(mine: Tensor, hosts: dist.ProcessGroup) -> list[tuple[int, int]]:
     """Return of each number the largest and the least of all ranks."""
-    both = torch.cat([mine, -mine])
-    dist.all_reduce(both, dist.ReduceOp.MAX, hosts)
-    most, least = both.view(2, -1).tolist()
+    most, least = Largest(torch.cat([mine, -mine]), hosts).read().view(2, -1).tolist()
     return [(high, -low) for high, low in zip(most, least)]

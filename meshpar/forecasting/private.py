@@ -36,6 +36,7 @@ from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.passes.routing import Routing
 from meshpar.passes.scatter import scatter_as_on
+from meshpar.same_values import Largest
 
 __all__ = ["FakeTensor", "Settled", "fake_mode", "hidden_propagation", "register_device", "settle"]
 
@@ -126,7 +127,7 @@ class Settled(Guard):
 
     def _send(self, numbers: int, groups: Sequence[dist.ProcessGroup]) -> None:
         for group in groups if self._on_cpu else ():
-            dist.all_reduce(torch.empty(numbers, dtype=torch.int64, device=self._par.device), group=group)
+            _exchange(numbers, torch.int64, group, self._par.device)
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Send the digests of a batch, where they are looked at."""
@@ -143,7 +144,7 @@ class Settled(Guard):
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """Send where a rank is, where it is looked at."""
         if self._on_cpu and dist.get_world_size() > 1:
-            dist.all_reduce(torch.empty(2 * (1 + Meeting.NUMBERS), dtype=torch.int64, device=self._par.device))
+            _exchange(2 * (1 + Meeting.NUMBERS), torch.int64, dist.group.WORLD, self._par.device)
         return [True] * len(numbers)
 
     def before_unit(self, name: str, unit: nn.Module) -> None:
@@ -171,7 +172,7 @@ class Settled(Guard):
         """
         if self._on_cpu and self._real.differs:
             count = 1 + sum(1 for _ in self._par.module.parameters())
-            dist.all_reduce(torch.empty(2 * count, dtype=torch.int64, device=self._par.device))
+            _exchange(2 * count, torch.int64, dist.group.WORLD, self._par.device)
         for parameter in unused:
             parameter.grad = None
 
@@ -191,7 +192,12 @@ class SentLosses(Guard):
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
         """Send a loss and its negation."""
         for group in self._groups if self._groups and reaches() else ():
-            dist.all_reduce(torch.empty(2, dtype=torch.float64, device=self._device), group=group)
+            _exchange(2, torch.float64, group, self._device)
+
+
+def _exchange(count: int, dtype: torch.dtype, group: Any, device: torch.device) -> None:
+    """Send numbers as ranks on CPUs do."""
+    Largest(torch.empty(count, dtype=dtype, device=device), group, on_cpu=True).read()
 
 
 @contextmanager

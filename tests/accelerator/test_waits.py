@@ -24,7 +24,7 @@ from tests.accelerator.waits import Waits
 from tests.support.models_for_parity import gpt2, transformer
 from tests.support.tiers import daily
 
-HOSTS = {"exact.meeting.Later.__init__ (hosts)": 1}
+HOSTS = {"same_values.Largest.__init__ (hosts)": 1}
 """The one exchange of the hosts in a step begins here, runs beside the next step, and is read after it."""
 BF16 = {"param_dtype": torch.bfloat16}
 STEPS = {

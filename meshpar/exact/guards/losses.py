@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from meshpar.core import runtime
 from meshpar.core.errors import ParallelError
 from meshpar.core.guards import Guard
-from meshpar.same_values import Looks
+from meshpar.same_values import Largest, Looks
 
 _ROUNDINGS, _QUEUED_ROUNDINGS = 64, 1024
 """How far losses may differ, in units of their dtype's rounding: an accelerator adds in another order each time."""
@@ -64,9 +64,8 @@ class Losses(Guard):
             mine += loss.reshape(()).to(self._device, torch.float64).nan_to_num(-1e300)
         allowed = torch.finfo(kind).eps * (_QUEUED_ROUNDINGS if runtime.queues(self._device) else _ROUNDINGS)
         for axis, group in self.groups.items():
-            both = torch.stack([mine, -mine])
-            dist.all_reduce(both, dist.ReduceOp.MAX, group)
-            most, least = both[0].item(), -both[1].item()
+            most, least = Largest(torch.stack([mine, -mine]), group).read().tolist()
+            least = -least
             if most != least and not most - least <= allowed * max(abs(most), abs(least), _LEAST):
                 raise ParallelError(
                     f"ranks of {axis} compute the same samples together, but their backward starts from different "
