@@ -87,17 +87,15 @@ class Largest:
     Args:
         numbers: as many on every rank.
         group: the ranks.
-        on_cpu: the ranks compute on CPUs; None: where the numbers are.
     """
 
     ONE_HOP = 16
     """Up to how many ranks send each other their numbers."""
 
-    def __init__(self, numbers: Tensor, group: dist.ProcessGroup, *, on_cpu: bool | None = None) -> None:
+    def __init__(self, numbers: Tensor, group: dist.ProcessGroup) -> None:
         ranks = group.size()
-        on_cpu = not runtime.queues(numbers.device) if on_cpu is None else on_cpu
         self._every, self._work = numbers.expand(ranks, *numbers.shape), None
-        if on_cpu and 1 < ranks <= self.ONE_HOP:
+        if runtime.over_hosts(numbers.device) and 1 < ranks <= self.ONE_HOP:
             sent, self._every = self._every.contiguous(), self._every.new_empty(self._every.shape)
             self._work = dist.all_to_all_single(self._every, sent, group=group, async_op=True)
         elif ranks > 1:

@@ -90,6 +90,13 @@ def queues(device: torch.device | str) -> bool:
     return not on_host(device)
 
 
+def over_hosts(device: torch.device | str) -> bool:
+    """Tell whether ranks exchange a device's tensors through host memory, by gloo; of a simulated device, whether those
+    of the one that it stands for do.
+    """
+    return not queues(_SIMULATED.get() or device)
+
+
 def make_current(here: torch.device) -> None:
     """Compute on ``here`` from now on: FSDP2 and NCCL work on the current device, which is the first one until
     somebody changes it.
@@ -255,18 +262,23 @@ def settings(*prefixes: str) -> dict[str, str]:
 
 
 @contextmanager
-def simulated(size: int, *, as_rank: int = 0) -> Iterator[None]:
+def simulated(size: int, *, as_rank: int = 0, stands_for: str = "") -> Iterator[None]:
     """Hold a fake process group of ``size`` ranks open in this one process: collectives return at once and move
     nothing.
 
     For looking at what a plan does to a meta model on any number of ranks. The values of collectives are garbage.
+
+    Args:
+        size: number of ranks.
+        as_rank: the rank to be.
+        stands_for: the type of device that a simulated one stands for; empty: itself.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise LaunchError("a process group is open already; simulate in a process of its own")
     dist.init_process_group("fake", store=FakeStore(), rank=as_rank, world_size=size)
-    before = _SIMULATED.set(True)
+    before = _SIMULATED.set(stands_for)
     try:
         yield
     finally:
@@ -274,14 +286,15 @@ def simulated(size: int, *, as_rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-_SIMULATED = ContextVar("simulated", default=False)
+_SIMULATED = ContextVar[str | None]("simulated", default=None)
+"""The type of device that simulated ones stand for, empty for themselves; None where ranks are real."""
 
 
 def is_simulated() -> bool:
     """Return whether ranks are simulated: no rank can be compared with another, and this machine is not the one that
     will train.
     """
-    return _SIMULATED.get()
+    return _SIMULATED.get() is not None
 
 
 @contextmanager

@@ -35,7 +35,6 @@ from meshpar.exact.meeting import Meeting
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.passes.routing import Routing
-from meshpar.passes.scatter import scatter_as_on
 from meshpar.same_values import Largest
 
 __all__ = ["FakeTensor", "Settled", "fake_mode", "hidden_propagation", "register_device", "settle"]
@@ -62,12 +61,12 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def settle(par: Parallelized, device_type: str) -> None:
-    """Let the ranks compare what they compare after the first steps on a device of this type, and look at nothing."""
+def settle(par: Parallelized) -> None:
+    """Let the ranks compare what they compare after the first steps, and look at nothing."""
     assert par.cycle is not None, "apply gives it one"
     par.cycle.first_runs.split = None
     par.cycle.placed.record()
-    on_cpu = par.cycle.guards == "always" and not runtime.queues(device_type)
+    on_cpu = par.cycle.guards == "always" and runtime.over_hosts(par.device)
     watching: list[Guard] = []
     for guard in par.cycle.watching:
         if isinstance(guard, Losses):
@@ -78,12 +77,6 @@ def settle(par: Parallelized, device_type: str) -> None:
         else:
             watching.append(guard)
     par.cycle.watching = tuple(watching)
-    if (split := applied(par.module).split) is not None and split.arrivals is not None:
-        split.arrivals.sends = not runtime.queues(device_type)
-    if (shards := applied(par.module).replica_shards) is not None:
-        shards.send_as_on(device_type)
-    else:
-        scatter_as_on(par.module, device_type)
     applied(par.module).routing = Assumed(applied(par.module).routing.skew)
 
 
@@ -197,7 +190,7 @@ class SentLosses(Guard):
 
 def _exchange(count: int, dtype: torch.dtype, group: Any, device: torch.device) -> None:
     """Send numbers as ranks on CPUs do."""
-    Largest(torch.empty(count, dtype=dtype, device=device), group, on_cpu=True).read()
+    Largest(torch.empty(count, dtype=dtype, device=device), group).read()
 
 
 @contextmanager

@@ -282,7 +282,7 @@ def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
     single = torch.autograd.set_multithreading_enabled(False)
     with (
         single,
-        runtime.simulated(job.world_size, as_rank=job.rank),
+        runtime.simulated(job.world_size, as_rank=job.rank, stands_for=job.device),
         private.fake_mode(),
         device.kernels_of(job.device, documents=job.batch.documents),
     ):
@@ -290,13 +290,13 @@ def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
         if (layers := applied(par.module).layers) is not None:
             layers.edges.supposed = forms
         initialize.allocate(par.module, par.device, par.home)
-        private.settle(par, job.device)
+        private.settle(par)
         par.module.train()
         beside = []
         if job.teacher is not None:
             frozen = job.teacher[0].apply(job.teacher[1], device_type=device.NAME)
             initialize.allocate(frozen.module, frozen.device, frozen.home)
-            private.settle(frozen, job.device)
+            private.settle(frozen)
             beside.append(frozen.module)
         optimizer = (
             build_adamw(par.module, AdamWSettings(fused=True)) if job.optimizer is None else job.optimizer(par.module)

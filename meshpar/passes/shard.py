@@ -30,7 +30,7 @@ from meshpar.core.passes import Pass, Role, Stage, block_problems, find_blocks, 
 from meshpar.core.patterns import covers, find_modules, suggestion
 from meshpar.passes.applied import applied
 from meshpar.passes.local import WholeParameters, kept_whole
-from meshpar.passes.scatter import scatter_as_on
+from meshpar.passes.over_hosts import exchange_directly
 from meshpar.passes.world import ReplicaShards
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -211,7 +211,8 @@ class _Sharding(Precision):
         ]
         outermost = keep if not isinstance(keep, bool) else False
         make_unit(module, partial(fully_shard, reshard_after_forward=outermost, mp_policy=outer, **common), ignored)
-        scatter_as_on(module, mesh.device_type)
+        if runtime.over_hosts(mesh.device_type):
+            exchange_directly(module)
         self._prefetch(units, by_order=applied(module).layers is None)
 
     def _shard_divided(

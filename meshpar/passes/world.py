@@ -19,7 +19,7 @@ from meshpar._torch.fsdp import gathered_bytes, gathered_inputs, is_gathered, ma
 from meshpar._torch.groups import all_gather, collective_ops, share_timeout
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
-from meshpar.passes.scatter import Allocates, scatter_sums, wait_all
+from meshpar.passes.over_hosts import Allocates, scatter_sums, wait_all
 
 _WRITTEN = (
     "a parameter was written between the micro-batches of one step, which share their weights; write before the first "
@@ -185,7 +185,7 @@ class ReplicaShards:
 
     def look(self) -> None:
         """Find the units again, and forget the shards: parameters came or left. Collective where a group is new."""
-        (replicas, shards), alone = self._axes, not runtime.queues(self._mesh.device_type)
+        (replicas, shards), alone = self._axes, runtime.over_hosts(self._mesh.device_type)
         self._gathers.clear()
         self._reduces.clear()
         unit: Any  # FSDP2 names the classes of its collectives in private modules alone
@@ -200,18 +200,7 @@ class ReplicaShards:
             unit.set_custom_all_gather(self._gathers[-1])
             unit.set_custom_reduce_scatter(self._reduces[-1])
         self.groups = [(replicas, made) for axis, made in self._over.items() if made is not axis]
-        self._look_ahead(self._mesh.device_type)
-
-    def send_as_on(self, device_type: str) -> None:
-        """Send what is sent on devices of this type: on a CPU all slices travel from the start, and each part in a
-        call of its own.
-        """
-        for gather, reduce in zip(self._gathers, self._reduces, strict=True):
-            gather.in_parts = reduce.exchanges = not runtime.queues(device_type)
-        self._look_ahead(device_type)
-
-    def _look_ahead(self, device_type: str) -> None:
-        self._ahead = _AHEAD if runtime.queues(device_type) else len(self._gathers)
+        self._ahead = len(self._gathers) if alone else _AHEAD
         for gather, following in itertools.zip_longest(self._gathers, self._gathers[self._ahead :]):
             gather.following = following
 

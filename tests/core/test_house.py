@@ -102,7 +102,12 @@ MEASURED = {
         "meshpar.checkpoints.storage.place",
         "meshpar.placements",
     },
-    "scale.py": {"meshpar._torch.groups", "meshpar.forecasting.simulate", "meshpar.core.runtime"},
+    "scale.py": {
+        "meshpar._torch.groups",
+        "meshpar.forecasting.simulate",
+        "meshpar.core.runtime",
+        "meshpar.same_values",
+    },
     "stages.py": {
         "meshpar.forecasting.api",
         "meshpar.forecasting.extrapolate",

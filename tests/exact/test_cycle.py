@@ -989,12 +989,13 @@ def test_a_kept_loss_has_no_backward_after_a_step():
 
 
 class Gathers(TorchDispatchMode):
-    """Count all-gathers."""
+    """Count all-gathers, and swaps of two ranks, which are all-to-alls with sizes."""
 
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func._schema.name.startswith("c10d::") and "allgather" in func._schema.name
+        name = func._schema.name
+        self.count += "c10d::" in name and ("allgather" in name or ("alltoall" in name and bool(args[3])))
         return func(*args, **(kwargs or {}))
 
 

@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshpar._torch.groups import collective_ops as ops
+from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
+from meshpar.passes.over_hosts import swaps, to_the_other
 
 
 @final
@@ -149,6 +151,8 @@ def gather_values(x: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
 def _all_reduce(x: Tensor, group: Any) -> Tensor:
     if isinstance(group, SimulatedGroup):
         return group.all_reduce(x)
+    if swaps(group, x.device):
+        return _swapped(x, group) + x
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
@@ -163,6 +167,9 @@ def _reduce_scatter(x: Tensor, dim: int, group: Any) -> Tensor:
     if isinstance(group, SimulatedGroup):
         return group.reduce_scatter(x, dim)
     stacked = torch.cat(x.chunk(group.size(), dim), 0) if dim else x.contiguous()
+    if runtime.over_hosts(x.device):
+        rows = [len(stacked) // group.size()] * group.size()
+        return _all_to_all(stacked, rows, rows, group).view(group.size(), rows[0], *stacked.shape[1:]).sum(0)
     return ops.wait_tensor(ops.reduce_scatter_tensor(stacked, "sum", group.size(), group.group_name))
 
 
@@ -170,6 +177,13 @@ def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: Any) -> 
     if isinstance(group, SimulatedGroup):
         return group.all_to_all(x, received, sent)
     return ops.wait_tensor(ops.all_to_all_single(x, received, sent, group.group_name))
+
+
+def _swapped(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the other one's ``x``, of two ranks."""
+    flat = x.contiguous().view(-1)
+    sizes = to_the_other(len(flat), group)
+    return _all_to_all(flat, sizes, sizes, group).view(x.shape)
 
 
 class _Copy(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar._torch.autograd import in_backward
+from meshpar.core import runtime
 from meshpar.core.errors import ParallelError, PlanError
 from meshpar.core.guards import Guards
 from meshpar.passes.installed import set_forward
@@ -30,13 +31,10 @@ class Arrivals:
     """The modules to which the ranks of an axis come together.
 
     Attributes:
-        sends: None: ranks look; otherwise ranks are simulated, and whether they send what those send that look each
-            time.
         guards: when ranks look (:data:`meshpar.core.guards.Guards`).
     """
 
     def __init__(self) -> None:
-        self.sends: bool | None = None
         self.guards: Guards = "always"
         self._looks = Looks()
 
@@ -44,9 +42,9 @@ class Arrivals:
         """Check that every rank of ``group`` comes to ``name`` now, with a tensor of the shape of ``x``."""
         if self.guards == "off":
             return
-        if self.sends is not None:
-            if self.sends and self.guards == "always":
-                Largest(torch.empty(2, dtype=torch.int64, device=x.device), group, on_cpu=True).read()
+        if runtime.is_simulated():
+            if runtime.over_hosts(x.device) and self.guards == "always":
+                Largest(torch.empty(2, dtype=torch.int64, device=x.device), group).read()
             return
         if not (self._looks.first(name) if self.guards == "first" else self._looks.now(name, x.device)):
             return

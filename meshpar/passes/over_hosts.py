@@ -1,5 +1,7 @@
-"""How a rank gets its part of the ranks' sums: on a CPU by an all-to-all and a sum, which takes half the time of gloo's
-reduce-scatter, because that is an all-reduce and sends twice the bytes.
+"""How FSDP2's shards travel between ranks on CPUs: by all-to-alls, which send straight to the rank that needs a part.
+
+Gloo's reduce-scatter is an all-reduce and sends twice the bytes; its all-gather copies this rank's part, too, and two
+ranks that swap theirs take half the time.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshpar._torch.fsdp import units_with_parameters
-from meshpar._torch.groups import reduce_scatter
+from meshpar._torch.groups import all_gather, reduce_scatter
 from meshpar.core import runtime
 
 
@@ -24,8 +26,22 @@ class Allocates:
 
 
 @final
-class _Exchange(Allocates):
-    """The reduce-scatter of a unit on a CPU."""
+class _Swap(Allocates):
+    """The all-gather of a unit's shards, of which FSDP2 has put this rank's into the output."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if group.size() != 2:
+            return all_gather(output_tensor, input_tensor, group, async_op)
+        other = output_tensor.chunk(2)[1 - group.rank()]
+        sizes = to_the_other(len(input_tensor), group)
+        return dist.all_to_all_single(other, input_tensor, sizes, sizes, group, async_op)
+
+
+@final
+class _Scatter(Allocates):
+    """The reduce-scatter of a unit's gradients."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -33,15 +49,23 @@ class _Exchange(Allocates):
         scatter_sums([output_tensor], [input_tensor], op, group, exchanges=True)
 
 
-def scatter_as_on(module: nn.Module, device_type: str) -> None:
-    """Let the units of a module reduce their gradients as on devices of this type: FSDP2's own way on an
-    accelerator.
-    """
-    if runtime.queues(device_type):
-        return
-    comm: Any = _Exchange()  # FSDP2 names the classes of its collectives in private modules alone
+def exchange_directly(module: nn.Module) -> None:
+    """Let the units of a module, whose ranks compute on CPUs, exchange their shards by all-to-alls."""
+    gather: Any = _Swap()  # FSDP2 names the classes of its collectives in private modules alone
+    scatter: Any = _Scatter()
     for unit in units_with_parameters(module):
-        unit.set_custom_reduce_scatter(comm)
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(scatter)
+
+
+def swaps(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Tell whether two ranks on CPUs are all that exchange tensors of a device."""
+    return group.size() == 2 and runtime.over_hosts(device)
+
+
+def to_the_other(length: int, group: dist.ProcessGroup) -> list[int]:
+    """Return the sizes of an all-to-all in which two ranks swap ``length`` rows."""
+    return [0, length] if group.rank() == 0 else [length, 0]
 
 
 def scatter_sums(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from meshpar import FullyShard, HybridShard, Plan
 from meshpar.forecasting.recorder import Recorder
-from meshpar.passes.scatter import scatter_sums
+from meshpar.passes.over_hosts import scatter_sums
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum
 from tests.support.models_for_parity import VOCAB, transformer
 
