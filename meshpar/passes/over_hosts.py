@@ -1,7 +1,7 @@
 """How FSDP2's shards travel between ranks on CPUs: by all-to-alls, which send straight to the rank that needs a part.
 
-Gloo's reduce-scatter is an all-reduce and sends twice the bytes; its all-gather copies this rank's part, too, and two
-ranks that swap theirs take half the time.
+Gloo's reduce-scatter is an all-reduce, sends twice the bytes and takes about twice the time; its all-gather copies this
+rank's part, too, where two ranks can swap theirs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshpar._torch.fsdp import units_with_parameters
 from meshpar._torch.groups import all_gather, reduce_scatter
 from meshpar.core import runtime
+from meshpar.core.errors import MeshparError
 
 
 class Allocates:
@@ -26,17 +27,14 @@ class Allocates:
 
 
 @final
-class _Swap(Allocates):
+class _Gather(Allocates):
     """The all-gather of a unit's shards, of which FSDP2 has put this rank's into the output."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        if group.size() != 2:
-            return all_gather(output_tensor, input_tensor, group, async_op)
-        other = output_tensor.chunk(2)[1 - group.rank()]
-        sizes = to_the_other(len(input_tensor), group)
-        return dist.all_to_all_single(other, input_tensor, sizes, sizes, group, async_op)
+        gather = swap_shards if group.size() == 2 else all_gather
+        return gather(output_tensor, input_tensor, group, async_op)
 
 
 @final
@@ -51,7 +49,7 @@ class _Scatter(Allocates):
 
 def exchange_directly(module: nn.Module) -> None:
     """Let the units of a module, whose ranks compute on CPUs, exchange their shards by all-to-alls."""
-    gather: Any = _Swap()  # FSDP2 names the classes of its collectives in private modules alone
+    gather: Any = _Gather()  # FSDP2 names the classes of its collectives in private modules alone
     scatter: Any = _Scatter()
     for unit in units_with_parameters(module):
         unit.set_custom_all_gather(gather)
@@ -68,6 +66,12 @@ def to_the_other(length: int, group: dist.ProcessGroup) -> list[int]:
     return [0, length] if group.rank() == 0 else [length, 0]
 
 
+def swap_shards(output: Tensor, shard: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+    """Fill the other half of an output whose own half is this rank's shard, for two ranks."""
+    sizes = to_the_other(len(shard), group)
+    return dist.all_to_all_single(output.chunk(2)[1 - group.rank()], shard, sizes, sizes, group, async_op)
+
+
 def scatter_sums(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Any, group: dist.ProcessGroup, *, exchanges: bool
 ) -> None:
@@ -80,7 +84,15 @@ def scatter_sums(
         op: ``ReduceOp.SUM`` or ``AVG``.
         group: the ranks.
         exchanges: use all-to-alls and sums.
+
+    Raises:
+        MeshparError: another ``op``, which gloo does not know either.
     """
+    if exchanges and op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise MeshparError(
+            f"ranks on CPUs cannot reduce gradients by {op}, which FSDP2 uses after set_gradient_divide_factor; call "
+            "set_force_sum_reduction_for_comms(True) on the same modules"
+        )
     if not exchanges:
         wait_all(reduce_scatter(output, source, op, group, async_op=True) for output, source in zip(outputs, inputs))
         return

@@ -77,6 +77,12 @@ MEASURED = {
     "architectures.py": {"meshpar.models.huggingface_styles", "meshpar.training.documents"},
     "checkpoint.py": {"meshpar.checkpoints.storage.files", "meshpar.placements"},
     "chunked_loss.py": {"meshpar.chunked", "meshpar.forecasting.recorder"},
+    "exchanges.py": {
+        "meshpar._torch.groups",
+        "meshpar.passes.over_hosts",
+        "meshpar.passes.tensor.collectives",
+        "meshpar.same_values",
+    },
     "forecast_accuracy.py": {
         "meshpar.forecasting.api",
         "meshpar.forecasting.extrapolate",

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshpar import FullyShard, HybridShard, Plan
+from meshpar import FullyShard, HybridShard, MeshparError, Plan
+from meshpar._torch.fsdp import units_with_parameters
 from meshpar.forecasting.recorder import Recorder
 from meshpar.passes.over_hosts import scatter_sums
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum
@@ -67,3 +68,27 @@ def step(mesh, data_pass):
     kinds = [event.collective.kind for event in phase.events if event.collective is not None]
     assert "reduce_scatter" not in kinds
     assert kinds.count("all_to_all") >= len(par.module.layers) + 1
+
+
+def test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it():
+    factor()
+
+
+@on_ranks(2)
+def factor():
+    norms = []
+    for forced in (None, False, True):
+        with torch.device("meta"):
+            module = transformer()
+        par = Plan("dp_shard=2", [FullyShard()]).apply(module).materialize(seed=0)
+        for unit in units_with_parameters(par.module) if forced is not None else ():
+            unit.set_gradient_divide_factor(4.0)
+            unit.set_force_sum_reduction_for_comms(forced)
+        loss = token_loss_sum(par.module, random_tokens(VOCAB, 1, 16, seed=dist.get_rank()))[0]
+        if forced is False:
+            with pytest.raises(MeshparError, match="set_force_sum_reduction_for_comms"):
+                loss.backward()
+            continue
+        loss.backward()
+        norms.append(par.clip_grad_norm_(1e9).item())
+    assert norms[0] == pytest.approx(2 * norms[1])
