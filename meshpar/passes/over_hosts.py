@@ -72,6 +72,14 @@ def swap_shards(output: Tensor, shard: Tensor, group: dist.ProcessGroup, async_o
     return dist.all_to_all_single(output.chunk(2)[1 - group.rank()], shard, sizes, sizes, group, async_op)
 
 
+def gather_shards(outputs: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """All-gather several tensors at once."""
+    gather = swap_shards if group.size() == 2 else all_gather
+    for output, shard in zip(outputs, shards) if group.size() == 2 else ():
+        output.chunk(2)[group.rank()].copy_(shard)
+    wait_all(gather(output, shard, group, True) for output, shard in zip(outputs, shards))
+
+
 def scatter_sums(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Any, group: dist.ProcessGroup, *, exchanges: bool
 ) -> None:

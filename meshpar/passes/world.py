@@ -19,7 +19,7 @@ from meshpar._torch.fsdp import gathered_bytes, gathered_inputs, is_gathered, ma
 from meshpar._torch.groups import all_gather, collective_ops, share_timeout
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
-from meshpar.passes.over_hosts import Allocates, scatter_sums, wait_all
+from meshpar.passes.over_hosts import Allocates, gather_shards, scatter_sums
 
 _WRITTEN = (
     "a parameter was written between the micro-batches of one step, which share their weights; write before the first "
@@ -94,8 +94,7 @@ class _Gather(Allocates):
         if self.following is not None:
             self.following.begin()
         if self.in_parts:
-            together = zip(output_tensor.chunk(count), shard.chunk(count))
-            wait_all(all_gather(whole, part, self._shards, async_op=True) for whole, part in together)
+            gather_shards(output_tensor.chunk(count), shard.chunk(count), self._shards)
             return
         joined = torch.empty_like(
             output_tensor
