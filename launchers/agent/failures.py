@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, final
+from typing import Any, NoReturn, final
 
 from meshpar.core import errors
 from meshpar.core.errors import (
@@ -226,11 +226,10 @@ def _is_left(failure: Failure) -> bool:
 
 
 def _recorded(logs: Path) -> list[Failure]:
-    found = [
-        json.loads(path.read_text(encoding="utf-8"))
-        for folder in _folders(logs)
-        for path in folder.glob("rank-*.error.json")
-    ]
+    found = list[dict[str, Any]]()
+    for path in (path for folder in _folders(logs) for path in folder.glob("rank-*.error.json")):
+        with suppress(FileNotFoundError):  # another host's launcher forgets the same files when its ranks are done
+            found.append(json.loads(path.read_text(encoding="utf-8")))
     return sorted(
         (Failure(**{**entry, "problems": tuple(entry["problems"])}) for entry in found),
         key=lambda failure: (failure.seconds, failure.rank),

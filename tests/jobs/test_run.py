@@ -264,8 +264,9 @@ def test_ranks_that_leave_without_an_error_fail_nothing_by_themselves(tmp_path: 
     assert str(first_error(tmp_path, {0: 1})).startswith("rank 0 failed with ValueError"), "the other one left later"
     error_file(tmp_path, 0).unlink()
     assert recorded(tmp_path) == [] and error_file(tmp_path, 1).exists(), "after a signal: no failure"
+    (gone := error_file(tmp_path, 2)).symlink_to("nowhere")  # as one that another host's launcher forgets meanwhile
     forget_left(tmp_path)
-    assert not any(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [gone]
 
 
 def test_ranks_that_stop_as_asked_end_with_the_signals_code_also_when_one_is_ended_on_its_way_out(
