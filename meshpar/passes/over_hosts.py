@@ -74,10 +74,13 @@ def swap_shards(output: Tensor, shard: Tensor, group: dist.ProcessGroup, async_o
 
 def gather_shards(outputs: Sequence[Tensor], shards: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """All-gather several tensors at once."""
-    gather = swap_shards if group.size() == 2 else all_gather
-    for output, shard in zip(outputs, shards) if group.size() == 2 else ():
+    pairs = list(zip(outputs, shards))
+    if group.size() != 2:
+        wait_all(all_gather(output, shard, group, async_op=True) for output, shard in pairs)
+        return
+    for output, shard in pairs:
         output.chunk(2)[group.rank()].copy_(shard)
-    wait_all(gather(output, shard, group, True) for output, shard in zip(outputs, shards))
+    wait_all(swap_shards(output, shard, group, async_op=True) for output, shard in pairs)
 
 
 def scatter_sums(

@@ -92,6 +92,19 @@ def test_after_the_first_steps_first_exchanges_no_more_than_off():
     assert first == off, (first, off)
     beside = 3  # before the forward, the backward and the step; which gradients exist is compared by the passes, too
     assert always == off + beside, f"{always} against {off}, with three blocks"
+    plan, of_tp = ("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]), 2  # the batch, and the loss
+    always, off = (sum(counted(*plan, guards).values()) for guards in ("always", "off"))
+    assert always == off + beside + of_tp, f"{always} against {off}, with three blocks that exchange, too"
+
+
+@on_ranks(4)
+def test_a_data_rank_that_leaves_out_a_block_of_tp_after_some_steps_is_refused_on_all_ranks():
+    par = Plan("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]).apply(Model(), BLOCKS)
+    optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
+    for number in range(4):
+        step(par.module, optimizer, inputs(par.data_rank + 10 * number))
+    with pytest.raises(MeshparError, match="ranks are at different places of their loops"):
+        step(par.module, optimizer, inputs(par.data_rank), skip=par.data_rank == 1)
 
 
 PATCHED = {
