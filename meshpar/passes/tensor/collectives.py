@@ -151,7 +151,7 @@ def gather_values(x: Tensor, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
 def _all_reduce(x: Tensor, group: Any) -> Tensor:
     if isinstance(group, SimulatedGroup):
         return group.all_reduce(x)
-    if swaps(group, x.device):
+    if swaps(x, group):
         return _swapped(x, group) + x
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", group.group_name))
 
