@@ -172,7 +172,8 @@ def _in_place_of_logits(
         hidden = prepare(hidden)
         if hidden.shape[:-1] != labels_BL.shape:
             raise MeshparError(
-                f"the head got hidden states of {tuple(hidden.shape[:-1])} for labels of {tuple(labels_BL.shape)}"
+                f"the head got hidden states of {tuple(hidden.shape[:-1])} for labels of {tuple(labels_BL.shape)}; "
+                "use chunk=0"
             )
         hidden, weight, bias = (_computed_with(tensor) for tensor in (hidden, head.weight, head.bias))
         made.append(compute(finish, hidden.flatten(0, -2), weight, bias))

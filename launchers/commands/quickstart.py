@@ -52,7 +52,7 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
         MeshparError: a step failed, or its result is wrong.
     """
     if mesh not in MESHES:
-        raise RecipeError(f"--mesh is {' or '.join(MESHES)}, got {mesh!r}")
+        raise RecipeError(f"--mesh is {mesh!r}; expected {' or '.join(MESHES)}")
     need_transformers()
     start = time.monotonic()
     tenth = max(2, round(STEPS_A_MINUTE * minutes / 10))

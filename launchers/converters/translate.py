@@ -77,7 +77,7 @@ def trainer_options(words: Any, config: Any) -> dict[str, Any]:
     if isinstance(config, str) and expanded(Path(config)).is_file():
         config = json.loads(expanded(Path(config)).read_text(encoding="utf-8"))
     if config is not None and not isinstance(config, Mapping):
-        raise ValueError(f"fsdp_config is a mapping or a JSON file, got {config!r}")
+        raise ValueError(f"fsdp_config is {config!r}; expected a mapping or a JSON file")
     options: dict[str, Any] = dict(config or {})
     for word in words.split() if isinstance(words, str) else [words] if words is True else words or []:
         if word is True or word in ("auto_wrap", ""):

@@ -159,7 +159,7 @@ class Placed:
             if name in dict(self._module.named_parameters(remove_duplicate=False)):
                 raise ParallelError(
                     f"{name} is a parameter; par.adopt takes the name of a new module: "
-                    f'par.adopt("{name.rpartition(".")[0]}")'
+                    f'call par.adopt("{name.rpartition(".")[0]}")'
                 ) from None
             near = suggestion(name, (other_name for other_name, _ in self._module.named_modules() if other_name))
             raise ParallelError(

@@ -162,8 +162,8 @@ def _number(name: str, value: object, where: str) -> object:
         value = PEAK_FLOPS.get(value, value) if isinstance(value, str) else value
         if not isinstance(value, Mapping) or "float32" not in value:
             raise MeshparError(
-                f"hardware profile {where}: peak maps dtypes to operations a second and has float32, or names a "
-                f"device such as H100; got {value!r}"
+                f"hardware profile {where}: peak is {value!r}; expected operations a second by dtype, with float32, "
+                "or the name of a device such as H100"
             )
         return {str(dtype): _number(f"peak.{dtype}", number, where) for dtype, number in value.items()}
     try:

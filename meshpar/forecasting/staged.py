@@ -94,7 +94,7 @@ def shape_of(job: Simulation, layout: ModelLayout) -> Shape:
     assert isinstance(job.plan.mesh, MeshSpec)
     ranks = job.plan.mesh.axes["pp"]
     if cut.virtual > 1 or job.batch.accumulate < 2:
-        raise MeshparError("several stages a rank, or one micro-batch, are replayed")
+        raise MeshparError("several stages a rank, or one micro-batch, cannot be estimated")
     blocks = cut.stages or even_stages(costs_of_blocks(job, layout), ranks)
     return Shape(
         blocks=blocks, schedule=cut.schedule, micro_batches=job.batch.accumulate, stride=job.world_size // ranks

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.remedies.messages import ROOMS
+from tests.remedies.table import bare, compare, untried_at_most
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = {
     "meshpar": "meshpar",
@@ -635,3 +638,18 @@ def test_variables_say_what_they_are():
         if isinstance(node, ast.Name) and node.id in ("each", "told")
     ]
     assert not found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_each_printed_remedy_is_in_the_table_of_remedies(room):
+    """`tests/remedies/rows.py` says how to add a row."""
+    untried, most = compare()[0][room], untried_at_most(room)
+    assert len(untried) <= most, f"{len(untried)} remedies are untried, {most} may be:\n" + "\n".join(untried)
+
+
+def test_each_row_of_the_table_of_remedies_has_its_message():
+    assert not compare()[1], "\n".join(compare()[1])
+
+
+def test_a_message_says_what_to_do_or_what_was_expected():
+    assert not bare(), "\n".join(bare())

@@ -74,7 +74,7 @@ def test_the_quickstart_trains_resumes_elsewhere_exports_and_completes(tmp_path:
 def test_an_unknown_mesh_is_refused_at_once(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["quickstart", "--mesh", "tp", "--out", str(tmp_path)])
     assert done.exit_code == 78
-    assert "--mesh is fsdp or hsdp, got 'tp'" in done.stderr
+    assert "--mesh is 'tp'; expected fsdp or hsdp" in done.stderr
 
 
 def test_without_transformers_it_says_so_before_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

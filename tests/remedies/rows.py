@@ -1,0 +1,129 @@
+"""The table of remedies: every message of the source that tells its reader what to do, and code that does it.
+
+``messages.py`` reads the messages and their remedies from the source. A file ``test_ROOM.py`` has a room's rows::
+
+    Row(
+        "the layout is {} of type {}; expected a ModelLayout",        # a part of the message, {} for what is filled in
+        lambda: problems("dp_shard=2", [FullyShard()], layout={}),    # meets the message: raises, warns, returns texts
+        {"write ModelLayout(": lambda: problems(..., layout=ModelLayout(blocks=("layers.*",)))},
+        result=(),                                                    # what each remedy gives; () is "accepted"
+        ranks=2,                                                      # ranks that run it together; 0: this process
+    )
+
+The keys are the first words of the message's remedies, each of its alternatives ("use A, or B"), and the functions do
+literally what they say. Where a test does so already, the row names it: ``Tested(message, "tests/F.py::test_name",
+{"use A": "piece of the test's source that uses A"})``; the message's text must be in the test, too.
+
+To add rows: ``python -m tests.remedies.table ROOM`` prints what is untried in a room; write a row for each line, run
+``pytest tests/remedies/test_ROOM.py tests/core/test_house.py``, and lower ``UNTRIED`` in the room's file. Remedies that no
+test can apply are kinds of ``OUTSIDE`` in ``table.py``, each with its reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshpar.placements import whole_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A message, the code that meets it, and its remedies, each followed to the letter.
+
+    Attributes:
+        message: a part of the message as the source has it, ``{}`` for what is filled in. It may be in several messages.
+        refused: what the message refuses: it raises, warns, or returns the texts of problems.
+        remedies: the first words of each remedy that the message prints -> code that does what they say.
+        result: what each remedy gives, or a function that computes it; ``()`` for the problems of what is accepted.
+        ranks: the number of ranks that run the row together; 0: this process.
+    """
+
+    message: str
+    refused: Callable[[], Any]
+    remedies: Mapping[str, Callable[[], Any]]
+    result: Any = ()
+    ranks: int = 0
+
+    def run(self) -> None:
+        said = _said(self.refused)
+        parts = [re.escape(part) for part in self.message.split("{}")]
+        assert re.search(".*?".join(parts), said, re.DOTALL), f"expected {self.message!r}, got:\n{said}"
+        for words, remedy in self.remedies.items():
+            try:
+                _check_equal(remedy(), self.result() if callable(self.result) else self.result)
+            except Exception as error:
+                error.add_note(f"the remedy {words!r} of the message {self.message!r}")
+                raise
+
+
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """A message whose printed remedy another test applies: its source has the message, and what the remedy says.
+
+    Attributes:
+        message: a part of the message that is in the source and in the test.
+        test: where the test is, such as ``tests/core/test_plan.py::test_an_absent_axis``.
+        remedies: the first words of the remedies -> a piece of the test's source that does what they say.
+    """
+
+    message: str
+    test: str
+    remedies: Mapping[str, str]
+
+
+def alone(rows: Iterable[Row | Tested]) -> list[Any]:
+    """Return the rows that one process runs, for ``pytest.mark.parametrize("row", ...)``."""
+    import pytest
+
+    return [pytest.param(row, id=row.message[:60]) for row in rows if isinstance(row, Row) and row.ranks == 0]
+
+
+def run_together(rows: Iterable[Row | Tested], ranks: int) -> None:
+    """Run the rows of so many ranks, one after another, on each of them: the body of a test ``@on_ranks(ranks)``."""
+    for row in rows:
+        if isinstance(row, Row) and row.ranks == ranks:
+            torch.manual_seed(0)
+            row.run()
+
+
+def _said(refused: Callable[[], Any]) -> str:
+    """Return what a refusal says: its error, or its problems, and the warnings before."""
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("meshpar").addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                found = refused()
+                heard += [found] if isinstance(found, str) else [str(one) for one in found or ()]
+            except Exception as error:
+                heard += [str(error), *getattr(error, "__notes__", ())]
+    finally:
+        logging.getLogger("meshpar").removeHandler(handler)
+    return "\n".join([*heard, *(str(warning.message) for warning in caught)])
+
+
+def _check_equal(found: Any, expected: Any) -> None:
+    if isinstance(expected, Mapping):
+        assert set(found) == set(expected)
+        for name in expected:
+            _check_equal(found[name], expected[name])
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), f"expected {expected}, got {found}"
+        for one, other in zip(found, expected, strict=True):
+            _check_equal(one, other)
+    elif isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(whole_tensor(found), whole_tensor(expected), rtol=1e-5, atol=1e-6)
+    elif isinstance(expected, float):
+        torch.testing.assert_close(float(found), expected, rtol=1e-5, atol=1e-6)
+    else:
+        assert found == expected, f"expected {expected!r}, got {found!r}"

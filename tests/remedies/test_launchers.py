@@ -1,0 +1,5 @@
+"""Rows of `launchers`: see `tests/remedies/rows.py`."""
+
+from __future__ import annotations
+
+UNTRIED = 221

@@ -1,0 +1,5 @@
+"""Rows of `training`: see `tests/remedies/rows.py`."""
+
+from __future__ import annotations
+
+UNTRIED = 138
