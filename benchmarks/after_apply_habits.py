@@ -52,11 +52,6 @@ def _changed(group: str, *lines: str, optimizer: bool = True) -> Habit:
     return Habit(group, {"step": (*lines, *((OPTIMIZER,) if optimizer else ()))}, (ONCE,))
 
 
-def _adopted(*lines: str, at: str = "step", optimizer: bool = True) -> Habit:
-    """New modules that a call of ``par.adopt`` places."""
-    return Habit("adopts", {at: ("torch.manual_seed(5)", *lines, *((OPTIMIZER,) if optimizer else ()))}, (ONCE,))
-
-
 def _read(*lines: str) -> Habit:
     return Habit("reads", {"loss": ('p = module.get_parameter("@p")', *lines)})
 
@@ -116,38 +111,6 @@ HABITS: dict[str, Habit] = {
             "loss": ("loss = loss + 0.1 * probe(out).pow(2).mean()",),
         },
     ),
-    # Adopts
-    "adopted_head": _adopted(*HEAD, 'par.adopt("head")'),
-    "adopted_head_of_the_optimizer": _adopted(
-        *HEAD, 'optimizer.add_param_group({"params": par.adopt("head", optimizer=optimizer)})', optimizer=False
-    ),
-    "adopted_head_that_nothing_trains": _adopted(*HEAD, 'par.adopt("head", optimizer=optimizer)', optimizer=False),
-    "adopted_head_between": _adopted(*HEAD, 'par.adopt("head")', at="between"),
-    "adopted_head_before_backward": _adopted(*HEAD, 'par.adopt("head")', at="loss"),
-    "adopted_head_after": _adopted(*HEAD, 'par.adopt("head")', at="stepped"),
-    "adopted_head_at_the_start": _adopted(*HEAD, 'par.adopt("head")', at="start"),
-    "adopted_head_around_the_old_one": _adopted(
-        "module.head = nn.Sequential(module.head, nn.Linear(3, 3))", 'par.adopt("head.1")'
-    ),
-    "adopted_block": _adopted("module.blocks.append(Block())", 'par.adopt("blocks.2")'),
-    "adopted_block_for_another": _adopted("module.blocks[1] = Block()", 'par.adopt("blocks.1")'),
-    "adopted_table": _adopted(
-        "grown = nn.Embedding(9, 8)",
-        "with torch.no_grad():",
-        "    grown.weight[:7] = full(module.table.weight.detach())",
-        "module.table = grown",
-        'par.adopt("table")',
-    ),
-    "adopted_adapter": _adopted(
-        LAYER,
-        "layer.adapter = nn.Linear(layer.in_features, layer.out_features)",
-        "layer.register_forward_hook(lambda layer, args, out: out + layer.adapter(args[0]))",
-        'par.adopt("@m.adapter")',
-    ),
-    "adopted_on_one_rank": _adopted(*HEAD, f'par.adopt(*["head"] * ({MINE}))'),
-    "adopted_by_another_name": _adopted(*HEAD, 'par.adopt("embed")'),
-    "adopted_frozen": _adopted(*HEAD, 'par.adopt("head")', "module.head.requires_grad_(False)"),
-    "left": _adopted("del module.blocks[1]", "par.adopt()"),
     # Replaces
     "new_forward_of_a_block": _changed(
         "replaces", "inner = module.blocks[0].forward", "module.blocks[0].forward = lambda x: 0.5 * inner(x)"

@@ -44,12 +44,6 @@ class Alone:
     def data_sum(self, value):
         return value
 
-    def adopt(self, *names, optimizer=None):
-        here = list(self.module.parameters())
-        for group in optimizer.param_groups if optimizer else ():
-            group["params"] = [p for p in group["params"] if any(p is one for one in here)]
-        return [p for name in names for p in self.module.get_submodule(name).parameters()]
-
     def token_scale(self, count):
         return 1 / count
 '''

@@ -5,15 +5,13 @@ A call of ``par.module`` does not come here: it goes through ``exact/cycle.py``.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import math
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast, final, overload
+from typing import Any, Protocol, TypeVar, cast, final, overload
 
 import torch
 import torch.distributed as dist
@@ -23,12 +21,11 @@ from torch.optim import Optimizer
 
 from meshpar.core.errors import MeshparError
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.passes import Role, unmatched
+from meshpar.core.passes import Pass, Role, unmatched
 from meshpar.core.patterns import class_name, matches, modules_around
 from meshpar.core.registry import imported
 from meshpar.core.resolved import Resolved
 from meshpar.description import Description, describe
-from meshpar.exact.adopting import Planned, adopt, forget
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.verify import Verification, call, of_stages, run, split_test, verified
 from meshpar.log_probs import TokenLogProbs, token_log_probs
@@ -49,6 +46,13 @@ from meshpar.weights import WeightSource
 Micro = TypeVar("Micro")
 Values = TypeVar("Values")
 Found = TypeVar("Found")
+
+
+class Planned(Protocol):
+    """The part of :class:`meshpar.Plan` that a parallel module uses."""
+
+    @property
+    def passes(self) -> tuple[Pass, ...]: ...
 
 
 @final
@@ -80,7 +84,6 @@ class Parallelized:
         self.mesh, self.spec, self.layout = meshes[resolved.spec], resolved.spec, resolved.layout
         self.data_axes = resolved.roles[Role.SAMPLES]
         self._meshes, self._held_on = meshes, meshes[resolved.held]
-        self._averages: weakref.WeakSet[Averaged] = weakref.WeakSet()
         self._place = resolved.spec.coordinates(dist.get_rank())
         divided = resolved.divided(Role.POSITIONS)
         self._splitters = [(pass_, axis) for pass_ in plan.passes for axis in divided if axis in pass_.axes]
@@ -218,48 +221,6 @@ class Parallelized:
             initialize.from_seed(self.module, self.layout, seed, self.device, missing)
         return self
 
-    def adopt(self, *names: str, optimizer: Optimizer | Collection[Optimizer] = ()) -> list[nn.Parameter]:
-        """Place modules that came into the model after ``apply``, as ``apply`` would have placed them; return their
-        parameters.
-
-        ``optimizer.add_param_group({"params": par.adopt("head", optimizer=optimizer)})``
-
-        Every pass places the new modules: tensor parallelism by the layout's table, data parallelism in the unit around
-        them, or in units of their own where they are blocks. Parameters that left the module are freed. The next
-        forward and backward are tested as the first ones. Call it between two steps: a backward through an earlier
-        forward is refused afterwards.
-
-        Args:
-            names: names of the new modules, or of modules around them: all that came since ``apply`` or the last call.
-                Without names, modules have left only.
-            optimizer: optimizers that hold parameters that left the module. They forget these parameters and their
-                state.
-
-        Returns:
-            The new parameters, which no optimizer trains yet.
-
-        Raises:
-            MeshparError: a name is no new module, other modules came, too, ranks have different weights, or weights are
-                on the meta device.
-            PlanError: what ``plan.check`` finds for the model with its new modules, or a pass that places modules in
-                ``apply`` alone. The module does not change.
-
-        Collective: every rank calls it.
-        """
-        self._refuse_divided_layers("par.adopt", "put new modules into the model before plan.apply")
-        if self.cycle is None:
-            return [parameter for name in names for parameter in self.module.get_submodule(name).parameters()]
-        came = adopt(self.module, self.plan, self.resolved, self._meshes, self.device, self.cycle, names)
-        self.resolved = came.resolved
-        for one_optimizer in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
-            forget(one_optimizer, came.gone)
-        for average in self._averages:
-            average.follow(came.names, came.renamed)
-        parameters = came.parameters
-        del came
-        gc.collect()  # modules that left, and whole weights of those that came, are in cycles
-        return parameters
-
     def manual_seed(self, seed: int) -> None:
         """Seed this rank's random state for training. Ranks with different samples, positions or layers get different
         states, others the same.
@@ -284,7 +245,11 @@ class Parallelized:
                 reduces over ``dp_replicate`` once, except with ``optimizer="world"``, which then keeps slices of the
                 shards only.
         """
-        self._refuse_divided_layers("par.accumulate", "run a step by par.backward(micro_batches, loss)")
+        if axes := self.resolved.divided(Role.LAYERS):
+            raise MeshparError(
+                f"par.accumulate needs every layer on every rank, and {axes[0]} divides them; run a step by "
+                "par.backward(micro_batches, loss)"
+            )
         waiting: list[Micro] = []
         reduce = partial(self._reduces, reduce_each)
         whole = False
@@ -378,11 +343,6 @@ class Parallelized:
             return stage.forward(micro_batches, function, self.device)
         with torch.no_grad():
             return [function(self.module, batch) for batch in micro_batches]
-
-    def _refuse_divided_layers(self, verb: str, remedy: str) -> None:
-        """Refuse what needs the names of all layers on every rank."""
-        if axes := self.resolved.divided(Role.LAYERS):
-            raise MeshparError(f"{verb} needs every layer on every rank, and {axes[0]} divides them; {remedy}")
 
     def _meet(self, place: str) -> None:
         """Check that every rank comes to ``place``, whose exchange would meet another one elsewhere."""
@@ -586,9 +546,7 @@ class Parallelized:
         """Return a sharded moving average of the parameters: exponential, Karras' power form, or a plain mean. See
         :class:`meshpar.state.averaging.Averaged`, whose arguments are the ``options``.
         """
-        average = Averaged(self, decay, **options)
-        self._averages.add(average)
-        return average
+        return Averaged(self, decay, **options)
 
     def token_log_probs(self, batch: Mapping[str, Any], *, temperature: float = 1.0, **options: Any) -> TokenLogProbs:
         """Return the log-probability of each label of ``batch`` and the entropy of each position, with gradients.

@@ -12,9 +12,9 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,16 +27,13 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "ACCUMULATES_APART",
-    "begin_anew",
     "gather_before_backward",
     "gathered_bytes",
     "gathered_inputs",
     "is_gathered",
     "is_shard",
     "make_ready",
-    "make_unit",
     "output_dtype",
-    "own_modules",
     "param_groups",
     "parts_only",
     "replicate",
@@ -93,89 +90,6 @@ def param_groups(module: Any) -> list[Any]:
     return [
         group for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if group is not None
     ]
-
-
-@final
-class _Came(nn.Module):
-    """Modules of a unit that came after the unit was made, for FSDP2 to shard their parameters."""
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        super().__init__()
-        self.inside = nn.ModuleList(modules)
-
-    def forward(self) -> None:
-        """Is never called; FSDP2 requires one."""
-
-
-def make_unit(unit: nn.Module, make: Callable[..., FSDPModule], ignored: Collection[nn.Parameter]) -> FSDPModule:
-    """Make a unit; one that was made lets go of the parameters that left its modules since, and takes in those that
-    came.
-
-    Args:
-        unit: a module. The units in it come first.
-        make: makes a unit of a module, with the parameters to ignore.
-        ignored: parameters that belong to no unit.
-    """
-    if not isinstance(unit, FSDPModule):
-        return make(unit, ignored_params=set(ignored))
-    groups, known = param_groups(unit), {*map(id, ignored)}
-    held = [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
-    known.update(map(id, held))
-    inside = list(own_modules(unit))
-    came = [child for child in inside if any(id(value) not in known for value in child.parameters(recurse=False))]
-    if came:
-        (made,) = param_groups(make(_Came(came), ignored_params={*ignored, *held}))
-        if groups:
-            groups[0].fsdp_params += made.fsdp_params
-        else:
-            made.modules, groups = (unit,), [made]
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for child in inside:
-        for name, value in child._parameters.items():
-            places.setdefault(id(value), []).append((child, name))
-    for group in groups:
-        group.fsdp_params = [parameter for parameter in group.fsdp_params if id(parameter.sharded_param) in places]
-        for parameter in group.fsdp_params:
-            (owner, name), *others = places[id(parameter.sharded_param)]
-            parameter._module_info = type(parameter._module_info)(
-                owner, name, [one for one, _ in others], [name for _, name in others]
-            )
-    state: Any = unit._get_fsdp_state()
-    groups = [group for group in groups if group.fsdp_params]
-    if hasattr(state, "_fsdp_param_groups"):
-        state._fsdp_param_groups = groups
-    else:
-        state._fsdp_param_group = groups[0] if groups else None
-    return unit
-
-
-def own_modules(unit: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a unit, without those of the units in it."""
-    yield unit
-    for child in unit.children():
-        if not isinstance(child, FSDPModule):
-            yield from own_modules(child)
-
-
-def begin_anew(module: nn.Module) -> None:
-    """Let FSDP2 look at the units of a module, and their parameters, before the next forward as it does before the
-    first.
-    """
-    for unit in module.modules():
-        if not isinstance(unit, FSDPModule):
-            continue
-        state: Any = unit._get_fsdp_state()
-        state._is_root = None
-        state._state_ctx.all_states.clear()
-        for group in param_groups(unit):
-            group._module_fqn, group._reset_sharded_params = None, False
-            for handles in (
-                group._module_to_pre_save_state_dict_hook_handle,
-                group._module_to_pre_load_state_dict_hook_handle,
-            ):
-                for handle in handles.values():
-                    handle.remove()
-                handles.clear()
 
 
 def units_with_parameters(module: nn.Module) -> list[FSDPModule]:

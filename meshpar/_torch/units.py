@@ -10,7 +10,6 @@ what has a gradient on this rank, which may be something else on another rank; t
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshpar._torch.autograd import accumulates
 from meshpar._torch.calls import eager
-from meshpar._torch.fsdp import ACCUMULATES_APART, is_shard, own_modules, param_groups
+from meshpar._torch.fsdp import ACCUMULATES_APART, is_shard, param_groups
 from meshpar._torch.recompute import unseen
 
 
@@ -32,20 +31,14 @@ class Units:
     """The modules that FSDP2 shards or replicates as one, inside one outermost module."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.look()
+        self.modules = [child for child in module.modules() if isinstance(child, FSDPModule)]
+        self._groups = [group for child in self.modules for group in param_groups(child)]
         self._filled: list[nn.Parameter] = []
         self._versions: dict[int, tuple[int, int, int]] = {}
         self._used: set[int] = set()
         self._ran: dict[int, str] = {}
         self._lost: str | None = None
         self._kept: list[tuple[Any, Any, tuple[int, int, int]]] = []
-
-    def look(self) -> None:
-        """Find the units again: modules came or left."""
-        self.modules = [child for child in self._module.modules() if isinstance(child, FSDPModule)]
-        self._groups = [group for child in self.modules for group in param_groups(child)]
 
     def watch(self, run: Callable[[], None]) -> None:
         """Call ``run`` in every backward that reaches a unit, and let ranks reduce alike: what other ranks may have
@@ -55,14 +48,10 @@ class Units:
         unit's output may be changed in place behind the unit; its weights are gathered in backward all the same.
         """
         for child in self.modules:
-            if child not in self._watched:
-                child.register_forward_hook(_returned, prepend=True, with_kwargs=True)  # FSDP2's own hook comes next
+            child.register_forward_hook(_returned, prepend=True, with_kwargs=True)  # FSDP2's own hook comes next
         for group in self._groups:
-            if group in self._watched:
-                continue
             group.post_backward = functools.partial(self._after_backward, group, group.post_backward, run)
             group.unshard, group.wait_for_unshard = unseen(group.unshard), unseen(group.wait_for_unshard)
-        self._watched.update([*self.modules, *self._groups])
 
     def _after_backward(self, group: Any, inner: Callable[..., None], run: Callable[[], None], *args: Any) -> None:
         run()
@@ -304,20 +293,6 @@ class Units:
     def reduces(self) -> bool:
         """Tell whether the backward that runs reduces gradients."""
         return all(group.reduce_grads for group in self._groups)
-
-    def moved(self) -> list[str]:
-        """Return the names of parameters that stand in another unit than the one that shards them."""
-        homes = {
-            id(parameter.sharded_param): unit
-            for unit in self.modules
-            for group in param_groups(unit)
-            for parameter in group.fsdp_params
-        }
-        names = {child: name for name, child in self._module.named_modules()}
-        now = [child for child in self._module.modules() if isinstance(child, FSDPModule)]
-        owners = [(unit, child) for unit in now for child in own_modules(unit)]
-        held = [(unit, child, leaf, value) for unit, child in owners for leaf, value in child._parameters.items()]
-        return [f"{names[child]}.{leaf}" for unit, child, leaf, value in held if homes.get(id(value), unit) is not unit]
 
     def hooked(self) -> list[Any]:
         """Return the sharded parameters on which somebody registered a hook for their gradient before it is

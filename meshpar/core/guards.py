@@ -74,9 +74,6 @@ class Guard:
 
     __slots__ = ()
 
-    def renew(self, gone: Iterable[Tensor]) -> None:
-        """Forget the module as it was: ``par.adopt`` put modules into it, and the parameters ``gone`` left."""
-
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Check the arguments of a call of the module before it runs."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -120,22 +120,6 @@ class Pass:
         machine ignores it.
         """
         return iter(())
-
-    def late_problems(
-        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
-    ) -> Iterator[str]:
-        """Yield why the pass cannot place modules that came after ``apply``, one line each. Pure.
-
-        By default it cannot. :meth:`meshpar.Parallelized.adopt` applies a pass that can once more: its ``apply`` then
-        places the modules that are new, and leaves the others as they are.
-
-        Args:
-            module: the model, as the pass left it, with what came since.
-            layout: description of the model.
-            mesh: resolved.
-            came: names of the modules that came.
-        """
-        yield f"{self.name} places modules in plan.apply alone; put new modules into the model before plan.apply"
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
         """Return the names of the parameters that the pass splits over its axes. Pure."""

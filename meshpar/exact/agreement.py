@@ -77,18 +77,8 @@ class Agreement(Guard):
         self._later: Later | None = None
 
     def begin(self, *, draws: bool) -> None:
-        """Compare as in the first steps; the ranks of ``same_axes`` draw the same random numbers outside of what is
-        split.
-
-        Collective where the last backward's comparison is not looked at yet.
-        """
-        if self._later is not None:
-            later, self._later = self._later, None
-            later.check()
-        self._draws, self._backwards = draws, 0
-        if self._schedule is not None:
-            self._schedule.forget()
-        self._batches, self._wholes, self._looks = (Looks(always=self._always) for _ in range(3))
+        """Let the ranks of ``same_axes`` draw the same random numbers outside of what is split, if any ``draws``."""
+        self._draws = draws
 
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """Check that all ranks are at the same place of their loop before they exchange something there; the error

@@ -1,6 +1,4 @@
-"""Create the :class:`Cycle` of a module with its guards in their order: hooks for gathering, reduction and checks; and
-renew it for new modules.
-"""
+"""Create the :class:`Cycle` of a module with its guards in their order: hooks for gathering, reduction and checks."""
 
 from __future__ import annotations
 
@@ -87,7 +85,8 @@ def attach(
     )
     if (features := applied(module).split) is not None and features.arrivals is not None:
         features.arrivals.guards = guards
-    renew(cycle, resolved, device, verify=verify)
+    if not off:
+        _check_first_runs(cycle, resolved, device, verify=verify)
     return cycle
 
 
@@ -119,11 +118,9 @@ def _comparisons(guarded: Guarded, units: Units) -> tuple[Comparisons, Sequence[
     return agreement, (agreement, losses)
 
 
-def renew(cycle: Cycle, resolved: Resolved, device: torch.device, *, verify: bool) -> None:
-    """Check the modules that a module has now: their calls, and their first forward and backward."""
+def _check_first_runs(cycle: Cycle, resolved: Resolved, device: torch.device, *, verify: bool) -> None:
+    """Check the calls of the inner modules, and the first forward and backward."""
     module = cycle.module
-    if cycle.guards == "off":
-        return
     parts = dict([*_parts(module), *find_blocks(module, resolved.layout)])
     enter = "call the module, or a method by par.register_method(name)"
     if resolved.splits_sequence:

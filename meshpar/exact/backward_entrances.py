@@ -25,7 +25,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.leaves import leaves
 
 STALE = (
-    "weights changed between a forward and its backward (by an optimizer's step, or par.adopt), and the backward would "
+    "weights changed between a forward and its backward (by an optimizer's step), and the backward would "
     "use the new weights; run the backward before the change, or the forward again after it"
 )
 _MOST = 1 << 17

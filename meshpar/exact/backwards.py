@@ -53,7 +53,7 @@ class Backwards:
         return Forward(self._steps, self._errors, self._versions)
 
     def step(self) -> None:
-        """Record that parameters change: an optimizer steps, or modules came."""
+        """Record that parameters change: an optimizer steps."""
         self._steps += 1
 
     def fail(self) -> None:

@@ -16,7 +16,7 @@ class Comparisons(Protocol):
     """The exchanges of ranks beside the moments of a guard; see :class:`meshpar.exact.agreement.Agreement`."""
 
     def begin(self, *, draws: bool) -> None:
-        """Before the first step, and after modules came."""
+        """Before the first step."""
 
     def whole(self, batch: object) -> None:
         """Before a batch is split by positions."""

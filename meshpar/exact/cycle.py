@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, final
 
@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 
 from meshpar._torch.autograd import at_end_of_backward, backward, check_backwards, in_backward
 from meshpar._torch.calls import eager, enter_by
-from meshpar._torch.fsdp import begin_anew, gather_before_backward, make_ready
+from meshpar._torch.fsdp import gather_before_backward, make_ready
 from meshpar._torch.optimizers import AdafactorOn, adafactor_on, before_steps
 from meshpar._torch.units import Units
-from meshpar.core.errors import MeshparError, ParallelError
+from meshpar.core.errors import MeshparError
 from meshpar.core.guards import Guard, Guards
 from meshpar.exact.adafactor import adafactor_by_parts
 from meshpar.exact.backward_entrances import Entrances
@@ -92,9 +92,9 @@ class Cycle:
         self._backward = -1  # the number of the one that runs
         self._outside: dict[nn.Module, ExitStack] = {}
         self._guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.whole = applied(module).whole
+        self._names = {unit: name for name, unit in module.named_modules()}
         self._install()
-        self._look()
 
     def _install(self) -> None:
         module: Any = self.module
@@ -114,57 +114,11 @@ class Cycle:
         if self._on:
             one_process(self, _inside)
 
-    def _look(self) -> None:
-        """Register hooks on the units that have none yet, and mark their shards."""
-        known = applied(self.module)
-        self.whole = known.whole
-        self._names = {unit: name for name, unit in self.module.named_modules()}
         for unit in self._units.modules:
-            if unit not in self._seen:
-                unit.register_forward_pre_hook(self._before_unit, prepend=True)
-                unit.register_forward_hook(self._after_unit, always_call=True)
-        self._seen.update(self._units.modules)
+            unit.register_forward_pre_hook(self._before_unit, prepend=True)
+            unit.register_forward_hook(self._after_unit, always_call=True)
         self._units.watch(self.expect_end)
         self._mark()
-
-    def came(self, names: Sequence[str]) -> list[str]:
-        """Return the names of the parameters that came into modules ``names`` since the plan was applied.
-
-        Raises:
-            MeshparError: the module is not between two steps, or other parameters came, too.
-        """
-        if self.calls.depth or in_backward():
-            raise MeshparError("par.adopt is called inside of a forward or a backward; call it between two steps")
-        if not self.reducing:
-            raise MeshparError(
-                "par.adopt is called between the micro-batches of par.accumulate; call it after the loop"
-            )
-        self.reshard()
-        self.left_gradients.refuse()
-        self._units.hide()
-        if moved := self._units.moved():
-            raise ParallelError(
-                f"{moved[0]} moved into another unit after plan.apply, whose ranks would not gather it there; move "
-                "and tie parameters across blocks before plan.apply, or put a module with parameters of its own there"
-            )
-        return self.placed.came(names, self._units.shards)
-
-    def left(self) -> list[nn.Parameter]:
-        """Return the parameters that the plan placed and the module no longer has."""
-        return self.placed.left(self._units.shards())
-
-    def adopted(self, gone: Iterable[Tensor]) -> None:
-        """Attach to the modules that came, after the passes have placed them; ``gone`` are parameters that left."""
-        begin_anew(self.module)
-        self._units.look()
-        self._look()
-        self.placed.record()
-        for guard in self.watching:
-            guard.renew(gone)
-        self._ready = False
-        self._shared.renew()
-        self._backwards.step()  # a backward through an earlier forward would meet other units
-        self._entrances.step()
 
     def check_parameters(self) -> None:
         """Refuse parameters that the plan did not place."""

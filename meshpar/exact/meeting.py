@@ -24,7 +24,6 @@ PLACES = (
     "an optimizer's step",
     "par.token_scale",
     "par.data_sum",
-    "par.adopt",
     "par.check_replicas",
     "par.state_dict(full=True)",
 )

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import final
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.core.errors import ParallelError
-from meshpar.core.patterns import class_name, suggestion
+from meshpar.core.patterns import class_name
+
+REBUILD = (
+    "to change a model that was trained, build it again with the change, apply a plan to it, and load "
+    "par.state_dict(full=True, everywhere=True) of this one by load_state_dict(state, strict=False), without the "
+    "tensors whose shapes changed"
+)
 
 
 @final
@@ -71,11 +77,10 @@ class Placed:
             raise ParallelError(
                 f"{', '.join(names[:6])} {came} after plan.apply: no pass places it or reduces its gradient. "
                 + (
-                    f"Call {_call(new)} on every rank, and hand the parameters that it returns to "
-                    "optimizer.add_param_group"
+                    f"Put {', '.join(new)} into the model before plan.apply and materialize; {REBUILD}"
                     if new
-                    else "Put a parameter into a new module and call par.adopt with its name; copy values into the "
-                    "parameters that are there (par.load_state_dict); register as a buffer what forward assigns. "
+                    else "Put a parameter into the model before plan.apply; copy values into the parameters that are "
+                    "there (par.load_state_dict); register as a buffer what forward assigns. "
                     "torch.func.functional_call with other weights cannot work on a parallel module "
                     "(par.averaged(decay) evaluates averages)"
                 )
@@ -91,7 +96,7 @@ class Placed:
         if gone := gone or _tied_since(self._names, now):
             raise ParallelError(
                 f"{', '.join(gone[:6])} left the module after plan.apply, or became another's, and the ranks would "
-                f"still gather and reduce it; call {_call(self._new_modules(gone))} on every rank"
+                f"still gather and reduce it; leave it in the module and do not call it, or {REBUILD}"
             )
         self._check_kinds()
         # modules without parameters, the same parameters in other modules, or others that units have taken
@@ -121,56 +126,6 @@ class Placed:
                 f"the class of a {changed} in the module was replaced after plan.apply, whose passes have changed "
                 "what a call of it does; give it its class before plan.apply, or replace its forward"
             )
-
-    def came(self, names: Sequence[str], shards: Callable[[], Iterable[nn.Parameter]]) -> list[str]:
-        """Return the names of the parameters that came into the modules called ``names`` since they were recorded.
-
-        Args:
-            names: of modules.
-            shards: as for :meth:`check`.
-
-        Raises:
-            MeshparError: one is no module, nothing came into it, or parameters came elsewhere, too.
-        """
-        for name in names:
-            self._check_came(name)
-        known = {*self._names.values(), *map(id, shards())}
-        came = [name for name, value in self._module.named_parameters(remove_duplicate=False) if id(value) not in known]
-        for name in came:
-            owner = name.rpartition(".")[0]
-            if self._module.get_submodule(owner) in self.modules:
-                raise ParallelError(
-                    f"{name} came into {owner or 'the model'}, a module that the plan placed; par.adopt takes new "
-                    f"modules: replace {owner or 'a module in it'} by a new one that has the parameter, or register "
-                    "the parameter in a new module in it"
-                )
-        if others := [name for name in came if not any(_within(name, known_name) for known_name in names)]:
-            call = _call([*names, *self._new_modules(others)])
-            raise ParallelError(
-                f"{', '.join(others[:6])} came into the module, too; call par.adopt with all new modules at once, the "
-                f"same on every rank: {call}"
-            )
-        return came
-
-    def _check_came(self, name: str) -> None:
-        try:
-            found = self._module.get_submodule(name)
-        except AttributeError:
-            if name in dict(self._module.named_parameters(remove_duplicate=False)):
-                raise ParallelError(
-                    f"{name} is a parameter; par.adopt takes the name of a new module: "
-                    f'call par.adopt("{name.rpartition(".")[0]}")'
-                ) from None
-            near = suggestion(name, (other_name for other_name, _ in self._module.named_modules() if other_name))
-            raise ParallelError(
-                f"the model has no module {name!r}; par.adopt takes the name of a new module, {near}"
-            ) from None
-        if all(child in self.modules for child in found.modules()):
-            raise ParallelError(
-                f"{name or 'the model'} is placed already, with all modules in it; call par.adopt with the names of "
-                "modules that came since, or without names if modules only left"
-            )
-        self._check_sizes([name])
 
     def _check_sizes(self, names: Iterable[str]) -> None:
         """Refuse new modules, in modules ``names``, that were built for this rank's part of a layer around which they
@@ -209,22 +164,6 @@ class Placed:
         except AttributeError:
             return False
 
-    def renamed(self) -> dict[str, str]:
-        """Return the names of parameters that have moved into new modules -> their names before."""
-        before = {number: name for name, number in reversed(self._names.items())}
-        now = self._module.named_parameters(remove_duplicate=False)
-        return {name: before[id(value)] for name, value in now if name not in self._names and id(value) in before}
-
-    def left(self, shards: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters that were placed, among them ``shards``, and that the module no longer has."""
-        kept = {id(parameter) for parameter in self._module.parameters()}
-        held = (value for _, parameters in self._held for value in parameters.values() if value is not None)
-        return [
-            parameter
-            for parameter in {id(parameter): parameter for parameter in (*held, *shards)}.values()
-            if id(parameter) not in kept
-        ]
-
 
 def _features(layer: object) -> tuple[object, object]:
     return getattr(layer, "out_features", None), getattr(layer, "in_features", None)
@@ -245,14 +184,6 @@ def _alike(one: object, other: object) -> bool:
         and not one._backward_hooks
         and not one._post_accumulate_grad_hooks
     )
-
-
-def _call(names: Iterable[str]) -> str:
-    return "par.adopt(" + ", ".join(f'"{name}"' for name in names) + ")"
-
-
-def _within(name: str, module: str) -> bool:
-    return not module or name.startswith(f"{module}.")
 
 
 def _tied_since(names: Mapping[str, int], now: Mapping[str, nn.Parameter]) -> list[str]:

@@ -44,11 +44,6 @@ class Schedule:
         self._called: list[nn.Module] = []
         self._expected: Sequence[nn.Module] | None = None
 
-    def forget(self) -> None:
-        """Forget all forwards: modules came or left."""
-        self._habits.clear()
-        self._habit, self._expected = None, None
-
     def begin(self, kind: Kind) -> None:
         """Begin a forward of the outermost module."""
         self._habit, self._expected = self._habits.setdefault(kind, _Habit()), None

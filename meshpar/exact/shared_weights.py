@@ -40,14 +40,8 @@ class SharedWeights:
     def __init__(self, module: nn.Module, units: Units, *, compares: bool) -> None:
         self._module, self._units = module, units
         self._keeps, self.kept = applied(module).keeps_gathered and compares, False
-        self._shares_gathered = False
+        self._shares_gathered, self._shards = False, applied(module).replica_shards
         self._stages = applied(module).layers if applied(module).gathers_once else None
-        self.renew()
-
-    def renew(self) -> None:
-        """Forget what is known of the module: modules came into it."""
-        self._shards = applied(self._module).replica_shards
-        self._shares_gathered, self.kept = False, False
 
     def free_before_training(self, free: Callable[[], None]) -> None:
         """Let ``module.train()`` call ``free``, where evaluations keep weights gathered."""

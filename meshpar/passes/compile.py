@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -46,11 +46,6 @@ class Compile(Pass):
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from block_problems(self.name, module, layout, self.blocks)
 
-    def late_problems(
-        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
-    ) -> Iterator[str]:
-        return iter(())
-
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         if self.fullgraph and applied(module).divided:
             raise ParallelError(
@@ -58,10 +53,6 @@ class Compile(Pass):
                 "drop fullgraph=True, or use a mesh without ep"
             )
         for _, block in find_blocks(module, layout, self.blocks):
-            if block._compiled_call_impl is None:
-                block.compile(
-                    backend=self.backend,
-                    fullgraph=self.fullgraph,
-                    dynamic=self.dynamic,
-                    options=dict(self.options) or None,
-                )
+            block.compile(
+                backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, options=dict(self.options) or None
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
@@ -16,7 +16,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Role, Stage, unmatched
-from meshpar.core.patterns import find_modules, matches
+from meshpar.core.patterns import find_modules
 from meshpar.passes.installed import record, set_forward
 from meshpar.passes.position_exchange import Exchange, Transport, runs
 
@@ -78,27 +78,12 @@ class ContextParallel(Pass):
                 "because they mix positions in another way: exact, but their time and memory are not divided"
             )
 
-    def late_problems(
-        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
-    ) -> Iterator[str]:
-        late = [
-            name
-            for name in came
-            for pattern in (*layout.attention, *layout.mixers, *self.mixers)
-            if matches(pattern, name)
-        ]
-        if mesh.axes["cp"] > 1 and late:
-            yield (
-                f"{late[0]} mixes positions, which ContextParallel prepares in plan.apply alone; put it into the "
-                "model before plan.apply"
-            )
-
     def positions(self, length: int, size: int, index: int) -> Tensor:
         return torch.cat([torch.arange(run.start, run.stop) for run in runs(length, size, index, balance=self.balance)])
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         axis = mesh["cp"]
-        if axis.size() == 1 or record(module).exchange is not None:
+        if axis.size() == 1:
             return
         exchange = Exchange(
             group=axis.get_group(),

@@ -7,7 +7,7 @@ as were chosen (arXiv 2211.15841), so that nothing is dropped and the result is 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from meshpar._torch.calls import eager
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, sizes_text
 from meshpar.core.passes import Pass, Role, Stage, unmatched
-from meshpar.core.patterns import OWN_NUMBER, covers, find_modules, matches
+from meshpar.core.patterns import OWN_NUMBER, find_modules, matches
 from meshpar.passes.applied import applied
 from meshpar.passes.chosen import IN_ORDER, Chosen, InOrder, by_all_ranks, counted_by
 from meshpar.passes.expert_trial import try_experts
@@ -114,23 +114,13 @@ class ExpertParallel(Pass):
                 "dp_shard across nodes"
             )
 
-    def late_problems(
-        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
-    ) -> Iterator[str]:
-        late = [name for name in came for pattern in layout.experts if covers(pattern, name)]
-        if mesh.axes["ep"] > 1 and late:
-            yield (
-                f"{late[0]} holds experts, which ExpertParallel divides in plan.apply alone; put it into the model "
-                "before plan.apply"
-            )
-
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
         found = [pair for pattern in layout.experts for pair in find_modules(module, pattern)]
         return {f"{name}.{leaf}" for name, child in found for leaf, _ in child.named_parameters(recurse=False)}
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         axis, names = mesh["ep"], mesh.mesh_dim_names or ()
-        if axis.size() == 1 or applied(module).divided:
+        if axis.size() == 1:
             return
         record, inside = applied(module), mesh[names[names.index("ep") :]]
         record.routing = Routing(self.skew)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
@@ -81,11 +81,6 @@ class Float8(Pass):
             yield _NO_TORCHAO
         if not self.emulate:
             yield from _hardware_problems(device_type)
-
-    def late_problems(
-        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
-    ) -> Iterator[str]:
-        return iter(())
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         product = _product(self.recipe, self.emulate)

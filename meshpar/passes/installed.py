@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from meshpar.passes.position_exchange import Exchange
 
@@ -155,43 +151,3 @@ def as_written(module: nn.Module) -> Iterator[None]:
             child.__dict__.pop("forward", None)
             if forward is not None:
                 child.forward = forward
-
-
-def before_plan(module: nn.Module, placed: Container[nn.Module]) -> nn.Module:
-    """Return a module to read only, which looks as ``module`` would before any plan was applied.
-
-    Args:
-        module: the outermost module.
-        placed: the modules to which a plan was applied. They have no hooks, and parameters on the meta device.
-    """
-    modules: dict[nn.Module, nn.Module] = {}
-    parameters: dict[int, nn.Parameter] = {}
-
-    def whole(parameter: Any) -> Any:
-        if not isinstance(parameter, DTensor):
-            return parameter
-        like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        return parameters.setdefault(id(parameter), nn.Parameter(like, requires_grad=parameter.requires_grad))
-
-    def written(child: nn.Module) -> nn.Module:
-        if child in modules:
-            return modules[child]
-        known, kind = installed(child), next(kind for kind in type(child).__mro__ if not issubclass(kind, FSDPModule))
-        made: Any = object.__new__(kind)
-        modules[child] = made
-        made.__dict__.update(child.__dict__)
-        if child in placed:
-            made.__dict__.update(
-                {name: OrderedDict() for name, value in vars(child).items() if name.endswith("_hooks") and value}
-            )
-            for name in ("_call_impl", "_compiled_call_impl", "_meshpar"):
-                made.__dict__.pop(name, None)
-            made.__dict__.update({} if known is None else known.attributes)
-            _put(made, own_forward(child))
-        made.__dict__["_parameters"] = {name: whole(value) for name, value in child._parameters.items()}
-        made.__dict__["_modules"] = {
-            name: None if value is None else written(value) for name, value in child._modules.items()
-        }
-        return modules[child]
-
-    return written(module)

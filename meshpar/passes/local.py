@@ -173,13 +173,13 @@ def keep_whole(module: nn.Module, context: Context) -> None:
     parameter.
     """
     for child in module.modules():
-        for name in child._parameters if child not in context.done else ():
+        for name in child._parameters:
             _place(child, name, Replicate(), context)
 
 
 def _place(module: nn.Module, name: str, placement: Shard | Replicate, context: Context) -> None:
     parameter = module._parameters.get(name)
-    if parameter is None or (context.done and isinstance(parameter, DTensor)):  # tied to one that was placed before
+    if parameter is None:
         return
     taken = _taken(parameter, context)
     if taken is None:
@@ -251,13 +251,9 @@ def _reads(module: nn.Module) -> bool:
 def see_plain(module: nn.Module, inside: list[nn.Module], over: str) -> None:
     """Replace replicated DTensor parameters of modules ``inside`` by their local tensors in ``module``'s forward.
 
-    ``over`` names the ranks that hold them alike. A second call for the same ranks changes the modules alone.
+    ``over`` names the ranks that hold them alike.
     """
-    sees = record(module).sees
-    if over in sees:
-        sees[over][:] = inside
-        return
-    sees[over], inner = inside, module.forward
+    record(module).sees[over], inner = inside, module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         kept = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Context, ContextVar, Token, copy_context
 from dataclasses import dataclass
@@ -80,11 +80,6 @@ class ActivationCheckpoint(Pass):
                 )
         if self.every < 1:
             yield f"ActivationCheckpoint(every={self.every}) must be 1 or more"
-
-    def late_problems(
-        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
-    ) -> Iterator[str]:
-        return iter(())
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
         while_lives(module, "profiler marks", ignore_profiler_marks)

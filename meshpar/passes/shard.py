@@ -8,7 +8,7 @@ FSDP2 averages the gradients of a unit at the end of the unit's backward. Others
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from meshpar._torch import BEFORE_2_13
-from meshpar._torch.fsdp import is_shard, make_unit, replicate
+from meshpar._torch.fsdp import is_shard, replicate
 from meshpar._torch.groups import flattened
 from meshpar.core import runtime
 from meshpar.core.layout import ModelLayout
@@ -70,11 +70,6 @@ class Precision:
         their dtype.
         """
         return self.policy(torch.float32, self.param_dtype, True)
-
-    def late_problems(
-        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
-    ) -> Iterator[str]:
-        return iter(())
 
     def units(
         self, module: nn.Module, layout: ModelLayout, min_params: int = 0
@@ -198,30 +193,28 @@ class _Sharding(Precision):
         (replicas, shards).
         """
         cast_buffers(module, self.buffer_dtype)
-        ignored = self.keep_whole(module, mesh, axes)
-        common: dict[str, Any] = {"mesh": held_on, "offload_policy": self._offload_policy(mesh)}
+        common: dict[str, Any] = {
+            "mesh": held_on,
+            "offload_policy": self._offload_policy(mesh),
+            "ignored_params": self.keep_whole(module, mesh, axes),
+        }
         keep = self.reshard_after_forward
         applied(module).keeps_gathered = keep is False
-        divided = self._shard_divided(module, layout, axes, common, ignored)
+        divided = self._shard_divided(module, layout, axes, common)
         *inner, (_, outer, _) = self.units(module, layout, self.min_params)
         units = [
-            make_unit(unit, partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **common), ignored)
+            fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **common)
             for unit, policy, _ in inner
             if unit not in divided  # blocks=(...) may name what is divided
         ]
         outermost = keep if not isinstance(keep, bool) else False
-        make_unit(module, partial(fully_shard, reshard_after_forward=outermost, mp_policy=outer, **common), ignored)
+        fully_shard(module, reshard_after_forward=outermost, mp_policy=outer, **common)
         if runtime.over_hosts(mesh.device_type):
             exchange_directly(module)
         self._prefetch(units, by_order=applied(module).layers is None)
 
     def _shard_divided(
-        self,
-        module: nn.Module,
-        layout: ModelLayout,
-        axes: tuple[str, ...],
-        common: dict[str, Any],
-        ignored: set[nn.Parameter],
+        self, module: nn.Module, layout: ModelLayout, axes: tuple[str, ...], common: dict[str, Any]
     ) -> set[FSDPModule]:
         """Shard what an axis of samples divides over the data axes alone, each module a unit; what is inside of it sees
         every sample.
@@ -236,13 +229,11 @@ class _Sharding(Precision):
             dtype = torch.float32 if unit in within and self.param_dtype is not None else self.param_dtype
             policy = self.policy(dtype, None, False)
             make = partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **common)
-            units.update(
-                make_unit(child, make, ignored) for child in unit.children() if any(True for _ in child.parameters())
-            )
+            units.update(make(child) for child in unit.children() if any(True for _ in child.parameters()))
             held_on = mesh[axes] if common["mesh"].ndim == len(axes) else flattened(mesh[axes])
             policy = self.kept() if unit in single and self.param_dtype is not None else policy
             make = partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **{**common, "mesh": held_on})
-            units.add(make_unit(unit, make, ignored))
+            units.add(make(unit))
         return units
 
     def _offload_policy(self, mesh: DeviceMesh) -> OffloadPolicy:
@@ -375,11 +366,8 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         replicas, shards = self.axes
         splits = self.optimizer == "world" and mesh[replicas].size() > 1
         self.shard(module, layout, mesh, self.axes, flattened(mesh[self.axes]) if splits else mesh[self.axes])
-        record = applied(module)
-        if splits and record.replica_shards is None:
-            record.replica_shards = ReplicaShards(module, mesh, record.divided, replicas, shards)
-        elif record.replica_shards is not None:
-            record.replica_shards.look()
+        if splits:
+            applied(module).replica_shards = ReplicaShards(module, mesh, applied(module).divided, replicas, shards)
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -465,4 +453,4 @@ class Replicate(Precision, Pass):
         cast_buffers(module, self.buffer_dtype)
         ignored = self.keep_whole(module, mesh, self.axes)
         for unit, policy, _ in self.units(module, layout):
-            make_unit(unit, partial(replicate, mesh=mesh["dp_replicate"], mp_policy=policy), ignored)
+            replicate(unit, mesh=mesh["dp_replicate"], mp_policy=policy, ignored_params=ignored)

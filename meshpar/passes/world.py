@@ -176,29 +176,20 @@ class ReplicaShards:
     def __init__(
         self, module: nn.Module, mesh: DeviceMesh, divided: Mapping[nn.Module, DeviceMesh], replicas: str, shards: str
     ) -> None:
-        self._module, self._mesh, self._divided, self._axes = module, mesh, divided, (replicas, shards)
-        self._replicas = mesh[replicas].size()
-        self._over: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-        self._gathers, self._reduces = list[_Gather](), list[_Reduce]()
-        self.look()
-
-    def look(self) -> None:
-        """Find the units again, and forget the shards: parameters came or left. Collective where a group is new."""
-        (replicas, shards), alone = self._axes, runtime.over_hosts(self._mesh.device_type)
-        self._gathers.clear()
-        self._reduces.clear()
+        self._module, self._replicas = module, mesh[replicas].size()
+        self._gathers, alone = list[_Gather](), runtime.over_hosts(mesh.device_type)
+        slices_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         unit: Any  # FSDP2 names the classes of its collectives in private modules alone
-        for unit in units_with_parameters(self._module):
-            held_on = self._divided.get(unit, self._mesh)
+        for unit in units_with_parameters(module):
+            held_on = divided.get(unit, mesh)
             axis = held_on.get_group(replicas)
-            if axis not in self._over:
-                self._over[axis] = _slices_group(replicas, axis)
-            groups = self._over[axis], held_on.get_group(shards)
+            if axis not in slices_groups:
+                slices_groups[axis] = _slices_group(replicas, axis)
+            groups = slices_groups[axis], held_on.get_group(shards)
             self._gathers.append(_Gather(unit, *groups, in_parts=alone))
-            self._reduces.append(_Reduce(*groups, exchanges=alone))
             unit.set_custom_all_gather(self._gathers[-1])
-            unit.set_custom_reduce_scatter(self._reduces[-1])
-        self.groups = [(replicas, made) for axis, made in self._over.items() if made is not axis]
+            unit.set_custom_reduce_scatter(_Reduce(*groups, exchanges=alone))
+        self.groups = [(replicas, made) for axis, made in slices_groups.items() if made is not axis]
         self._ahead = len(self._gathers) if alone else _AHEAD
         for gather, following in itertools.zip_longest(self._gathers, self._gathers[self._ahead :]):
             gather.following = following

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, final
 
@@ -159,20 +159,6 @@ class Averaged:
                 f"{changed[0]} was changed inside of swapped(), and the change is lost; expected evaluation only: "
                 "train after the block"
             )
-
-    @torch.no_grad()
-    def follow(self, came: Collection[str], renamed: Mapping[str, str]) -> None:
-        """Average the parameters that the module has now.
-
-        Args:
-            came: names of new ones, whose averages begin with their values.
-            renamed: names of others -> those that they had before.
-        """
-        self._refuse_inside("par.adopt()")
-        known, self._averages = self._averages, {}
-        for name, tensor in self._tensors().items():
-            old = None if name in came else known.get(renamed.get(name, name))
-            self._averages[name] = self._copy(tensor) if old is None else old
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average, placed as the parameters are and under their names, and the numbers of updates and calls.

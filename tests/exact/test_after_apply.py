@@ -97,6 +97,73 @@ def test_parameters_that_the_plan_did_not_place_are_refused_in_the_next_forward(
                 par.module(mine(par, batch()))
 
 
+def more_blocks(net):
+    net.blocks.append(Block().double())
+
+
+def trained(alone, net, par=None):
+    """Train a step by a new optimizer; return its loss and weights."""
+    optimizer, x = torch.optim.AdamW(net.parameters(), 0.05), batch()
+    loss = net(x if alone else mine(par, x)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = loss.detach() if alone else par.data_sum(loss.detach()) / par.loss_size
+    return [loss, *(whole(parameter.detach()) for parameter in net.parameters())]
+
+
+@on_ranks(2)
+def test_a_model_that_is_built_again_with_a_change_as_a_message_says_is_exact():
+    for mesh, passes in plans(2):
+        for change in (new_head, adapters, more_blocks, no_head, tied_blocks):
+            alone, par = Net(), Plan(mesh, passes).apply(Net(), LAYOUT)
+            trained(True, alone), trained(False, par.module, par)
+            torch.manual_seed(2)
+            change(alone)
+            torch.manual_seed(2)
+            change(par.module)
+            with pytest.raises(MeshparError, match="build it again with the change, apply a plan to it, and load"):
+                par.module(mine(par, batch()))
+            state, net = par.state_dict(full=True, everywhere=True), Net()
+            torch.manual_seed(2)
+            change(net)
+            shapes = {name: tensor.shape for name, tensor in net.state_dict().items()}
+            again = Plan(mesh, passes).apply(net, LAYOUT)
+            fitting = {name: tensor for name, tensor in state.items() if shapes.get(name, tensor.shape) == tensor.shape}
+            again.load_state_dict(fitting, strict=False)
+            for _ in range(2):
+                for got, expected in zip(trained(False, net, again), trained(True, alone), strict=True):
+                    assert torch.allclose(got, expected, atol=1e-9), (mesh, change.__name__)
+
+
+class Skips(Net):
+    skips = False
+
+    def forward(self, x):
+        return self.hidden(x) if self.skips else super().forward(x)
+
+
+@on_ranks(2)
+def test_a_module_that_stays_and_is_no_longer_called_is_exact():
+    for mesh, passes in plans(2):
+        alone, par = Skips(), Plan(mesh, passes).apply(Skips(), LAYOUT)
+        for net in (alone, par.module):
+            trained(net is alone, net, par)
+            net.skips = True
+        for got, expected in zip(trained(False, par.module, par), trained(True, alone), strict=True):
+            assert torch.allclose(got, expected, atol=1e-9), mesh
+
+
+@on_ranks(2)
+def test_parameters_that_came_before_materialize_are_refused_there():
+    for mesh, passes in plans(2):
+        with torch.device("meta"):
+            par = Plan(mesh, passes).apply(Net(), LAYOUT)
+            new_head(par.module)
+        with pytest.raises(MeshparError, match=r"Put head into the model before plan\.apply and materialize"):
+            par.materialize(seed=0)
+
+
 @on_ranks(2)
 def test_parameters_that_came_after_a_forward_are_refused_before_the_step():
     for mesh, passes in plans(2):

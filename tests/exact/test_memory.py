@@ -298,36 +298,6 @@ def test_a_rank_holds_what_is_described_after_every_verb(model, plan, tmp_path):
     ON_RANKS[4 if plan in OTHERS else ranks_of(plan)](model, plan, str(tmp_path))
 
 
-@on_ranks(2)
-def test_a_rank_holds_what_is_described_after_modules_are_adopted():
-    gc.disable()
-    memory = Memory()
-    try:
-        for mesh, passes in (
-            ("dp_shard=2", [FullyShard()]),
-            ("dp_replicate=2", [Replicate()]),
-            ("tp=2", [TensorParallel(sequence_parallel=True)]),
-        ):
-            memory, par = Memory(), Plan(mesh, passes).apply(transformer())
-            optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-3, fused=True)
-            mine = par.split(STEP[0][par.data_rank])
-            for place in range(2):
-                loss, _ = token_loss_sum(par.module, mine)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                del loss
-                memory.check(par, f"step {place} on {mesh}", optimizer, also=mine.values())
-                torch.manual_seed(5)
-                par.module.head = nn.Linear(32, VOCAB, bias=False)
-                optimizer.add_param_group({"params": par.adopt("head", optimizer=optimizer)})
-                given = [value for state in optimizer.state.values() for value in state.values()]
-                memory.check(par, f"adopt on {mesh}", also=[*mine.values(), *given])
-            del par, optimizer, mine, given
-    finally:
-        gc.enable()
-
-
 class Counted:
     """Looks at the memory as what it stands for does, and marks each place in a profile with the bytes that it
     found.

@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import random
+import re
 from collections import deque
 from unittest import mock
 
@@ -20,7 +21,7 @@ from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError
 from meshpar.exact.verify import split_test
 from meshpar.leaves import leaves
 from meshpar.passes.untouched import LARGEST, MOST, CannotKeep, untouched
-from meshpar.testing import assert_parity, on_ranks, token_steps
+from meshpar.testing import assert_parity, on_ranks, token_steps, whole
 from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.tiers import daily
 
@@ -504,3 +505,28 @@ def test_what_is_too_large_to_put_back_is_named_before_anything_runs():
         module.large = large
         with pytest.raises(CannotKeep, match=match), untouched(module):
             raise AssertionError
+
+
+def scaled(place):
+    """Return a model of which one module has a forward of its own, as a wrapper sets it on an instance."""
+    torch.manual_seed(0)
+    model = Model().double()
+    module = model.get_submodule(place)
+    inner = module.forward
+    module.forward = lambda x: 1.5 * inner(x)
+    return model
+
+
+@on_ranks(2)
+def test_the_styles_that_a_message_says_leave_modules_with_a_forward_of_their_own_whole_and_exact():
+    for place in ("head", "embed", "blocks.0.up", "blocks.1.down"):
+        with pytest.raises(PlanError, match="has a forward that was set on it") as refused:
+            Plan("tp=2", [TensorParallel()]).check(scaled(place), LAYOUT)
+        (said_pass,) = re.findall(r"TensorParallel\(styles=\{.*?\}\)", str(refused.value))
+        remedy = eval(said_pass, {"TensorParallel": TensorParallel})
+        alone, par = scaled(place), Plan("tp=2", [remedy]).apply(scaled(place), LAYOUT)
+        for net in (alone, par.module):
+            F.cross_entropy(net(IDS).flatten(0, 1), IDS.flatten()).backward()
+        for name, parameter in alone.named_parameters():
+            got = whole(par.module.get_parameter(name).grad)
+            assert torch.allclose(got, parameter.grad, atol=1e-9), (place, name)

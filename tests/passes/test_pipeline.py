@@ -336,8 +336,6 @@ def test_a_stage_alone_is_refused_and_a_model_is_examined_once():
         par.module(mine[0]["input_ids"])
     with pytest.raises(MeshparError, match=remedy):
         list(par.accumulate(mine))
-    with pytest.raises(MeshparError, match="needs every layer on every rank, and pp divides them"):
-        par.adopt("lm_head")
     losses = par.forward(mine, lambda module, batch: float(token_loss_sum(module, batch)[0]))
     torch.manual_seed(0)
     assert len(losses) == len(mine) and all(loss > 0 for loss in losses)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import mse_loss, pad
 from torch.utils.checkpoint import checkpoint
 
 from meshpar import MeshparError, ModelLayout
@@ -170,19 +170,45 @@ def functional_call(side):
         side.note_rows("output", torch.func.functional_call(net, weights, (x,)))
 
 
-@habit(FORWARD, '`net.head = nn.Linear(...)` between two steps, and `par.adopt("head", optimizer=optimizer)`')
+@habit(FORWARD, "`net.head = nn.Linear(...)` between two steps")
 def new_head(side):
     net = side.apply(side.net())
-    optimizer = adamw(net)
-    train(side, net, optimizer)
+    train(side, net, adamw(net))
     torch.manual_seed(2)
-    old, net.head = list(net.head.parameters()), nn.Linear(DIM, CLASSES).double()
-    if side.alone:
-        group = optimizer.param_groups[0]
-        group["params"] = [parameter for parameter in group["params"] if not any(parameter is one for one in old)]
-    new = list(net.head.parameters()) if side.alone else side.par.adopt("head", optimizer=optimizer)
-    optimizer.add_param_group({"params": new})
-    train(side, net, optimizer)
+    net.head = nn.Linear(DIM, CLASSES).double()
+    train(side, net, adamw(net))
+
+
+@habit(FORWARD, "a larger `net.embed` (more tokens) between two steps")
+def new_tokens(side):
+    net = side.apply(side.net())
+    train(side, net, adamw(net))
+    torch.manual_seed(2)
+    net.embed = nn.Linear(FEATURES + 2, DIM).double()
+    train(side, net, adamw(net), forward=lambda x: net(pad(x, (0, 2), value=1.0)))
+
+
+@habit(FORWARD, "an adapter on a layer (LoRA) between two steps")
+def new_adapter(side):
+    net = side.apply(side.net())
+    train(side, net, adamw(net))
+    torch.manual_seed(2)
+    net.head.adapter = nn.Linear(DIM, CLASSES).double()
+    net.head.register_forward_hook(lambda layer, args, output: output + layer.adapter(*args))
+    train(side, net, adamw(net))
+
+
+@habit(FORWARD, "a new head in a new model, `plan.apply`, and `load_state_dict(par.state_dict(full=True, ...), ...)`")
+def rebuilt(side):
+    net = side.apply(side.net())
+    train(side, net, adamw(net))
+    state = net.state_dict() if side.alone else side.par.state_dict(full=True, everywhere=True)
+    net = side.net()
+    torch.manual_seed(2)
+    net.head = nn.Linear(DIM, CLASSES).double()
+    net, kept = side.apply(net), {name: value for name, value in state.items() if not name.startswith("head.")}
+    (net if side.alone else side.par).load_state_dict(kept, strict=False)
+    train(side, net, adamw(net))
 
 
 @habit(FORWARD, "`register_forward_hook` and `register_full_backward_hook` on a block")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -20,12 +20,8 @@ class RecomputedBuffers(Guard):
     """Compare the buffers in recomputed blocks before and after a forward; batch norm knows when it is recomputed."""
 
     def __init__(self, guarded: Guarded) -> None:
-        self._module = guarded.module
         self._before: list[tuple[nn.Module, str, Tensor, int]] = []
-        self.renew(())
-
-    def renew(self, gone: Iterable[Tensor]) -> None:
-        inside = [child for block in applied(self._module).recomputed for child in block.modules()]
+        inside = [child for block in applied(guarded.module).recomputed for child in block.modules()]
         self._recomputed = [child for child in inside if child._buffers and not isinstance(child, _BatchNorm)]
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

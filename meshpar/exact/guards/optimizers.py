@@ -23,10 +23,6 @@ class Optimizers(Guard):
 
     def __init__(self, guarded: Guarded) -> None:
         self._replaced = {id(parameter): known for known in guarded.replaced if (parameter := known()) is not None}
-        self._gone: dict[int, weakref.ref[Tensor]] = {}
-
-    def renew(self, gone: Iterable[Tensor]) -> None:
-        self._gone.update({id(parameter): weakref.ref(parameter) for parameter in gone})
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -41,12 +37,6 @@ class Optimizers(Guard):
                 f"{type(optimizer).__name__} holds {old} parameters from before plan.apply, which the module no "
                 "longer has, so it would train nothing; build the optimizer after plan.apply, from "
                 "par.module.parameters()"
-            )
-        if old := _count(held, self._gone):
-            raise MeshparError(
-                f"{type(optimizer).__name__} holds {old} parameters from before par.adopt, which the module no longer "
-                "has; call par.adopt(..., optimizer=optimizer) and then optimizer.add_param_group, or build another "
-                "optimizer from par.module.parameters()"
             )
 
 

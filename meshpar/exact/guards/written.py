@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshpar._torch.calls import eager
 from meshpar._torch.units import Units
@@ -26,16 +25,11 @@ class WrittenInForward(Guard):
     def __init__(self, guarded: Guarded, units: Units) -> None:
         self._module, self._units = guarded.module, units
         self._before: dict[str, tuple[int, int]] = {}
-        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.renew(())
-
-    def renew(self, gone: Iterable[Tensor]) -> None:
         self._names, self._looks = {unit: name for name, unit in self._module.named_modules()}, Looks()
-        for unit in self._units.modules:
-            if unit not in self._seen:
-                unit.register_forward_pre_hook(self._gathered)  # FSDP2's own hook came before
-                unit.register_forward_hook(self._before_freed, prepend=True)  # FSDP2's own hook comes next
-        self._seen.update(self._units.modules)
+        for unit in units.modules:
+            # FSDP2's own hook came before; its hook after a forward comes next
+            unit.register_forward_pre_hook(self._gathered)
+            unit.register_forward_hook(self._before_freed, prepend=True)
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._before = self._now()

@@ -79,7 +79,6 @@ class Context:
         styles: name -> style of every module that has one.
         joining: modules at whose end random state is the axis's shared one again.
         styled: the modules that have a style of their own.
-        done: the modules that have been split, or left whole; those that came since are not in it.
     """
 
     mesh: DeviceMesh
@@ -96,7 +95,6 @@ class Context:
     styles: dict[str, Style] = field(default_factory=dict)
     joining: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     styled: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    done: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
     @property
     def size(self) -> int:

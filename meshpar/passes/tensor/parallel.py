@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, final
@@ -19,7 +19,7 @@ from meshpar.core.patterns import covers, find_modules, matches, suggestion
 from meshpar.passes.applied import applied
 from meshpar.passes.installed import installed, set_attribute
 from meshpar.passes.local import keep_whole, see_whole, whole_styles
-from meshpar.passes.random import SplitState, draws_random, is_dropout
+from meshpar.passes.random import SplitState, draws_random
 from meshpar.passes.tensor.context import Arrivals, Context, Style
 from meshpar.passes.tensor.parts import CopiedHeads, Parts
 from meshpar.passes.tensor.styles import PARAMETER_STYLES, PER_HEAD, Colwise, Sequence, parse
@@ -141,17 +141,6 @@ class TensorParallel(Pass):
                 "them a style, or None to what is meant to stay whole, or use data axes instead of tp"
             )
 
-    def late_problems(
-        self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec, came: Collection[str]
-    ) -> Iterator[str]:
-        split = applied(module).split
-        draws = [name for name in came if is_dropout(module.get_submodule(name))]
-        if draws and split is not None and split.size > 1 and split.random is None and not self.sequence_parallel:
-            yield (
-                f"{draws[0]} draws random numbers, and no module did in plan.apply, so that the ranks of tp keep no "
-                "common random state; apply the plan with ModelLayout(dropout=True)"
-            )
-
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
         table = self._table(module, layout)
         owners = {
@@ -169,10 +158,7 @@ class TensorParallel(Pass):
         }
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        axis, known = mesh["tp"], applied(module).split
-        if known is not None:
-            self._install(module, layout, known)
-            return
+        axis = mesh["tp"]
         self.split(module, layout, axis, axis.get_group(), axis.get_local_rank())
 
     def split(self, module: nn.Module, layout: ModelLayout, axis: DeviceMesh, group: Any, rank: int) -> Context:
@@ -203,9 +189,7 @@ class TensorParallel(Pass):
             for pattern, style in table.modules.items()
             for name, child in find_modules(module, pattern)
         ]
-        found = list(
-            _with_copied_heads(module, layout, [pair for pair in found if pair[1] not in context.done], context.size)
-        )
+        found = list(_with_copied_heads(module, layout, found, context.size))
         context.regions.update({name: style for name, _, style in found if style.is_region})
         context.styles.update({name: style for name, _, style in found})
         for name, child, style in found:
@@ -216,7 +200,6 @@ class TensorParallel(Pass):
             style.install(name, child, context)
         context.styled.update(child for _, child, _ in found)
         see_whole(module, {block for _, block in find_blocks(module, layout)}, set(context.styled))
-        context.done.update(module.modules())
         applied(module).split = context
 
     def _table(self, module: nn.Module, layout: ModelLayout) -> _Table:
