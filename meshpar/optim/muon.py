@@ -109,7 +109,8 @@ class Muon(torch.optim.Optimizer):
         rest |= {key: tuple(value) if key == "betas" else value for key, value in (adamw or {}).items()}
         _check(muon, adamw or {}, groups or {})
         found = _sorted(module, common | muon, common | rest, groups or {}, per_head=per_head)
-        self._planned: tuple[tuple[int, ...], list[_Exchange]] = ((), [])
+        # which holds its parameters: the number of one that is gone may be another's
+        self._planned: tuple[list[Tensor], list[_Exchange]] = ([], [])
         super().__init__(found, {})
         for parameter in (one for group in self.param_groups if group["rule"] == "muon" for one in group["params"]):
             shares(parameter)
@@ -177,8 +178,8 @@ class Muon(torch.optim.Optimizer):
 
     def _plan(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> list[_Exchange]:
         """Return who computes what, kept while the same parameters are trained."""
-        key = tuple(id(parameter) for parameter, _ in matrices)
-        if self._planned[0] != key:
+        trained = [parameter for parameter, _ in matrices]
+        if [*map(id, self._planned[0])] != [*map(id, trained)]:
             sets: dict[tuple[Any, ...], tuple[Owners, list[Piece], Tensor]] = {}
             for number, (parameter, group) in enumerate(matrices):
                 owners, held = shares(parameter)
@@ -194,7 +195,7 @@ class Muon(torch.optim.Optimizer):
                 for owners, pieces, like in sets.values()
                 for one_round in owners.rounds(pieces, _ROUND_BYTES // like.element_size())
             ]
-            self._planned = key, rounds
+            self._planned = trained, rounds
         return self._planned[1]
 
 

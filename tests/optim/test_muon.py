@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from unittest import mock
 
 import pytest
@@ -280,3 +281,21 @@ def test_a_parameter_of_three_dims_that_nothing_describes_is_refused():
         Muon(module)
     (group,) = Muon(module, groups={"stack": {"stacked": True}}).param_groups
     assert group["stacked"] and len(list(Matrices(stacked=True).of((3, 4, 4)))) == 3
+
+
+def test_the_parameters_of_a_plan_live_as_long_as_the_plan_so_that_no_other_one_has_their_numbers():
+    optimizer = Muon(nn.Linear(8, 8, bias=False), lr=0.1)
+    (group,) = optimizer.param_groups
+    group["params"][0].grad = torch.ones(8, 8)
+    optimizer.step()
+    gone = weakref.ref(group["params"].pop())
+    optimizer.state.clear()
+    assert gone() is not None
+    other, alone = nn.Linear(16, 4, bias=False), nn.Linear(16, 4, bias=False)
+    alone.load_state_dict(other.state_dict())
+    group["params"].append(other.weight)
+    other.weight.grad = torch.randn(4, 16)
+    alone.weight.grad = other.weight.grad.clone()
+    optimizer.step()
+    Muon(alone, lr=0.1).step()
+    assert torch.equal(other.weight, alone.weight) and gone() is None
