@@ -172,13 +172,11 @@ ENDS = {
 }
 
 
-@pytest.mark.xfail(raises=AssertionError, strict=True, reason="stages wait for one another")
 @pytest.mark.parametrize("ends", ENDS)
 def test_no_schedule_waits_for_itself(ends):
     assert hung(DAILY, **ENDS[ends]) == []
 
 
-@pytest.mark.xfail(raises=AssertionError, strict=False, reason="stages wait for one another")
 @pytest.mark.nightly
 @pytest.mark.parametrize("ends", [*ENDS, "tied, a communicator a pair"])
 @pytest.mark.parametrize("ranks", range(2, 9))

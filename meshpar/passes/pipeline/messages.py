@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshpar._torch.groups import default_store, share_timeout
+from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, first_line
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -97,7 +98,7 @@ class Messages:
     def __init__(self, group: dist.ProcessGroup, chunks: int, doing: Callable[[], str]) -> None:
         self._chunks, self._doing, self.awaited = chunks, doing, ""
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._lanes = _lanes(group, both_ways=self._ranks == 2 and chunks > 1)
+        self._lanes = _lanes(group)
         self.sent: dict[int, list[list[tuple[dist.Work, Tensor]]]] = {FORTH: [], BACK: []}
 
     def exchanged(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -152,29 +153,36 @@ class Messages:
                 self.exchanged(work.wait)
 
 
-def _lanes(group: dist.ProcessGroup, *, both_ways: bool) -> dict[tuple[int, int], dist.ProcessGroup]:
+def _lanes(group: dist.ProcessGroup) -> dict[tuple[int, int], dist.ProcessGroup]:
     """Return the groups by which each kind of message travels, by its tag and sender.
 
-    NCCL runs what two ranks exchange in a group in the order of their calls, whatever the tags: a rank that sends its
-    next value before it takes a gradient would wait for a rank that sends the gradient first.
+    NCCL runs what a rank exchanges in a group in the order of its calls, whatever the tags and the other ranks. Along
+    the ring of stages two senders share a group only where neither sends to the other: in each group a rank has one
+    kind of call and one other rank, and no message waits behind one that is none of its own.
 
-    Args:
-        group: the ranks that have the stages.
-        both_ways: two ranks send each other values and gradients.
+    NCCL's first call of two ranks in a group returns when both have called: they do so here, in one order.
 
     Collective over the group.
     """
-    ranks, found = dist.get_process_group_ranks(group), dict[tuple[int, int], dist.ProcessGroup]()
-    for tag, sender in product((FORTH, BACK), range(len(ranks))):
-        if dist.get_backend(group) in TAGGED:
-            made: Any = group
-        elif sender and not both_ways:
-            made = found[tag, 0]
-        else:
-            title = f"pp {'back' if tag == BACK else 'forth'}" + (f" from {sender}" if both_ways else "")
-            made = dist.new_group(ranks, use_local_synchronization=True, group_desc=title)
-        found[tag, sender] = made
-    share_timeout(found.values())
+    ranks = dist.get_process_group_ranks(group)
+    edges = list(product((FORTH, BACK), range(len(ranks))))
+    if dist.get_backend(group) in TAGGED:
+        return dict.fromkeys(edges, group)
+    made, found = dict[tuple[int, int], Any](), dict[tuple[int, int], dist.ProcessGroup]()
+    for tag, sender in edges:
+        color = 2 if sender and sender == len(ranks) - 1 and sender % 2 == 0 else sender % 2
+        if (tag, color) not in made:
+            title = f"pp {'back' if tag == BACK else 'forth'} {color}"
+            made[tag, color] = dist.new_group(ranks, use_local_synchronization=True, group_desc=title)
+        found[tag, sender] = made[tag, color]
+    share_timeout(made.values())
+    rank, first = dist.get_rank(group), torch.zeros(1, device=runtime.device())
+    for (tag, sender), lane in found.items():
+        receiver = (sender + (1 if tag == FORTH else -1)) % len(ranks)
+        if rank == sender:
+            dist.send(first, group=lane, group_dst=receiver)
+        elif rank == receiver:
+            dist.recv(first, group=lane, group_src=sender)
     return found
 
 

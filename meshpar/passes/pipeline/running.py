@@ -303,7 +303,8 @@ class Layers:
     def _add_shared(self, before: dict[str, Tensor | None]) -> None:
         """Add up the gradients of parameters that the first and the last stage have: each saw its own uses alone."""
         self.edges.chunk = 0
-        other, to, back = (self.edges.last, FORTH, BACK) if self.rank == 0 else (0, BACK, FORTH)
+        # the first stage is behind the last one in the ring of their messages
+        other, to, back = (self.edges.last, BACK, FORTH) if self.rank == 0 else (0, FORTH, BACK)
         for name, kept in before.items():
             parameter = self._module.get_parameter(name)
             if not parameter.requires_grad:
