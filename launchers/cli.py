@@ -14,7 +14,7 @@ import typer
 from meshpar.launchers.agent.starting import quick_imports
 from meshpar.launchers.commands import checkpoints as checkpoint_commands
 from meshpar.launchers.commands import launch as launch_commands
-from meshpar.launchers.commands.options import Debug, RecipeOrShape
+from meshpar.launchers.commands.options import Debug, RecipeOrShape, Trust
 from meshpar.launchers.commands.plan import plan
 
 P = ParamSpec("P")
@@ -185,6 +185,7 @@ def describe(
     ] = None,
     world_size: WorldSize = None,
     elastic: Elastic = None,
+    trust: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Print the parameters that each rank would store.
@@ -194,7 +195,10 @@ def describe(
     with quick_imports():
         from meshpar.launchers.commands.inspecting import describe_recipe
 
-    print(describe_recipe(recipe, overrides or [], mesh=mesh, world_size=world_size, elastic=elastic))
+    text = describe_recipe(
+        recipe, overrides or [], mesh=mesh, world_size=world_size, elastic=elastic, trust=trust
+    )  # fmt: skip
+    print(text)
 
 
 def _keys(wanted: bool) -> None:
@@ -215,13 +219,17 @@ def check(
     keys: Annotated[
         bool, typer.Option("--keys", callback=_keys, is_eager=True, help="Print every key of a recipe, and stop.")
     ] = False,
+    trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Check a recipe and list every problem, without running it."""
+    """Check a recipe and list every problem, without running it.
+
+    Imports nothing that the recipe names, unless --trust is given.
+    """
     with quick_imports():
         from meshpar.launchers.commands.inspecting import check_recipe
 
-    print(check_recipe(recipe, overrides or [], world_size=world_size, elastic=elastic))
+    print(check_recipe(recipe, overrides or [], world_size=world_size, elastic=elastic, trust=trust))
 
 
 @app.command()

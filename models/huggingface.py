@@ -111,7 +111,9 @@ def from_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> nn.Module
             )
         config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     else:
-        config = transformers.AutoConfig.from_pretrained(os.fspath(source), local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            os.fspath(source), local_files_only=True, trust_remote_code=False
+        )
     return for_training(transformers.AutoModelForCausalLM, config)
 
 
@@ -124,7 +126,7 @@ def for_training(auto: Any, config: Any) -> nn.Module:
     published = config.to_diff_dict().get("use_cache")
     config.use_cache = False
     with torch.device("meta"):
-        model = auto.from_config(config, dtype=torch.float32)
+        model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model.meshpar_use_cache = published
     return model
 

@@ -76,12 +76,15 @@ class Completer:
                 f"{folder} has no tokenizer; a run on token ids has none: export it with --config DIR, a folder with "
                 "config.json and tokenizer.json"
             )
-        options = {} if packed is None else {"gguf_file": packed}
+        options: dict[str, Any] = {"trust_remote_code": False, **({} if packed is None else {"gguf_file": packed})}
         transformers.utils.logging.disable_progress_bar()
         try:
-            below = (
-                json.loads((folder / _ADAPTERS).read_text())["base_model_name_or_path"] if file == _ADAPTERS else folder
-            )
+            below = folder
+            if file == _ADAPTERS:
+                adapters = json.loads((folder / _ADAPTERS).read_text())
+                below = adapters["base_model_name_or_path"]
+                if adapters.get("megatron_config"):  # peft imports the module that stands beside it
+                    raise ValueError(f"{_ADAPTERS} names a module to import (megatron_core); remove megatron_config")
             config = transformers.AutoConfig.from_pretrained(below, **options)
             self.continues = not config.is_encoder_decoder
             kind = transformers.AutoModelForCausalLM if self.continues else transformers.AutoModelForSeq2SeqLM

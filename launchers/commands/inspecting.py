@@ -15,7 +15,7 @@ from meshpar.launchers.jobs.data_checks import data_notes, untried
 from meshpar.launchers.recipes.loading import UnknownRecipeError, load_recipe, resolve, shipped
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import Own
-from meshpar.launchers.recipes.yamlfile import Document, apply_overrides
+from meshpar.launchers.recipes.yamlfile import Document, apply_overrides, dotted
 from meshpar.models.transformer_config import PRESETS
 
 
@@ -26,6 +26,7 @@ def describe_recipe(
     mesh: str | None = None,
     world_size: int | None = None,
     elastic: str | None = None,
+    trust: bool = False,
 ) -> str:
     """Return a table of the parameters that a rank stores.
 
@@ -35,11 +36,12 @@ def describe_recipe(
         mesh: replaces the recipe's mesh.
         world_size: number of ranks; None: the size of the mesh.
         elastic: ``"replicas"``: each replica of the mesh is a job of its own.
+        trust: import the classes that the recipe names by import path.
 
     Raises:
         MeshparError: the recipe or the plan has problems.
     """
-    recipe = recipe_or_shape(source, [*overrides, *([] if mesh is None else [f"mesh={mesh}"])])
+    recipe = recipe_or_shape(source, [*overrides, *([] if mesh is None else [f"mesh={mesh}"])], trust=trust)
     recipe, ranks, replicas = one_replica(
         recipe, build.world_size_of(recipe) if world_size is None else world_size, elastic
     )
@@ -74,20 +76,35 @@ def one_replica(recipe: Recipe, ranks: int, elastic: str | None, nodes: int = 1)
 
 
 def check_recipe(
-    source: str, overrides: Sequence[str] = (), *, world_size: int | None = None, elastic: str | None = None
+    source: str,
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int | None = None,
+    elastic: str | None = None,
+    trust: bool = False,
 ) -> str:
-    """Check a recipe and return a line that says that it fits.
+    """Check a recipe and return a line that says that it fits, or what is not checked without ``trust``.
 
     Raises:
         RecipeError, PlanError: listing every problem.
     """
-    recipe = load_recipe(source, overrides)
+    recipe = load_recipe(source, overrides, trust=trust)
     recipe, ranks, replicas = one_replica(
         recipe, build.world_size_of(recipe) if world_size is None else world_size, elastic
     )
     problems = build.check_job(recipe, ranks, replica=replicas > 1)
     if problems:
         raise PlanError(problems)
+    if unseen := recipe.classes.unseen:
+        listed = ", ".join(
+            dotted(place) if path in place else f"{dotted(place)} {path}" for place, path in unseen.items()
+        )
+        notes = [
+            *recipe.notes,
+            f"a check imports no class that a recipe names, so what needs these is not checked: {listed}; if you trust "
+            f"the recipe and the code in {recipe.code}, add --trust",
+        ]
+        return "\nnote: ".join([f"{source}: no problem found without its own classes", *notes])
     local = build.with_local_data(recipe)
     notes = "".join(f"\nnote: {note}" for note in (*recipe.notes, *untried(recipe), *data_notes(local)))
     prefix = f"{replicas} replicas of " if replicas > 1 else ""
@@ -95,7 +112,8 @@ def check_recipe(
 
 
 def convert_recipe(source: str, overrides: Sequence[str] = ()) -> str:
-    """Return a recipe as resolved, in meshpar's own keys; comments above it tell what became of foreign ones.
+    """Return a recipe as resolved, in meshpar's own keys; comments above it tell what became of foreign ones. Options
+    of classes that the recipe names by import path stay as they are written.
 
     Raises:
         RecipeError: with everything that is wrong.
@@ -116,8 +134,9 @@ def list_plugins() -> str:
     return "\n".join(lines)
 
 
-def recipe_or_shape(source: str, overrides: Sequence[str]) -> Recipe:
-    """Return the recipe called ``source``, or a recipe of the shape with that name.
+def recipe_or_shape(source: str, overrides: Sequence[str], *, trust: bool) -> Recipe:
+    """Return the recipe called ``source``, or a recipe of the shape with that name; ``trust`` as for
+    :func:`load_recipe`.
 
     Raises:
         RecipeError: there is neither, or the recipe has problems.
@@ -126,8 +145,8 @@ def recipe_or_shape(source: str, overrides: Sequence[str]) -> Recipe:
         model = {"kind": "gpt2"} if source == "gpt2" else {"preset": source}
         document = Document(source, {"name": source, "model": model, "training": {"steps": 1}})
         apply_overrides(document, overrides)
-        return resolve(document)
+        return resolve(document, trust=trust)
     try:
-        return load_recipe(source, overrides)
+        return load_recipe(source, overrides, trust=trust)
     except UnknownRecipeError as error:
         raise UnknownRecipeError(f"{error}; shapes: {', '.join(PRESETS)}") from None

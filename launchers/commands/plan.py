@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from meshpar.launchers.commands.options import Debug, RecipeOrShape
+from meshpar.launchers.commands.options import Debug, RecipeOrShape, Trust
 
 if TYPE_CHECKING:
     from meshpar.forecasting import Forecast, Hardware
@@ -40,18 +40,21 @@ def plan(
     ] = False,
     html: Annotated[Path | None, typer.Option(help="Write the report as one HTML file.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the forecast as JSON.")] = None,
+    trust: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Forecast memory, collectives and step time of a recipe, without any accelerator."""
     from dataclasses import replace
 
     from meshpar.forecasting.hardware import Hardware
+    from meshpar.launchers.commands.inspecting import recipe_or_shape
 
     profile = Hardware.load(hardware)
     if gpus_per_node is not None:
         profile = replace(profile, node=gpus_per_node)
     ranks = None if nodes is None and gpus_per_node is None else (nodes or 1) * profile.node
-    forecasts, ranking, without = _forecasts(recipe, overrides or [], profile, ranks, elastic, search=search, full=full)
+    read = recipe_or_shape(recipe, overrides or [], trust=trust)
+    forecasts, ranking, without = _forecasts(read, profile, ranks, elastic, search=search, full=full)
     if ranking is not None:
         from meshpar.forecasting.ranking import ranking_text
 
@@ -73,25 +76,17 @@ def plan(
 
 
 def _forecasts(
-    source: str,
-    overrides: Sequence[str],
-    profile: Hardware,
-    ranks: int | None,
-    elastic: str | None,
-    *,
-    search: bool,
-    full: bool,
+    recipe: Recipe, profile: Hardware, ranks: int | None, elastic: str | None, *, search: bool, full: bool
 ) -> tuple[Sequence[Forecast], Ranking | None, Forecast | None]:
     """Return the forecasts to report, the best first, the ranking of a search, and the forecast without the plan's
     recomputation.
     """
     from meshpar.core.passes import Stage
-    from meshpar.launchers.commands.inspecting import one_replica, recipe_or_shape
+    from meshpar.launchers.commands.inspecting import one_replica
     from meshpar.launchers.jobs import build
     from meshpar.launchers.jobs.forecasting import forecast_job
     from meshpar.plan import Plan
 
-    recipe = recipe_or_shape(source, overrides)
     ranks = ranks or ranks_of(recipe.mesh, profile, search=search)
     if search:
         ranking = _searched(recipe, profile, ranks, elastic)

@@ -67,11 +67,11 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
     second = [*common, f"mesh={OTHER_MESH}", f"data.micro_batch={OTHER_BATCH}", f"training.steps={10 * tenth}"]
 
     _title(f"1  Train on {MESHES[mesh]}: {9 * tenth} steps on the source of Python's standard library")
-    code = launch(load_recipe("quickstart", first), RANKS, quiet=True)
+    code = launch(load_recipe("quickstart", first, trust=True), RANKS, quiet=True)
     if code:
         return code
     _title(f"2  Resume from the checkpoint on another mesh, {OTHER_MESH}, to step {10 * tenth}")
-    recipe = load_recipe("quickstart", second)
+    recipe = load_recipe("quickstart", second, trust=True)
     code = launch(recipe, RANKS, quiet=True)
     if code:
         return code

@@ -60,8 +60,9 @@ def train_recipe(
     Raises:
         MeshparError: the recipe has problems, or the run failed.
     """
-    recipe = load_recipe(source, overrides)
+    recipe = load_recipe(source, overrides, trust=True)
     adopt_srun()
+    tell_origins(recipe)
     if runtime.launched():
         if nproc is not None:
             raise RecipeError(
@@ -109,6 +110,12 @@ def check(recipe: Recipe, ranks: int, found: Sequence[str], *, replica: bool = F
         raise PlanError(problems)
 
 
+def tell_origins(recipe: Recipe) -> None:
+    """Print which of a recipe's own classes are imported from where: a job runs them, as it runs a script."""
+    if runtime.is_main() and (line := recipe.classes.origins()):
+        print(line, file=sys.stderr)
+
+
 def show(recipe: Recipe) -> None:
     """Print the resolved recipe and its notes."""
     print(recipe.to_yaml(), file=sys.stderr)
@@ -128,10 +135,13 @@ def run_recipe(
 
     ``given`` is ``placement`` with Kubeflow's variables.
     """
-    recipe = load_recipe(source, overrides)
+    recipe = load_recipe(source, overrides, trust=True)
     if elastic is not None:
+        tell_origins(recipe)
         return _run_replicas(recipe, given, logs, elastic)
-    if (step := adopted(given, placement)) is not None:
+    step = adopted(given, placement)
+    tell_origins(recipe)
+    if step is not None:
         with first_error_of(logs or recipe.folder / "logs", step):
             if runtime.is_main():
                 show(recipe)

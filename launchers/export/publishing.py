@@ -188,8 +188,8 @@ def _load(folder: Path, plain: Path) -> Any:  # noqa: ANN401 - of transformers
     """Load a folder by transformers alone; a GGUF file by the plain export's config."""
     transformers = need("transformers", extra="quantize")
     transformers.utils.logging.disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(plain)
-    options: dict[str, Any] = {"dtype": torch.float32}
+    config = transformers.AutoConfig.from_pretrained(plain, trust_remote_code=False)
+    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
     if file := next(folder.glob("*.gguf"), None):
         options |= {"gguf_file": file.name, "config": config}
     elif "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8")):

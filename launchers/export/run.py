@@ -32,9 +32,9 @@ from meshpar.core.registry import layout_for
 from meshpar.homes import expanded
 from meshpar.launchers import progress
 from meshpar.launchers.jobs.job import RECIPE, TOKENIZER
-from meshpar.launchers.recipes.loading import load_recipe
-from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.launchers.recipes.schema import parse_dtype
+from meshpar.launchers.recipes.schema import build, parse_dtype, validate
+from meshpar.launchers.recipes.sections import LoRASection
+from meshpar.launchers.recipes.yamlfile import read_document
 from meshpar.models.huggingface import from_config
 from meshpar.training.lora import NAME, LoRA, PackedAdapter, adapted_layers, add_adapters, base_name, config_of
 from meshpar.training.tokenizer import load_tokenizer
@@ -78,7 +78,7 @@ def beside(step: Place, given: Path | None = None) -> Beside:
         CheckpointError: ``given`` is not a folder, or a config cannot be read.
     """
     run = step.parent.parent
-    recipe = load_recipe(fetched(run / RECIPE), disks=False) if (run / RECIPE).is_file() else None
+    recipe = _recipe_of(run)
     tokenizer: Place | None = fetched(run / TOKENIZER) if (run / TOKENIZER).is_dir() else None
     end = None if tokenizer is None else load_tokenizer(fetched(tokenizer)).eos_id
     if given is not None:
@@ -87,10 +87,10 @@ def beside(step: Place, given: Path | None = None) -> Beside:
         sources = [] if recipe is None else _started_from(recipe)
         files = [file for source in sources[:1] for file in entries(source, _PROCESSORS)]
         files += [source / _GENERATION for source in sources if (source / _GENERATION).is_file()][:1]
-        if tokenizer is None and recipe is not None and recipe.model.weights is not None:
+        if tokenizer is None and recipe is not None and recipe.weights is not None:
             tokenizer = next(iter(sources), None)
         config = dict(read_manifest(step).config)
-        if recipe is not None and recipe.lora is not None:
+        if recipe is not None and recipe.adapters is not None:
             config = _config_of(recipe, sources)
     generation = next((_json(file) for file in files if file.name == _GENERATION), {})
     return Beside(
@@ -101,20 +101,54 @@ def beside(step: Place, given: Path | None = None) -> Beside:
     )
 
 
-def _started_from(recipe: Recipe) -> list[Place]:
+@final
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """The fields of a run's recipe that an export needs.
+
+    Attributes:
+        weights: folder from which the run started.
+        config: the model's config, or the folder that contains it.
+        adapters: settings of the adapters on these weights.
+    """
+
+    weights: str | None
+    config: Mapping[str, Any] | str | None
+    adapters: LoRA | None
+
+
+def _recipe_of(run: Place) -> _Recipe | None:
+    """Read a run's recipe as plain data: it comes with the checkpoint, so nothing that it names is imported. None
+    without a recipe.
+    """
+    if not (run / RECIPE).is_file():
+        return None
+    document = read_document(fetched(run / RECIPE))
+    model, lora = (document.data.get(name) for name in ("model", "lora"))
+    weights, config = (model.get(name) if isinstance(model, Mapping) else None for name in ("weights", "config"))
+    adapters = None
+    if lora is not None and isinstance(weights, str):
+        section = validate(LoRASection, lora, document, ("lora",))
+        if isinstance(section, list):
+            raise CheckpointError("\n".join(section))
+        adapters = build(LoRA, section)
+    return _Recipe(
+        weights if isinstance(weights, str) else None, config if isinstance(config, (str, Mapping)) else None, adapters
+    )
+
+
+def _started_from(recipe: _Recipe) -> list[Place]:
     """Return the folders of the weights and of the config from which a run started, where they exist."""
-    named = (recipe.model.weights, getattr(recipe.model, "config", None))
-    folders = [expanded(place(address)) for address in named if isinstance(address, (str, Path))]
+    folders = [expanded(place(name)) for name in (recipe.weights, recipe.config) if isinstance(name, str)]
     return [folder for folder in folders if folder.is_dir()]
 
 
-def _config_of(recipe: Recipe, sources: Sequence[Place]) -> dict[str, Any]:
+def _config_of(recipe: _Recipe, sources: Sequence[Place]) -> dict[str, Any]:
     """Return the config of a run's first weights, otherwise that of its recipe."""
-    written = getattr(recipe.model, "config", None)
     found = next((source for source in sources if (source / "config.json").is_file()), None)
-    if found is None and isinstance(written, Mapping):
-        return dict(written)
-    return config_in(expanded(place(str(recipe.model.weights))) if found is None else found)
+    if found is None and isinstance(recipe.config, Mapping):
+        return dict(recipe.config)
+    return config_in(expanded(place(str(recipe.weights))) if found is None else found)
 
 
 def _ended(config: Mapping[str, Any], end: int | None, otherwise: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -383,19 +417,16 @@ def chosen_step(src: PlaceLike, best: str | None) -> Place:
 
 def _adapted(run: Place) -> tuple[LoRA, Place] | None:
     """Return the adapters' settings and the weights below them if a run trained adapters; None otherwise."""
-    if not (run / RECIPE).is_file():
+    recipe = _recipe_of(run)
+    if recipe is None or recipe.adapters is None or recipe.weights is None:
         return None
-    recipe = load_recipe(fetched(run / RECIPE), disks=False)
-    settings = recipe.adapters()
-    if settings is None or recipe.model.weights is None:
-        return None
-    base = expanded(place(recipe.model.weights))
+    base = expanded(place(recipe.weights))
     if not base.exists():
         raise CheckpointError(
-            f"{run} holds adapters of the weights in {recipe.model.weights}, and that folder does not exist here; an "
+            f"{run} holds adapters of the weights in {recipe.weights}, and that folder does not exist here; an "
             "export merges both, so run it where the folder is (a relative path starts in the working directory)"
         )
-    return settings, base
+    return recipe.adapters, base
 
 
 def _dtype(text: str | None) -> torch.dtype | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from meshpar.launchers.jobs.datasets import examples_of, separates, vocab_size_o
 from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.jobs.models import HEAD_OF, DataFacts, build_transformers, weights_problems
 from meshpar.launchers.recipes.conflicts import folder_problems
-from meshpar.launchers.recipes.named import has_keyword, make_objective, make_own, make_passes
+from meshpar.launchers.recipes.named import UntrustedError, has_keyword, make_objective, make_own, make_passes
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.schema import build
 from meshpar.launchers.recipes.sections import (
@@ -64,7 +64,7 @@ def device_type(recipe: Recipe) -> str:
 
 def plan_of(recipe: Recipe) -> Plan:
     """Return the plan."""
-    return Plan(recipe.mesh, make_passes(recipe.passes))
+    return Plan(recipe.mesh, make_passes(recipe.passes, recipe.find))
 
 
 def world_size_of(recipe: Recipe) -> int:
@@ -91,7 +91,8 @@ def teacher_shape(recipe: Recipe) -> nn.Module:
 def _vocabulary_for(recipe: Recipe, section: Any) -> int:  # noqa: ANN401 - one of the sections of models
     """Return the data's vocabulary if a model's section takes it from there, else 0, which fits every model."""
     if isinstance(section, Own):
-        wants = "vocab_size" not in section.keywords and has_keyword(registry.imported(section.class_), "vocab_size")
+        factory = recipe.find(registry.MODEL, section.class_)
+        wants = "vocab_size" not in section.keywords and has_keyword(factory, "vocab_size")
     else:
         wants = section.kind == "transformer" and section.preset is None and section.vocab_size is None
     return vocab_size_of(recipe) if wants else 0
@@ -137,13 +138,14 @@ def build_teacher(recipe: Recipe, vocab_size: int, facts: DataFacts | None = Non
 def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) -> nn.Module:
     if section.kind == "huggingface":
         examples = examples_of(recipe)
-        model = build_transformers(section.config, section.head or HEAD_OF[examples], facts)
+        head, trust = section.head or HEAD_OF[examples], recipe.classes.trusted
+        model = build_transformers(section.config, head, facts, trust=trust)
         config: Any = model.config
         text = config.get_text_config()
         _check_room(recipe, vocab_size, text.vocab_size, getattr(text, "max_position_embeddings", None))
         return model
     if isinstance(section, Own):
-        return _own_model(section, vocab_size)
+        return _own_model(recipe.find(registry.MODEL, section.class_), section.keywords, vocab_size)
     if examples_of(recipe) != "tokens":
         raise RecipeError(
             f"model: {section.kind} predicts the next token; for the objective {recipe.training.objective} write "
@@ -156,16 +158,13 @@ def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) ->
         return GPT2(shape) if isinstance(shape, GPT2Config) else Transformer(shape)
 
 
-def _own_model(section: Own, vocab_size: int) -> nn.Module:
+def _own_model(kind: type, keywords: Mapping[str, Any], vocab_size: int) -> nn.Module:
     """Return a model of the user's own class; a keyword ``vocab_size`` that is not written is the data's, rounded up
     as for our own.
     """
-    factory = registry.imported(section.class_)
-    takes = "vocab_size" not in section.keywords and has_keyword(factory, "vocab_size")
+    takes = "vocab_size" not in keywords and has_keyword(kind, "vocab_size")
     with torch.device("meta"):
-        model = make_own(factory, section.keywords, **({"vocab_size": rounded_vocabulary(vocab_size)} if takes else {}))
-    if not isinstance(model, nn.Module):
-        raise RecipeError(f"{section.class_} returned a {type(model).__name__}; expected a torch.nn.Module")
+        model: nn.Module = make_own(kind, keywords, **({"vocab_size": rounded_vocabulary(vocab_size)} if takes else {}))
     return model
 
 
@@ -182,12 +181,17 @@ def settings_of(recipe: Recipe) -> TrainSettings:
 
 def optimizer_of(recipe: Recipe) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """Return what makes the optimizer of a module, with its rates; it can be sent to another process."""
-    return functools.partial(_optimizer, recipe.optimizer)
+    section = recipe.optimizer
+    kind = recipe.find(registry.OPTIMIZER, section.class_) if isinstance(section, OwnOptimizer) else None
+    return functools.partial(_optimizer, section, kind)
 
 
-def _optimizer(section: OptimizerSection | OwnOptimizer, module: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(
+    section: OptimizerSection | OwnOptimizer, kind: type[torch.optim.Optimizer] | None, module: nn.Module
+) -> torch.optim.Optimizer:
     if isinstance(section, OwnOptimizer):
-        made = own_optimizer(section.class_, {**section.keywords, "lr": section.lr}, module)
+        assert kind is not None
+        made = own_optimizer(kind, {**section.keywords, "lr": section.lr}, module)
     else:
         made = build_adamw(module, build(AdamWSettings, section))
     if section.rates or section.layer_decay is not None:
@@ -195,30 +199,28 @@ def _optimizer(section: OptimizerSection | OwnOptimizer, module: nn.Module) -> t
     return made
 
 
-def own_optimizer(path: str, keywords: Mapping[str, Any], module: nn.Module) -> torch.optim.Optimizer:
+def own_optimizer(
+    kind: type[torch.optim.Optimizer], keywords: Mapping[str, Any], module: nn.Module
+) -> torch.optim.Optimizer:
     """Return an optimizer of a class over the module's parameters that want a gradient; vectors do not decay. Classes
-    of :mod:`meshpar.optim` sort the parameters themselves.
-
-    Raises:
-        RecipeError: it cannot be made, or is no torch.optim.Optimizer.
+    of :mod:`meshpar.optim` sort the parameters themselves. Raises RecipeError if it cannot be made.
     """
-    kind = registry.imported(path)
     whole = getattr(kind, "takes_module", False)
-    made = make_own(kind, keywords, module if whole else parameter_groups(module, keywords.get("weight_decay")))
-    if not isinstance(made, torch.optim.Optimizer):
-        raise RecipeError(f"{path} returned a {type(made).__name__}; expected a torch.optim.Optimizer")
+    given = module if whole else parameter_groups(module, keywords.get("weight_decay"))
+    made: torch.optim.Optimizer = make_own(kind, keywords, given)
     return made
 
 
 def objective_of(recipe: Recipe, teacher: nn.Module | None = None) -> Objective:
     """Return the objective, found by entry point."""
-    return make_objective(recipe.training.objective, recipe.training.objective_options, teacher)
+    factory = recipe.find(registry.OBJECTIVE, recipe.training.objective)
+    return make_objective(factory, recipe.training.objective_options, teacher)
 
 
 def teacher_plan_of(recipe: Recipe) -> Plan:
     """Return the teacher's plan."""
     assert recipe.teacher is not None
-    return Plan(recipe.teacher.mesh, make_passes(recipe.teacher.passes))
+    return Plan(recipe.teacher.mesh, make_passes(recipe.teacher.passes, recipe.find))
 
 
 def averages_of(recipe: Recipe, par: Parallelized) -> dict[str, Averaged]:
@@ -231,7 +233,8 @@ def evaluations_of(recipe: Recipe, par: Parallelized, tokenizer: object) -> dict
     if recipe.evaluations and tokenizer is None:
         raise RecipeError(f"{recipe.where('evaluations')}: the run has no tokenizer; name one with data.tokenizer")
     made = {
-        name: usable(registry.EVALUATIONS, name)(tokenizer, **options) for name, options in recipe.evaluations.items()
+        name: usable(recipe.find(registry.EVALUATION, name))(tokenizer, **options)
+        for name, options in recipe.evaluations.items()
     }
     if any(isinstance(evaluation, MultipleChoice | Samples | Harness) for evaluation in made.values()):
         check_whole(par)
@@ -246,7 +249,8 @@ def wants_scaler(recipe: Recipe) -> bool:
 
 
 def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list[str]:
-    """Return every problem that shows before a rank is started: of the plan on the model, and of the data's files.
+    """Return every problem that shows before a rank is started: of the plan on the model, and of the data's files. What
+    needs a class that may not be imported (:attr:`Classes.unseen`) is left out.
 
     Args:
         recipe: the job's.
@@ -257,49 +261,23 @@ def check_job(recipe: Recipe, world_size: int, *, replica: bool = False) -> list
         recipe = with_local_data(recipe)
     except (CheckpointError, RecipeError) as error:
         return [f"{recipe.where('data.paths')}: {error}"]
-    texts, found = list(data_problems(recipe)), list[_Problem]()
+    unseen = {place[0] for place in recipe.classes.unseen}
+    read = not unseen & {"data", "training"}
+    texts, found = list(data_problems(recipe)) if read else [], list[_Problem]()
     vocab_size = 1  # which fits every model
     try:
-        vocab_size = (
-            _vocabulary_for(recipe, recipe.model) or 1 if recipe.data.dataset is not None else vocab_size_of(recipe)
-        )
+        if recipe.data.dataset is None and read:
+            vocab_size = vocab_size_of(recipe)
+        elif read and "model" not in unseen:
+            vocab_size = _vocabulary_for(recipe, recipe.model) or 1
     except RecipeError as error:
         field = {"tokens": "data.paths", "dataset": "data.dataset"}.get(recipe.data.source, "data.tokenizer")
         found += [] if any(text.endswith(str(error)) for text in texts) else [(field, str(error))]
     found += [*_unwritable(recipe), *_unmeasured(recipe), *_plugin_problems(recipe)]
     texts += replica_problems(recipe) if replica else ()
-    try:
-        model, plan, training = build_model(recipe, vocab_size), plan_of(recipe), recipe.training
-        layout = layout_of(recipe, model)
-        known = layout or layout_for(model)
-        weights = weights_problems(model, known, recipe.model, adapters=recipe.lora is not None)
-        found += [("model.weights", text) for text in weights]
-        spec = plan.check(model, layout, world_size=world_size)
-        found += [("mesh", text) for text in (plan_problems(spec, model) if replica else ())]
-        balance = balance_problems(model, known, training.balance_rate, training.balance_loss)
-        found += [("training", text) for text in balance]
-        if separates(recipe) and not takes_positions(model):
-            found.append(("data.documents", untaken(model)))
-        found += _uneven(recipe, plan, world_size)
-        found += _optimizer_problems(
-            recipe,
-            model,
-            divides=replica and any(pass_.divides_optimizer for pass_ in plan.passes),
-            shards=spec.size > 1 and any(pass_.shards(model, known) for pass_ in plan.passes),
-        )
-        missing = [] if recipe.teacher is None else list(folder_problems(recipe.teacher.model))
-        texts += [f"{recipe.where('teacher.model')}.{text}; train and export the teacher first" for text in missing]
-        if recipe.teacher is not None and not missing:
-            teacher = build_teacher(recipe, vocab_size)
-            problems = teacher_problems(teacher_plan_of(recipe), teacher, plan_of(recipe), world_size)
-            found += [("teacher", text) for text in problems]
-            weights = weights_problems(teacher, layout_for(teacher), recipe.teacher.model)
-            found += [("teacher.model.weights", text) for text in weights]
-    except PlanError as error:
-        found += [("mesh", text) for text in error.problems]
-    except (RecipeError, LayoutError) as error:
-        found.append(("model.class" if isinstance(recipe.model, Own) else "model", str(error)))
-    found += _objective_problems(recipe)
+    if read and not unseen & {"model", "passes"}:
+        found += _plan_problems(recipe, vocab_size, world_size, unseen, replica=replica)
+    found += _objective_problems(recipe) if "training" not in unseen else ()
     return [*texts, *(f"{recipe.where(field)}: {text}" for field, text in found)]
 
 
@@ -307,13 +285,58 @@ _Problem = tuple[str, str]
 """A field of a recipe, and what is wrong with it."""
 
 
+def _plan_problems(
+    recipe: Recipe, vocab_size: int, world_size: int, unseen: Collection[object], *, replica: bool
+) -> Iterator[_Problem]:
+    """Yield the problems of the plan on the model, and of the teacher's and the optimizer; ``unseen`` are headings with
+    a class that may not be imported.
+    """
+    try:
+        model, plan, training = build_model(recipe, vocab_size), plan_of(recipe), recipe.training
+        layout = layout_of(recipe, model)
+        known = layout or layout_for(model)
+        weights = weights_problems(model, known, recipe.model, adapters=recipe.lora is not None)
+        yield from (("model.weights", text) for text in weights)
+        spec = plan.check(model, layout, world_size=world_size)
+        yield from (("mesh", text) for text in (plan_problems(spec, model) if replica else ()))
+        balance = balance_problems(model, known, training.balance_rate, training.balance_loss)
+        yield from (("training", text) for text in balance)
+        if separates(recipe) and not takes_positions(model):
+            yield "data.documents", untaken(model)
+        yield from _uneven(recipe, plan, world_size)
+        if "optimizer" not in unseen:
+            yield from _optimizer_problems(
+                recipe,
+                model,
+                divides=replica and any(pass_.divides_optimizer for pass_ in plan.passes),
+                shards=spec.size > 1 and any(pass_.shards(model, known) for pass_ in plan.passes),
+            )
+        if recipe.teacher is None or "teacher" in unseen:
+            return
+        missing = [text.partition(": ") for text in folder_problems(recipe.teacher.model)]
+        for field, _, text in missing:
+            yield f"teacher.model.{field}", f"{text}; train and export the teacher first"
+        if not missing:
+            teacher = build_teacher(recipe, vocab_size)
+            problems = teacher_problems(teacher_plan_of(recipe), teacher, plan_of(recipe), world_size)
+            yield from (("teacher", text) for text in problems)
+            weights = weights_problems(teacher, layout_for(teacher), recipe.teacher.model)
+            yield from (("teacher.model.weights", text) for text in weights)
+    except PlanError as error:
+        yield from (("mesh", text) for text in error.problems)
+    except (RecipeError, LayoutError) as error:
+        yield "model.class" if isinstance(recipe.model, Own) else "model", str(error)
+
+
 def _plugin_problems(recipe: Recipe) -> Iterator[_Problem]:
-    named = [(registry.TRACKERS, name) for name in recipe.trackers]
-    for group, name in (*named, *((registry.EVALUATIONS, name) for name in recipe.evaluations)):
+    named = [("trackers", registry.TRACKER, name) for name in recipe.trackers]
+    for heading, kind, name in (*named, *(("evaluations", registry.EVALUATION, name) for name in recipe.evaluations)):
         try:
-            usable(group, name)
+            usable(recipe.find(kind, name))
+        except UntrustedError:
+            continue
         except MeshparError as error:
-            yield group.removeprefix("meshpar."), str(error)
+            yield heading, str(error)
 
 
 def _uneven(recipe: Recipe, plan: Plan, world_size: int) -> Iterator[_Problem]:
@@ -346,7 +369,8 @@ def _optimizer_problems(recipe: Recipe, model: nn.Module, *, divides: bool, shar
         optimizer = optimizer_of(recipe)(model)
         known = getattr(type(optimizer), "takes_module", False) or isinstance(optimizer, torch.optim.Adafactor)
         if isinstance(section, OwnOptimizer) and shards and not known:
-            check_elementwise(functools.partial(own_optimizer, section.class_, {**section.keywords, "lr": section.lr}))
+            kind = recipe.find(registry.OPTIMIZER, section.class_)
+            check_elementwise(functools.partial(own_optimizer, kind, {**section.keywords, "lr": section.lr}))
         if isinstance(section, OwnOptimizer) and divides:
             check_separable(optimizer)
     except MeshparError as error:

@@ -13,7 +13,7 @@ from meshpar.core import registry, runtime
 from meshpar.core.errors import MeshparError, RecipeError, brief
 from meshpar.homes import expanded
 from meshpar.launchers.jobs.models import DataFacts
-from meshpar.launchers.recipes.named import has_keyword, make_own, objective_factory
+from meshpar.launchers.recipes.named import UntrustedError, has_keyword, make_own
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, Own, mixed_names
 from meshpar.parallelized import Parallelized
@@ -100,7 +100,9 @@ class Data:
 def examples_of(recipe: Recipe) -> str:
     """Return the kind of examples of the recipe's objective: ``tokens``, ``pairs`` or ``labels``."""
     try:
-        return str(getattr(objective_factory(recipe.training.objective), "examples", "tokens"))
+        return str(getattr(recipe.find(registry.OBJECTIVE, recipe.training.objective), "examples", "tokens"))
+    except UntrustedError:
+        raise
     except MeshparError:  # told by the checks of the recipe
         return "tokens"
 
@@ -405,7 +407,7 @@ def own_samples(recipe: Recipe, section: Own) -> MappedSamples:
     Raises:
         RecipeError: it cannot be made, or is no such dataset.
     """
-    factory, given = registry.imported(section.class_), {}
+    factory, given = recipe.find(registry.DATASET, section.class_), {}
     if "sequence_length" not in section.keywords and has_keyword(factory, "sequence_length"):
         given["sequence_length"] = recipe.data.sequence_length
     dataset = make_own(factory, section.keywords, **given)

@@ -23,7 +23,7 @@ from meshpar.checkpoints.steps.leftovers import told_only
 from meshpar.checkpoints.steps.steps import CHECKPOINTS, checkpoints_in
 from meshpar.checkpoints.storage.place import Place, place
 from meshpar.checkpoints.storage.transfer import carried, fetched
-from meshpar.core import runtime
+from meshpar.core import registry, runtime
 from meshpar.core.errors import CheckpointError, MeshparError, RecipeError, StoreError
 from meshpar.homes import expanded
 from meshpar.launchers.agent.failures import failed_at, last_failed_at, made_step, watched
@@ -33,7 +33,6 @@ from meshpar.launchers.jobs.elastic import Elected
 from meshpar.launchers.jobs.forecasting import forecast_feedback
 from meshpar.launchers.jobs.models import with_weights
 from meshpar.launchers.jobs.preflight import opened, patience_s
-from meshpar.launchers.recipes.named import objective_factory
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import all_parameters, applied
@@ -420,7 +419,7 @@ def _new_steps_noted(trainer: Trainer) -> Iterator[None]:
 def _reporters(recipe: Recipe, trainer: Trainer, step: int) -> tuple[Reporter, ...]:
     boards: dict[str, dict[str, Any]] = {"tensorboard": {}} if recipe.training.tensorboard else {}
     facts = {"recipe": recipe.plain(), **facts_of(trainer.par)}
-    unit = getattr(objective_factory(recipe.training.objective), "unit", "tok")
+    unit = getattr(recipe.find(registry.OBJECTIVE, recipe.training.objective), "unit", "tok")
     return (
         Console(lambda: trainer.total_steps, step=step, unit=unit),
         Trackers(

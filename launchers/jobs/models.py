@@ -21,6 +21,7 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import covers, suggestion
 from meshpar.homes import expanded
 from meshpar.imports import quiet_imports
+from meshpar.launchers.recipes.named import UntrustedError
 from meshpar.launchers.recipes.sections import Model
 from meshpar.models.huggingface import for_training
 from meshpar.parallelized import Parallelized
@@ -55,15 +56,19 @@ class DataFacts:
 
 
 @quiet_imports()
-def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFacts) -> nn.Module:
+def build_transformers(
+    source: Mapping[str, Any] | str, head: str, facts: DataFacts, *, trust: bool = False
+) -> nn.Module:
     """Build a model of transformers on the meta device, in float32, for training.
 
     Args:
         source: the contents of a ``config.json``, or a folder that contains one; nothing is downloaded.
         head: ``causal_lm``, ``seq2seq_lm`` or ``sequence_classification``.
         facts: facts of the data. A config given as contents gets the ids that it lacks; every config gets the classes.
+        trust: let the config name an attention kernel of the Hugging Face Hub, which is code that transformers loads.
 
     Raises:
+        UntrustedError: the config names such a kernel, without ``trust``.
         RecipeError: transformers is not installed, or has no such head for this kind of model.
     """
     try:
@@ -79,7 +84,15 @@ def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFa
             config = transformers.AutoConfig.for_model(kind, **values)
     else:
         with _refused():
-            config = transformers.AutoConfig.from_pretrained(str(expanded(Path(source))), local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(
+                str(expanded(Path(source))), local_files_only=True, trust_remote_code=False
+            )
+    named = next((name for name in _attentions(config) if "/" in name), None)
+    if named is not None and not trust:
+        raise UntrustedError(
+            f"this command loads no code that a config names, got attn_implementation {named!r}; if you trust it, add "
+            "--trust"
+        )
     if head == "sequence_classification" and facts.classes:
         config.id2label = dict(enumerate(facts.classes))
         config.label2id = {name: number for number, name in enumerate(facts.classes)}
@@ -90,6 +103,12 @@ def build_transformers(source: Mapping[str, Any] | str, head: str, facts: DataFa
         _refuse_unknown(source, transformers.AutoConfig.for_model(config.model_type), auto._model_mapping[type(config)])
     with _refused():
         return for_training(auto, config)
+
+
+def _attentions(config: Any) -> list[str]:  # noqa: ANN401 - of transformers
+    """Return the names of the attention implementations of a config and of the configs inside it."""
+    parts = (config, *(getattr(config, name) for name in config.sub_configs))
+    return [str(getattr(part, "_attn_implementation", "")) for part in parts]
 
 
 # a config of transformers

@@ -190,4 +190,4 @@ def try_batch(recipe: Recipe, run: Callable[[Recipe], int], size: int) -> Trial:
 def _with(recipe: Recipe, overrides: list[str]) -> Recipe:
     document = parse_document(recipe.to_yaml(), recipe.name)
     apply_overrides(document, overrides)
-    return resolve(document)
+    return resolve(document, trust=True)

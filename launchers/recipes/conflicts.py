@@ -4,8 +4,7 @@ class does not take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from meshpar.checkpoints.storage import place as storage
 from meshpar.core import registry
 from meshpar.core.errors import MeshparError
 from meshpar.homes import expanded
-from meshpar.launchers.recipes.named import objective_factory, own_problems, wants_teacher
+from meshpar.launchers.recipes.named import UntrustedError, own_problems, wants_teacher
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, MixSection, Own, mixed_names, model_config
 from meshpar.launchers.recipes.yamlfile import Document, Place
@@ -208,7 +207,7 @@ def _objective_problems(recipe: Recipe) -> Conflicts:
     """Yield what the objective requires, and the recipe lacks."""
     training, data = recipe.training, recipe.data
     try:
-        factory = objective_factory(training.objective)
+        factory = recipe.find(registry.OBJECTIVE, training.objective)
     except MeshparError:
         return  # told before; an objective that is not installed by build.check_job, with what is
     if wants_teacher(factory) != (recipe.teacher is not None):
@@ -266,35 +265,38 @@ def _shape_problems(section: Any) -> Iterator[str]:
 
 
 def calling_problems(recipe: Recipe, document: Document) -> list[str]:
-    """Return what is wrong with the objective's options and with classes of the user's own; imports them."""
+    """Return what is wrong with the objective's options and with classes of the user's own, as far as they may be
+    imported.
+    """
     data, training, teacher = recipe.data, recipe.training, recipe.teacher
-    own: list[tuple[Place, Any, tuple[str, ...]]] = [
-        (("model",), recipe.model, ("vocab_size",)),
-        (("teacher", "model"), None if teacher is None else teacher.model, ("vocab_size",)),
-        (("optimizer",), recipe.optimizer, ("params", "module", "lr")),
-        (("data", "dataset"), data.dataset, ("sequence_length",)),
-        (("data", "validation_dataset"), data.validation_dataset, ("sequence_length",)),
+    own: list[tuple[Place, registry.Kind, Any, tuple[str, ...]]] = [
+        (("model",), registry.MODEL, recipe.model, ("vocab_size",)),
+        (("teacher", "model"), registry.MODEL, None if teacher is None else teacher.model, ("vocab_size",)),
+        (("optimizer",), registry.OPTIMIZER, recipe.optimizer, ("params", "module", "lr")),
+        (("data", "dataset"), registry.DATASET, data.dataset, ("sequence_length",)),
+        (("data", "validation_dataset"), registry.DATASET, data.validation_dataset, ("sequence_length",)),
     ]
-    called: list[tuple[Place, Place, Callable[[], object], Mapping[str, Any], tuple[str, ...]]] = [
-        ((*place, "class"), place, partial(registry.imported, section.class_), section.keywords, given)
-        for place, section, given in own
+    called: list[tuple[Place, Place, registry.Kind, str, Mapping[str, Any], tuple[str, ...]]] = [
+        ((*place, "class"), place, kind, section.class_, section.keywords, given)
+        for place, kind, section, given in own
         if isinstance(section, Own)
     ]
     if "." in training.objective or training.objective in registry.names(registry.OBJECTIVES):
-        named, options = partial(objective_factory, training.objective), training.objective_options
-        called.append((("training", "objective"), ("training", "objective_options"), named, options, ()))
-    for group, heading, argument, entries in (
-        (registry.TRACKERS, "trackers", "run", recipe.trackers),
-        (registry.EVALUATIONS, "evaluations", "tokenizer", recipe.evaluations),
+        there = ("training", "objective"), ("training", "objective_options")
+        called.append((*there, registry.OBJECTIVE, training.objective, training.objective_options, ()))
+    for heading, kind, argument, entries in (
+        ("trackers", registry.TRACKER, "run", recipe.trackers),
+        ("evaluations", registry.EVALUATION, "tokenizer", recipe.evaluations),
     ):
         for name, options in entries.items():
-            there = (heading, name)
-            called.append((there, there, partial(registry.plugin, group, name), options, (argument,)))
+            called.append(((heading, name), (heading, name), kind, name, options, (argument,)))
     found: list[str] = []
-    for where, place, factory, keywords, given in called:
+    for where, place, kind, name, keywords, given in called:
         try:
-            left = tuple(name for name in given if name not in keywords)
-            found += own_problems(factory(), keywords, document, place, left)
+            left = tuple(argument for argument in given if argument not in keywords)
+            found += own_problems(recipe.find(kind, name), keywords, document, place, left)
+        except UntrustedError:
+            continue
         except MeshparError as error:
             found.append(f"{document.where(where)}: {error}")
     return found

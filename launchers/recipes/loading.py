@@ -4,17 +4,18 @@ every problem.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from meshpar.core import registry
 from meshpar.core.errors import MeshError, RecipeError
 from meshpar.core.mesh import MeshSpec, is_auto
 from meshpar.core.patterns import suggestion
 from meshpar.homes import expanded
 from meshpar.launchers.recipes.conflicts import calling_problems, conflicts
-from meshpar.launchers.recipes.named import convert_keys, make_importable, read_passes
+from meshpar.launchers.recipes.named import Classes, convert_keys, make_importable, read_passes
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.schema import validate
 from meshpar.launchers.recipes.yamlfile import Document, Place, apply_overrides, read_document
@@ -24,20 +25,24 @@ class UnknownRecipeError(RecipeError):
     """Raised where a name is neither a file nor a recipe that comes with meshpar."""
 
 
-def load_recipe(source: str | Path, overrides: Sequence[str] = (), *, disks: bool = True) -> Recipe:
+def load_recipe(
+    source: str | Path, overrides: Sequence[str] = (), *, disks: bool = True, trust: bool = False
+) -> Recipe:
     """Read a recipe, with fields set from the command line.
 
     Args:
         source: a YAML file, or the name of a recipe that comes with meshpar (:func:`shipped`).
         overrides: ``training.steps=50``; values are YAML.
         disks: whether the folders of the model must exist here; False: the recipe is for a machine with other disks.
+        trust: import the classes that the recipe names by import path, as a job does; False: import nothing, and leave
+            what needs them unchecked.
 
     Raises:
         RecipeError: listing everything that is wrong.
     """
     document = _find(source)
     apply_overrides(document, overrides)
-    return resolve(document, disks=disks)
+    return resolve(document, disks=disks, trust=trust)
 
 
 def shipped() -> dict[str, Path]:
@@ -50,16 +55,20 @@ def shipped() -> dict[str, Path]:
     }
 
 
-def resolve(document: Document, *, disks: bool = True) -> Recipe:
-    """Return the recipe of a document, or raise RecipeError with every problem."""
+def resolve(document: Document, *, disks: bool = True, trust: bool = False) -> Recipe:
+    """Return the recipe of a document; arguments as for :func:`load_recipe`. Raises RecipeError with every problem."""
     data = dict(document.data)
     problems: list[str] = []
-    _find_own_code(data, document)
-    notes = _read_plan(data, document, problems)
+    classes = Classes(dict(_import_paths(data)), trust, document)
+    if classes.paths:
+        data["code"] = data.get("code") or str(Path(document.name).absolute().parent)
+    if classes.paths and trust:
+        make_importable(expanded(Path(str(data["code"]))))
+    notes = _read_plan(data, classes, problems)
     if isinstance(data.get("teacher"), Mapping):
         data["teacher"] = dict(data["teacher"])
         data["teacher"].setdefault("mesh", data["mesh"])
-        notes += [f"teacher.{note}" for note in _read_plan(data["teacher"], document, problems, ("teacher",))]
+        notes += [f"teacher.{note}" for note in _read_plan(data["teacher"], classes, problems, ("teacher",))]
     _take_from_weights(data)
     _name_kinds(data)
     data["name"] = data.get("name") or Path(document.name).stem
@@ -68,12 +77,13 @@ def resolve(document: Document, *, disks: bool = True) -> Recipe:
     if isinstance(found, list):
         problems = found + problems
     else:
+        found.read_from(classes)
         problems += calling_problems(found, document)
         problems += [f"{document.where(place)}: {text}" for place, text in conflicts(found, disks=disks)]
     if problems or isinstance(found, list):
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in this recipe"
         raise RecipeError("\n  ".join([count, *problems]))
-    return found.read_from(document).noting(notes)
+    return found.noting(notes)
 
 
 OPTIMIZERS = {"muon": "meshpar.optim.Muon", "small_adamw": "meshpar.optim.SmallAdamW"}
@@ -93,10 +103,18 @@ def _name_kinds(data: dict[str, Any]) -> None:
         data["data"] = {"source": "mix", **section}
 
 
-def _find_own_code(data: dict[str, Any], document: Document) -> None:
-    """Make the recipe's folder importable if the recipe names something by import path, and write the folder into
-    the recipe.
-    """
+_SECTIONS = (
+    (("model",), registry.MODEL),
+    (("teacher", "model"), registry.MODEL),
+    (("optimizer",), registry.OPTIMIZER),
+    (("data", "dataset"), registry.DATASET),
+    (("data", "validation_dataset"), registry.DATASET),
+)
+"""The sections with a ``class``, and its kind."""
+
+
+def _import_paths(data: Mapping[str, Any]) -> Iterator[tuple[Place, str]]:
+    """Yield place and name of each class that a recipe names and that is no plugin."""
 
     def inside(*path: str) -> Any:
         found: Any = data
@@ -104,18 +122,22 @@ def _find_own_code(data: dict[str, Any], document: Document) -> None:
             found = found.get(part) if isinstance(found, Mapping) else None
         return found
 
-    sections = (("model",), ("teacher", "model"), ("optimizer",), ("data", "dataset"), ("data", "validation_dataset"))
-    passes = [
-        entry
-        for place in (("passes",), ("teacher", "passes"))
-        for entry in (inside(*place) or ())
-        if isinstance(inside(*place), list)
+    named: list[tuple[Place, registry.Kind, Any]] = [
+        ((*place, "class"), kind, inside(*place, "class")) for place, kind in _SECTIONS
     ]
-    names = [name for pass_ in passes for name in (pass_ if isinstance(pass_, Mapping) else (pass_,))]
-    names += [inside("training", "objective"), *(inside("trackers") or ()), *(inside("evaluations") or ())]
-    if any(inside(*place, "class") for place in sections) or any("." in str(name) for name in names):
-        data["code"] = inside("code") or str(Path(document.name).absolute().parent)
-        make_importable(expanded(Path(str(data["code"]))))
+    for place in (("passes",), ("teacher", "passes")):
+        for number, entry in enumerate(inside(*place) if isinstance(inside(*place), list) else ()):
+            names = entry if isinstance(entry, Mapping) else (entry,)
+            named += [((*place, number), registry.PASS, name) for name in names]
+    named.append((("training", "objective"), registry.OBJECTIVE, inside("training", "objective")))
+    for heading, kind in (("trackers", registry.TRACKER), ("evaluations", registry.EVALUATION)):
+        entries = inside(heading)
+        named += [((heading, name), kind, name) for name in (entries if isinstance(entries, Mapping) else ())]
+    yield from (
+        (place, name)
+        for place, kind, name in named
+        if isinstance(name, str) and not kind.has(OPTIMIZERS.get(name, name))
+    )
 
 
 def _find(source: str | Path) -> Document:
@@ -129,16 +151,16 @@ def _find(source: str | Path) -> Document:
     return read_document(Path(source))
 
 
-def _read_plan(data: dict[str, Any], document: Document, problems: list[str], at: Place = ()) -> list[str]:
+def _read_plan(data: dict[str, Any], classes: Classes, problems: list[str], at: Place = ()) -> list[str]:
     """Put model, mesh and passes of a mapping in the form that the recipe has, and return what is to be told about
     old names.
     """
     if isinstance(data.get("model"), Mapping):
         data["model"] = {"kind": "own" if "class" in data["model"] else "transformer", **data["model"]}
-    notes = convert_keys(data, document, problems, at)
+    notes = convert_keys(data, classes.document, problems, at)
     data["mesh"] = data.get("mesh") or ""
-    mesh = _read_mesh(data["mesh"], document, problems, at)
-    data["passes"], more = read_passes(data.get("passes"), mesh, document, problems, at)
+    mesh = _read_mesh(data["mesh"], classes.document, problems, at)
+    data["passes"], more = read_passes(data.get("passes"), mesh, classes, problems, at)
     return [*notes, *more]
 
 

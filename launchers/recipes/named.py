@@ -1,5 +1,8 @@
 """The objects that a recipe names (passes, objectives, own classes), found, checked and made; and converters.
 
+A recipe is data: a name without a dot is a plugin, and the class at an import path is imported for a job alone, or
+where a person trusts the recipe (:class:`Classes`).
+
 Converters are plugins that put another trainer's keys in a recipe's terms, so that the recipe's reader knows none of
 them.
 """
@@ -9,10 +12,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, final
 
 from torch import nn
 
@@ -34,6 +37,58 @@ BY_AXIS = (("ep", "ExpertParallel"), ("cp", "ContextParallel"), ("tp", "TensorPa
 """Axis -> the pass that works on it, in the order in which they apply."""
 Written = dict[str, dict[str, Any]]
 """A pass as a resolved recipe writes it: ``{"FullyShard": {"offload": "cpu"}}``."""
+Find: TypeAlias = Callable[[registry.Kind, str], Any]
+"""Return the class that a name stands for, see :meth:`meshpar.core.registry.Kind.find`."""
+
+
+class UntrustedError(RecipeError):
+    """Raised where a command that only looks needs a class that a recipe names by import path."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The classes that a recipe names.
+
+    Attributes:
+        paths: place in the recipe -> import path, of the classes that are no plugins.
+        trusted: whether import paths may be imported.
+        document: for messages.
+    """
+
+    paths: Mapping[Place, str] = field(default_factory=dict)
+    trusted: bool = False
+    document: Document = field(default_factory=lambda: Document("", {}))
+
+    def find(self, kind: registry.Kind, name: str) -> Any:
+        """Return the plugin or the class called ``name``.
+
+        Raises:
+            UntrustedError: it would have to be imported, and the recipe is not trusted.
+            MeshparError: see :meth:`meshpar.core.registry.Kind.find`.
+        """
+        if not self.trusted and not kind.has(name):
+            registry.check_path(name)
+            where = next((f"{self.document.where(place)}: " for place, path in self.paths.items() if path == name), "")
+            raise UntrustedError(
+                f"{where}this command imports no class that a recipe names, got {name}; if you trust the recipe and "
+                "the code that it names, add --trust"
+            )
+        return kind.find(name)
+
+    @property
+    def unseen(self) -> dict[Place, str]:
+        """The import paths that may not be imported, by place."""
+        return {} if self.trusted else dict(self.paths)
+
+    def origins(self) -> str:
+        """Return one line: which classes are imported from which files."""
+        files: dict[str, list[str]] = {}
+        for path in dict.fromkeys(self.paths.values()):
+            home = path.rpartition(".")[0]
+            files.setdefault(vars(sys.modules[home]).get("__file__") or home, []).append(path)
+        parts = [f"{', '.join(names)} from {file}" for file, names in files.items()]
+        return f"imports {'; '.join(parts)}" if parts else ""
 
 
 @final
@@ -153,36 +208,19 @@ def has_keyword(factory: Any, name: str) -> bool:
     return callable(factory) and name in inspect.signature(factory).parameters
 
 
-def objective_factory(name: str) -> Any:
-    """Return what makes the objective called ``name``: a plugin, or what stands at an import path; raises
-    MeshparError without one.
-    """
-    return registry.plugin(registry.OBJECTIVES, name)
-
-
 def wants_teacher(factory: Any) -> bool:
     """Tell whether an objective is made with a teacher."""
     return isinstance(factory, type) and has_keyword(factory, _TEACHER)
 
 
-def make_objective(name: str, options: Mapping[str, Any], teacher: nn.Module | None = None) -> Objective:
-    """Return the objective called ``name``.
-
-    Raises:
-        MeshparError: it is not installed, refuses its options, or is no objective.
-    """
-    factory = objective_factory(name)
-    made = make_own(factory, options, **({_TEACHER: teacher} if wants_teacher(factory) else {}))
-    missing = [method for method in ("tokens", "loss") if not callable(getattr(made, method, None))]
-    if missing:
-        raise RecipeError(
-            f"{name} has no {' and no '.join(missing)}; an objective has tokens(batch) and loss(model, batch)"
-        )
+def make_objective(factory: Any, options: Mapping[str, Any], teacher: nn.Module | None = None) -> Objective:
+    """Return the objective of a plugin or a class; raises MeshparError where it refuses its options."""
+    made: Objective = make_own(factory, options, **({_TEACHER: teacher} if wants_teacher(factory) else {}))
     return made
 
 
 def read_passes(
-    raw: object, mesh: MeshSpec | str | None, document: Document, problems: list[str], at: Place = ()
+    raw: object, mesh: MeshSpec | str | None, classes: Classes, problems: list[str], at: Place = ()
 ) -> tuple[list[Written], list[str]]:
     """Return the passes of a recipe, resolved, and what is to be told about old names; what is wrong goes to
     ``problems``.
@@ -190,10 +228,11 @@ def read_passes(
     Args:
         raw: what stands under ``passes``; None or ``auto``: the passes that the mesh's axes call for.
         mesh: the mesh, None where it cannot be read.
-        document: for messages.
+        classes: those of the recipe, with its document; a pass that may not be imported stays as it is written.
         problems: takes one line for each fault.
         at: where in the document the list stands.
     """
+    document = classes.document
     if raw in (None, "auto"):
         return default_passes(mesh), []
     if not isinstance(raw, list):
@@ -218,7 +257,7 @@ def read_passes(
         notes += [f"{name}.{note}" for note in translated.notes]
         for entry in (*translated.before, {translated.name: translated.options}):
             written = {entry: {}} if isinstance(entry, str) else entry
-            passes += _checked(written, document, place, problems)
+            passes += _checked(written, classes, place, problems)
     return passes, notes
 
 
@@ -241,8 +280,8 @@ def default_passes(mesh: MeshSpec | str | None) -> list[Written]:
     return [{name: {}} for name in names]
 
 
-def make_passes(passes: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[Pass]:
-    """Return the pass objects of a resolved recipe.
+def make_passes(passes: Sequence[Mapping[str, Mapping[str, Any]]], find: Find = registry.Kind.find) -> list[Pass]:
+    """Return the pass objects of a resolved recipe, whose classes ``find`` finds.
 
     Raises:
         MeshparError: one is not installed or refuses its options.
@@ -250,31 +289,35 @@ def make_passes(passes: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[Pass]
     made: list[Pass] = []
     for written in passes:
         (name, options), problems = next(iter(written.items())), list[str]()
-        made += _made(name, options, Document("passes", {}), (name,), problems)
+        made += _made(name, options, Document("passes", {}), (name,), problems, find)
         if problems:
             raise MeshparError("\n".join(problems))
     return made
 
 
-def _checked(written: Written, document: Document, place: Place, problems: list[str]) -> Iterator[Written]:
+def _checked(written: Written, classes: Classes, place: Place, problems: list[str]) -> Iterator[Written]:
     """Yield the pass in the form that the resolved recipe has, if it is right."""
     (name, options) = next(iter(written.items()))
-    before = len(problems)
-    made = list(_made(name, options, document, place, problems))
+    document, before = classes.document, len(problems)
+    try:
+        made = list(_made(name, options, document, place, problems, classes.find))
+    except UntrustedError:
+        yield written
+        return
     if len(problems) == before and made:
         plain = _validated(type(made[0]), options, document, place, []) if dataclasses.is_dataclass(made[0]) else None
         yield {name: plain.model_dump(mode="json", exclude_unset=True) if plain is not None else options}
 
 
 def _made(
-    name: str, options: Mapping[str, Any], document: Document, place: Place, problems: list[str]
+    name: str, options: Mapping[str, Any], document: Document, place: Place, problems: list[str], find: Find
 ) -> Iterator[Pass]:
     known = registry.names(registry.PASSES)
     if "." not in name and name not in known:
         problems.append(f"{document.where(place)}: no pass {name!r} is installed; {suggestion(name, known)}")
         return
     try:
-        factory: Any = registry.plugin(registry.PASSES, name)
+        factory = find(registry.PASS, name)
         if dataclasses.is_dataclass(factory) and isinstance(factory, type):
             section = _validated(factory, options, document, place, problems)
             if section is not None:
@@ -285,6 +328,8 @@ def _made(
             problems.append(f"{document.where(place)}: {name} has no options")
         else:
             yield cast("Pass", factory)
+    except UntrustedError:
+        raise
     except (TypeError, ValueError, MeshparError) as error:
         problems.append(f"{document.where(place)}: {error}")
 

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal, Self, final
 from pydantic import Field, PrivateAttr
 
 from meshpar.checkpoints.storage import place as storage
+from meshpar.core import registry
 from meshpar.homes import expanded
-from meshpar.launchers.recipes.named import make_importable
+from meshpar.launchers.recipes.named import Classes, make_importable
 from meshpar.launchers.recipes.schema import Section, build
 from meshpar.launchers.recipes.sections import (
     AverageSection,
@@ -95,7 +96,7 @@ class Recipe(Section):
     evaluations: dict[str, dict[str, Any]] = Field(default_factory=dict)
     checkpoint: CheckpointSection = CheckpointSection()
     _notes: tuple[str, ...] = PrivateAttr(())
-    _document: Document | None = PrivateAttr(None)
+    _classes: Classes = PrivateAttr(Classes())
 
     def __eq__(self, other: object) -> bool:
         """Compare the fields; the place where they were written is no part of a recipe."""
@@ -111,7 +112,16 @@ class Recipe(Section):
     def where(self, field: str) -> str:
         """Return a field with its file and line, or its override, for a message."""
         place = tuple(int(part) if part.isdigit() else part for part in field.split("."))
-        return field if self._document is None else self._document.where(place)
+        return self._classes.document.where(place) if self._classes.document.name else field
+
+    @property
+    def classes(self) -> Classes:
+        """The classes that the recipe names by import path."""
+        return self._classes
+
+    def find(self, kind: registry.Kind, name: str) -> Any:
+        """Return the class that a field names, see :meth:`Classes.find`."""
+        return self._classes.find(kind, name)
 
     @property
     def folder(self) -> Path:
@@ -131,9 +141,9 @@ class Recipe(Section):
         """Return the settings of the adapters."""
         return None if self.lora is None else build(LoRA, self.lora)
 
-    def read_from(self, document: Document) -> Self:
-        """Return the recipe with the document in which :meth:`where` looks up fields."""
-        self._document = document
+    def read_from(self, classes: Classes) -> Self:
+        """Return the recipe with its :attr:`classes`, and the document in which :meth:`where` looks up fields."""
+        self._classes = classes
         return self
 
     def noting(self, notes: Sequence[str]) -> Self:
@@ -152,11 +162,11 @@ class Recipe(Section):
 
     def sent(self) -> dict[str, Any]:
         """Return the resolved recipe as a launcher sends it to ranks, which :func:`received` reads there."""
-        document = self._document or Document(self.name, {})
+        document = self._classes.document
         return {
             "recipe": self.plain(),
             "notes": list(self._notes),
-            "name": document.name,
+            "name": document.name or self.name,
             "lines": list(document.lines.items()),
             "overrides": list(document.overrides.items()),
         }
@@ -185,15 +195,15 @@ class Recipe(Section):
 
 
 def received(sent: Mapping[str, Any]) -> Recipe:
-    """Return the recipe that a launcher sent by :meth:`Recipe.sent`: it was checked there, and its messages name the
-    lines of the file that the launcher read.
+    """Return the recipe that a launcher sent by :meth:`Recipe.sent`: it was checked there and is to run, and its
+    messages name the lines of the file that the launcher read.
     """
     lines, overrides = ({tuple(place): text for place, text in sent[name]} for name in ("lines", "overrides"))
     document = Document(sent["name"], sent["recipe"], lines, overrides)
     if "code" in sent["recipe"]:
         make_importable(expanded(Path(sent["recipe"]["code"])))
     recipe = Recipe.model_validate_json(json.dumps(sent["recipe"]))
-    return recipe.read_from(document).noting(sent["notes"])
+    return recipe.read_from(Classes(trusted=True, document=document)).noting(sent["notes"])
 
 
 def _own_text(section: Own) -> dict[str, Any]:

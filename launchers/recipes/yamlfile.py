@@ -21,9 +21,33 @@ from meshpar.core.errors import RecipeError
 Place = tuple[str | int, ...]
 """A place in a document: ``("passes", 0, "FullyShard")``."""
 
+_SIZE, _DEPTH, _VALUES = 1 << 18, 32, 10_000
+"""Largest number of characters, of levels and of values of a file, so that any file is read within seconds."""
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with YAML 1.2's numbers: in 1.1 ``1e-4`` is text and ``12:30:00`` a number."""
+
+class BoundedLoader(yaml.SafeLoader):
+    """PyYAML's safe loader for files of others: it refuses aliases, whose few characters can stand for gigabytes, and
+    more than a recipe or a job file ever has.
+    """
+
+    depth = values = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Return the next value of the file."""
+        self.depth, self.values = self.depth + 1, self.values + 1
+        mark = self.peek_event().start_mark
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not read; write the value out", problem_mark=mark)
+        if self.depth > _DEPTH or self.values > _VALUES:
+            limit = f"{_DEPTH} levels" if self.depth > _DEPTH else f"{_VALUES:,} values"
+            raise yaml.MarkedYAMLError(problem=f"more than {limit} in a file", problem_mark=mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+class _Loader(BoundedLoader):
+    """The loader with YAML 1.2's numbers: in 1.1 ``1e-4`` is text and ``12:30:00`` a number."""
 
 
 _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("float", "int", "timestamp")}
@@ -76,10 +100,11 @@ def read_document(path: Path) -> Document:
     """Read a file.
 
     Raises:
-        RecipeError: it cannot be read, is not YAML, is no mapping, or has a key twice.
+        RecipeError: it cannot be read, is not YAML, has aliases, is too large, is no mapping, or has a key twice.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_SIZE + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"cannot read recipe {path}: {error}") from error
     return parse_document(text, str(path))
@@ -87,13 +112,18 @@ def read_document(path: Path) -> Document:
 
 def parse_document(text: str, name: str) -> Document:
     """Read text; see :func:`read_document`."""
-    loader = _Loader(text)
+    if len(text) > _SIZE:
+        raise RecipeError(f"{name} is no recipe: it has more than {_SIZE:,} characters")
+    try:
+        loader = _Loader(text)
+    except yaml.YAMLError as error:  # control characters
+        raise RecipeError(f"{name} is not YAML: {error}") from error
     try:
         node = loader.get_single_node()
         lines: dict[Place, int] = {}
         problems = list(_note_lines(node, (), lines))
         data = None if node is None else loader.construct_document(node)  # type: ignore[no-untyped-call]
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError of a number or a date
         raise RecipeError(f"{name} is not YAML: {error}") from error
     finally:
         loader.dispose()  # type: ignore[no-untyped-call]
@@ -119,7 +149,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
         place: Place = tuple(int(part) if part.isdigit() else part for part in path.strip().split("."))
         try:
             _set(document.data, place, yaml.load(value, Loader=_Loader))
-        except (yaml.YAMLError, LookupError, TypeError) as error:
+        except (yaml.YAMLError, LookupError, TypeError, ValueError) as error:
             problems.append(f"override {text!r}: {' '.join(str(error).split())}")
             continue
         for known in [line for line in document.lines if line[: len(place)] == place]:

@@ -15,6 +15,7 @@ import yaml
 
 from meshpar.core.errors import LaunchError
 from meshpar.launchers.agent.failures import NO_USE
+from meshpar.launchers.recipes.yamlfile import BoundedLoader
 from meshpar.launchers.targets.documents import fill_yaml
 from meshpar.launchers.targets.job import Job, Launched, Port, Target, ask
 from meshpar.training.settings import Bound, Count
@@ -75,15 +76,12 @@ class OnKubernetes(Target):
 def _selected(job: Launched) -> list[str]:
     """Return the options that select the job's pods."""
     try:
-        documents = list(yaml.safe_load_all(job.file.read_text(encoding="utf-8")))
+        documents = list(yaml.load_all(job.file.read_text(encoding="utf-8"), Loader=BoundedLoader))
         ours = next(document for document in documents if document["kind"] in _PODS)
-    except (OSError, yaml.YAMLError, StopIteration) as error:
+        namespace, name = ours["metadata"].get("namespace"), ours["metadata"]["name"]
+    except (OSError, yaml.YAMLError, StopIteration, ValueError, LookupError, TypeError, AttributeError) as error:
         raise LaunchError(f"cannot read the job file {job.file}: {error}; restore it from `meshpar launch`") from error
-    namespace = ours["metadata"].get("namespace")
-    return [
-        *([f"--namespace={namespace}"] if namespace else []),
-        f"--selector={_PODS[ours['kind']]}={ours['metadata']['name']}",
-    ]
+    return [*([f"--namespace={namespace}"] if namespace else []), f"--selector={_PODS[ours['kind']]}={name}"]
 
 
 def _state(job: Mapping[str, Any]) -> str:

@@ -6,8 +6,9 @@ import json
 import subprocess
 from pathlib import Path
 
+from meshpar.checkpoints.storage.files import inside
 from meshpar.core import registry
-from meshpar.core.errors import LaunchError
+from meshpar.core.errors import LaunchError, MeshparError
 from meshpar.drawing import table
 from meshpar.launchers.targets.job import Launched, Target, make_target
 
@@ -115,13 +116,11 @@ def _read(path: Path) -> tuple[str, Target, Launched]:
     """Return the target's name, the target and the job."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
-        name, options = read["target"], read["options"]
-        folder = path.parent.absolute()
-        job = Launched(
-            folder=folder, file=folder / read["file"], label=read["label"], submitted=read.get("submitted", "")
-        )
-    except (OSError, ValueError, KeyError) as error:
+        name, folder = read["target"], path.parent.absolute()
+        file, label = folder / inside(read["file"]), read["label"]
+        job = Launched(folder=folder, file=file, label=label, submitted=read.get("submitted", ""))
+        return name, make_target(name, registry.plugin(registry.LAUNCHERS, name), read["options"]), job
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MeshparError) as error:
         raise LaunchError(
             f"cannot read {path} ({error}); launch the job again, or use the commands of its engine"
         ) from error
-    return name, make_target(name, registry.plugin(registry.LAUNCHERS, name), options), job

@@ -163,7 +163,9 @@ def _recipe(
     nodes, ranks = place["nodes"], place["ranks_per_node"]
     wants = arguments if mesh is None else [*arguments, f"mesh={_placed(mesh, nodes, ranks)}"]
     wants = wants if preflight is None else [*wants, f"preflight='{preflight}'"]
-    recipe = load_recipe(what, wants, disks=shares_disks)
+    recipe = load_recipe(what, wants, disks=shares_disks, trust=True)
+    if line := recipe.classes.origins():
+        print(line, file=sys.stderr)
     spec = _placed(recipe.mesh, nodes, ranks)
     if is_auto(recipe.mesh if mesh is None else mesh):
         recipe = _hybrid(recipe)

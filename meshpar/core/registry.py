@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import traceback
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, final
 
+import torch
 from torch import nn
 
 from meshpar.core.errors import LayoutError, MeshparError, brief
 from meshpar.core.layout import ModelLayout
+from meshpar.core.passes import Pass
 from meshpar.core.patterns import is_called, shortest_patterns, suggestion
 
 PASSES, LAYOUTS, GUARDS = "meshpar.passes", "meshpar.layouts", "meshpar.guards"
@@ -46,14 +49,11 @@ def names(group: str) -> list[str]:
 
 
 def plugin(group: str, name: str) -> Any:  # noqa: ANN401 - what the package offers
-    """Import and return one plugin: an entry point of the group, or, for a name with a dot, what stands at that import
-    path.
+    """Import and return one plugin, which is an entry point of the group.
 
     Raises:
         MeshparError: no package offers it (with the nearest names), it cannot be imported, or two packages offer it.
     """
-    if "." in name:
-        return imported(name)
     found = _found(group)
     if name not in found:
         raise MeshparError(f"no plugin {name!r} in {group}; {suggestion(name, found)}")
@@ -65,6 +65,60 @@ def plugin(group: str, name: str) -> Any:  # noqa: ANN401 - what the package off
         ) from error
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of class that data may name, such as the passes of a recipe.
+
+    Attributes:
+        words: the kind, for messages.
+        base: every class of the kind inherits it.
+        methods: every class of the kind defines them.
+        group: group of the plugins that a name without a dot stands for; empty: the kind has none.
+        modules: modules of meshpar and torch whose classes count as plugins.
+    """
+
+    words: str
+    base: type = object
+    methods: tuple[str, ...] = ()
+    group: str = ""
+    modules: tuple[str, ...] = ()
+
+    def has(self, name: str) -> bool:
+        """Return whether a name stands for an installed plugin, not for an import path."""
+        return (bool(self.group) and "." not in name) or name.rpartition(".")[0] in self.modules
+
+    def find(self, name: str) -> Any:  # noqa: ANN401 - what the package offers
+        """Return the plugin called ``name``, or import the class at the path ``name``. Nothing is called.
+
+        Raises:
+            MeshparError: there is none, or what stands at the import path is no class of this kind.
+        """
+        if self.group and "." not in name:
+            return plugin(self.group, name)
+        found = imported(name)
+        defined = {method for cls in found.__mro__ for method in vars(cls)} if isinstance(found, type) else set[str]()
+        if not isinstance(found, type) or not issubclass(found, self.base) or not defined.issuperset(self.methods):
+            what = "class" if isinstance(found, type) else type(found).__name__
+            raise MeshparError(f"{name} is a {what}; expected {self.words}")
+        return found
+
+
+PASS = Kind("a subclass of meshpar.Pass", Pass, group=PASSES)
+MODEL = Kind("a subclass of torch.nn.Module", nn.Module)
+OPTIMIZER = Kind("a subclass of torch.optim.Optimizer", torch.optim.Optimizer, modules=("torch.optim", "meshpar.optim"))
+DATASET = Kind("a class with __len__ and __getitem__", methods=("__len__", "__getitem__"))
+OBJECTIVE = Kind("a class with tokens and loss", methods=("tokens", "loss"), group=OBJECTIVES)
+TRACKER = Kind("a class with send and close", methods=("send", "close"), group=TRACKERS)
+EVALUATION = Kind("a class with __call__", methods=("__call__",), group=EVALUATIONS)
+
+
+def check_path(path: str) -> None:
+    """Raise MeshparError unless ``path`` is written as an import path."""
+    if "." not in path or not all(part.isidentifier() for part in path.split(".")):
+        raise MeshparError(f"{path!r} is no import path; expected package.module.Name")
+
+
 def imported(path: str) -> Any:  # noqa: ANN401 - whatever stands there
     """Import and return what stands at ``package.module.Name``.
 
@@ -72,9 +126,8 @@ def imported(path: str) -> Any:  # noqa: ANN401 - whatever stands there
         MeshparError: there is no such module or name, or importing the module fails; the message has the place of the
             failure.
     """
+    check_path(path)
     home, _, name = path.rpartition(".")
-    if not all(part.isidentifier() for part in path.split(".")) or not home:
-        raise MeshparError(f"{path!r} is no import path; expected package.module.Name")
     try:
         module = importlib.import_module(home)
     except ModuleNotFoundError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, final
 
 from meshpar._torch.operator_costs import FLOAT8
-from meshpar.core.errors import MeshparError
+from meshpar.core.errors import MeshparError, brief
 from meshpar.core.patterns import suggestion
 from meshpar.imports import need
 from meshpar.training.metrics import PEAK_FLOPS
@@ -98,8 +98,13 @@ class Hardware:
                 f"no hardware profile {source}; {suggestion(str(source), known)}; or give a YAML file with the fields "
                 "of Hardware"
             )
-        data = need("yaml").safe_load(path.read_text())
-        return cls.of(data, str(source))
+        yaml, text = need("yaml"), path.read_text()
+        try:
+            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+                raise MeshparError(f"hardware profile {source} has aliases (*name); write the values out")
+            return cls.of(yaml.safe_load(text), str(source))
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise MeshparError(f"hardware profile {source} is not YAML: {brief(error)}") from error
 
     @classmethod
     def of(cls, data: object, where: str) -> Hardware:

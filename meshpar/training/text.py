@@ -134,7 +134,10 @@ def _expand(text: str, suffixes: Sequence[str]) -> list[Path]:
             f"{path} is a folder of datasets with several splits ({splits}); name one of them: {path}/train"
         )
     if (state := path / "state.json").is_file():  # the files of a dataset; a folder also holds what datasets caches
-        return [path / file["filename"] for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+        names = [str(file["filename"]) for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+        if outside := [name for name in names if Path(name).name != name]:
+            raise RecipeError(f"{state} names a file outside of its folder: {outside[0]!r}; expected files beside it")
+        return [path / name for name in names]
     if path.is_dir():
         return sorted(entry for entry in path.rglob("*") if kind_of(entry) in suffixes and entry.is_file())
     if path.is_file():

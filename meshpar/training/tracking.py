@@ -107,7 +107,7 @@ class Trackers:
         code: str | Path | None = None,
     ) -> None:
         folder = Path(folder).absolute()
-        made = {called: partial(usable(registry.TRACKERS, called), **trackers[called]) for called in trackers}
+        made = {called: partial(usable(registry.TRACKER.find(called)), **trackers[called]) for called in trackers}
         known = dict(facts or {}) | ({} if code is None else {"commit": commit_of(Path(code))})
         self._lines = JsonLines(folder / METRICS, step=step)
         run = TrackedRun(name=name or folder.name, id="", folder=folder, step=step, facts=known)
@@ -130,11 +130,10 @@ class Trackers:
             sender.join(end)
 
 
-def usable(group: str, name: str) -> Any:  # noqa: ANN401 - what the package offers
-    """Return a plugin whose packages are installed: its ``requires``, if it has one, is the package that it needs and
-    meshpar's extra that installs it. Raises MeshparError, without it or without its package.
+def usable(found: Any) -> Any:  # noqa: ANN401 - what the package offers
+    """Return a plugin or a class whose packages are installed: its ``requires``, if it has one, is the package that it
+    needs and meshpar's extra that installs it. Raises MeshparError without this package.
     """
-    found = registry.plugin(group, name)
     if requires := getattr(found, "requires", None):
         need(requires[0], extra=requires[1])
     return found

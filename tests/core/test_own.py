@@ -125,7 +125,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(command: str, *arguments: str) -> Result:
-    return CliRunner().invoke(app, [command, "code/job.yaml", *arguments], catch_exceptions=False)
+    """Run a command on the recipe; one that only looks needs ``--trust`` for classes of the user's own."""
+    trust = [] if command == "train" else ["--trust"]
+    return CliRunner().invoke(app, [command, "code/job.yaml", *trust, *arguments], catch_exceptions=False)
 
 
 def test_own_classes_are_checked_described_and_forecast(folder: Path) -> None:
@@ -145,6 +147,9 @@ def test_own_classes_are_checked_described_and_forecast(folder: Path) -> None:
 def test_own_classes_train_on_ranks_and_resume_from_the_resolved_recipe(folder: Path) -> None:
     done = run("train", "mesh=dp_shard=2", "--quiet")
     assert done.exit_code == 0, done.output
+    code = folder / "code" / "my_parts.py"
+    names = ("Model", "Signs", "Counting", "Halved")
+    assert f"imports {', '.join(f'my_parts.{name}' for name in names)} from {code}\n" in done.stderr
     records = [json.loads(line) for line in (folder / "runs/job/metrics.jsonl").read_text().splitlines()]
     assert {4, 8} <= {record["step"] for record in records} and any("val/loss" in record for record in records)
     resolved = folder / "runs/job/recipe.yaml"
@@ -172,7 +177,7 @@ def test_own_classes_train_on_ranks_and_resume_from_the_resolved_recipe(folder: 
         (["model={class: my_parts.Model}"], "model.dim: missing; expected an integer"),
         (
             ["model={class: my_parts.number, dim: 3}"],
-            "model.class: my_parts.number returned a int; expected a torch.nn.Module",
+            "model.class: my_parts.number is a function; expected a subclass of torch.nn.Module",
         ),
         (
             ["model.class=my_parts.Strict"],
@@ -183,17 +188,23 @@ def test_own_classes_train_on_ranks_and_resume_from_the_resolved_recipe(folder: 
             ["data.dataset.class=my_parts.NoLabels"],
             "data.dataset.class: my_parts.NoLabels(size=90, sequence_length=16): sample 0 is a dict of",
         ),
-        (["data.dataset={class: my_parts.number, dim: 3}"], "has no length or no dataset[i]"),
+        (
+            ["data.dataset={class: my_parts.number, dim: 3}"],
+            "data.dataset.class: my_parts.number is a function; expected a class with __len__ and __getitem__",
+        ),
         (["data.source=files"], "data.source: a dataset of your own is written dataset:"),
         (["data.paths=[a]"], "data.paths: a dataset of your own reads its files itself"),
         (["optimizer={class: my_parts.Signs}"], "optimizer.lr: missing; expected a number"),
         (["optimizer.momentun=1"], "optimizer.momentun: unknown key; nearest: momentum"),
-        (["optimizer={class: my_parts.Counting, size: 3, sequence_length: 2, lr: 1}"], "optimizer"),
+        (
+            ["optimizer={class: my_parts.Counting, size: 3, sequence_length: 2, lr: 1}"],
+            "optimizer.class: my_parts.Counting is a class; expected a subclass of torch.optim.Optimizer",
+        ),
         (["training.objective=my_parts.Halve"], "training.objective: my_parts has no Halve; nearest: Halved"),
         (["training.objective_options.facto=1"], "training.objective_options.facto: unknown key; nearest: factor"),
         (
             ["training.objective_options={size: 1, sequence_length: 2}", "training.objective=my_parts.Counting"],
-            "has no tokens and no loss",
+            "training.objective: my_parts.Counting is a class; expected a class with tokens and loss",
         ),
         (["passes=[my_parts.NoPass]"], "passes.0: my_parts has no NoPass"),
     ],

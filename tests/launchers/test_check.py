@@ -106,7 +106,9 @@ def test_a_broken_recipe_gets_one_error_with_its_place(
     # What depends on the machine is checked where ranks would start.
     machine = nproc is not None or changes.get("device") == "cuda"
     command = (
-        ["train", "job.yaml", *([] if nproc is None else ["--nproc", nproc])] if machine else ["check", "job.yaml"]
+        ["train", "job.yaml", *([] if nproc is None else ["--nproc", nproc])]
+        if machine
+        else ["check", "--trust", "job.yaml"]
     )
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     if not place:

@@ -45,12 +45,12 @@ training:
 """
 
 
-def read(text: str = SMALL, *overrides: str) -> Recipe:
+def read(text: str = SMALL, *overrides: str, trust: bool = False) -> Recipe:
     document = parse_document(text, "small.yaml")
     from meshpar.launchers.recipes.yamlfile import apply_overrides
 
     apply_overrides(document, overrides)
-    return resolve(document)
+    return resolve(document, trust=trust)
 
 
 def problems(text: str = SMALL, *overrides: str) -> list[str]:
@@ -368,9 +368,9 @@ def test_a_file_that_cannot_be_read_is_one_problem_at_its_own_field(
 
 def test_a_model_without_position_ids_is_refused_before_a_rank_starts() -> None:
     own = "model={class: tests.support.models_for_parity.Masked, vocab: 300}"
-    (found,) = build.check_job(read(SMALL, "mesh=''", own), 1)
+    (found,) = build.check_job(read(SMALL, "mesh=''", own, trust=True), 1)
     assert re.search(r"data.documents: Masked takes no position_ids.*; write data.documents: joined", found)
-    assert build.check_job(read(SMALL, "mesh=''", own, "data.documents=joined"), 1) == []
+    assert build.check_job(read(SMALL, "mesh=''", own, "data.documents=joined", trust=True), 1) == []
 
 
 def test_the_recipes_that_come_with_meshpar_are_right() -> None:

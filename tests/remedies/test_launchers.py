@@ -2,4 +2,19 @@
 
 from __future__ import annotations
 
+from tests.remedies.rows import Tested
+
 UNTRIED = 221
+
+ROWS = [
+    Tested(
+        "names a module to import (megatron_core); remove megatron_config",
+        "tests/launchers/test_trust.py::test_no_config_of_transformers_brings_code",
+        {"remove megatron_config": "del adapters['megatron_config']"},
+    ),
+    Tested(
+        "aliases (*name) are not read; write the value out",
+        "tests/launchers/test_trust.py::test_a_file_without_its_aliases_is_read",
+        {"write the value out": "a: 1\\nb: 1"},
+    ),
+]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from meshpar import FullyShard, MeshparError, Plan, TensorParallel
+from meshpar.core import registry
 from meshpar.launchers.jobs.build import own_optimizer
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
 from meshpar.training.elementwise import check_elementwise, evaluated
@@ -36,7 +37,7 @@ def cases(table):
 
 def made(package, name):
     pytest.importorskip(package)
-    return functools.partial(own_optimizer, f"{package}.{name}", {"lr": 0.01})
+    return functools.partial(own_optimizer, registry.OPTIMIZER.find(f"{package}.{name}"), {"lr": 0.01})
 
 
 @pytest.mark.parametrize(("package", "name"), cases(EXACT))
@@ -63,7 +64,7 @@ def two_ranks_equal_one(name):
     par = Plan("dp_shard=2", [FullyShard()]).apply(split)
     found = []
     for module in (alone, par.module):
-        optimizer = own_optimizer(name, {"lr": 1e-3, "weight_decay": 0.1}, module)
+        optimizer = own_optimizer(registry.OPTIMIZER.find(name), {"lr": 1e-3, "weight_decay": 0.1}, module)
         getattr(optimizer, "train", lambda: None)()
         for step in range(3):
             loss, count = token_loss_sum(module, random_tokens(VOCAB, 2, 12, seed=step))
@@ -98,7 +99,7 @@ def every_class(package, folder):
             continue
         if inspect.isabstract(kind) or name.startswith("_"):
             continue
-        make = functools.partial(own_optimizer, f"{package}.{name}", {"lr": 0.01})
+        make = functools.partial(own_optimizer, registry.OPTIMIZER.find(f"{package}.{name}"), {"lr": 0.01})
         try:
             if kind is not torch.optim.Adafactor:  # which meshpar makes exact
                 check_elementwise(make)
