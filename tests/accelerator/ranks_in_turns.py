@@ -92,6 +92,7 @@ class Network:
     calls: list[tuple[int, str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.store = dist.HashStore()
         self.world = Group(tuple(range(self.size)))
         self.hosts = Group(self.world.ranks, "gloo", "hosts")
         self._groups: list[Group] = []
@@ -286,4 +287,5 @@ class Network:
             stack.enter_context(mock.patch.object(dist, name, function))
         stack.enter_context(mock.patch.object(running, "all_gather", all_gather))
         stack.enter_context(mock.patch.object(messages, "share_timeout", lambda groups: None))
+        stack.enter_context(mock.patch.object(messages, "default_store", lambda: self.store))
         return stack

@@ -6,18 +6,22 @@ from __future__ import annotations
 
 import functools
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from meshpar import ModelLayout, PipelineParallel
+from meshpar import MeshparError, ModelLayout, PipelineParallel
 from meshpar.loss import Totals
 from meshpar.passes.applied import applied
-from meshpar.passes.pipeline import parallel
+from meshpar.passes.pipeline import messages, parallel
 from meshpar.passes.pipeline.cuts import examine
+from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.schedule import SCHEDULES
-from tests.accelerator.ranks_in_turns import Broken, Group, Hang, Network
+from tests.accelerator.ranks_in_turns import Broken, Group, Hang, Network, Work
 
 LAYOUT = ModelLayout(blocks=("layers.*",))
 
@@ -67,25 +71,40 @@ def loss(module, ids):
     return module(ids).square().sum()
 
 
+def layers_of(network, rank, virtual=1, schedule="1f1b", *, tied=False):
+    """Return the layers of one rank that runs in turns, and its module."""
+    blocks = network.size * virtual
+    torch.manual_seed(0)  # in one turn: other ranks draw before or after this one
+    module = Model(blocks, tied)
+    parallel._EXAMINED[module] = LAYOUT, anatomy(blocks, tied)
+    PipelineParallel(schedule=schedule, virtual=virtual).apply(module, LAYOUT, Mesh(network.world, rank))
+    applied(module).outermost[0]()
+    return applied(module).layers, module
+
+
+def train(layers, micro_batches, run=loss):
+    totals = Totals(torch.device("cpu"))
+    layers.backward(micro_batches, run, lambda last: None, lambda: None, totals)
+    return totals.loss
+
+
+def ids(number):
+    return [torch.full((1, 2), place % 4) for place in range(number)]
+
+
 def run_stages(ranks, virtual, micro_batches, schedule, *, tied=False, trains=True, **rules):
     """Train a step, or evaluate, on ranks that have never talked before; return each one's sum and first gradient."""
-    network, known = Network(ranks, **rules), anatomy(ranks * virtual, tied)
+    network = Network(ranks, **rules)
+    anatomy(ranks * virtual, tied)
 
     def program(rank):
-        torch.manual_seed(0)
-        module = Model(ranks * virtual, tied)
-        parallel._EXAMINED[module] = LAYOUT, known
-        PipelineParallel(schedule=schedule, virtual=virtual).apply(module, LAYOUT, Mesh(network.world, rank))
-        applied(module).outermost[0]()
-        layers, ids = applied(module).layers, [torch.full((1, 2), number % 4) for number in range(micro_batches)]
+        layers, module = layers_of(network, rank, virtual, schedule, tied=tied)
         if not trains:
-            return sum(layers.forward(ids, loss, torch.device("cpu"))), None
-        totals = Totals(torch.device("cpu"))
-        layers.backward(ids, loss, lambda last: None, lambda: None, totals)
+            return sum(layers.forward(ids(micro_batches), loss, torch.device("cpu"))), None
+        total = train(layers, ids(micro_batches))
         weight = module.embed.weight if rank == 0 else module.head.weight if rank == ranks - 1 else None
-        return totals.loss, None if weight is None else weight.grad
+        return total, None if weight is None else weight.grad
 
-    # The order in which threads are made decides nothing: each draws its weights in one turn.
     return network.run(program)
 
 
@@ -183,3 +202,130 @@ def test_no_schedule_waits_for_itself(ends):
 def test_no_schedule_of_any_number_of_stages_waits_for_itself(ranks, ends):
     rules = ENDS["tied"] | ENDS["a communicator a pair"] if "," in ends else ENDS[ends]
     assert hung(combinations([ranks]), **rules) == []
+
+
+def errors_of(network, program):
+    """Run a program on every rank, which fails; return the error of each, and its sum of a step behind it."""
+
+    def run(rank):
+        layers, module = layers_of(network, rank)
+        with pytest.raises((MeshparError, MemoryError)) as raised:
+            program(layers)
+        vars(layers.edges).pop("begin", None)
+        module.zero_grad()
+        return raised.value, train(layers, ids(3))
+
+    anatomy(network.size, False)
+    return network.run(run)
+
+
+def test_a_stage_without_memory_between_a_header_and_its_values_is_told_and_the_next_step_is_exact(monkeypatch):
+    """Also where the values are known, and where they have another form than the last ones."""
+    empty = torch.empty
+    expected = run_stages(3, 1, 3, "1f1b")
+
+    def lacking(*shape, **kwargs):
+        if network is not None and network.rank == 1 and kwargs.get("dtype") is not torch.int64 and lack:
+            lack.pop()
+            raise MemoryError("no memory for the values")
+        return empty(*shape, **kwargs)
+
+    lack, network = [], None
+    monkeypatch.setattr(torch, "empty", lacking)
+    for steps in ([2], [2, 2], [2, 3]):
+        network = Network(3)
+
+        def program(layers, steps=steps):
+            for step, samples in enumerate(steps):
+                lack[:] = [True] if step == len(steps) - 1 else []
+                train(layers, [torch.zeros(samples, 2, dtype=torch.int64)] * 3)
+
+        for rank, (error, total) in enumerate(errors_of(network, program)):
+            assert isinstance(error, MemoryError) if rank == 1 else "no memory for the values" in str(error), error
+            torch.testing.assert_close(total, expected[rank][0])
+
+
+def test_values_of_another_micro_batch_are_refused_on_all_stages():
+    def program(layers):
+        if layers.rank == 0:
+            begin = layers.edges.begin
+            layers.edges.begin = lambda chunk, number, form: begin(chunk, (number + 1) % 3, form)
+        train(layers, ids(3))
+
+    for error, _ in errors_of(Network(2), program):
+        assert "values of micro-batch 1 came from stage 0, expected those of micro-batch 0 from stage 0" in str(error)
+
+
+def test_stages_forget_forms_of_micro_batches_together(monkeypatch):
+    monkeypatch.setattr(messages, "MOST_SHAPES", 2)
+    network = Network(2)
+    anatomy(4, False)
+    shapes = [torch.full((size, 2), size % 4) for size in (1, 2, 3, 1, 4, 4, 1)]
+
+    def program(rank):
+        layers, _ = layers_of(network, rank, virtual=2)
+        total = train(layers, shapes) + sum(layers.forward(shapes, loss, torch.device("cpu")))
+        return total, max(map(len, (*layers.edges._got, *layers.edges._given)))
+
+    torch.manual_seed(0)
+    alone = Model(4, False)
+    for total, known in network.run(program):
+        torch.testing.assert_close(total, 2 * sum(loss(alone, one) for one in shapes).detach())
+        assert known == 2
+
+
+def test_carried_values_begin_where_kernels_want_them():
+    shapes = ((torch.bfloat16, (3,)), (torch.float32, (5, 7)), (torch.float64, (1,)))
+    whole, values, numbers = messages.Header(0, 0, 0, shapes).room(torch.device("cpu"))
+    begin = whole.data_ptr()
+    assert all((value.data_ptr() - begin) % 256 == 0 for value in (*values, numbers))
+
+
+def test_a_failure_of_one_rank_alone_is_forgotten_where_it_goes_on(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(messages, "default_store", lambda: store)
+    monkeypatch.setattr(messages, "_ALIKE_S", 0.1)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    layers = object.__new__(Layers)
+    layers.rank, layers.ranks, layers.edges, layers._error = 1, 1, SimpleNamespace(failed=False), None
+    layers._acting, layers._told = lambda: "stage 1, a forward", False
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            layers._fail(KeyError("a label is missing"))
+        assert "rank 3 failed alone in stage 1, a forward" in messages.failed_alone()
+        layers._begin_step(-1)
+        assert messages.failed_alone() == "", "the next failure is told as it is"
+    with ThreadPoolExecutor(2) as both:
+        assert [*both.map(lambda _: messages.all_fail("stage 1, a forward", 2), range(2))] == [True, True]
+    assert not messages.all_fail("stage 1, a forward", 2), "its count began anew"
+
+
+def test_a_rank_names_the_message_that_has_not_come_where_the_host_goes_on(monkeypatch):
+    """As on an accelerator, where no wait holds the host: it stands where it reads a value."""
+    network, said = Network(2), []
+    anatomy(2, False)
+    wait, tolist = Work.wait, torch.Tensor.tolist
+    monkeypatch.setattr(Work, "wait", lambda work: (network.rank == 1 and work.kind == "recv") or wait(work))
+
+    def read(tensor):
+        if network.rank == 1 and (text := layers[0].doing()):
+            said.append(text)
+            raise Hang(text)
+        return tolist(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", read)
+    layers = []
+
+    def hold(module, batch):
+        network.block(lambda: bool(said), "the other stage")
+        return loss(module, batch)
+
+    def program(rank):
+        mine, _ = layers_of(network, rank)
+        layers[:] = [mine] if rank == 1 else layers
+        train(mine, ids(3), loss if rank else hold)
+
+    with pytest.raises(Hang):
+        network.run(program)
+    assert said == ["stage 1, forward of micro-batch 0 of 3, waits for stage 0"]

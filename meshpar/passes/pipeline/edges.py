@@ -107,9 +107,10 @@ class Edges:
         self.arrived, self.left = list[Tensor](), list[Tensor]()
         self.calls, self._runs, self.takes, self.sends, self.failed = 0, False, False, False, False
         self._results = dict[Result, Tensor]()  # of the forward that runs, which later stages need
-        self._key: Any = None  # the chunk and the form of the micro-batch
-        # Headers of the last values that came and went in a chunk for a micro-batch of one form.
-        self._got, self._given = dict[Any, Header](), dict[Any, Header]()
+        self._form: object = None  # of the micro-batch
+        # Headers of the last values that came and went in each chunk for a micro-batch of one form.
+        self._got, self._given = ([dict[object, Header]() for _ in self._chunks] for _ in range(2))
+        self._come: Header | None = None  # whose values have yet to
         self._versions = list[int]()  # of what it has handed on
         self.supposed: dict[Result | None, Header] | None = None
 
@@ -125,7 +126,7 @@ class Edges:
 
     def begin(self, chunk: int, number: int, form: object) -> None:
         """Begin a forward of a micro-batch that has tensors of these shapes."""
-        self.chunk, self.number, self._key = chunk, number, (chunk, form)
+        self.chunk, self.number, self._form = chunk, number, form
         self.arrived, self.left, self._results, self.calls = [], [], {}, 0
         self.takes, self.sends = self.stage > 0, self.stage < self.last
 
@@ -306,37 +307,36 @@ class Edges:
         enter_by(child, enter)
 
     def _receive(self) -> None:
-        """Receive what the stage before hands on, of which the stand-ins of its blocks learn what to return.
-
-        The header comes behind values of the form that it had for the last micro-batch of this form, in one message
-        with them, or else before them.
-        """
+        """Receive what the stage before hands on; its header comes behind values of a known form, or else before."""
         results, numbers = (None, *self._chunks[self.chunk].takes), torch.Tensor()
-        known, found = self._got.get(self._key), list[Tensor]()
+        known, header, found = self._got[self.chunk].get(self._form), self._come, list[Tensor]()
         if self.supposed is not None:
             one = self.supposed[None]
             known = replace(one, forms=tuple(self.supposed.get(result, one).forms[0] for result in results))
-        if known is None:
-            numbers = torch.empty(Header.size(len(results)), dtype=torch.int64, device=self.device)
-            self.messages.receive(numbers, self.stage - 1, FORTH)
-        else:
-            whole, found, numbers = known.room(self.device)
-            self.messages.receive(whole, self.stage - 1, FORTH)
-        header = known
-        if header is None or self.supposed is None:
-            header = Header.of_numbers(numbers.tolist())
+        if header is None:
+            if known is None:
+                numbers = torch.empty(Header.size(len(results)), dtype=torch.int64, device=self.device)
+                self.messages.receive(numbers, self.stage - 1, FORTH)
+            else:
+                whole, found, numbers = known.room(self.device)
+                self.messages.receive(whole, self.stage - 1, FORTH)
+            header = known if self.supposed is not None and known else Header.of_numbers(numbers.tolist())
             if header.width == FAILED:
                 self.takes, error = False, FailedBeforeError()
                 self._fail(error)
                 raise error
-            assert (header.number, header.stage) == (self.number, self.stage - 1), "values come in their order"
-        if known is None or header.forms != known.forms:
+            if known is None or header.forms != known.forms:
+                self._come = header  # noted, so that no values are read as a header where there is no memory for them
+        if self._come is not None:
             found = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in header.forms]
             for value in found:
                 self.messages.receive(value, self.stage - 1, FORTH)
-        self._got[self._key], self.takes = header, False
+        self._come, self.takes = None, False
+        header.keep(self._got[self.chunk], self._form)
         self._carried.dtype, self._carried.width = header.forms[0][0], header.width
         self.arrived = [value.requires_grad_() for value in found] if torch.is_grad_enabled() else found
+        if self.supposed is None and not self.failed:  # with what has come noted: its gradients go back
+            header.check(self.number, self.stage - 1)
 
     @eager
     def _take(self, chunk: int, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -364,24 +364,24 @@ class Edges:
         gives = self._chunks[self.chunk].gives
         forms = tuple((value.dtype, tuple(value.shape)) for value in values or ())
         header = Header(FAILED if values is None else self._carried.width, self.number, self.stage, forms)
-        known = self._given.get(self._key)
+        known = self._given[self.chunk].get(self._form)
         if self.supposed is not None:
-            known = header
-            self.supposed |= {
-                result: replace(header, forms=(form,)) for result, form in zip((None, *gives), forms, strict=True)
-            }
-        parts = [torch.tensor(header.numbers(1 + len(gives)), device=self.device)]
-        if values is not None:
-            self._given[self._key] = header
+            known, pairs = header, zip((None, *gives), forms, strict=True)
+            self.supposed |= {result: replace(header, forms=(form,)) for result, form in pairs}
+        numbers = torch.tensor(header.numbers(1 + len(gives)), device=self.device)
+        parts = [numbers, *(values or ())]
         if known is not None:
-            whole, rooms, numbers = known.room(self.device)
-            numbers.copy_(parts[0])
+            whole, rooms, behind = known.room(self.device)
+            behind.copy_(numbers)
+            parts[0] = whole  # where the next stage takes another form, it learns behind it what follows
             if forms == known.forms:
                 for room, value in zip(rooms, values or (), strict=True):
                     room.copy_(value)
-                values = None
-            parts = [whole]  # where the next stage takes another form, it learns behind it what follows
-        self.messages.send([*parts, *(value.contiguous() for value in values or ())], self.stage + 1, FORTH)
+                parts = [whole]
+        parts = [part.contiguous() for part in parts]
+        if values is not None:  # behind all that needs memory: the next stage keeps what it has got
+            header.keep(self._given[self.chunk], self._form)
+        self.messages.send(parts, self.stage + 1, FORTH)
         self.sends = False
 
 

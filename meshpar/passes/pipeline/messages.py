@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor
 from meshpar._torch.groups import default_store, share_timeout
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, first_line
+from meshpar.passes.pipeline.stand_ins import MOST_SHAPES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMS = 6
@@ -69,10 +71,24 @@ class Header:
         every = (rest[at : at + _FORM] for at in range(0, len(rest), _FORM))
         return cls(width, number, stage, tuple((DTYPES[kind], tuple(sizes[:dims])) for kind, dims, *sizes in every))
 
+    def check(self, number: int, stage: int) -> None:
+        """Refuse the values of another micro-batch or stage than these."""
+        if (self.number, self.stage) != (number, stage):
+            raise MeshparError(
+                f"values of micro-batch {self.number} came from stage {self.stage}, expected those of micro-batch "
+                f"{number} from stage {stage}; run the same version of meshpar on all ranks of pp"
+            )
+
+    def keep(self, headers: dict[object, Header], form: object) -> None:
+        """Join the headers of other forms; both ends of a cut forget those where they have become too many."""
+        if form not in headers and len(headers) >= MOST_SHAPES:
+            headers.clear()
+        headers[form] = self
+
     def room(self, device: torch.device) -> tuple[Tensor, list[Tensor], Tensor]:
         """Return room for values of these forms in one message, the values in it, and the numbers behind them."""
         sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in self.forms]
-        ends = list(accumulate(-(-size // 8) * 8 for size in sizes))  # at which numbers of 8 bytes may begin
+        ends = list(accumulate(-(-size // 256) * 256 for size in sizes))  # kernels read aligned values faster
         whole = torch.empty(ends[-1] + 8 * self.size(len(sizes)), dtype=torch.uint8, device=device)
         values = [
             whole[begin : begin + size].view(dtype).view(shape).detach()
@@ -91,12 +107,12 @@ class Messages:
         doing: returns which stage runs, in which action; empty outside of a step.
 
     Attributes:
-        awaited: says for which stage this rank waits; empty where it does not.
         sent: messages that are on their way by their tags, the first that was sent first.
     """
 
     def __init__(self, group: dist.ProcessGroup, chunks: int, doing: Callable[[], str]) -> None:
-        self._chunks, self._doing, self.awaited = chunks, doing, ""
+        self._chunks, self._doing = chunks, doing
+        self._coming = deque[tuple[dist.Work, str]]()  # calls that receive, and what the watchdog says of them
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._lanes = _lanes(group)
         self.sent: dict[int, list[list[tuple[dist.Work, Tensor]]]] = {FORTH: [], BACK: []}
@@ -110,19 +126,28 @@ class Messages:
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            raise LostError(
-                failed_alone()
-                or f"{self._doing() or f'stage {self._rank}'}: the rank of another stage of pp has ended, or did not "
-                f"come in time; the first error of all ranks is the cause. The exchange ended with: {first_line(error)}"
-            ) from error
+            raise _lost(self._doing() or f"stage {self._rank}", error) from error
+
+    def waits(self) -> str:
+        """Return in which action a message was called for that has not come, and from which stage; empty where all
+        have.
+
+        On an accelerator the host goes on and waits where it reads a value, so that the message itself is asked. Other
+        threads may call this.
+        """
+        return next((said for work, said in tuple(self._coming) if not work.is_completed()), "")
 
     def receive(self, into: Tensor, stage: int, tag: int) -> None:
         """Wait for a message from a stage."""
-        sender, self.awaited = stage % self._ranks, f", waits for stage {stage}"
+        sender, said = stage % self._ranks, f"{self._doing() or f'stage {self._rank}'}, waits for stage {stage}"
         try:
-            self.exchanged(dist.recv, into, group=self._lanes[tag, sender], group_src=sender, tag=tag)
-        finally:
-            self.awaited = ""
+            work: Any = dist.irecv(into, group=self._lanes[tag, sender], group_src=sender, tag=tag)
+            while self._coming and self._coming[0][0].is_completed():
+                self._coming.popleft()
+            self._coming.append((work, said))
+            work.wait()
+        except RuntimeError as error:
+            raise _lost(said, error) from error
 
     def send(self, values: Sequence[Tensor], stage: int, tag: int) -> None:
         """Begin to send a stage one message, in parts."""
@@ -186,12 +211,26 @@ def _lanes(group: dist.ProcessGroup) -> dict[tuple[int, int], dist.ProcessGroup]
     return found
 
 
+def _lost(where: str, error: RuntimeError) -> LostError:
+    return LostError(
+        failed_alone()
+        or f"{where}: the rank of another stage of pp has ended, or did not come in time; the first error of all ranks "
+        f"is the cause. The exchange ended with: {first_line(error)}"
+    )
+
+
 def failed_alone() -> str:
     """Return what the rank that failed alone has told; empty where none did, or the store has ended."""
     with suppress(RuntimeError):
         store = default_store()
         return store.get(_ALONE).decode() if store.check([_ALONE]) else ""
     return ""
+
+
+def forget_alone() -> None:
+    """Forget what this rank has told, because it goes on."""
+    with suppress(RuntimeError):
+        default_store().delete_key(_ALONE)
 
 
 def tell_alone(cause: str) -> str:
@@ -212,10 +251,14 @@ def all_fail(where: str, ranks: int) -> bool:
     with suppress(RuntimeError):
         store, until = default_store(), time.monotonic() + _ALIKE_S
         failed = f"meshpar/failed/{ranks} ranks/{where}"  # plans over other numbers of stages count for themselves
-        mine = store.add(failed, 1)
-        while store.add(failed, 0) < mine + -mine % ranks:
+        mine, pause = store.add(failed, 1), 0.02
+        needed = mine + -mine % ranks
+        while store.add(failed, 0) < needed:
             if time.monotonic() > until:
-                return False
-            time.sleep(0.02)
+                if store.add(failed, -1) < needed - 1:  # the next failure there counts from the beginning
+                    return False
+                store.add(failed, 1)  # the last one came just now
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.5)
         return True
     return False

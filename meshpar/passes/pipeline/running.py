@@ -19,7 +19,7 @@ from meshpar._torch.groups import all_gather
 from meshpar.core.errors import MeshparError, brief
 from meshpar.loss import Found, Totals
 from meshpar.passes.pipeline.edges import Edges, FailedBeforeError, Portion
-from meshpar.passes.pipeline.messages import BACK, FORTH, LostError, all_fail, failed_alone, tell_alone
+from meshpar.passes.pipeline.messages import BACK, FORTH, LostError, all_fail, failed_alone, forget_alone, tell_alone
 from meshpar.passes.pipeline.schedule import Action, actions
 from meshpar.passes.pipeline.stand_ins import tensors
 from meshpar.placements import local_tensor
@@ -47,19 +47,24 @@ class Layers:
     def __init__(self, portion: Portion, schedule: str, shared: dict[str, tuple[int, ...]]) -> None:
         self._module, self._chunks, self._schedule = portion.module, len(portion.chunks), schedule
         self.group, self.shared = portion.group, shared
-        self.edges = Edges(portion, self.doing, self._fail)
+        self.edges = Edges(portion, self._acting, self._fail)
         self.rank, self.ranks, self._messages = self.edges.rank, self.edges.ranks, self.edges.messages
         self._count = self._before = 0
         self._shapes = list[Any]()  # of the tensors of each micro-batch on which the stages have agreed
         self.goes_on = False
         self._error: Exception | None = None  # ended an action of this step, of which the other stages do not know yet
         self._cause = ""  # where and what it was, where it is this stage's own
+        self._told = False  # the other ranks that this one failed alone
         self._action: Action | None = None  # that runs
         self._form: tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]] = (False, [])  # of the last totals
         self.begins: Callable[[Action], object] = lambda action: None
 
     def doing(self) -> str:
         """Return which stage of this rank runs or waits for which, in which action; nothing outside of a step."""
+        return self._messages.waits() or self._acting()
+
+    def _acting(self) -> str:
+        """Return which stage of this rank runs, in which action."""
         if (action := self._action) is None:
             return ""
         kind = "forward" if action.kind == "F" else "backward"
@@ -68,7 +73,7 @@ class Layers:
             if self._before >= 0
             else f"{action.number} of {self._count}"
         )
-        return f"stage {self.edges.stage}, {kind} of micro-batch {of}{self._messages.awaited}"
+        return f"stage {self.edges.stage}, {kind} of micro-batch {of}"
 
     def counted_elsewhere(self) -> set[int]:
         """Return the numbers of the parameters that the norm over all stages counts on another stage."""
@@ -118,6 +123,9 @@ class Layers:
     def _begin_step(self, before: int) -> None:
         self._before, self._cause, self._action, self.goes_on = before, "", None, False
         self._error, self.edges.failed = None, False
+        if self._told:
+            forget_alone()
+            self._told = False
 
     def _agree(self, micro_batches: Iterable[Micro]) -> list[Micro]:
         """Return the next micro-batches; refuse those that differ between stages.
@@ -182,11 +190,12 @@ class Layers:
         self._error, self.edges.failed = error, True
         if isinstance(error, FailedBeforeError):
             return
-        where = self.doing() or f"stage {self.rank}, its micro-batches"
+        where = self._acting() or f"stage {self.rank}, its micro-batches"
         self._cause = f"{where}: {brief(error)}"
         if alone := failed_alone():
             raise MeshparError(alone) from error
         if not all_fail(where, dist.get_world_size() // self.ranks):
+            self._told = True
             error.add_note(tell_alone(self._cause))
             raise error
 

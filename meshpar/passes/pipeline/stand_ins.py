@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshpar.core.errors import MeshparError
 
 _SETTINGS = str | int | float | None
-_MOST_SHAPES = 256  # that a stand-in knows at a time
+MOST_SHAPES = 256  # that a stand-in, or an end of a cut, knows at a time
 
 
 @final
@@ -98,7 +98,7 @@ class HeadStandIn(nn.Module):
             key = *form, repr(tree_map_only(Tensor, lambda tensor: (*tensor.shape, tensor.dtype), (args, kwargs)))
         if key not in known:
             given = tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), (args, kwargs))
-            if len(known) >= _MOST_SHAPES:
+            if len(known) >= MOST_SHAPES:
                 known.clear()
             value = torch.full((), torch.nan, dtype=form[0], device=form[1])
             with torch.no_grad():
