@@ -1,5 +1,5 @@
-"""Names of temporary and replaced folders: they carry host, PID and the process's start, so that leftovers of the
-dead are recognised.
+"""Names of temporary and replaced files and folders: they carry host, PID and the process's start, so that leftovers of
+the dead are recognised.
 """
 
 from __future__ import annotations
@@ -88,6 +88,30 @@ def on_the_way(target: P, kind: Literal["tmp", "old"], *, process: int | None = 
     """Return a new name beside ``target`` for a folder of this process, or of another; its maker removes the folder."""
     process = os.getpid() if process is None else process
     return target.with_name(f"{target.name}.{kind}-{host_name()}-{process}-{process_id(process)}{uuid.uuid4().hex[:8]}")
+
+
+def write_durably(path: Path, data: bytes | str) -> None:
+    """Write a small file, whole or not at all, and flush it to the disk: a full disk leaves the one that was there."""
+    temporary, data = on_the_way(path, "tmp"), data.encode() if isinstance(data, str) else data
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def untouched_s(path: Path) -> float:

@@ -7,13 +7,13 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PosixPath
+from pathlib import PosixPath
 from typing import Any, ClassVar
 
 from meshpar.checkpoints.storage.files import ReadFile
 from meshpar.checkpoints.storage.writeback import WrittenBehind
 from meshpar.core.errors import CheckpointError
-from meshpar.leftovers import untouched_s
+from meshpar.leftovers import fsync, untouched_s, write_durably
 
 
 class DiskPath(PosixPath):
@@ -72,13 +72,7 @@ class DiskPath(PosixPath):
 
     def write_durably(self, data: bytes) -> None:
         """Write a small file atomically, and flush it to the disk."""
-        temporary = self.with_name(f".{self.name}.new")
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self)
-        fsync(self.parent)
+        write_durably(self, data)
 
     def create(self, data: bytes, *, replaces: bytes | None = None) -> bool:
         """Write a small file if there is none, or if it has the bytes ``replaces``; return whether this call wrote it.
@@ -114,12 +108,3 @@ class DiskPath(PosixPath):
             shutil.rmtree(self)
         else:
             self.unlink(missing_ok=True)
-
-
-def fsync(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -31,6 +31,7 @@ from meshpar.core.errors import (
 )
 from meshpar.launchers import environment
 from meshpar.launchers.agent.terms import NO_USE, OTHERS_S, RETRY, STOPPED, task
+from meshpar.leftovers import write_durably
 
 _EXITS = ("os._exit", "sys.exit")
 _FULL_MEMORY = (
@@ -315,7 +316,7 @@ def made_step(logs: Path) -> None:
 
 def failed_at(logs: Path, step: int) -> None:
     """Note how many steps were complete when this start failed; the next start makes a new step after these."""
-    _starts_file(logs).with_suffix(".failed-at").write_text(str(step), encoding="utf-8")
+    write_durably(_starts_file(logs).with_suffix(".failed-at"), str(step))
 
 
 def last_failed_at(logs: Path) -> int:

@@ -24,6 +24,7 @@ from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.targets.job import Job, Target, ask, make_target
 from meshpar.launchers.targets.launched import LAUNCH
+from meshpar.leftovers import write_durably
 from meshpar.training.template import TEMPLATES
 from meshpar.training.text import STDLIB
 
@@ -110,10 +111,10 @@ def launch_job(
     lines += [f"note: {note}" for note in (*notes, *plugin.notes(job))]
     command = plugin.submit(path)
     note: Mapping[str, object] = {"target": target, "options": list(options), "file": path.name, "label": job.label}
-    (job.folder / LAUNCH).write_text(json.dumps(note) + "\n", encoding="utf-8")
+    write_durably(job.folder / LAUNCH, json.dumps(note) + "\n")
     if submit:
         answer = ask(command, SUBMIT_S)
-        (job.folder / LAUNCH).write_text(json.dumps({**note, "submitted": answer}) + "\n", encoding="utf-8")
+        write_durably(job.folder / LAUNCH, json.dumps({**note, "submitted": answer}) + "\n")
     lines.append(answer if submit else f"submit it: {shlex.join(command)}")
     return "\n".join(lines)
 

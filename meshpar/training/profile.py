@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,12 +17,16 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshpar._torch.groups import gloo_threads, group_title
 from meshpar.core import runtime
+from meshpar.core.errors import brief
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import axis_groups, hold_state
 from meshpar.forecasting.trace import Phase
+from meshpar.leftovers import on_the_way, write_durably
 from meshpar.parallelized import Parallelized
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.metrics import peak_memory
+
+log = logging.getLogger(__name__)
 
 Interval = tuple[float, float]
 
@@ -296,7 +301,10 @@ class Profiled:
             yield from self._watched(batches, holders)
         dist.all_gather_object(ranks, mine, runtime.hosts())
         if tracer is not None:
-            self._write(tracer, threads, ranks, holders)
+            try:
+                self._write(tracer, threads, ranks, holders)
+            except Exception as error:  # noqa: BLE001 - the other ranks write none, and train on
+                log.warning("no profile in %s: %s; training continues", self._folder, brief(error))
 
     def _next(self, batches: Iterator[list[TensorBatch]]) -> list[TensorBatch]:
         start = time.perf_counter()
@@ -309,8 +317,9 @@ class Profiled:
         torch.cuda.memory._record_memory_history(max_entries=200_000)
         yield next(batches)
         if dist.get_rank() == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(self._folder / SNAPSHOT))
+            with suppress(OSError):  # the page, written later to the same disk, tells of it
+                self._folder.mkdir(parents=True, exist_ok=True)
+                torch.cuda.memory._dump_snapshot(str(self._folder / SNAPSHOT))
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def _watched(self, batches: Iterator[list[TensorBatch]], holders: dict[str, int]) -> Iterator[list[TensorBatch]]:
@@ -334,7 +343,9 @@ class Profiled:
 
     def _write(self, tracer: profile, threads: Mapping[int, str], ranks: list[Any], holders: Mapping[str, int]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        tracer.export_chrome_trace(str(self._folder / TRACE))
+        fresh = on_the_way(self._folder / TRACE, "tmp")
+        tracer.export_chrome_trace(str(fresh))
+        fresh.replace(self._folder / TRACE)
         times = times_of(json.loads((self._folder / TRACE).read_text(encoding="utf-8")), threads)
         files = {TRACE: "open in https://ui.perfetto.dev"}
         with suppress(FileNotFoundError):
@@ -347,7 +358,7 @@ class Profiled:
             else "compiled blocks do not show it; `meshpar plan` forecasts it"
         )
         page = Page(title=title, steps=STEPS, times=times, ranks=ranks, holders=holders, unseen=where, files=files)
-        (self._folder / SUMMARY).write_text(str(page), encoding="utf-8")
+        write_durably(self._folder / SUMMARY, str(page))
 
 
 def at_the_peak(held: Mapping[str, int], phases: tuple[Phase, ...]) -> dict[str, int]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 from meshpar.core.errors import RecipeError, brief
 from meshpar.homes import expanded
 from meshpar.imports import need
+from meshpar.leftovers import write_durably
 
 if TYPE_CHECKING:
     import numpy as np
@@ -174,13 +174,13 @@ class TextTokenizer:
         if self._folder is not None:
             for name in _FILES:
                 if (self._folder / name).is_file() and self._folder.resolve() != folder.resolve():
-                    shutil.copyfile(self._folder / name, folder / name)
+                    write_durably(folder / name, (self._folder / name).read_bytes())
         else:
-            self.fast.save(str(folder / "tokenizer.json"))
+            write_durably(folder / "tokenizer.json", self.fast.to_str(pretty=True))
         if _configured_eos(folder) != self.eos:
             _configure_eos(folder / "tokenizer_config.json", self.eos)
         if self._template is not None:
-            (folder / "chat_template.jinja").write_text(self._template, encoding="utf-8")
+            write_durably(folder / "chat_template.jinja", self._template)
         return folder
 
 
@@ -287,7 +287,7 @@ def _configure_eos(file: Path, eos: str) -> None:
         | config
         | {"eos_token": eos}
     )
-    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_durably(file, json.dumps(config, indent=2) + "\n")
 
 
 def _byte_letters() -> list[str]:
