@@ -22,6 +22,8 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._staged = threading.Event()
+        self._lock, self._after = threading.RLock(), list[Callable[[], object]]()
+        self._writes = False
         self._failure: BaseException | None = None
         self._hook: Any = None  # of every optimizer: one that the save did not receive may train the same parameters
 
@@ -31,6 +33,7 @@ class Background:
         """
         self.wait()
         self._staged.clear()
+        self._after, self._writes = [], True
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_step())
             atexit.register(self._told_at_exit)
@@ -40,11 +43,16 @@ class Background:
                 stage()
                 self._staged.set()
                 finish()
+                with self._lock:
+                    while self._after:
+                        self._after.pop(0)()
+                    self._writes = False
             # raised again on the main thread by before_step, wait or close
             except BaseException as error:  # noqa: BLE001
                 self._failure = error
             finally:
                 self._staged.set()
+                self._writes = False
 
         self._thread = threading.Thread(target=work, name="meshpar-save")
         self._thread.start()
@@ -58,6 +66,16 @@ class Background:
         self._staged.wait()
         if not self._thread.is_alive() or self._failure is not None:
             self.wait()
+
+    def then(self, act: Callable[[], object]) -> None:
+        """Run ``act`` once the save in flight is committed, on its thread; now where none is in flight, and never after
+        one that failed.
+        """
+        with self._lock:
+            if self._writes:
+                self._after.append(act)
+            elif self._failure is None:
+                act()
 
     def wait(self) -> None:
         """Wait for the save in flight, and raise its error if it failed."""

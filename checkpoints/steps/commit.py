@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection
-from typing import Protocol, TypeVar, final
+from typing import Any, Protocol, TypeVar, final
 
 from meshpar.checkpoints.format.manifest import MANIFEST_NAME, Manifest, read_manifest, step_name, step_of
 from meshpar.checkpoints.steps.leftovers import left_behind, remove, told_only
@@ -43,6 +43,11 @@ class Commit(Protocol[P]):
         writer was first.
         """
         ...
+
+    def amend(self, step: P, **entries: Any) -> None:
+        """Replace entries in the manifest of a committed step, all at once. Raises CheckpointError if another writer
+        was first.
+        """
 
     def abandon(self, temporary: P) -> None:
         """Delete a temporary folder after a failed save."""
@@ -93,6 +98,10 @@ class Renaming:
                 replaced.rename(final)
             raise
         return final, replaced
+
+    def amend(self, step: DiskPath, **entries: Any) -> None:
+        manifest = dataclasses.replace(read_manifest(step), **entries)
+        (step / MANIFEST_NAME).write_durably(manifest.to_json().encode())
 
     def abandon(self, temporary: DiskPath) -> None:
         if temporary.exists():
@@ -162,6 +171,12 @@ class Conditional:
                 "jobs"
             )
         return final, final / old if old else None
+
+    def amend(self, step: ObjectPath, **entries: Any) -> None:
+        version, _ = _version_and_parts(step)
+        manifest = dataclasses.replace(read_manifest(step), **entries)
+        if not (step / MANIFEST_NAME).create(manifest.to_json().encode(), replaces=version):
+            raise CheckpointError(f"another writer changed {step / MANIFEST_NAME}; end one of the jobs")
 
     def abandon(self, temporary: ObjectPath) -> None:
         if temporary not in self._replaced:

@@ -201,6 +201,15 @@ class CheckpointManager:
             )
         return self._steps.path(step)
 
+    def amend(self, step: int, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Replace ``extra`` and ``metrics`` of a saved step, so that values which are known after the save decide about
+        ``best``. A step that is being written in the background is amended as soon as it is committed.
+
+        Rank 0 writes, and no rank waits. An error is logged as a warning, because the step itself is saved.
+        """
+        if self._ranks().rank == 0:
+            self._background.then(lambda: self._amend(step, extra, metrics))
+
     def before_step(self) -> None:
         """Wait until the save in flight has copied its values; every optimizer does this in its ``step``."""
         self._background.before_step()
@@ -344,11 +353,19 @@ class CheckpointManager:
         if self._lease is not None:
             self._lease.check()
         path = self._steps.commit(folder, manifest)
-        with told_only(f"step {manifest.step} is committed, but older steps could not be deleted"):
-            self._steps.retain(
-                self._keep, self._steps.best_or_unknown(self._best) if self._best else (), saved=manifest.step
-            )
+        self._retain(manifest.step)
         return path
+
+    def _retain(self, saved: int) -> None:
+        with told_only(f"step {saved} is committed, but older steps could not be deleted"):
+            self._steps.retain(self._keep, self._steps.best_or_unknown(self._best) if self._best else (), saved=saved)
+
+    def _amend(self, step: int, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        with told_only(f"step {step} is saved, but without the values that were computed after its save"):
+            if self._lease is not None:
+                self._lease.check()
+            self._steps.amend(step, extra=plain(extra, "extra"), metrics=plain(metrics, "metrics"))
+            self._retain(step)
 
     @contextmanager
     def _abandoned_on_error(self) -> Iterator[None]:

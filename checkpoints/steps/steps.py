@@ -78,6 +78,10 @@ class Steps:
             self._mark_latest(self.committed()[-1])
         return final
 
+    def amend(self, step: int, **entries: Any) -> None:
+        """Replace entries in the manifest of a committed step; raises CheckpointError if it is not committed."""
+        self._way.amend(self.folder(step), **entries)
+
     def abandon(self, temporary: Place) -> None:
         """Delete a temporary folder after a failed save."""
         self._way.abandon(temporary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -159,6 +160,35 @@ def test_retention_keeps_the_newest_and_the_best(tmp_path):
         "step-00000004",
         "step-00000005",
     ]
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_values_known_after_a_save_decide_about_the_best_step(tmp_path, async_):
+    with CheckpointManager(tmp_path, keep=1, best="loss", async_=async_) as manager:
+        for step, loss in enumerate([3.0, 1.0, 2.0, 0.5], 1):
+            manager.save(step, linear(), extra={"owes": True})
+            manager.amend(step, {"owes": False}, {"loss": loss})
+            manager.wait()
+            assert manager.best() == (step if step in (1, 2, 4) else 2)
+            assert manager.steps() == ([2, 3] if step == 3 else [step]), (
+                "no step is deleted before its successor has values"
+            )
+    manifest = read_manifest(tmp_path / "step-00000004")
+    assert (manifest.extra, manifest.metrics) == ({"owes": False}, {"loss": 0.5})
+    restored = CheckpointManager(tmp_path).restore(linear())
+    assert restored.extra == {"owes": False}
+
+
+def test_a_step_stays_as_it_was_where_its_values_cannot_be_written(tmp_path, monkeypatch, caplog):
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, linear(), extra={"owes": True})
+    before = (tmp_path / "step-00000001/meshpar.json").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        manager.amend(1, {"owes": False}, {"loss": 1.0})
+    assert (tmp_path / "step-00000001/meshpar.json").read_bytes() == before
+    assert "step 1 is saved, but without the values" in caplog.text
+    assert [path.name for path in (tmp_path / "step-00000001").glob("*meshpar.json*")] == ["meshpar.json"]
 
 
 def test_a_step_saved_after_going_back_stays_and_later_ones_do_not_count(tmp_path):
