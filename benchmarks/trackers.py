@@ -96,7 +96,7 @@ class Hanging:
             time.sleep(3600)
         Hanging.got |= {record["step"] for record in records}
 
-    def close(self) -> None: ...
+    def close(self, ended: str) -> None: ...
 
 
 class Hangs(Case):
@@ -425,7 +425,7 @@ def train(case: Case, steps: int) -> tuple[list[float], list[float]]:
 
             def note(self, text: str) -> None: ...
 
-            def close(self) -> None: ...
+            def close(self, ended: str) -> None: ...
 
         board = Trackers(case.folder, case.trackers)
         settings = TrainSettings(steps=steps, log_every=1)

@@ -14,7 +14,7 @@ from meshpar.core.mesh import MeshSpec
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection
 from meshpar.training.elastic import Replicas
-from meshpar.training.metrics import Metrics, Reporter
+from meshpar.training.metrics import Ended, Metrics, Reporter
 
 
 def fitted(recipe: Recipe, world_size: int, whole: int) -> Recipe:
@@ -120,10 +120,10 @@ class Elected:
         for reporter in self._leading():
             reporter.note(text)
 
-    def close(self) -> None:
+    def close(self, ended: Ended = "stopped") -> None:
         """Close what is open."""
         for reporter in self._reporters:
-            reporter.close()
+            reporter.close(ended)
         self._reporters = ()
 
     def _leading(self) -> Sequence[Reporter]:

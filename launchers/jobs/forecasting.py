@@ -20,7 +20,7 @@ from meshpar.launchers.recipes.conflicts import folder_problems
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import Own
 from meshpar.plan import Plan
-from meshpar.training.metrics import Metrics, Reporter
+from meshpar.training.metrics import Ended, Metrics, Reporter
 
 
 def batch_of(recipe: Recipe) -> Batch:
@@ -139,7 +139,7 @@ class ForecastFeedback:
     def note(self, text: str) -> None:
         """Ignore the text."""
 
-    def close(self) -> None:
+    def close(self, ended: Ended = "complete") -> None:
         """Abandon a running forecast; it ends with the process."""
         self._thread = None
 

@@ -76,7 +76,7 @@ class PreflightError(LaunchError):
     """Raised for machines that do not fit the job. The message has the findings of the doctor."""
 
 
-def brief(error: Exception) -> str:
+def brief(error: BaseException) -> str:
     """Return an error's type and what it says, in at most 200 characters: errors about a file's contents may quote all
     of them.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO, cast, final
 
 from meshpar.imports import need
 from meshpar.signals import Lenient
-from meshpar.training.metrics import Metrics
+from meshpar.training.metrics import Ended, Metrics
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -70,7 +70,7 @@ class Console:
             total = self._total()
             self._write(f"step {step:>{len(str(total))}}/{total}  {text}{left}")
         elif any(name.startswith(("val/", _EVALUATIONS)) for name in record):
-            self._progress.console.print(f"step {step}: {text}", highlight=False)
+            self._progress.console.print(f"step {step}: {text}", highlight=False, markup=False)
         else:
             self._progress.update(self._task, completed=step, total=self._total(), description=text)
 
@@ -81,7 +81,7 @@ class Console:
         else:
             self._progress.console.print(text, highlight=False, markup=False)
 
-    def close(self) -> None:
+    def close(self, ended: Ended = "complete") -> None:
         """Stop the progress bar."""
         if self._progress is not None:
             self._progress.stop()
@@ -107,7 +107,7 @@ def _progress(file: TextIO) -> Progress:
     return rich.Progress(
         rich.MofNCompleteColumn(),
         rich.BarColumn(bar_width=24),
-        rich.TextColumn("{task.description}"),
+        rich.TextColumn("{task.description}", markup=False),
         rich.TimeElapsedColumn(),
         rich.TextColumn("eta"),
         rich.TimeRemainingColumn(elapsed_when_finished=False),

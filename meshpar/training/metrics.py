@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, final
+from typing import Literal, Protocol, final
 
 import torch
 from torch import nn
 
+from meshpar.leftovers import write_durably
 from meshpar.loss import IGNORE_INDEX
 from meshpar.passes.applied import all_parameters
 
@@ -49,6 +50,8 @@ PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
 }
 """Name -> dtype -> FLOP/s of one device, dense with float32 accumulation, from the vendors' data sheets."""
 Metrics = Mapping[str, float]
+Ended = Literal["complete", "stopped", "failed"]
+"""How a run ended: with all its steps, by a stop request, after which it can be resumed, or by an error."""
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -249,8 +252,8 @@ class Reporter(Protocol):
     def note(self, text: str) -> None:
         """Receive a line of text about the run."""
 
-    def close(self) -> None:
-        """Flush and close."""
+    def close(self, ended: Ended) -> None:
+        """Flush and close; ``ended``: how the run ended."""
 
 
 _MOST_UNWRITTEN = 16 << 20  # bytes
@@ -275,14 +278,12 @@ class JsonLines:
             with path.with_suffix(".abandoned.jsonl").open("a", encoding="utf-8", errors=_AS_READ) as aside:
                 aside.writelines(line for line in lines if _step_of(line) > step)
                 os.fsync(aside.fileno())
-        if path.is_file():
-            fresh = path.with_suffix(".tmp")
-            with fresh.open("w", encoding="utf-8", errors=_AS_READ) as file:
-                file.writelines(kept)
-                os.fsync(file.fileno())
-            fresh.replace(path)
+        if path.is_file() and path.read_bytes() != (written := "".join(kept).encode(errors=_AS_READ)):
+            write_durably(path, written)
         self._file = path.open("ab", buffering=0)
         self._unwritten, self._warned = b"", False
+        # of a validation that is made again, because the run ended before the checkpoint had its result
+        self._step, self._known = step, [_values(line) for line in kept if _step_of(line) == step]
 
     def report(self, record: Metrics) -> None:
         """Write a line; values that JSON cannot store (nan, inf) become null. Lines that a full disk refuses are
@@ -290,21 +291,42 @@ class JsonLines:
         """
         plain = {name: value if math.isfinite(value) else None for name, value in record.items()}
         line = json.dumps({**plain, "time": round(time.time(), 3)}) + "\n"
+        if record["step"] == self._step and (names := _values(line)) and names in self._known:
+            return
         self._unwritten = self._unwritten[-_MOST_UNWRITTEN:] + line.encode()
+        if (error := self._write()) is not None and not self._warned:
+            self._warned = True
+            log.warning("%s: %s; training continues, and the lines are written later", self._file.name, error)
+
+    def _write(self) -> OSError | None:
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
-            if not self._warned:
-                log.warning("%s: %s; training continues, and the lines are written later", self._file.name, error)
-            self._warned = True
+            return error
+        return None
 
     def note(self, text: str) -> None:
         """Ignore the text: the file has numbers only."""
 
-    def close(self) -> None:
-        """Close the file."""
+    def close(self, ended: Ended = "complete") -> None:
+        """Write what a full disk refused, if it does not any more, and close the file."""
+        if (error := self._write()) is not None:
+            log.warning(
+                "%s: %s; its last %d records are lost; free space before the next start",
+                self._file.name,
+                error,
+                self._unwritten.count(b"\n"),
+            )
         self._file.close()
+
+
+def _values(line: str) -> list[str]:
+    """Return the names of a line's validation; a line of another kind has none."""
+    try:
+        return [name for name in json.loads(line) if name.startswith(("val/", "eval/"))]
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return []
 
 
 def _step_of(line: str) -> float:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshpar.core import runtime
-from meshpar.core.errors import MeshparError
+from meshpar.core.errors import MeshparError, ReplicaError, brief
 
 T = TypeVar("T")
 
@@ -42,6 +42,9 @@ class Together:
                 outcome = [(act(), None)]
             except MeshparError as error:
                 outcome = [(None, error)]
+            except Exception as error:  # noqa: BLE001 - the other ranks, which wait for it, must hear of it
+                outcome = [(None, ReplicaError(f"rank 0 of this replica failed: {brief(error)}"))]
+                outcome[0][1].__cause__ = error
         if self._group is not None:
             dist.broadcast_object_list(outcome, src=0, group=self._group)
         result, failure = outcome[0]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, final
 
 from meshpar.core.errors import MeshparError
 from meshpar.imports import need
-from meshpar.training.metrics import Metrics
+from meshpar.training.metrics import Ended, Metrics
 from meshpar.training.tracking import TrackedRun
 
 _ROOM = 32 << 20  # bytes on the disk for what W&B and Trackio have in memory
@@ -31,6 +31,7 @@ class TensorBoard:
     requires: ClassVar[tuple[str, str]] = ("tensorboard", "train")
 
     def __init__(self, run: TrackedRun) -> None:
+        self._step = run.step
         self._writer: Any = need("torch.utils.tensorboard").SummaryWriter(
             str(run.folder / "tensorboard"), purge_step=run.step + 1 if run.step else None
         )
@@ -38,12 +39,14 @@ class TensorBoard:
     def send(self, records: Sequence[Metrics]) -> None:
         """Write every value at its step."""
         for record in records:
+            self._step = int(record["step"])
             for name, value in _values(record).items():
                 self._writer.add_scalar(name, value, int(record["step"]), walltime=record.get("time"))
         self._writer.flush()
 
-    def close(self) -> None:
-        """Flush and close."""
+    def close(self, ended: Ended) -> None:
+        """Write how the run ended as a text, flush and close."""
+        self._writer.add_text("run", ended, self._step)
         self._writer.close()
 
 
@@ -102,9 +105,9 @@ class WandB:
             stamp = {"_timestamp": record["time"]} if "time" in record else {}
             self._run.log({"step": int(record["step"]), **_values(record), **stamp})
 
-    def close(self) -> None:
-        """Finish the W&B run."""
-        self._run.finish()
+    def close(self, ended: Ended) -> None:
+        """Finish the W&B run; the exit code of one that failed is 1, and 143 (SIGTERM) of one that was stopped."""
+        self._run.finish(exit_code={"complete": 0, "failed": 1, "stopped": 143}[ended])
 
 
 @final
@@ -134,8 +137,10 @@ class Trackio:
         for record in records:
             self._run.log(_values(record), step=int(record["step"]))
 
-    def close(self) -> None:
-        """Finish the Trackio run."""
+    def close(self, ended: Ended) -> None:
+        """Finish the Trackio run; Trackio has no state of a run, so that a failed one gets a value ``failed``."""
+        if ended == "failed":
+            self._run.log({"failed": 1.0})
         self._run.finish()
 
 
@@ -191,9 +196,10 @@ class MLflow:
         ]
         self._client.log_batch(self._id, metrics=metrics)  # in requests of at most 1,000
 
-    def close(self) -> None:
-        """Mark the MLflow run as finished."""
-        self._client.set_terminated(self._id)
+    def close(self, ended: Ended) -> None:
+        """Mark the MLflow run as finished, failed, or killed where it was stopped."""
+        status = {"complete": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}[ended]
+        self._client.set_terminated(self._id, status)
 
 
 def _key(name: str) -> str:

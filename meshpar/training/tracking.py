@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, Protocol, cast, final
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,9 @@ import torch.distributed as dist
 from meshpar.core import registry
 from meshpar.core.errors import brief
 from meshpar.imports import need
+from meshpar.leftovers import write_durably
 from meshpar.parallelized import Parallelized
-from meshpar.training.metrics import JsonLines, Metrics
+from meshpar.training.metrics import Ended, JsonLines, Metrics
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ PATIENCE_S = 10.0
 """How long the end of a run waits for its trackers."""
 _MOST = 1000  # records at once
 _PAUSE_S, _RETRY_S, _LONGEST_S = 5.0, 1.0, 60.0  # between two sends; after an error, and at most
+_TRIES = 3  # of a record alone, before one after it is tried
+_CLOSE_S = 5.0
 _GIT_S = 10.0
 
 
@@ -68,11 +71,14 @@ class Tracker(Protocol):
     def send(self, records: Sequence[Metrics]) -> None:
         """Take records in their order: ``step``, ``time`` in seconds since 1970, and finite values by name.
 
-        An error has the same records sent again later, by a new tracker.
+        An error has the same records sent again later, by a new tracker. A record that is refused alone, while one
+        after it is taken, is set aside.
         """
 
-    def close(self) -> None:
-        """Send what is left, and end."""
+    def close(self, ended: Ended) -> None:
+        """Send what is left, and end; ``ended``: how the run ended. ``"stopped"`` also where another tracker is made in
+        the place of this one, after an error.
+        """
 
 
 @final
@@ -120,11 +126,14 @@ class Trackers:
     def note(self, text: str) -> None:
         """Ignore the text: trackers get numbers only."""
 
-    def close(self) -> None:
-        """Wait up to 10 seconds for the trackers. What they lack is sent at the next start."""
+    def close(self, ended: Ended = "complete") -> None:
+        """Wait up to 10 seconds for the trackers, which show how the run ended. What they lack is sent at the next
+        start.
+        """
         self._lines.close()
         end = time.monotonic() + PATIENCE_S
         for sender in self._senders:
+            sender.ended = ended
             sender.ends.set()
         for sender in self._senders:
             sender.join(end)
@@ -146,7 +155,7 @@ class _Sender:
     """
 
     def __init__(self, name: str, make: Callable[[TrackedRun], Tracker], run: TrackedRun) -> None:
-        self.ends = threading.Event()
+        self.ends, self.ended = threading.Event(), cast("Ended", "complete")
         self._name, self._make = name, make
         self._lines, self._marker = run.folder / METRICS, run.folder / SENT / f"{name}.json"
         known: dict[str, Any] = {}
@@ -156,6 +165,8 @@ class _Sender:
         # of a run that was set back, what is left was sent
         self._sent = min(int(known.get("sent", 0)), self._lines.stat().st_size)
         self._warned = False
+        self._most, self._alone, self._retry_s = _MOST, 0, _RETRY_S  # lines at once; errors of the next line alone
+        self._ahead: set[bytes] = set()  # lines that the tracker has, after one that it refused
         self._thread = threading.Thread(target=self._sends, name=f"meshpar-tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -167,42 +178,89 @@ class _Sender:
 
     def _sends(self) -> None:
         tracker: Tracker | None = None
-        retry_s, last = _RETRY_S, False
+        last, taken = False, list[bytes]()
         while not last:
             last = self.ends.is_set()
             try:
                 if tracker is None:
                     self._mark()  # so that a start after this one continues it
                     tracker = self._make(self._run)
-                while taken := self._unsent():
-                    records = [record for line in taken if (record := _record(line))]
-                    if records:
-                        tracker.send(records)
-                        steps = (int(record["step"]) for record in records)
-                        self._run = replace(self._run, step=max(self._run.step, *steps))
-                    self._sent += sum(map(len, taken))
-                    self._mark()
-                    retry_s = _RETRY_S
+                while taken := self._unsent(self._most):
+                    try:
+                        self._send(tracker, taken)
+                    except Exception:
+                        self._judge(tracker, taken)
+                        raise
+                    self._count(taken)
+                    self._warned, taken = False, []
                 if last:
-                    tracker.close()
+                    tracker.close(self.ended)
                 self.ends.wait(_PAUSE_S)
-            except Exception as error:  # noqa: BLE001 - each tracker has its own
+            except BaseException as error:  # noqa: BLE001 - each tracker has its own, and SystemExit ends no thread
                 self._warn(brief(error))
+                self._most = max(1, len(taken) // 2) if taken else self._most
+                if tracker is not None:
+                    self._close(tracker)
                 tracker = None
-                self.ends.wait(retry_s)
-                retry_s = min(2 * retry_s, _LONGEST_S)
+                self.ends.wait(self._retry_s)
+                self._retry_s = min(2 * self._retry_s, _LONGEST_S)
 
-    def _unsent(self) -> list[bytes]:
+    def _count(self, lines: Sequence[bytes]) -> None:
+        """Note that the tracker has lines."""
+        self._sent += sum(map(len, lines))
+        self._most, self._alone, self._retry_s = min(2 * self._most, _MOST), 0, _RETRY_S
+        self._mark()
+
+    def _judge(self, tracker: Tracker, refused: Sequence[bytes]) -> None:
+        """Set a line aside that was refused alone several times, if a later one is taken: the service is there."""
+        self._alone += len(refused) == 1
+        if self._alone < _TRIES:
+            return
+        later = [line for line in self._unsent(2 + self._alone % _MOST)[1:] if line not in self._ahead][-1:]
+        self._send(tracker, later)
+        if later:
+            self._ahead |= {*later}
+            self._set_aside(refused[0])
+            self._count(refused)
+
+    def _send(self, tracker: Tracker, lines: Sequence[bytes]) -> None:
+        records = [record for line in lines if line not in self._ahead and (record := _record(line))]
+        if records:
+            tracker.send(records)
+            steps = (int(record["step"]) for record in records)
+            self._run = replace(self._run, step=max(self._run.step, *steps))
+
+    def _set_aside(self, line: bytes) -> None:
+        """Keep a record that the tracker refuses beside the marker, and name it."""
+        with self._marker.with_suffix(".refused.jsonl").open("ab") as file:
+            file.write(line)
+        log.warning(
+            "tracker %s refuses one record, %s; it is set aside in %s, and later ones are sent",
+            self._name,
+            line.decode(errors="replace").strip()[:200],
+            file.name,
+        )
+
+    def _close(self, tracker: Tracker) -> None:
+        """Close a tracker that failed; one that does not end within some seconds is left to its thread."""
+
+        def close() -> None:
+            with suppress(BaseException):  # it has failed already
+                tracker.close("stopped")
+
+        thread = threading.Thread(target=close, name=f"{self._thread.name}-ends", daemon=True)
+        thread.start()
+        thread.join(_CLOSE_S)
+
+    def _unsent(self, most: int) -> list[bytes]:
         """Return lines that are whole and not sent yet."""
         with self._lines.open("rb") as file:
             file.seek(self._sent)
-            return [line for line in islice(file, _MOST) if line.endswith(b"\n")]
+            return [line for line in islice(file, most) if line.endswith(b"\n")]
 
     def _mark(self) -> None:
         self._marker.parent.mkdir(exist_ok=True)
-        fresh = self._marker.with_suffix(".tmp")
-        fresh.write_text(json.dumps({"id": self._run.id, "sent": self._sent}), encoding="utf-8")
-        fresh.replace(self._marker)
+        write_durably(self._marker, json.dumps({"id": self._run.id, "sent": self._sent}))
 
     def _warn(self, why: str) -> None:
         if not self._warned:

@@ -35,6 +35,9 @@ class Board:
     runs: ClassVar[list[TrackedRun]] = []
     fails: ClassVar[threading.Event] = threading.Event()
     hangs: ClassVar[threading.Event] = threading.Event()
+    closed: ClassVar[list[str]] = []
+    refused: ClassVar[set[int]] = set()
+    error: ClassVar[BaseException] = ConnectionError("the service is down")
 
     def __init__(self, run: TrackedRun, *, project: str = "") -> None:
         self.runs.append(run)
@@ -43,16 +46,21 @@ class Board:
         while self.hangs.is_set():
             time.sleep(0.01)
         if self.fails.is_set():
-            raise ConnectionError("the service is down")
+            raise self.error
+        if any(record["step"] in self.refused for record in records):
+            raise ValueError("a name of more than 250 characters")
         self.got.extend(records)
 
-    def close(self) -> None:
-        self.got.append({"closed": 1})
+    def close(self, ended: str) -> None:
+        self.closed.append(ended)
+        while self.hangs.is_set():
+            time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch):
-    Board.got, Board.runs = [], []
+    Board.got, Board.runs, Board.closed, Board.refused = [], [], [], set()
+    Board.error = ConnectionError("the service is down")
     Board.fails.clear()
     Board.hangs.clear()
     monkeypatch.setattr(tracking, "_RETRY_S", 0.02)
@@ -77,7 +85,7 @@ def test_a_tracker_gets_every_record_and_the_facts_of_the_run(tmp_path: Path) ->
     report(board, 2, 3)
     board.close()
     assert steps() == [1, 2, 3]
-    assert Board.got[-1] == {"closed": 1}
+    assert Board.closed == ["complete"]
     assert Board.got[0].items() >= {"train/loss": 2.0}.items() and "bad" not in Board.got[0]
     assert time.time() - Board.got[0]["time"] < 600
     assert Board.runs[0].name == "mine"
@@ -98,6 +106,94 @@ def test_a_tracker_that_is_down_gets_the_rest_later_and_there_is_one_warning(
     assert steps() == [1, 2, 3, 4, 5, 6]
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert "the service is down; training continues" in warning
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_tracker_that_is_replaced_is_closed_and_each_outage_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    board = Trackers(tmp_path, {f"{HERE}.Board": {}})
+    for outage in (1, 2):
+        Board.fails.set()
+        before = len(Board.runs)
+        report(board, outage)
+        until(lambda before=before: len(Board.runs) > before + 2)
+        Board.fails.clear()
+        until(lambda outage=outage: outage in steps())
+    board.close("failed")
+    assert Board.closed == ["stopped"] * (len(Board.runs) - 1) + ["failed"]
+    assert len(warnings_of(caplog)) == 2
+
+
+def test_a_tracker_that_cannot_be_closed_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "_CLOSE_S", 0.05)
+    board = Trackers(tmp_path, {f"{HERE}.Board": {}})
+    until(lambda: Board.runs)
+    Board.fails.set()
+    report(board, 1)
+    until(lambda: len(Board.runs) > 1)
+    Board.fails.clear()
+    until(lambda: steps() == [1])
+    board.close()
+
+
+def test_a_record_that_is_refused_is_set_aside_by_name_and_others_arrive(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Board.refused = {3, 4}
+    board = Trackers(tmp_path, {f"{HERE}.Board": {}})
+    report(board, *range(1, 9))
+    until(lambda: 8 in steps())
+    board.close()
+    assert sorted(steps()) == [1, 2, 5, 6, 7, 8], "each once"
+    aside = (tmp_path / "trackers" / f"{HERE}.Board.refused.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in aside] == [3, 4]
+    assert [text.partition(", {")[0] for text in warnings_of(caplog) if "refuses" in text] == [
+        f"tracker {HERE}.Board refuses one record"
+    ] * 2
+
+
+def test_no_record_is_set_aside_while_the_service_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "_LONGEST_S", 0.02)
+    Board.fails.set()
+    board = Trackers(tmp_path, {f"{HERE}.Board": {}})
+    report(board, 1, 2, 3)
+    until(lambda: len(Board.runs) > 12)
+    Board.fails.clear()
+    until(lambda: steps() == [1, 2, 3])
+    board.close()
+    assert not list((tmp_path / "trackers").glob("*.refused.jsonl"))
+
+
+def test_a_tracker_that_raises_system_exit_is_told_and_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Board.error = SystemExit(3)
+    Board.fails.set()
+    board = Trackers(tmp_path, {f"{HERE}.Board": {}})
+    report(board, 1)
+    until(lambda: len(Board.runs) > 1)
+    Board.fails.clear()
+    until(lambda: steps() == [1])
+    board.close()
+    (warning,) = warnings_of(caplog)
+    assert "SystemExit: 3; training continues" in warning
+
+
+def test_a_marker_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed, renamed = list[int](), list[bool]()
+    flush, rename = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (flushed.append(os.fstat(file).st_ino), flush(file))[1])
+    monkeypatch.setattr(
+        Path, "replace", lambda self, to: (renamed.append(self.stat().st_ino in flushed), rename(self, to))[1]
+    )
+    Trackers(tmp_path, {f"{HERE}.Board": {}}).close()
+    assert renamed and all(renamed)
 
 
 def test_a_tracker_that_hangs_slows_no_step_and_the_next_start_sends_the_rest(
@@ -143,6 +239,49 @@ def test_lines_that_a_full_disk_refuses_are_written_later(tmp_path: Path, caplog
     assert lines == [1, 2, 3, 4]
     (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert "No space left on device" in warning
+
+
+def test_lines_that_are_lost_at_the_end_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for lost in (False, True):
+        folder = tmp_path / str(lost)
+        board = Trackers(folder, {})
+        full, whole = os.open("/dev/full", os.O_WRONLY), os.dup(board._lines._file.fileno())
+        os.dup2(full, board._lines._file.fileno())
+        report(board, 1, 2)
+        if not lost:
+            os.dup2(whole, board._lines._file.fileno())
+        board.close()
+        os.close(full)
+        os.close(whole)
+        assert len((folder / "metrics.jsonl").read_text().splitlines()) == (0 if lost else 2)
+    assert "its last 2 records are lost" in warnings_of(caplog)[-1]
+
+
+@pytest.mark.parametrize("ended", ["complete", "stopped", "failed"])
+def test_each_tracker_shows_how_a_run_ended(tmp_path: Path, ended: str) -> None:
+    """The clients stand in for services; TensorBoard has a text."""
+    calls = list[object]()
+
+    class Client:
+        def __getattr__(self, name: str) -> object:
+            return lambda *given, **named: calls.append((name, *given, *named.values()))
+
+    for kind, fields in ((trackers.WandB, "_run"), (trackers.Trackio, "_run"), (trackers.MLflow, "_client")):
+        made = object.__new__(kind)
+        made._id = "7"
+        setattr(made, fields, Client())
+        made.close(ended)
+    code, status = {"complete": (0, "FINISHED"), "stopped": (143, "KILLED"), "failed": (1, "FAILED")}[ended]
+    failed = [("log", {"failed": 1.0})] if ended == "failed" else []
+    assert calls == [("finish", code), *failed, ("finish",), ("set_terminated", "7", status)]
+    board = Trackers(tmp_path, {"tensorboard": {}})
+    report(board, 1)
+    board.close(ended)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (text,) = events.Tensors("run/text_summary")
+    assert (text.step, text.tensor_proto.string_val[0].decode()) == (1, ended)
 
 
 def test_tensorboard_has_every_scalar_once(tmp_path: Path) -> None:
