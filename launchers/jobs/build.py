@@ -176,7 +176,8 @@ def schedule_of(recipe: Recipe, data_size: int) -> Schedule:
 
 def settings_of(recipe: Recipe) -> TrainSettings:
     """Return how long to train, and what to do how often."""
-    return build(TrainSettings, recipe.training, checkpoint_every=recipe.checkpoint.every, seed=recipe.seed)
+    bounds = recipe.validation.model_dump(exclude={"weights"})
+    return build(TrainSettings, recipe.training, checkpoint_every=recipe.checkpoint.every, seed=recipe.seed, **bounds)
 
 
 def optimizer_of(recipe: Recipe) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -337,6 +338,8 @@ def _plugin_problems(recipe: Recipe) -> Iterator[_Problem]:
             continue
         except MeshparError as error:
             yield heading, str(error)
+    if not all(recipe.evaluations.get("samples", {}).get("prompts", ())):
+        yield "evaluations.samples.prompts", "a prompt is empty, and has no token; give each prompt a text"
 
 
 def _uneven(recipe: Recipe, plan: Plan, world_size: int) -> Iterator[_Problem]:

@@ -34,6 +34,7 @@ from meshpar.launchers.jobs.forecasting import forecast_feedback
 from meshpar.launchers.jobs.models import with_weights
 from meshpar.launchers.jobs.preflight import opened, patience_s
 from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.leftovers import write_durably
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import all_parameters, applied
 from meshpar.state.averaging import Averaged
@@ -109,7 +110,7 @@ def run_job(recipe: Recipe) -> Outcome:
                 if recipe.profile and left < PROFILED:
                     trainer.reporters[0].note(f"no profile: it requires {PROFILED} steps, and {left} are left")
             here = functools.partial(_where, trainer)
-            with watched(recipe.watchdog, here, lambda: (trainer.validated, manager.writes)):
+            with watched(recipe.watchdog, here, lambda: (trainer.moves, manager.writes)):
                 # to the end of the checkpoints that are written in the background
                 return trainer.run(heard.enter_context(StopRequest()))
 
@@ -171,7 +172,7 @@ def _report(recipe: Recipe, par: Parallelized, trainer: Trainer, stack: contextl
         reporters = _reporters(recipe, trainer, trainer.step)
         trainer.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
     for reporter in trainer.reporters:
-        stack.callback(reporter.close)
+        stack.callback(lambda reporter=reporter: reporter.close(trainer.ended))
 
 
 # stands in for Batches
@@ -207,25 +208,36 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         extra: dict[str, Any],
         *,
-        replace: bool = True,
         averages: Mapping[str, Averaged] | None = None,
     ) -> object:
         """Save and commit. Collective."""
-        metrics: Mapping[str, float] = {name: value for name, value in extra["metrics"].items() if math.isfinite(value)}
-        if self._best and self._best not in metrics and runtime.is_main():
+        extra, metrics = self._noted(step, extra)
+        self._before()
+        # An existing step is a damaged one, before which the run resumed.
+        saved = self._manager.save(step, self._saved, optimizer, extra, metrics, averages=averages, replace=True)
+        if isinstance(optimizer, HasModes):
+            self._manager.before_step()  # it changes the parameters when training continues
+        return saved
+
+    def amend(self, step: int, extra: dict[str, Any]) -> None:
+        """Add what a validation has found to a saved step."""
+        self._manager.amend(step, *self._noted(step, extra))
+
+    def wait(self, *, copied: bool = False) -> None:
+        """Wait for a save in the background, or until it has copied the parameters."""
+        (self._manager.before_step if copied else self._manager.wait)()
+
+    def _noted(self, step: int, extra: dict[str, Any]) -> tuple[dict[str, Any], Mapping[str, float]]:
+        """Return what a step is saved with, and its metrics."""
+        metrics = {name: value for name, value in extra["metrics"].items() if math.isfinite(value)}
+        if self._best and self._best not in metrics and not extra["owes"] and runtime.is_main():
             log.warning(
                 "checkpoint.best: step %d has no %s and cannot be it; it has %s",
                 step,
                 self._best,
                 ", ".join(metrics) or "none",
             )
-        extra = extra if self._origin is None else {**extra, "origin": self._origin}
-        self._before()
-        # An existing step is a damaged one, before which the run resumed.
-        saved = self._manager.save(step, self._saved, optimizer, extra, metrics, averages=averages, replace=replace)
-        if isinstance(optimizer, HasModes):
-            self._manager.before_step()  # it changes the parameters when training continues
-        return saved
+        return extra if self._origin is None else {**extra, "origin": self._origin}, metrics
 
 
 def _parallelize(recipe: Recipe, data: datasets.Data, kind: str) -> Parallelized:
@@ -361,7 +373,7 @@ def _elsewhere(path: Place) -> tuple[CheckpointManager, int]:
 def _begin_folder(recipe: Recipe, data: datasets.Data) -> None:
     """Write the recipe and the tokenizer to the run's folder."""
     recipe.folder.mkdir(parents=True, exist_ok=True)
-    (recipe.folder / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
+    write_durably(recipe.folder / RECIPE, recipe.to_yaml())
     if data.tokenizer is not None:
         data.tokenizer.save(recipe.folder / TOKENIZER)
     carried([recipe.folder / RECIPE, recipe.folder / TOKENIZER], recipe.kept)
@@ -390,7 +402,7 @@ def _take_up(recipe: Recipe) -> None:
         same = {*known.splitlines(keepends=True)}
         with here.with_suffix(".abandoned.jsonl").open("a", encoding="utf-8") as aside:
             aside.writelines(line for line in ours.splitlines(keepends=True) if line not in same)
-        shutil.copyfile(stored, here)
+        write_durably(here, stored.read_bytes())
         if (recipe.kept / SENT).exists():
             shutil.copytree(fetched(recipe.kept / SENT), recipe.folder / SENT, dirs_exist_ok=True)
 
@@ -456,7 +468,7 @@ def _tell(recipe: Recipe, par: Parallelized, trainer: Trainer, come_from: str) -
         f"{schedule.steps:,} "
         f"steps{f' of {trainer.batch:,} samples' if trainer.follows_samples and trainer.batch != batch else ''}",
     ]
-    if trainer.complete and not trainer.owes_validation:
+    if trainer.complete and not trainer.owes:
         kind = "steps" if settings.steps is not None and trainer.step >= settings.steps else "epochs"
         lines.append(
             f"all {getattr(settings, kind)} {kind} are done already, after step {trainer.step}; raise training.{kind} "

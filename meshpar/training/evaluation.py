@@ -40,6 +40,24 @@ class Evaluation(Protocol):
         ...
 
 
+def values_of(found: object) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the numbers and the texts of an evaluation's result; raises MeshparError for a result of another kind."""
+    if not isinstance(found, Mapping):
+        raise MeshparError(f"it returned a {type(found).__name__}; expected a mapping of names to numbers and texts")
+    numbers, texts = dict[str, float](), dict[str, str]()
+    for name, value in found.items():
+        try:
+            if isinstance(value, str):
+                texts[str(name)] = value
+            else:
+                numbers[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise MeshparError(
+                f"its value {name!r} is a {type(value).__name__}; expected a number or a text"
+            ) from error
+    return numbers, texts
+
+
 @final
 class MultipleChoice:
     """Choose among answers by their log-likelihood after the question: ``accuracy``, and ``accuracy_norm``, with the
@@ -104,6 +122,10 @@ class Samples:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if empty := [text for text in self.prompts if not self.tokenizer.encode(text)]:
+            raise RecipeError(f"the prompt {empty[0]!r} has no token; give each prompt a text")
 
     def __call__(self, par: Parallelized) -> dict[str, float | str]:
         """Return the text after each prompt, by prompt. Collective."""
@@ -172,6 +194,21 @@ class Harness:
         }
 
 
+def cut_pair(before: list[int], more: list[int], length: int) -> tuple[list[int], list[int]]:
+    """Return the ends of a context and of what follows: the model reads ``length`` tokens, all but the last one."""
+    more = more[-length:]
+    return before[len(before) - min(len(before), length + 1 - len(more)) :], more
+
+
+def cut_prompt(ids: list[int], most: int, length: int) -> tuple[list[int], int]:
+    """Return the end of a prompt and the most tokens after it: ``most`` where ``length`` has room, else those that half
+    of ``length`` or less as a prompt leaves.
+    """
+    room = length - most if most < length else max(1, length // 2)
+    ids = ids[-room:]
+    return ids, min(most, max(1, length - len(ids)))
+
+
 def _live(par: Parallelized, tokenizer: Tokenizer, length: int, batch: int) -> Any:  # noqa: ANN401 - of the harness
     """Return the live model in the harness's terms."""
     base, utils = need("lm_eval.api.model", extra="lm-eval").TemplateLM, need("lm_eval.utils", extra="lm-eval")
@@ -183,8 +220,7 @@ def _live(par: Parallelized, tokenizer: Tokenizer, length: int, batch: int) -> A
             return tokenizer.encode(string)
 
         def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:  # noqa: ANN401
-            pairs = [(before[-(length + 1 - len(more)) :], more) for _, before, more in requests]
-            return log_likelihoods(par, pairs, batch=batch)
+            return log_likelihoods(par, [cut_pair(before, more, length) for _, before, more in requests], batch=batch)
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:  # noqa: ANN401
             cut = partial(utils.get_rolling_token_windows, max_seq_len=length, context_len=1)
@@ -199,7 +235,7 @@ def _live(par: Parallelized, tokenizer: Tokenizer, length: int, batch: int) -> A
                 text, how = request.args
                 most, until = int(how.get("max_gen_toks", 256)), how.get("until") or []
                 drawn = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0
-                ids = tokenizer.encode(text)[-(length - most) :]
+                ids, most = cut_prompt(tokenizer.encode(text) or [tokenizer.eos_id], most, length)
                 (made,) = generate(par, [ids], tokens=most, ends=[tokenizer.eos_id], temperature=drawn)
                 answer = tokenizer.decode(made)
                 ends = [answer.find(stop) for stop in ([until] if isinstance(until, str) else until) if stop]

@@ -105,7 +105,8 @@ def log_likelihoods(
 
     def scored(places: list[int], rows: list[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
         if start is None:
-            given = {"input_ids": _padded([[*context, *more] for context, more in rows], par.device)}
+            read = [[*context, *more[:-1]] for context, more in rows]
+            given = {"input_ids": _padded(read, par.device)}
         else:
             given = _encoded(par, [context for context, _ in rows])
             given["decoder_input_ids"] = _padded([[start, *more[:-1]] for _, more in rows], par.device)

@@ -6,9 +6,10 @@ import hashlib
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from itertools import chain, islice
 from statistics import median
 from typing import Any, Protocol, final
@@ -18,20 +19,22 @@ import torch.distributed as dist
 from torch import nn
 
 from meshpar.core import runtime
-from meshpar.core.errors import MeshparError
+from meshpar.core.errors import MeshparError, brief
+from meshpar.core.passes import Role
 from meshpar.loss import token_losses
 from meshpar.parallelized import Parallelized
 from meshpar.passes.random import mix
 from meshpar.passes.untouched import evaluating
 from meshpar.same_values import check_equal
 from meshpar.state.averaging import Averaged
+from meshpar.training.beside import Beside
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.documents import check_documents
 from meshpar.training.elastic import Replicas
 from meshpar.training.elementwise import HasModes, evaluated
-from meshpar.training.evaluation import Evaluation
+from meshpar.training.evaluation import Evaluation, values_of
 from meshpar.training.experts import ExpertLoad
-from meshpar.training.metrics import Meter, Reading, Reporter, losses_of, means
+from meshpar.training.metrics import Ended, Meter, Reading, Reporter, losses_of, means
 from meshpar.training.objectives import Objective
 from meshpar.training.optimizer import LossScaler, Schedule
 from meshpar.training.settings import Every, Outcome, TrainSettings
@@ -41,6 +44,7 @@ from meshpar.weights import average_called
 log = logging.getLogger(__name__)
 
 _MOST_SKIPS = 50  # in a row: float16's scale falls from 2**16 to nothing in fewer
+_VALIDATION = "val/"
 _NORMS, _LEAST_NORMS = 100, 20  # of the median, from which a spike is told
 
 
@@ -79,14 +83,18 @@ class Checkpointer(Protocol):
         optimizer: torch.optim.Optimizer,
         extra: dict[str, Any],
         *,
-        replace: bool = False,
         averages: Mapping[str, Averaged] | None = None,
     ) -> object:
-        """Save model, optimizer, averages and ``extra`` (plain data) after ``step`` steps, with ``replace`` in the
-        place of a saved step.
+        """Save model, optimizer, averages and ``extra`` (plain data) after ``step`` steps.
 
         Collective: every rank calls it.
         """
+
+    def amend(self, step: int, extra: dict[str, Any]) -> None:
+        """Replace ``extra`` of a saved step: a validation, which comes after the save, has added metrics."""
+
+    def wait(self, *, copied: bool = False) -> None:
+        """Wait for saves in the background: until they are committed, or until they have copied the parameters."""
 
 
 @final
@@ -158,7 +166,7 @@ class Trainer:
         self._validated = None if named is None else self.averages[named]
         self.step, self.tokens, self.skipped = 0, 0, 0
         self.batch = data.global_batch  # samples of a step when the run began
-        self.validated = 0  # batches of all validations, so that a watchdog sees one move
+        self.moves = 0  # batches of all validations, and signs of evaluations, so that a watchdog sees one move
         self._meter = Meter(par, flops_per_token=flops_per_token, world_size=dist.get_world_size())
         self._load = ExpertLoad(par, balance_rate=settings.balance_rate, balance_loss=settings.balance_loss)
         self._values: dict[str, float] = {}
@@ -170,7 +178,11 @@ class Trainer:
         self._on_device = Transfer(par.device)
         self._reading: tuple[Reading, dict[str, float], list[str]] | None = None
         self._stop: StopRequest | None = None  # of a run
-        self.owes_validation = False  # a stop request ended the validation after the last step
+        self._beside: Beside | None = None
+        self.ended: Ended = "failed"
+        self.owes: list[str] = []  # validation and evaluations after the last step that are not made yet
+        self._makes_up = False
+        self._refused: set[int] = set()  # reporters that raised an error
         self._begun = data.state_dict()  # before the last step
         self._at, self._rate = 0.0, 0.0  # of the last step, in the schedule
         self._plan_schedule()
@@ -206,7 +218,8 @@ class Trainer:
             "seed": self.settings.seed,
             "data": self.data.state_dict(),
             "batch": self.batch,
-            "owes_validation": self.owes_validation,
+            "owes": list(self.owes),
+            "makes_up": self._makes_up,
             "schedule": asdict(self.planned),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "metrics": {
@@ -225,7 +238,9 @@ class Trainer:
         self._norms = deque(state.get("norms", ()), maxlen=_NORMS)
         self.batch = state.get("batch", self.data.global_batch)
         self._plan_schedule()
-        self.owes_validation = self.validation is not None and state.get("owes_validation", False)
+        owed = state.get("owes", [_VALIDATION] if state.get("owes_validation") else [])
+        # what ended this start and the one before it is not made a third time
+        self.owes = [name for name in owed if name in self._all_owed() and not state.get("makes_up")]
         self._values = dict(state["metrics"])
         self._saved, self._reading = self.step, None
         self._meter.forget()
@@ -253,9 +268,17 @@ class Trainer:
             self.optimizer.train()
         stopped = None
         with stop or StopRequest() as self._stop:
+            self._beside = Beside(
+                self._stop,
+                None if self.par.resolved.divided(Role.LAYERS) else self.par.module,
+                moved=self._moved,
+                before_exit=lambda: self.checkpointer and self.checkpointer.wait(),
+                silent_s=self.settings.silent_s,
+                grace_s=self.settings.grace_s,
+            )
             batches = iter(self.data)
             try:
-                if self.owes_validation:
+                if self.owes:
                     stopped = self._make_up()
                 while not self.complete and stopped is None:
                     if not self._train_step(self._begin_step(batches)):
@@ -270,7 +293,8 @@ class Trainer:
                 if self.replicas is not None and self.replicas.saves_alone:
                     self._save()
             self._read()
-        self._stop = None
+        self._stop = self._beside = None
+        self.ended = "complete" if stopped is None else "stopped"
         return Outcome(steps=self.step, stopped=stopped, values=dict(self._values))
 
     def _stopped(self) -> str | None:
@@ -278,26 +302,22 @@ class Trainer:
         assert self._stop is not None
         asked = self._stop.agreed()
         stops = asked if self.replicas is None or self.complete else self.replicas.stops(asked)
-        if not stops or (self.complete and not self.owes_validation):
+        if not stops or (self.complete and not self.owes):
             return None
-        self._note(
-            f"asked to stop ({self._stop.reason}) after step "
-            f"{self.step}{', during its validation' if self.owes_validation else ''}"
-        )
+        during = ", during its validation" if self.owes else ""
+        self._note(f"asked to stop ({self._stop.reason}) after step {self.step}{during}")
         self._save(last=True)
         return self._stop.reason
 
     def _make_up(self) -> str | None:
-        """Validate after a resume where a stop request ended the validation, save the result, and return the reason
-        of another stop.
-        """
+        """Validate after a resume where a validation did not end, and return the reason of another stop."""
         if self.replicas is not None:
             self.replicas.begin(lambda: self._stop and self._stop.reason)  # or none of them would report
-        if self.owes_validation:
-            self._validate()
-        if not self.owes_validation:
-            self._saved = -1
-            self._save(last=self.complete, replace=True)
+        if self.owes:
+            self._makes_up = True
+            self._amend()
+            self._makes_up = False
+            self._pay(again=True)
         return self._stopped()
 
     def validate(self) -> dict[str, float]:
@@ -315,13 +335,11 @@ class Trainer:
         def until_stopped() -> Iterator[TensorBatch]:
             nonlocal tokens, stopped
             for batch in batches:
-                stopped = self._stop is not None and self._stop.agreed()
-                if stopped:
+                if self._beside is None:
+                    self._moved()
+                elif stopped := not self._beside.goes_on():
                     return
                 batch = self.par.split(batch)
-                self.validated += 1
-                if self.replicas is not None:
-                    self.replicas.alive()
                 tokens += self.objective.tokens(batch)
                 yield batch
 
@@ -340,6 +358,11 @@ class Trainer:
                 torch.cat([*(total.reshape(-1) for total in totals.values()), count[None]])
             ).tolist()
         return {"loss": math.nan} | means({name: total.numel() for name, total in totals.items()}, sums, counted)
+
+    def _moved(self) -> None:
+        self.moves += 1
+        if self.replicas is not None:
+            self.replicas.alive()
 
     def _loss(
         self, module: nn.Module, batch: TensorBatch, data: Batches
@@ -498,46 +521,64 @@ class Trainer:
         if settings.check_replicas_every and self.step % settings.check_replicas_every == 0:
             with self._meter.paused():
                 self.par.check_replicas()
-        # validation first: the checkpoint contains its metrics
-        self.owes_validation = False
-        evaluates = self.validation is not None or self.evaluations
-        if evaluates and (last or self._due(settings.validate_every, epoch_ended)):
-            self._validate()
+        validates = last or self._due(settings.validate_every, epoch_ended)
+        self.owes = self._all_owed() if validates else []
+        self._values = {name: value for name, value in self._values.items() if not name.startswith(tuple(self.owes))}
+        # before the validation, which may fail: its metrics are added to the checkpoint
         if last or self._due(settings.checkpoint_every, epoch_ended):
             self._save(last=last)
+        self._pay()
 
-    def _validate(self) -> None:
-        """Validate and publish the result; a stop request ends it, and the next start makes up for it."""
+    def _all_owed(self) -> list[str]:
+        return [*([] if self.validation is None else [_VALIDATION]), *(f"eval/{name}/" for name in self.evaluations)]
+
+    def _pay(self, *, again: bool = False) -> None:
+        """Validate and evaluate as owed, beside the training, and add the metrics to the checkpoint of this step.
+
+        Raises:
+            MeshparError: one of them failed, and ``settings.on_error`` is ``"stop"``.
+        """
+        if not self.owes:
+            return
+        assert self._stop is not None and self._beside is not None
         self._read()
-        with evaluated(self.optimizer) if self._validated is None else self._validated.swapped():
-            found = {} if self.validation is None else self.validate()
-            self.owes_validation = self.validation is not None and not found
-            if found:
-                self._publish({"step": self.step} | {f"val/{name}": value for name, value in found.items()})
-            if not self.owes_validation:
-                self._evaluate()
-
-    def _evaluate(self) -> None:
-        """Make the evaluations, publish their numbers and print their texts."""
-
-        def moved(*_: object) -> None:
-            self.validated += 1  # for a watchdog
-            if self.replicas is not None:
-                self.replicas.alive()
-
-        handle = self.par.module.register_forward_hook(moved)
-        try:
-            for name, evaluation in self.evaluations.items():
-                with self._meter.paused():
-                    found = evaluation(self.par)
-                numbers = {f"eval/{name}/{key}": value for key, value in found.items() if not isinstance(value, str)}
+        before, errors, makes = list(self.owes), list[str](), {f"eval/{name}/": name for name in self.evaluations}
+        if self.checkpointer is not None and self._validated is not None:
+            self.checkpointer.wait(copied=True)
+        with self._meter.paused():
+            for owed in list(self.owes):
+                name = f"evaluation {makes[owed]}" if owed in makes else "the validation"
+                found = self._beside.run(name, self.par.module, partial(self._find, makes.get(owed)))
+                if found is None:
+                    self.par.reshard()
+                    if self._stop.heard or not self._beside.failures:
+                        break
+                self.owes.remove(owed)
+                if found is None:
+                    errors.append(f"{name} failed after step {self.step}: {'; '.join(self._beside.failures)}")
+                    continue
+                numbers, texts = found
                 if numbers:
-                    self._publish({"step": self.step, **numbers})
-                for key, text in found.items():
-                    if isinstance(text, str):
-                        self._note(f"step {self.step}, {name}: {key!r} -> {text!r}")
-        finally:
-            handle.remove()
+                    self._publish({"step": self.step} | {owed + key: value for key, value in numbers.items()})
+                for key, value in numbers.items():
+                    if not math.isfinite(value):
+                        self._note(f"step {self.step}: {owed}{key} is {value}")
+                for key, text in texts.items():
+                    self._note(f"step {self.step}, {makes[owed]}: {key!r} -> {text!r}")
+        if again or self.owes != before:
+            self._amend()
+        if errors and self.settings.on_error == "stop":
+            self._save(last=True)
+            raise MeshparError("\n".join([*errors, "the run ends, because validation.on_error is stop"]))
+        if errors and runtime.is_main():
+            log.warning("%s; training continues", "; ".join(errors))
+
+    def _find(self, evaluation: str | None) -> tuple[dict[str, float], dict[str, str]] | None:
+        """Return the numbers and texts of an evaluation, of the validation without its name."""
+        with evaluated(self.optimizer) if self._validated is None else self._validated.swapped():
+            if evaluation is None:
+                return (found, {}) if (found := self.validate()) else None
+            return values_of(self.evaluations[evaluation](self.par))
 
     def _tell_changes(self) -> None:
         """Report which replicas were lost and joined."""
@@ -590,7 +631,7 @@ class Trainer:
             }
         )
 
-    def _save(self, *, last: bool = False, replace: bool = False) -> None:
+    def _save(self, *, last: bool = False) -> None:
         if self.checkpointer is None or self.step in (0, self._saved):
             return
         with nullcontext(True) if self.replicas is None else self.replicas.saving(last=last) as writes:
@@ -601,19 +642,33 @@ class Trainer:
             self._read()
             self._saved = self.step
             more: dict[str, Any] = {"averages": self.averages} if self.averages else {}
-            more |= {"replace": True} if replace else {}
             with self._meter.paused(), evaluated(self.optimizer):
                 self.checkpointer.save(self.step, self.par, self.optimizer, self.state_dict(), **more)
             self._note(f"checkpoint of step {self.step} saved")
 
+    def _amend(self) -> None:
+        """Add to the checkpoint of this step what came after its save."""
+        if self.checkpointer is None or self._saved != self.step:
+            return
+        if self.replicas is None or self.replicas.writes(last=self.complete):
+            self.checkpointer.amend(self.step, self.state_dict())
+
     def _publish(self, record: Mapping[str, float]) -> None:
         self._values |= record
-        for reporter in self.reporters:
-            reporter.report(record)
+        self._tell(lambda reporter: reporter.report(record))
 
     def _note(self, text: str) -> None:
+        self._tell(lambda reporter: reporter.note(text))
+
+    def _tell(self, act: Callable[[Reporter], object]) -> None:
+        """Let each reporter act; one that raises an error ends no training."""
         for reporter in self.reporters:
-            reporter.note(text)
+            try:
+                act(reporter)
+            except Exception as error:  # noqa: BLE001 - the other ranks have no reporters, and train on
+                if id(reporter) not in self._refused:
+                    log.warning("%s raised %s; training continues", type(reporter).__name__, brief(error))
+                self._refused.add(id(reporter))
 
     def _check_documents(self) -> None:
         """Check that the model, and a teacher beside it, keep the documents of a packed row apart. Collective."""

@@ -114,6 +114,12 @@ class TrainSettings:
         balance_loss: coefficient of Switch's loss (arXiv 2101.03961, section 2.2), added to the loss of each
             micro-batch: computed from the tokens of all ranks, mean over layers. 0: none.
         reduce_each: reduce gradients after every micro-batch, which saves memory.
+        on_error: reaction to an error of a validation or an evaluation: ``"continue"`` logs the error and trains on;
+            ``"stop"`` ends the run after a checkpoint. A step that is due is saved before it is validated.
+        silent_s: seconds that an evaluation may take between two calls of the model before the watchdog counts the time
+            as no progress.
+        grace_s: seconds after a stop request within which an evaluation has to end. The run then ends without its
+            result.
         seed: seed of the random state. Step s draws from a state made of ``seed`` and s, so no random state is saved.
     """
 
@@ -131,6 +137,9 @@ class TrainSettings:
     balance_rate: Annotated[float, Bound(ge=0)] = 0.0
     balance_loss: Annotated[float, Bound(ge=0)] = 0.0
     reduce_each: bool = False
+    on_error: Literal["continue", "stop"] = "continue"
+    silent_s: Annotated[float, Bound(gt=0)] = 1800.0
+    grace_s: Annotated[float, Bound(gt=0)] = 60.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -142,6 +151,8 @@ class TrainSettings:
         problems += bound_problems(self)
         if self.nonfinite not in ("raise", "skip"):
             problems.append(f"nonfinite is 'raise' or 'skip', got {self.nonfinite!r}")
+        if self.on_error not in ("continue", "stop"):
+            problems.append(f"on_error is 'continue' or 'stop', got {self.on_error!r}")
         if problems:
             raise RecipeError("; ".join(problems))
 

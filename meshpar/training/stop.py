@@ -44,10 +44,12 @@ class StopRequest:
     def __init__(self) -> None:
         self.reason: str | None = None
         self._group: dist.ProcessGroup | None = None
-        self._flags = torch.zeros(2, dtype=torch.int32)  # who asks, and whether the time since the last call was long
+        # who asks, whether the time since the last call was long, whether work beside the training failed and goes on
+        self._flags = torch.zeros(4, dtype=torch.int32)
         self._work: dist.Work | None = None
         self._agreed, self._waits, self._entered = False, False, 0
         self._asked, self._called = 0.0, time.monotonic()
+        self.interrupts, self._late = False, False
         self._before: dict[signal.Signals, Any] = {}
 
     def request(self, reason: str) -> None:
@@ -79,13 +81,45 @@ class StopRequest:
         self._finish()
         if not self._agreed:
             now = time.monotonic()
-            asks = 0 if self.reason is None else _NUMBERS.get(self.reason, _OTHERWISE)
-            self._flags = torch.tensor([asks, int(now - self._called > _LONG_S)], dtype=torch.int32)
-            self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            self._send(int(now - self._called > _LONG_S))
             if self._waits:
                 self._finish()
             self._called = time.monotonic()
         return self._agreed
+
+    def meet(self, failure: str, *, works: bool, within_s: float) -> tuple[list[str], bool]:
+        """Wait for the other ranks' answer; return the failures of all ranks, and whether one of them works on.
+
+        Collective. Raises TimeoutError: a rank did not come within ``within_s``.
+        """
+        if self._group is None:
+            self._agreed = self.reason is not None
+            return [failure] if failure else [], works
+        self._finish()
+        self._send(0, int(bool(failure)), int(works))
+        assert self._work is not None
+        _wait(self._work, within_s)
+        failed, going_on = self._flags[2:].tolist()
+        self._finish()
+        texts = [failure] * dist.get_world_size()
+        if failed:
+            dist.all_gather_object(texts, failure, group=self._group)
+        return [text for text in texts if text], bool(going_on)
+
+    @property
+    def heard(self) -> bool:
+        """True once the ranks have agreed to stop."""
+        return self._agreed
+
+    def asked_for_s(self) -> float:
+        """Return the seconds since this rank was asked to stop; 0 if it was not."""
+        return 0.0 if self.reason is None else time.monotonic() - self._asked
+
+    def interrupt(self) -> None:
+        """Raise StopAskedError in the main thread while ``interrupts`` is set there; from another thread."""
+        if self._before and self.reason in _NUMBERS:
+            self._late = True
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.Signals(_NUMBERS[self.reason] - 1))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -98,12 +132,17 @@ class StopRequest:
             self._finish()
             dist.destroy_process_group(self._group)
 
+    def _send(self, *flags: int) -> None:
+        asks = 0 if self.reason is None else _NUMBERS.get(self.reason, _OTHERWISE)
+        self._flags = torch.tensor([asks, *flags, *(0 for _ in range(3 - len(flags)))], dtype=torch.int32)
+        self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
     def _finish(self) -> None:
         if self._work is None:
             return
         self._work.wait()
         self._work = None
-        flag, long = self._flags.tolist()
+        flag, long, *_ = self._flags.tolist()
         self._waits = bool(long)
         if flag:
             self._agreed = True
@@ -112,6 +151,20 @@ class StopRequest:
             self.reason = signal.Signals(flag - 1).name  # also where this rank has got another one
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.reason is not None and time.monotonic() - self._asked > _SAME_S:
+        if self._late:
+            self._late = False
+            if self.interrupts:
+                raise StopAskedError(f"it did not end after {self.reason}")
+        elif number == signal.SIGINT and self.reason is not None and time.monotonic() - self._asked > _SAME_S:
             raise KeyboardInterrupt
         self.request(signal.Signals(number).name)
+
+
+def _wait(work: dist.Work, within_s: float) -> None:
+    """Wait for an exchange, so that signals are heard meanwhile; raises TimeoutError."""
+    until, pause_s = time.monotonic() + within_s, 1e-5
+    while not work.is_completed():
+        if time.monotonic() > until:
+            raise TimeoutError(f"no answer within {within_s:g} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)

@@ -239,7 +239,7 @@ def test_a_terminal_that_is_closed_during_validation_stops_the_run_with_a_checkp
             os.killpg(process.pid, signal.SIGKILL)
     lines = (folder / "closed" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 5 and not any("val/loss" in line for line in lines)
-    assert read_manifest(folder / "closed" / "checkpoints" / "step-00000005").extra["owes_validation"]
+    assert read_manifest(folder / "closed" / "checkpoints" / "step-00000005").extra["owes"] == ["val/"]
 
 
 @pytest.mark.nightly

@@ -369,10 +369,15 @@ class Watched:
 
 class Saves:
     def __init__(self):
-        self.steps = []
+        self.steps, self.amended = [], []
 
     def save(self, step, par, optimizer, extra):
         self.steps.append(step)
+
+    def amend(self, step, extra):
+        self.amended.append(step)
+
+    def wait(self, *, copied=False): ...
 
 
 @on_ranks(1)
@@ -387,7 +392,8 @@ def test_a_long_validation_costs_no_checkpoint():
     address, objective.trainer = f"http://127.0.0.1:{lighthouse.port}", trainer
     with Replicas(par, optimizer, data, state=trainer, lighthouse=address, name="0", replicas=1) as trainer.replicas:
         trainer.run()
-    assert saves.steps == [2]  # after step 1 the others may have gone on
+    assert saves.steps == [1, 2]  # before their validations
+    assert saves.amended == [2]  # after step 1 the others may have gone on
     assert len(set(objective.moved)) == len(objective.moved) == 16
     counted = [
         objective.tokens(batch)

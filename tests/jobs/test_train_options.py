@@ -96,7 +96,7 @@ class Notes:
         self.notes.append(text)
 
     def report(self, record: Any) -> None: ...
-    def close(self) -> None: ...
+    def close(self, ended: str) -> None: ...
 
 
 RECORD = {"step": 1, "tokens_per_second": 1000.0, "memory_gib": 2.0}
@@ -265,7 +265,8 @@ def test_a_step_without_the_metric_of_the_best_is_told(caplog: pytest.LogCapture
             assert args[-1] == {"val/loss": 1.0}
 
     manager: Any = Manager()
-    for best in ("val/loss", "+val/los"):
-        Saver(manager, None, best).save(4, None, None, {"metrics": {"val/loss": 1.0, "val/other": float("nan")}})  # type: ignore[arg-type]
+    for best, owes in (("val/loss", []), ("+val/los", ["val/"]), ("+val/los", [])):
+        extra = {"owes": owes, "metrics": {"val/loss": 1.0, "val/other": float("nan")}}
+        Saver(manager, None, best).save(4, None, None, extra)  # type: ignore[arg-type]
     (warning,) = caplog.records
     assert warning.getMessage() == "checkpoint.best: step 4 has no val/los and cannot be it; it has val/loss"

@@ -62,20 +62,18 @@ def packed(folder: Path, tokens: int = 330, length: int = 8) -> PackedTokens:
 class Kept:
     """A checkpointer that keeps copies in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, saved: Any = None) -> None:
         self.steps: dict[int, tuple[Any, Any, dict[str, Any]]] = {}
+        self.resumed = saved
 
-    def save(
-        self,
-        step: int,
-        par: Parallelized,
-        optimizer: torch.optim.Optimizer,
-        extra: dict[str, Any],
-        *,
-        replace: bool = False,
-    ) -> None:
+    def save(self, step: int, par: Parallelized, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> None:
         assert json.loads(json.dumps(extra)) == extra  # plain data
         self.steps[step] = (copy.deepcopy(par.module.state_dict()), copy.deepcopy(optimizer.state_dict()), extra)
+
+    def amend(self, step: int, extra: dict[str, Any]) -> None:
+        self.steps[step] = (*self.steps.get(step, self.resumed)[:2], extra)
+
+    def wait(self, *, copied: bool = False) -> None: ...
 
 
 class Records:
@@ -93,7 +91,7 @@ class Records:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def close(self) -> None: ...
+    def close(self, ended: str) -> None: ...
 
 
 def trainer(
@@ -304,9 +302,9 @@ def test_validation_is_the_mean_over_all_tokens(group: None, tmp_path: Path) -> 
     with torch.no_grad():
         logits = par.module(input_ids=batch["input_ids"]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-    before = run.validated
+    before = run.moves
     assert run.validate() == run.validate() == {"loss": pytest.approx(float(expected), rel=1e-5)}
-    assert run.validated == before + 2 * -(-len(samples) // 3), "every batch counts as a move"
+    assert run.moves == before + 2 * -(-len(samples) // 3), "every batch counts as a move"
 
 
 def resumed(par: Parallelized, saved: tuple[Any, Any, dict[str, Any]], samples: PackedTokens, **more: Any) -> Trainer:
@@ -522,7 +520,7 @@ def check_stop_in_validation(folder: Path, par: Parallelized, last: Parallelized
     samples = packed(folder)
 
     def train(par: Parallelized, saved: Any = None, batch: int = 99) -> tuple[Any, Kept, Records]:
-        kept, records = Kept(), Records()
+        kept, records = Kept(saved), Records()
         held = Batches(samples, micro_batch=1, data_rank=par.data_rank, data_size=par.data_size, seed=None)
         more: dict[str, Any] = {
             "steps": 4,
@@ -899,6 +897,8 @@ def test_the_console_moves_a_line_on_a_terminal() -> None:
     console.report({"step": 5, "train/loss": 1.25})
     console.report({"step": 5, "val/loss": 1.5})
     console.report({"step": 5, "eval/choice/accuracy": 0.5})
+    console.report({"step": 5, "eval/acc[/x]": 0.5})
     console.close()
+    assert "acc[/x] 0.5" in file.getvalue()
     assert "5/10" in file.getvalue() and "step 5: val 1.5000" in file.getvalue()
     assert "step 5: choice/accuracy 0.5" in file.getvalue()
