@@ -54,8 +54,8 @@ def test_a_step_that_is_due_is_saved_before_an_evaluation_that_fails(
 ) -> None:
     made, outcome, kept, _ = evaluated(tmp_path, raises)
     assert (outcome.steps, sorted(kept.steps), made.ended) == (6, [2, 4, 6], "complete")
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert told == [
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [
         f"evaluation mine failed after step {step}: rank 0: ConnectionError: no route; training continues"
         for step in (2, 4, 6)
     ]
