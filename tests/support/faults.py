@@ -548,7 +548,7 @@ def note(folder: Path, name: str, step: int, value: str) -> None:
         (folder / f"{name}.json").write_text(json.dumps([step, value]))
 
 
-def told(folder: Path, name: str) -> tuple[int, str]:
+def noted(folder: Path, name: str) -> tuple[int, str]:
     step, value = json.loads((folder / f"{name}.json").read_text())
     return step, value
 
@@ -619,10 +619,10 @@ def compare(folder: Path, right: Path, name: str, fault: Fault) -> list[str]:
     (folder / "ballast").unlink(missing_ok=True)
     if any(run(folder, None, fault.ranks)):
         return [*found, "it does not resume"]
-    step, restored = told(folder, "restored")
-    if step < fault.least or restored != told(right / f"{step}", "restored")[1]:
+    step, restored = noted(folder, "restored")
+    if step < fault.least or restored != noted(right / f"{step}", "restored")[1]:
         found.append(f"step {step} is restored, expected {fault.least} at least, with the same bits")
-    if told(folder, "ended") != told(right, "ended"):
+    if noted(folder, "ended") != noted(right, "ended"):
         found.append("the end differs")
     for key in ("train/loss", "val/loss"):
         lost = {(AT, key)} if "validation" in name else set()
