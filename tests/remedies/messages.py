@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -24,9 +25,9 @@ skip sort specify split stack start step stop submit sum switch take tie tokeniz
 update upgrade use verify wait wrap write"""
 """The verbs that a remedy begins with. To read ("see", "look at") mends nothing."""
 
-_VERB = rf"(?:{'|'.join(VERBS.split())})\b(?![=(]|(?:(?<=turn|step) (?:\d|\{{)| (?:is|are|has|requires)\b))"
+_VERB = rf"(?:{'|'.join(VERBS.split())})\b(?![=(]|(?:(?<=turn|step) (?:\d|\{{)| (?:is|are|has|requires|makes one|as written)\b))"
 _SENTENCE = rf"(?:{'|'.join(VERBS.title().split())})\b(?![=(])"
-_LEAD = r"(?:(?:also|otherwise|instead|then|please|either)\s+|(?:for|in|under|on|to|where|with) [^,;:.]{1,40}?,? )?"
+_LEAD = r"(?:(?:also|otherwise|instead|then|please|either)\s+|(?:for|in|under|on|to|where|with) (?:(?! is | are )[^,;:.]){1,40}?,? )?"
 _START = re.compile(rf"(?:(?:^|[;:] |\n\s*|, or |, and )({_LEAD}{_VERB})|(?:\.\s+|\n\s*)({_LEAD}{_SENTENCE}))")
 _NEXT = re.compile(rf", or (?:else )?|; or |; (?={_LEAD}{_VERB})| or (?={_VERB})|(?<=[^.])\.\s+(?=[A-Z])|\n")
 _SILENT = {"info", "debug", "print", "echo", "secho", "Option", "Argument", "Typer", "command", "add_argument", "Field"}
@@ -112,13 +113,14 @@ def _texts(node: ast.AST, raised: bool) -> Iterator[tuple[int, str, bool]]:
         yield from _texts(inner, (raised and not documents) or isinstance(inner, ast.Raise))
 
 
-def messages() -> list[Message]:
+@cache
+def messages() -> tuple[Message, ...]:
     """Return every text of the source that may be a message: of two words or more, in no docstring."""
-    return [
+    return tuple(
         Message(file=str(path.relative_to(ROOT)), line=line, text=text, raised=raised)
         for folder in SOURCE
         for path in sorted((ROOT / folder).rglob("*.py"))
         if not any(parent.is_symlink() for parent in path.parents)
         for line, text, raised in _texts(ast.parse(path.read_text()), False)
         if " " in text.strip()
-    ]
+    )

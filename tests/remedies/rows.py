@@ -87,14 +87,36 @@ def alone(rows: Iterable[Row | Tested]) -> list[Any]:
 
 def run_together(rows: Iterable[Row | Tested], ranks: int) -> None:
     """Run the rows of so many ranks, one after another, on each of them: the body of a test ``@on_ranks(ranks)``."""
+    failures = []
     for row in rows:
         if isinstance(row, Row) and row.ranks == ranks:
             torch.manual_seed(0)
-            row.run()
+            try:
+                row.run()
+            except Exception as error:  # all rows that fail are told at once
+                failures.append("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
+    assert not failures, "\n\n".join(failures)
+
+
+def heard_from(job: Callable[[], Any]) -> list[str]:
+    """Run something and return what it warns of."""
+    return _heard(job)[1]
 
 
 def _said(refused: Callable[[], Any]) -> str:
     """Return what a refusal says: its error, or its problems, and the warnings before."""
+
+    def told() -> Any:
+        try:
+            return refused()
+        except Exception as error:  # the message is what counts
+            return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+    found, heard = _heard(told)
+    return "\n".join([*([found] if isinstance(found, str) else map(str, found or ())), *heard])
+
+
+def _heard(job: Callable[[], Any]) -> tuple[Any, list[str]]:
     heard: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
@@ -102,14 +124,10 @@ def _said(refused: Callable[[], Any]) -> str:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            try:
-                found = refused()
-                heard += [found] if isinstance(found, str) else [str(one) for one in found or ()]
-            except Exception as error:
-                heard += [str(error), *getattr(error, "__notes__", ())]
+            result = job()
     finally:
         logging.getLogger("meshpar").removeHandler(handler)
-    return "\n".join([*heard, *(str(warning.message) for warning in caught)])
+    return result, [*heard, *(str(warning.message) for warning in caught)]
 
 
 def _check_equal(found: Any, expected: Any) -> None:

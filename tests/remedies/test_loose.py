@@ -1,5 +1,270 @@
-"""Rows of `loose`: see `tests/remedies/rows.py`."""
+"""Rows of the loose files of `meshpar`, and of its small rooms: see `tests/remedies/rows.py`."""
 
 from __future__ import annotations
 
-UNTRIED = 30
+import errno
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from meshpar import FullyShard, MeshSpec, ModelLayout, attention, attention_mask, token_loss
+from meshpar.build_once import _room
+from meshpar.chunked import chunked_token_loss
+from meshpar.drawing import mesh_svg
+from meshpar.homes import expanded
+from meshpar.optim import Muon
+from meshpar.placements import local_gradient
+from meshpar.positions import Mask, documents
+from meshpar.testing import on_ranks, one_process
+from meshpar.weights.maps import average_called
+from tests.remedies.rows import Row, alone, run_together
+from tests.remedies.sides import difference, on
+
+UNTRIED = 9
+
+LABELS = torch.arange(16).view(2, 8)
+
+
+class Headless(nn.Module):
+    """A model that names no head, with a few habits around it."""
+
+    def __init__(self, habit=""):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(32, 8), (OwnHead if habit == "own head" else nn.Linear)(8, 32)
+        self.habit = habit
+
+    def forward(self, input_ids):
+        hidden = self.embed(input_ids)
+        if self.habit == "twice":
+            self.out(hidden)
+        if self.habit == "short":
+            hidden = hidden[:, 1:]
+        logits = self.out(hidden)
+        return Output(2 * logits if self.habit == "scaled" else logits)
+
+
+class Named(Headless):
+    def meshpar_layout(self):
+        return ModelLayout(tensor={"out": "head"})
+
+
+class OwnHead(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1.0
+
+
+class Output:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+def chunked(habit="", *, kind=Headless, named=True, chunk=4):
+    """The loss in chunks, or of all logits at once where ``chunk`` is 0, as the objective and a recipe do."""
+    torch.manual_seed(0)
+    model = kind(habit)
+    labels = LABELS[:, 1:] if habit == "short" and not chunk else LABELS
+    if not chunk:
+        return token_loss(model(LABELS).logits, labels)
+    return chunked_token_loss(model, {"input_ids": LABELS}, labels, chunk=chunk, head=model.out if named else None)
+
+
+def at_once(habit=""):
+    return lambda: chunked(habit, chunk=0)
+
+
+def write_in(folder):
+    def job():
+        with _room(Path(folder)):
+            if Path(folder).parent == Path("/proc"):
+                raise OSError(errno.EACCES, "Permission denied")
+        return ()
+
+    return job
+
+
+def home_of(path, **environment):
+    with mock.patch.dict(os.environ, environment):
+        return str(expanded(Path(path)))
+
+
+def muon(**groups):
+    module = nn.Module()
+    module.stack = nn.Parameter(torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0)))
+    return Muon(module, **({"groups": {"stack": groups}} if groups else {})) is not None
+
+
+def sparse_gradient(sparse):
+    layer = nn.Embedding(4, 2, sparse=sparse)
+    layer(torch.tensor([1])).sum().backward()
+    return local_gradient(layer.weight)
+
+
+def alone_with(*passes):
+    from tests.remedies.plans import transformer as small
+
+    return one_process(small, [], passes=passes).weights.keys() >= {"embed.weight"}
+
+
+def windowed(position_ids):
+    return attention_mask(nn.Module(), position_ids, window=2).shape[-1]
+
+
+def attended(length):
+    q = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(0))
+    return attention(nn.Module(), q, q, q, Mask(documents(torch.arange(length)[None]), None, None, None))
+
+
+def whole_attention():
+    q = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(0))
+    return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def clipping(where):
+    def loop(side):
+        net = side.apply(side.net())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for x, y in side.batches(2):
+            for micro, target in side.accumulate(list(zip(x.chunk(2), y.chunk(2), strict=True))):
+                nn.functional.mse_loss(net(micro), target).backward()
+                if where == "inside":
+                    side.clip(net, 0.1)
+            side.clip(net, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        side.weights(net)
+
+    return loop
+
+
+ROWS = [
+    Row(
+        "{} {}, so its loss cannot be computed in chunks",
+        lambda: chunked("scaled"),
+        {"use chunk=0 (all logits at once)": lambda: chunked("scaled", chunk=0)},
+        result=at_once("scaled"),
+    ),
+    Row(
+        "{} does not say which module makes its logits",
+        lambda: chunked(named=False),
+        {
+            "name it (head=), give it the style 'head' in meshpar_layout()": lambda: chunked(named=False, kind=Named),
+            "use chunk=0 (all logits at once)": lambda: chunked(chunk=0),
+        },
+        result=lambda: chunked(named=True),
+    ),
+    Row(
+        "the head was called twice in one forward",
+        lambda: chunked("twice"),
+        {"use chunk=0": lambda: chunked("twice", chunk=0)},
+        result=at_once("twice"),
+    ),
+    Row(
+        "the head got hidden states of {} for labels of {}",
+        lambda: chunked("short"),
+        {"use chunk=0": lambda: chunked("short", chunk=0)},
+        result=at_once("short"),
+    ),
+    Row(
+        "the head is a {} with a forward of its own",
+        lambda: chunked("own head"),
+        {"use chunk=0": lambda: chunked("own head", chunk=0)},
+        result=at_once("own head"),
+    ),
+    Row(
+        "{} ranks do not fill nodes of {}; give a number of nodes",
+        lambda: mesh_svg(MeshSpec("dp_shard=6"), 4),
+        {"give a number of nodes that divides them": lambda: mesh_svg(MeshSpec("dp_shard=6"), 3).count("<svg")},
+        result=1,
+    ),
+    Row(
+        "{}: no home folder is known for {}",
+        lambda: home_of("~nobody-of-this-name/data"),
+        {"write a path without ~": lambda: home_of("/data")},
+        result="/data",
+    ),
+    Row(
+        "reduction={} is not known",
+        lambda: token_loss(torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64), reduction="average"),
+        {
+            "use 'sum'": lambda: (
+                token_loss(torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64), reduction="sum") / 2
+            ),
+            "'mean' over the tokens that count": lambda: token_loss(
+                torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64), reduction="mean"
+            ),
+        },
+        result=lambda: torch.tensor(4.0).log(),
+    ),
+    Row(
+        "{} has the shape {}, and no layout says what its matrices are",
+        lambda: muon(),
+        {
+            'use groups={"{}": {"stacked": True}} if each index': lambda: muon(stacked=True) and muon(stacked=False),
+            '{"rule": "adamw"}': lambda: muon(rule="adamw"),
+        },
+        result=True,
+    ),
+    Row(
+        "the optimizer does not support sparse gradients",
+        lambda: sparse_gradient(True),
+        {"build the embedding with sparse=False": lambda: sparse_gradient(False)},
+        result=lambda: torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]),
+    ),
+    Row(
+        "{} works over {}, which one process does not have",
+        lambda: alone_with(FullyShard()),
+        {"leave it out of alone=": lambda: alone_with()},
+        result=True,
+        ranks=1,
+    ),
+    Row(
+        "attention_mask with a window needs position_ids",
+        lambda: windowed(None),
+        {"hand over torch.arange(length)[None] where there are none": lambda: windowed(torch.arange(8)[None])},
+        result=8,
+    ),
+    Row(
+        "attention over {} positions got the mask of {}",
+        lambda: attended(6),
+        {"make one for this sequence": lambda: attended(8)},
+        result=whole_attention,
+    ),
+    Row(
+        "there are {}; name one of them",
+        lambda: average_called("averaged", ["fast", "slow"]),
+        {"name one of them": lambda: average_called("fast", ["fast", "slow"])},
+        result="fast",
+    ),
+    Row(
+        "there is none; take the trained weights",
+        lambda: average_called("averaged", []),
+        {"take the trained weights": lambda: average_called("trained", [])},
+        result=None,
+    ),
+    Row(
+        "clip_grad_norm_ is called between the micro-batches of par.accumulate",
+        lambda: on("FSDP", clipping("inside")),
+        {"clip after the loop": lambda: difference("FSDP", clipping("after"))},
+        result=None,
+        ranks=2,
+    ),
+]
+
+
+@pytest.mark.parametrize("row", alone(ROWS))
+def test_the_printed_remedy_helps(row):
+    row.run()
+
+
+@on_ranks(2)
+def test_the_printed_remedies_help_on_two_ranks():
+    run_together(ROWS, 2)
+
+
+@on_ranks(1)
+def test_the_printed_remedies_help_on_a_rank():
+    run_together(ROWS, 1)

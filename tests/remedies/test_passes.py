@@ -2,4 +2,600 @@
 
 from __future__ import annotations
 
-UNTRIED = 121
+import pytest
+import torch
+from torch import nn
+
+from meshpar import (
+    ActivationCheckpoint,
+    ContextParallel,
+    ExpertParallel,
+    Float8,
+    FullyShard,
+    HybridShard,
+    MeshSpec,
+    ModelLayout,
+    PipelineParallel,
+    Replicate,
+    TensorParallel,
+    attention,
+)
+from meshpar.passes import Style
+from meshpar.passes.batches import positions, with_positions
+from meshpar.passes.pipeline.schedule import SCHEDULES
+from tests.passes.test_experts import OWN, Buffered, Dense, Own, OwnMixture, Tied
+from tests.remedies.plans import TwoLayers, problems, transformer, warned
+from tests.remedies.rows import Row, alone, heard_from
+
+UNTRIED = 53
+
+EP = [ExpertParallel(), FullyShard()]
+EP_MESH = "dp_shard=1,ep=2"
+
+
+class Projections(nn.Module):
+    """Two projections and what else a test puts beside them."""
+
+    def __init__(self, up=None, down=None, **others):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.mlp = nn.Module()
+        self.mlp.up, self.mlp.down = up or nn.Linear(8, 16), down or nn.Linear(16, 8)
+        for name, value in others.items():
+            setattr(self.mlp, name, value)
+
+
+TABLE = {"embed": "vocab", "mlp.up": "colwise", "mlp.down": "rowwise"}
+
+
+def split(module=None, *, mesh="tp=2", passes=None, **entries):
+    """The problems of tensor parallelism over two projections with further, or other, entries of the table."""
+    layout = ModelLayout(tensor={**TABLE, **{name.replace("__", "."): style for name, style in entries.items()}})
+    return problems(mesh, passes or [TensorParallel()], module or Projections(), layout)
+
+
+def kept(*names, module=None):
+    return split(module, passes=[TensorParallel(styles=dict.fromkeys(names))])
+
+
+BOTH = ("mlp.up", "mlp.down")
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Marked(Style):
+    """A style of one's own."""
+
+    splits = False
+
+    def problems(self, name, module, size):
+        return iter(())
+
+
+def hooked(layer):
+    layer.register_forward_hook(lambda *_: None)
+    return layer
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+
+class Attention(nn.Module):
+    def forward(self, q, k, v, mask):
+        return attention(self, q, k, v, mask)
+
+
+class OwnNorm(nn.BatchNorm1d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def lazy_norm(*, forward):
+    module = nn.Sequential(nn.LazyBatchNorm1d())
+    if forward:
+        module(torch.zeros(2, 8))
+    return module
+
+
+def tied(*, blocks):
+    return problems("dp_shard=2", [FullyShard(blocks=blocks)], TwoLayers(tied=True))
+
+
+def mixed(*, cast, blocks=("layers.*",)):
+    return problems(
+        "dp_shard=2",
+        [FullyShard(blocks=blocks)],
+        nn.ModuleDict(
+            {
+                "layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(2)),
+                "head": nn.Linear(8, 8, dtype=torch.float32 if cast else torch.bfloat16),
+                "last": nn.Linear(8, 8),
+            }
+        ),
+    )
+
+
+def hooked_block(*, inside):
+    module = transformer()
+    hooked(module.layers[0].mlp if inside else module.layers[0])
+    return problems("dp_shard=2", [ActivationCheckpoint(), FullyShard()], module)
+
+
+def own(kind=Own, layout=OWN, *, mesh=EP_MESH, passes=EP):
+    return problems(mesh, passes, OwnMixture(kind), layout)
+
+
+def without_ep(kind=Own):
+    return own(kind, mesh="dp_shard=2", passes=[FullyShard()])
+
+
+class Counted(Own):
+    def __init__(self):
+        super().__init__()
+        self.n_experts = 8
+
+
+class Scale(Own):
+    """Its scale is a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 2, 8))
+
+
+def pipeline(mesh="pp=2", **options):
+    return problems(mesh, [PipelineParallel(**options)], transformer())
+
+
+def replicas(**options):
+    return problems("dp_replicate=2,dp_shard=4", [HybridShard(**options)])
+
+
+class Uncut(TwoLayers):
+    """Adds its first layer's input behind the last one: two values pass between the layers."""
+
+    def forward(self, x):
+        return self.head(self.layers[1](self.layers[0](x)) + x)
+
+
+ROWS = [
+    # Batches
+    Row(
+        "{} has no number of features yet; run one forward",
+        lambda: problems("dp_shard=2", [FullyShard()], lazy_norm(forward=False)),
+        {
+            "run one forward before the plan is applied": lambda: problems(
+                "dp_shard=2", [FullyShard()], lazy_norm(forward=True)
+            ),
+            "build it with its num_features": lambda: problems(
+                "dp_shard=2", [FullyShard()], nn.Sequential(nn.BatchNorm1d(8))
+            ),
+        },
+    ),
+    Row(
+        "{} is a batch norm with a forward of its own",
+        lambda: problems("dp_shard=2", [FullyShard()], nn.Sequential(OwnNorm(8))),
+        {
+            "use torch's BatchNorm and move the rest of that forward": lambda: problems(
+                "dp_shard=2", [FullyShard()], nn.Sequential(nn.BatchNorm1d(8), nn.Identity())
+            ),
+            "use a norm that does not work across the batch": lambda: problems(
+                "dp_shard=2", [FullyShard()], nn.Sequential(nn.LayerNorm(8))
+            ),
+        },
+    ),
+    Row(
+        "split requires tensors of one length along dim {}",
+        lambda: with_positions({"x": torch.zeros(1, 4), "y": torch.zeros(1, 6)}, 1),
+        {"split each length alone": lambda: [len(with_positions({"x": torch.zeros(1, size)}, 1)) for size in (4, 6)]},
+        result=[1, 1],
+    ),
+    Row(
+        "{}={} does not divide {} positions",
+        lambda: positions(ContextParallel(), 7, "cp", 2, 0),
+        {"pad the batch to a multiple of {}": lambda: positions(ContextParallel(), 8, "cp", 2, 0).numel()},
+        result=4,
+    ),
+    # Sharding
+    Row(
+        "{}({}={}) is not a floating dtype",
+        lambda: problems("dp_shard=2", [FullyShard(param_dtype=torch.int8)]),
+        {"use one of {}": lambda: problems("dp_shard=2", [FullyShard(param_dtype=torch.bfloat16)])},
+    ),
+    Row(
+        "{}(reshard_after_forward={}) must be a divisor of dp_shard={}",
+        lambda: problems("dp_shard=8", [FullyShard(reshard_after_forward=5)]),
+        {
+            "use {}": lambda: [
+                *problems("dp_shard=8", [FullyShard(reshard_after_forward=2)]),
+                *problems("dp_shard=8", [FullyShard(reshard_after_forward=4)]),
+            ]
+        },
+    ),
+    Row(
+        "{}(offload={}) is not known",
+        lambda: problems("dp_shard=2", [FullyShard(offload="disk")]),
+        {
+            "use 'cpu' or None": lambda: [
+                *problems("dp_shard=2", [FullyShard(offload="cpu")]),
+                *problems("dp_shard=2", [FullyShard(offload=None)]),
+            ]
+        },
+    ),
+    Row(
+        "{}(optimizer={}) is not known; use 'replica' or 'world'",
+        lambda: replicas(optimizer="all"),
+        {"use 'replica' or 'world'": lambda: [*replicas(optimizer="replica"), *replicas(optimizer="world")]},
+    ),
+    Row(
+        "{}(optimizer='world', reshard_after_forward={}) reshards to parts of a replica",
+        lambda: replicas(optimizer="world", reshard_after_forward=2),
+        {
+            "use reshard_after_forward=True or False": lambda: [
+                *replicas(optimizer="world", reshard_after_forward=True),
+                *replicas(optimizer="world", reshard_after_forward=False),
+            ]
+        },
+    ),
+    Row(
+        "unit {} mixes dtypes",
+        lambda: mixed(cast=False),
+        {
+            "cast the model": lambda: mixed(cast=True),
+            "give the odd ones a unit": lambda: mixed(cast=False, blocks=("layers.*", "head")),
+        },
+    ),
+    Row(
+        "tied parameters would land in two units",
+        lambda: tied(blocks=("layers.*",)),
+        {"take both out of the blocks": lambda: tied(blocks=("layers.1",))},
+    ),
+    Row(
+        "Replicate keeps whole replicas and cannot be combined with dp_shard",
+        lambda: problems("dp_replicate=2,dp_shard=4", [Replicate(), FullyShard()]),
+        {
+            "use HybridShard() for replicas of a sharded model": lambda: problems(
+                "dp_replicate=2,dp_shard=4", [HybridShard()]
+            )
+        },
+    ),
+    # Recomputation, compilation, eight bits
+    Row(
+        "ActivationCheckpoint(mode={}) is not known",
+        lambda: problems("dp_shard=2", [ActivationCheckpoint(mode="half"), FullyShard()]),
+        {
+            "use 'full' or 'selective'": lambda: [
+                *problems("dp_shard=2", [ActivationCheckpoint(mode="full"), FullyShard()]),
+                *problems("dp_shard=2", [ActivationCheckpoint(mode="selective"), FullyShard()]),
+            ],
+            "give a policy": lambda: problems(
+                "dp_shard=2", [ActivationCheckpoint(mode="selective", policy=lambda *_: None), FullyShard()]
+            ),
+        },
+    ),
+    Row(
+        "{} has forward hooks, which recomputation would run a second time",
+        lambda: hooked_block(inside=False),
+        {"register them on a module around or in it": lambda: hooked_block(inside=True)},
+    ),
+    Row(
+        "Float8(recipe={}) is not known",
+        lambda: problems("dp_shard=2", [Float8(recipe="blocks"), FullyShard()]),
+        {
+            "use 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp'": lambda: [
+                problem
+                for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+                for problem in problems("dp_shard=2", [Float8(recipe=recipe), FullyShard()])
+            ]
+        },
+    ),
+    Row(
+        "leave Float8 out, or try its arithmetic with emulate=True",
+        lambda: list(Float8().machine_problems("cpu")),
+        {
+            "leave Float8 out": lambda: list(FullyShard().machine_problems("cpu")),
+            "try its arithmetic with emulate=True": lambda: list(Float8(emulate=True).machine_problems("cpu")),
+        },
+        result=[],
+    ),
+    # Positions
+    Row(
+        "the layout does not name the attention of {}",
+        lambda: problems("dp_shard=1,cp=2", [ContextParallel(), FullyShard()], TwoLayers()),
+        {
+            "call meshpar.attention(self, q, k, v, mask) in it": lambda: problems(
+                "dp_shard=1,cp=2",
+                [ContextParallel(), FullyShard()],
+                nn.ModuleDict({"attn": Attention(), "head": nn.Linear(8, 8)}),
+                ModelLayout(attention=("attn",)),
+            ),
+            "drop ContextParallel": lambda: problems("dp_shard=2", [FullyShard()], TwoLayers()),
+        },
+    ),
+    # Experts
+    Row(
+        "ExpertParallel has nothing to divide: the layout of {} names no experts",
+        lambda: problems(EP_MESH, EP),
+        {
+            "give ModelLayout(experts=": lambda: own(),
+            "drop ExpertParallel and ep from the mesh": lambda: problems("dp_shard=1", [FullyShard()]),
+        },
+    ),
+    Row(
+        "ExpertParallel(skew={}) is expected to be from 1",
+        lambda: own(passes=[ExpertParallel(skew=3.0), FullyShard()]),
+        {"change it": lambda: own(passes=[ExpertParallel(skew=2.0), FullyShard()])},
+    ),
+    Row(
+        "{} are one parameter, which ExpertParallel would divide separately",
+        lambda: problems(EP_MESH, EP, Tied(), OWN),
+        {
+            "use one experts module for both layers, untie them": lambda: [
+                *problems(EP_MESH, EP, shared_experts(), OWN),
+                *own(),
+            ],
+            "use a mesh without ep": lambda: problems("dp_shard=2", [FullyShard()], Tied(), OWN),
+        },
+    ),
+    Row(
+        "{} is a list of {} modules, expected one module with their parameters stacked",
+        lambda: problems(EP_MESH, EP, OwnMixture(), ModelLayout(experts=("layers",))),
+        {
+            "stack them": lambda: own(),
+            "use a mesh without ep": lambda: problems(
+                "dp_shard=2", [FullyShard()], OwnMixture(), ModelLayout(experts=("layers",))
+            ),
+        },
+    ),
+    Row(
+        "{} must hold parameters whose first dim counts its experts",
+        lambda: problems(EP_MESH, EP, OwnMixture(), ModelLayout(experts=("layers.*.experts", "layers.0"))),
+        {"take it out of ModelLayout.experts": lambda: own()},
+    ),
+    Row(
+        "make it a parameter of the module's own, or use a mesh without ep",
+        lambda: own(Buffered),
+        {
+            "make it a parameter of the module's own": lambda: own(Scale),
+            "use a mesh without ep": lambda: without_ep(Buffered),
+        },
+    ),
+    Row("{} stores its number of experts as {}", lambda: own(Counted), {"keep one": lambda: own()}),
+    Row(
+        "take it out of ModelLayout.experts, or use a mesh without ep",
+        lambda: own(Dense),
+        {
+            "take it out of ModelLayout.experts": lambda: problems(
+                "dp_shard=2", [FullyShard()], OwnMixture(Dense), ModelLayout()
+            ),
+            "use a mesh without ep": lambda: without_ep(Dense),
+        },
+    ),
+    Row(
+        "axis 'ep' (size {}) spans nodes of {} ranks",
+        lambda: warned(MeshSpec("dp_shard=1,ep=2", ranks_per_node=1), EP, OwnMixture().to("meta"), layout=OWN),
+        {
+            "keep ep x tp within a node, and use dp_shard across nodes": lambda: heard(
+                MeshSpec("dp_shard=2,ep=2", ranks_per_node=2), EP, OwnMixture().to("meta"), layout=OWN
+            )
+        },
+        result=[],
+    ),
+    # Stages
+    Row(
+        "PipelineParallel(schedule={}) is not known",
+        lambda: pipeline(schedule="2f2b"),
+        {"use one of {}": lambda: pipeline(schedule=SCHEDULES[-1])},
+    ),
+    Row(
+        "pp={} has more stages than the model has blocks",
+        lambda: pipeline("pp=4"),
+        {"use pp={} or fewer": lambda: pipeline("pp=2")},
+    ),
+    Row(
+        "PipelineParallel(virtual={}) makes {} stages of {} blocks",
+        lambda: pipeline(virtual=3),
+        {"use virtual={} or fewer": lambda: pipeline(virtual=1)},
+    ),
+    Row(
+        "PipelineParallel(stages={}) must be {} numbers of blocks",
+        lambda: pipeline(stages=(2, 1)),
+        {"leave it out for an even cut": lambda: pipeline()},
+    ),
+    # Tensor parallelism
+    Row(
+        "leave it whole: {}, or give it a style of your own",
+        lambda: split(Projections(up=OwnLinear(8, 16))),
+        {
+            "leave it whole: {}": lambda: kept(*BOTH, module=Projections(up=OwnLinear(8, 16))),
+            "give it a style of your own": lambda: split(Projections(up=OwnLinear(8, 16)), mlp__up=Marked()),
+        },
+    ),
+    Row(
+        "{} has hooks, which would see a rank's part of what they expect",
+        lambda: split(Projections(up=hooked(nn.Linear(8, 16)))),
+        {
+            "register them on a module around it": lambda: split(
+                Projections(up=hooked(Around(nn.Linear(8, 16)))), mlp__up=None, mlp__up__inner="colwise"
+            ),
+            "{}": lambda: kept(*BOTH, module=Projections(up=hooked(nn.Linear(8, 16)))),
+        },
+    ),
+    Row(
+        "TensorParallel has nothing to do: the layout has no table",
+        lambda: problems("tp=2", [TensorParallel()], Projections(), ModelLayout()),
+        {"give ModelLayout(tensor=": lambda: split()},
+    ),
+    Row(
+        "sequence_parallel needs the layout to say which modules run between regions",
+        lambda: split(passes=[TensorParallel(sequence_parallel=True)]),
+        {"leave it off": lambda: split(passes=[TensorParallel(sequence_parallel=False)])},
+    ),
+    Row(
+        "sequence_parallel needs an embedding in the layout's tensor-parallel table",
+        lambda: split(normed(), norm="sequence", embed=None, passes=[TensorParallel(sequence_parallel=True)]),
+        {
+            "name it": lambda: split(
+                normed(), norm="sequence", embed="vocab", passes=[TensorParallel(sequence_parallel=True)]
+            ),
+            "leave sequence_parallel off": lambda: split(
+                normed(), norm="sequence", embed=None, passes=[TensorParallel(sequence_parallel=False)]
+            ),
+        },
+    ),
+    Row(
+        "loss_parallel needs a 'head' in the layout's tensor-parallel table",
+        lambda: split(passes=[TensorParallel(loss_parallel=True)]),
+        {"leave it off": lambda: split(passes=[TensorParallel(loss_parallel=False)])},
+    ),
+    Row(
+        "axis 'tp' (size {}) spans nodes of {} ranks",
+        lambda: warned(MeshSpec("tp=2", ranks_per_node=1), [TensorParallel()]),
+        {
+            "keep tp within a node": lambda: heard(
+                MeshSpec("dp_shard=2,tp=2", ranks_per_node=2), [TensorParallel(), FullyShard()]
+            )
+        },
+        result=[],
+    ),
+    Row(
+        "tensor parallelism leaves {} of the parameters whole on every rank of tp",
+        lambda: large(),
+        {
+            "give linear layers and embeddings among them a style": lambda: heard_of(large(embed="vocab")),
+            "None to what is meant to stay whole": lambda: heard_of(large(embed=None)),
+            "use data axes instead of tp": lambda: problems("dp_shard=2", [FullyShard()], Projections()),
+        },
+    ),
+    Row(
+        "{} is tied to {}, and only {} is split over tp",
+        lambda: tied_split("vocab", None),
+        {"give both a style": lambda: tied_split("vocab", "head"), "neither": lambda: tied_split(None, None)},
+    ),
+    Row(
+        "{}.{} {} has no style among projections split by heads or features",
+        lambda: split(scaled()),
+        {
+            "give '{}.{}' 'per_head' where its first dim counts them": lambda: [
+                problem for style in ("per_head", "grad_sum", None) for problem in split(scaled(), mlp__scale=style)
+            ],
+            "leave its projections whole": lambda: kept(*BOTH, module=scaled()),
+        },
+        result=[],
+    ),
+    Row(
+        "{} sums its gradient over tp, but nothing in {} is split",
+        lambda: split(scaled(), mlp__up=None, mlp__down=None, embed="vocab", mlp__norm="grad_sum"),
+        {
+            "leave {} whole, too": lambda: problems(
+                "tp=2",
+                [TensorParallel(styles={"mlp.norm": None})],
+                scaled(),
+                ModelLayout(tensor={"embed": "vocab", "mlp.norm": "grad_sum"}),
+            )
+        },
+    ),
+    Row(
+        "{} {} in region {} has no style, so its gradient would be incomplete",
+        lambda: split(scaled(), mlp="region", mlp__scale=None),
+        {
+            "give {} 'grad_sum' where each rank's heads use it whole": lambda: [
+                problem
+                for style in ("grad_sum", None)
+                for problem in split(
+                    scaled(), mlp="region", mlp__scale=None, mlp__norm__weight=style, mlp__norm__bias=style
+                )
+            ]
+        },
+        result=[],
+    ),
+    Row(
+        "{} is a {}, and no Embedding to split by rows",
+        lambda: split(mlp__down="vocab"),
+        {"leave it out of the table": lambda: kept(*BOTH)},
+    ),
+    Row(
+        "{} is a {}, and no linear layer to split by output features",
+        lambda: split(embed="colwise"),
+        {"leave it out of the table": lambda: split()},
+    ),
+    Row(
+        "{} is a {}, and no linear layer to split by input features",
+        lambda: split(embed="rowwise"),
+        {"leave it out of the table": lambda: split()},
+    ),
+    Row(
+        "{} uses max_norm, sparse or scale_grad_by_freq, which rows on several ranks cannot",
+        lambda: split(counted_embedding(True), embed="vocab"),
+        {"turn them off": lambda: split(counted_embedding(False), embed="vocab")},
+    ),
+    Row(
+        "{} is no tensor-parallel style",
+        lambda: split(mlp__up=3),
+        {
+            "write a style's name": lambda: split(mlp__up="colwise"),
+            "an object whose class inherits Style": lambda: split(mlp__up=Marked(), mlp__down=None),
+        },
+    ),
+]
+
+
+def shared_experts():
+    module = OwnMixture()
+    module.layers[1]["experts"] = module.layers[0]["experts"]
+    return module
+
+
+def normed():
+    module = Projections()
+    module.norm = nn.LayerNorm(8)
+    return module
+
+
+def scaled():
+    return Projections(scale=nn.Parameter(torch.ones(8)), norm=nn.LayerNorm(8))
+
+
+def counted_embedding(counted):
+    module = Projections()
+    module.embed = nn.Embedding(16, 8, scale_grad_by_freq=counted)
+    return module
+
+
+def tied_split(embed, head):
+    module = Projections()
+    module.head = nn.Linear(8, 16, bias=False)
+    module.head.weight = module.embed.weight
+    styles = {"embed": embed, "head": head}
+    layout = ModelLayout(
+        tensor={name: style for name, style in {**TABLE, **styles}.items() if style},
+        tied=(("embed.weight", "head.weight"),),
+    )
+    return problems("tp=2", [TensorParallel()], module, layout)
+
+
+def heard(mesh, passes, module=None, **options):
+    return heard_from(lambda: warned(mesh, passes, module, **options))
+
+
+def large(**entries):
+    module = Projections()
+    module.embed = nn.Embedding(1024, 8)
+    table = {name: TABLE[name] for name in BOTH}
+    layout = ModelLayout(tensor={**table, **entries})
+    return list(TensorParallel().warnings(module, layout, MeshSpec("tp=2")))
+
+
+def heard_of(warnings):
+    return tuple(warnings)
+
+
+@pytest.mark.parametrize("row", alone(ROWS))
+def test_the_printed_remedy_helps(row):
+    row.run()
