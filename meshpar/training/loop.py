@@ -23,6 +23,7 @@ from meshpar.core.errors import MeshparError, brief
 from meshpar.core.passes import Role
 from meshpar.loss import token_losses
 from meshpar.parallelized import Parallelized
+from meshpar.passes.applied import applied
 from meshpar.passes.random import mix
 from meshpar.passes.untouched import evaluating
 from meshpar.same_values import check_equal
@@ -403,11 +404,13 @@ class Trainer:
         token_scale = par.begin_token_scale(torch.full((), tokens, dtype=torch.float32, device=par.device))
         scale: torch.Tensor | None = None
         left = False
+        # Stages take all micro-batches at once: an exchange of all hosts for each would stand before the first forward.
+        stop = self._stop if replicas is None and applied(par.module).layers is None else None
 
         def until_stopped() -> Iterator[TensorBatch]:
             nonlocal left
             for place, batch in enumerate(micro_batches):
-                left = bool(place) and replicas is None and self._stop is not None and self._stop.agreed()
+                left = bool(place) and stop is not None and stop.agreed()
                 if left:
                     return
                 yield batch

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -574,6 +575,25 @@ def check_stop_in_a_long_step(folder: Path, reshard: bool, reduce_each: bool) ->
     for again in (part, parallel("dp_shard=2", passes, dropout=0.2)):
         assert resumed(again, copy.deepcopy(kept.steps[1]), samples, **more).run().steps == 3
         assert_equal(weights(again), weights(whole))
+
+
+def test_stages_ask_for_a_stop_as_often_whatever_the_micro_batches(tmp_path: Path) -> None:
+    on_ranks(2)(check_how_often_stages_ask)(tmp_path)
+
+
+def check_how_often_stages_ask(folder: Path) -> None:
+    samples, asked, agreed = packed(folder), [], StopRequest.agreed
+
+    def counted(stop: StopRequest) -> bool:
+        asked[-1] += 1
+        return agreed(stop)
+
+    for accumulate in (2, 6):
+        asked.append(0)
+        run = trainer(parallel("pp=2", [PipelineParallel()]), samples, micro=1, accumulate=accumulate, steps=2)
+        with mock.patch.object(StopRequest, "agreed", counted):
+            run.run()
+    assert asked[0] == asked[1] > 0
 
 
 def test_a_stop_in_validation_saves_and_the_next_start_makes_up_for_it(group: None, tmp_path: Path) -> None:
