@@ -281,6 +281,27 @@ def test_carried_values_begin_where_kernels_want_them():
     assert all((value.data_ptr() - begin) % 256 == 0 for value in (*values, numbers))
 
 
+def test_a_message_that_was_taken_is_let_go_and_the_order_of_the_others_stays():
+    network, held, taken = Network(2), [], []
+
+    def program(rank):
+        layers, _ = layers_of(network, rank, virtual=2)
+        talk = layers.edges.messages
+        for number in range(3):
+            if rank == 0:
+                talk.send([torch.full((1,), float(number))], 1, messages.FORTH)
+            elif number < 2:
+                taken.append(talk.receive(torch.zeros(1), 0, messages.FORTH))
+        if rank == 0:
+            network.block(lambda: len(taken) == 2, "the other stage")
+            talk.send([torch.ones(1)], 1, messages.FORTH)
+            held[:] = [len(parts) for parts in talk.sent[messages.FORTH]]
+
+    anatomy(4, False)
+    network.run(program)
+    assert held == [0, 0, 1, 1]
+
+
 def test_a_failure_of_one_rank_alone_is_forgotten_where_it_goes_on(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(messages, "default_store", lambda: store)

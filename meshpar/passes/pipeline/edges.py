@@ -368,7 +368,7 @@ class Edges:
         if self.supposed is not None:
             known, pairs = header, zip((None, *gives), forms, strict=True)
             self.supposed |= {result: replace(header, forms=(form,)) for result, form in pairs}
-        numbers = torch.tensor(header.numbers(1 + len(gives)), device=self.device)
+        numbers = header.tensor(1 + len(gives), self.device)
         parts = [numbers, *(values or ())]
         if known is not None:
             whole, rooms, behind = known.room(self.device)

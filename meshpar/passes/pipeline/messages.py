@@ -57,16 +57,17 @@ class Header:
         """Return how many numbers tell of so many values."""
         return 3 + values * _FORM
 
-    def numbers(self, values: int) -> list[int]:
-        """Return the numbers that tell of so many values."""
+    def tensor(self, values: int, device: torch.device) -> Tensor:
+        """Return the numbers that tell of so many values; nothing waits for the device."""
         found = [self.width, self.number, self.stage]
         for dtype, shape in self.forms:
             found += [DTYPES.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
-        return found + [0] * (self.size(values) - len(found))
+        found += [0] * (self.size(values) - len(found))
+        return torch.tensor(found, pin_memory=not runtime.on_host(device)).to(device, non_blocking=True)
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Header:
-        """Return the header of :meth:`numbers`."""
+        """Return the header of :meth:`tensor`."""
         width, number, stage, *rest = numbers
         every = (rest[at : at + _FORM] for at in range(0, len(rest), _FORM))
         return cls(width, number, stage, tuple((DTYPES[kind], tuple(sizes[:dims])) for kind, dims, *sizes in every))
@@ -156,6 +157,9 @@ class Messages:
             work = self.exchanged(dist.isend, value, group=lane, group_dst=stage % self._ranks, tag=tag)
             assert work is not None, "this rank is in the group"
             works.append((work, value))
+        for parts in self.sent[tag]:  # what the other rank has taken is let go; its place in the order stays
+            if all(work.is_completed() for work, _ in parts):
+                parts.clear()
         self.sent[tag].append(works)
         # A neighbour is behind by as many micro-batches as there are stages. A gradient it takes before it needs
         # anything else of this rank, unless each has several stages.

@@ -147,7 +147,9 @@ class Layers:
         if self.edges.supposed is None and self._error is None:
             mine = hash((len(batches), _digest(batches), *self._shapes))
         every = torch.empty(self.ranks, dtype=torch.int64, device=self.edges.device)
-        self._messages.exchanged(all_gather, every, torch.tensor([mine], device=self.edges.device), group=self.group)
+        # full: a tensor made of a list of Python numbers waits for the device
+        own = torch.full((1,), mine, dtype=torch.int64, device=self.edges.device)
+        self._messages.exchanged(all_gather, every, own, group=self.group)
         if self.edges.supposed is None and (self._error is not None or every.tolist() != [mine] * self.ranks):
             self._refuse([_digest(batch) for batch in batches])
         return batches
@@ -235,8 +237,8 @@ class Layers:
         has = self.rank == self.ranks - 1
         form = totals.form() if has else self._form
         # The others' losses are 0.
-        numbers = totals.loss.new_tensor([float(form != self._form), float(self._error is not None)])
-        numbers = torch.cat([totals.loss[None], numbers])
+        flags = (form != self._form, self._error is not None)
+        numbers = torch.stack([totals.loss, *(torch.full_like(totals.loss, float(flag)) for flag in flags)])
         self._messages.exchanged(dist.all_reduce, numbers, group=self.group)
         if self.edges.supposed is None:
             _, changed, failed = numbers.tolist()
