@@ -43,7 +43,7 @@ _SECTIONS: tuple[tuple[str, type[BaseModel], tuple[type, ...]], ...] = (
     ("schedule", sections.ScheduleSection, (Schedule, sections.ScheduleSection)),
     ("training", sections.TrainingSection, (TrainSettings, sections.TrainingSection)),
     ("averages.NAME", sections.AverageSection, (sections.AverageSection,)),
-    ("validation", sections.ValidationSection, (sections.ValidationSection,)),
+    ("validation", sections.ValidationSection, (TrainSettings, sections.ValidationSection)),
     ("checkpoint", sections.CheckpointSection, (sections.CheckpointSection,)),
 )
 _NAMED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, Literal, final
 
@@ -22,6 +23,8 @@ _AdamWFields: Any = section_of(AdamWSettings, partial=False)
 _ScheduleFields: Any = section_of(Schedule, partial=False, without=("lr",))
 _BESIDE = ("on_error", "silent_s", "grace_s")
 _TrainFields: Any = section_of(TrainSettings, partial=False, without=("checkpoint_every", "seed", *_BESIDE))
+_OTHERS = tuple(field.name for field in dataclasses.fields(TrainSettings) if field.name not in _BESIDE)
+_BesideFields: Any = section_of(TrainSettings, partial=False, without=_OTHERS)
 
 
 @final
@@ -356,24 +359,15 @@ class AverageSection(Section):
 
 
 @final
-class ValidationSection(Section):
+class ValidationSection(_BesideFields):
     """The weights that are validated, and the bounds of validations and evaluations; :class:`TrainingSection` says
     when.
 
     Attributes:
         weights: ``trained``, the name of an average, or ``averaged`` for the only one.
-        on_error: ``continue`` logs an error of a validation or an evaluation and trains on; ``stop`` ends the run after
-            a checkpoint.
-        silent_s: seconds that an evaluation may take between two calls of the model before the watchdog counts the time
-            as no progress.
-        grace_s: seconds after a stop request within which an evaluation has to end; the run then ends without its
-            result.
     """
 
     weights: str = "trained"
-    on_error: Literal["continue", "stop"] = "continue"
-    silent_s: Annotated[float, Bound(gt=0)] = 1800.0
-    grace_s: Annotated[float, Bound(gt=0)] = 60.0
 
 
 @final

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, final
 
@@ -41,7 +41,8 @@ class Beside:
 
     Args:
         stop: the stop requests of the run.
-        module: whose calls are in step on all ranks; None: ranks do not wait for one another before a call.
+        module: the module.
+        in_step: whether ranks meet before each of its calls; stages of a pipeline run ahead of one another.
         moved: called before each batch, and every half second while the work may be silent.
         before_exit: called before this process ends in the middle of work that a stop request does not end.
         silent_s: seconds for which work may call no module before the watchdog counts it as no progress.
@@ -54,39 +55,45 @@ class Beside:
     def __init__(
         self,
         stop: StopRequest,
-        module: nn.Module | None,
+        module: nn.Module,
         *,
+        in_step: bool,
         moved: Callable[[], None],
         before_exit: Callable[[], object],
         silent_s: float,
         grace_s: float,
     ) -> None:
-        self._stop, self._module, self._moved, self._before_exit = stop, module, moved, before_exit
+        self._stop, self._module, self._in_step = stop, module, in_step
+        self._moved, self._before_exit = moved, before_exit
         self._silent_s, self._grace_s = silent_s, grace_s
         self._called, self._inside, self._left, self._lost = 0.0, False, False, ""
         self.failures: list[str] = []
 
-    def run(self, name: str, module: nn.Module, act: Callable[[], T]) -> T | None:
+    def run(self, name: str, act: Callable[[], T], within: AbstractContextManager[object]) -> T | None:
         """Return the result of ``act``; None where it failed on a rank, or where a stop request ended it.
 
-        Collective. The modes of the module's parts are as before at the end.
+        Collective. ``act`` may be interrupted anywhere, and what enters and leaves ``within`` is not. The modes of the
+        module's parts are as before at the end.
 
         Raises:
             MeshparError: this rank failed, and the others do not come, because they wait for it in an exchange.
         """
         self._called, self._left, self.failures, self._lost = time.monotonic(), False, [], ""
-        found, error, over = None, None, threading.Event()
+        found: T | None = None
+        error: BaseException | None = None
+        over = threading.Event()
         watch = threading.Thread(target=self._attend, args=(name, over), name="meshpar-beside", daemon=True)
         watch.start()
         try:
             try:
-                with evaluating(module), self._met_before_calls():
+                with evaluating(self._module), within, self._met_before_calls():
                     self._stop.interrupts = True
-                    found = act()
+                    try:
+                        found = act()
+                    finally:
+                        self._stop.interrupts = False
             except (Exception, SystemExit) as caught:  # noqa: BLE001 - the ranks share it, and it is told by name
                 error = caught
-            finally:
-                self._stop.interrupts = False
             failure = "" if error is None else f"rank {dist.get_rank()}: {brief(error)}"
             while not self._left and self._meets(failure):
                 continue
@@ -107,7 +114,7 @@ class Beside:
         """
         self._called = time.monotonic()
         self._moved()
-        if self._module is None:
+        if not self._in_step:
             self._left = self._left or self._stop.agreed()
         elif not self._left:
             self._meets("", works=True)
@@ -130,7 +137,7 @@ class Beside:
         """Let ranks meet before each call of the module, where one that failed would make the others wait."""
         module: Any = self._module
         self._inside = False
-        if module is None:
+        if not self._in_step:
             yield
             return
         inner = module._call_impl

@@ -271,7 +271,8 @@ class Trainer:
         with stop or StopRequest() as self._stop:
             self._beside = Beside(
                 self._stop,
-                None if self.par.resolved.divided(Role.LAYERS) else self.par.module,
+                self.par.module,
+                in_step=not self.par.resolved.divided(Role.LAYERS),
                 moved=self._moved,
                 before_exit=lambda: self.checkpointer and self.checkpointer.wait(),
                 silent_s=self.settings.silent_s,
@@ -551,7 +552,8 @@ class Trainer:
         with self._meter.paused():
             for owed in list(self.owes):
                 name = f"evaluation {makes[owed]}" if owed in makes else "the validation"
-                found = self._beside.run(name, self.par.module, partial(self._find, makes.get(owed)))
+                weights = evaluated(self.optimizer) if self._validated is None else self._validated.swapped()
+                found = self._beside.run(name, partial(self._find, makes.get(owed)), weights)
                 if found is None:
                     self.par.reshard()
                     if self._stop.heard or not self._beside.failures:
@@ -578,10 +580,9 @@ class Trainer:
 
     def _find(self, evaluation: str | None) -> tuple[dict[str, float], dict[str, str]] | None:
         """Return the numbers and texts of an evaluation, of the validation without its name."""
-        with evaluated(self.optimizer) if self._validated is None else self._validated.swapped():
-            if evaluation is None:
-                return (found, {}) if (found := self.validate()) else None
-            return values_of(self.evaluations[evaluation](self.par))
+        if evaluation is None:
+            return (found, {}) if (found := self.validate()) else None
+        return values_of(self.evaluations[evaluation](self.par))
 
     def _tell_changes(self) -> None:
         """Report which replicas were lost and joined."""

@@ -291,7 +291,7 @@ class JsonLines:
         """
         plain = {name: value if math.isfinite(value) else None for name, value in record.items()}
         line = json.dumps({**plain, "time": round(time.time(), 3)}) + "\n"
-        if record["step"] == self._step and (names := _values(line)) and names in self._known:
+        if record.get("step") == self._step and (names := _values(line)) and names in self._known:
             return
         self._unwritten = self._unwritten[-_MOST_UNWRITTEN:] + line.encode()
         if (error := self._write()) is not None and not self._warned:

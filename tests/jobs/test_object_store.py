@@ -53,7 +53,7 @@ from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.leftovers import host_name
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import on_ranks
-from tests.checkpoints.test_commit import Job
+from tests.checkpoints.test_commit import Job, linear
 from tests.support import object_store
 from tests.support.stores import Store
 
@@ -120,6 +120,15 @@ def test_a_run_is_saved_and_restored_on_another_mesh_as_on_a_disk(store, bucket,
     assert "is whole" in verify_step(roots[0]) and "step-00000001" not in list_steps(roots[0])
     exported = [export_safetensors(root, tmp_path / f"hf-{number}") for number, root in enumerate(roots)]
     assert (exported[0] / "model.safetensors").read_bytes() == (exported[1] / "model.safetensors").read_bytes()
+
+
+def test_values_are_added_to_a_step_of_a_store_at_once(bucket):
+    manager = CheckpointManager(f"{bucket}/amended", keep=1, best="loss")
+    for step, loss in ((1, 1.0), (2, 2.0), (3, 0.5)):
+        manager.save(step, linear(), extra={"owes": True})
+        manager.amend(step, {"owes": False}, {"loss": loss})
+        assert manager.steps() == ([1, 2] if step == 2 else [step]) and manager.best() == (1 if step == 2 else step)
+    assert manager.restore(linear()).extra == {"owes": False}
 
 
 RECIPE = """\

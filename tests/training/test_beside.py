@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch.distributed as dist
 import meshpar
 from meshpar import FullyShard, MeshparError, Parallelized
 from meshpar.core.errors import RecipeError, ReplicaError
+from meshpar.launchers.jobs import build
+from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.testing import on_ranks
 from meshpar.training import Samples, beside, generate, log_likelihoods
 from meshpar.training.evaluation import cut_pair, cut_prompt, values_of
@@ -109,7 +112,8 @@ def check_one_that_fails_alone(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(beside, "_ALONE_S", 0.2)
         silent_s = patient(30)
-        work = beside.Beside(stop, par.module, moved=list, before_exit=list, silent_s=silent_s, grace_s=60)
+        more: dict[str, Any] = {"moved": list, "before_exit": list, "silent_s": silent_s, "grace_s": 60}
+        work = beside.Beside(stop, par.module, in_step=True, **more)
 
         def act() -> None:
             work._inside = True
@@ -117,7 +121,7 @@ def check_one_that_fails_alone(folder: Path) -> None:
 
         if dist.get_rank():
             with pytest.raises(MeshparError, match=r"mine failed on rank 1: RuntimeError: no memory, and the other"):
-                work.run("mine", par.module, act)
+                work.run("mine", act, nullcontext())
         dist.barrier()
         stop.__exit__(MeshparError, None, None)
 
@@ -254,7 +258,11 @@ def test_texts_longer_than_the_model_are_cut_at_their_beginning(group: None) -> 
     assert log_likelihoods(par, [whole])[0][0] < 0
 
 
-def test_a_prompt_without_tokens_is_refused_at_the_start() -> None:
+def test_a_prompt_without_tokens_is_refused_by_check_and_at_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("model: {dim: 8, layers: 1, heads: 1, hidden: 8}\ntraining: {steps: 1}\n")
+    recipe = load_recipe(file, ["evaluations={samples: {prompts: [a, '']}}"])
+    assert [where for where, _ in build._plugin_problems(recipe)] == ["evaluations.samples.prompts"]
     with pytest.raises(RecipeError, match="the prompt '' has no token"):
         Samples(Letters(), prompts=["a", ""])
 
