@@ -49,6 +49,7 @@ class StopRequest:
         self._work: dist.Work | None = None
         self._agreed, self._waits, self._entered = False, False, 0
         self._asked, self._called = 0.0, time.monotonic()
+        # whether interrupt() may raise where the main thread is now; and whether it was called
         self.interrupts, self._late = False, False
         self._before: dict[signal.Signals, Any] = {}
 
