@@ -1,7 +1,6 @@
 """Lose replicas at random instants: is any token lost or counted twice, any loss wrong, and how long does a loss cost?
 
     python benchmarks/replicas.py [--faults 200] [--seed 0] [--replicas 3] [--ranks 2] [--hosts] [--cost]
-                                  [--optimizer world] [--copies 2]
 
 A loop of one's own trains in several replicas of several ranks, and is hurt again and again: SIGKILL, SIGSTOP, and with
 ``--hosts`` (root) a cut link, of one replica or of two shortly after another, in each phase of a step. Lost replicas
@@ -33,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshpar import FullyShard, HybridShard, Plan, Replicate
+from meshpar import FullyShard, Plan, Replicate
 from meshpar.checkpoints import CheckpointManager
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import PRELOAD, token_loss_sum
@@ -43,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.support.patience import until
 
 VOCAB, LENGTH, BATCH = 64, 8, 2
-PHASES = ("join", "begin", "forward", "backward", "reduce", "step", "exchange", "save", "validate")
+PHASES = ("join", "begin", "forward", "backward", "reduce", "step", "save", "validate")
 SELDOM = ("save", "validate")
 VALIDATE_EVERY = 5
 LONGEST_S = 30.0
@@ -84,16 +83,10 @@ def model() -> torch.nn.Module:
     ).double()
 
 
-def parallel(ranks: int, optimizer: str = "replica") -> Any:
+def parallel(ranks: int) -> Any:
     with torch.device("meta"):
         module = model()
-    world = optimizer == "world"
-    plan = (
-        Plan(f"dp_replicate=1,dp_shard={ranks}", [HybridShard(optimizer="world")])
-        if world
-        else Plan(f"dp_shard={ranks}", [FullyShard()])
-    )
-    return plan.apply(module).materialize(seed=0)
+    return Plan(f"dp_shard={ranks}", [FullyShard()]).apply(module).materialize(seed=0)
 
 
 def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
@@ -103,24 +96,18 @@ def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-4, eps=1e-3)
 
 
-def digest(par: Any, optimizer: torch.optim.Optimizer | None) -> str:
+def digest(par: Any, optimizer: torch.optim.Optimizer) -> str:
     """Hash the whole weights and this rank's moments."""
     hashed = hashlib.sha256()
     for _, value in sorted(par.state_dict(full=True, everywhere=True).items()):
         hashed.update(value.numpy().tobytes())
-    for value in {} if optimizer is None else optimizer.state_dict()["state"].values():
+    for value in optimizer.state_dict()["state"].values():
         hashed.update(local(value["exp_avg"]).numpy().tobytes())
     return hashed.hexdigest()
 
 
 def local(tensor: Any) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
-
-
-def moments(par: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the whole moments by name."""
-    named = ((name, optimizer.state[parameter]["exp_avg_sq"]) for name, parameter in par.module.named_parameters())
-    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in named}
 
 
 def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: Any) -> None:
@@ -139,7 +126,7 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=job["patience_s"])
     )
-    par = parallel(ranks, job["optimizer"])
+    par = parallel(ranks)
     optimizer = optimizer_of(par.module)
     samples = Rows(job["rows"])
     data = Batches(samples, micro_batch=BATCH, data_rank=par.data_rank, data_size=par.data_size, seed=0)
@@ -149,10 +136,9 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
         phase.value = PHASES.index(name)
         time.sleep(job["pause_s"])
 
-    report, world = folder / f"steps-{replica}-{life}.jsonl", job["optimizer"] == "world"
-    optimizer.register_step_post_hook(lambda *_: at("exchange"))  # before the one by which the replicas exchange
+    report = folder / f"steps-{replica}-{life}.jsonl"
     options = {"lighthouse": job["lighthouse"], "replicas": job["replicas"], "patience_s": job["patience_s"]}
-    with Replicas(par, optimizer, data, name=str(replica), optimizer_copies=job["copies"], **options) as replicas:
+    with Replicas(par, optimizer, data, name=str(replica), **options) as replicas:
         at("join")
         if not replicas.join():
             if checkpoints.latest() is not None:
@@ -201,24 +187,12 @@ def rank_main(job: dict[str, Any], replica: int, life: int, rank: int, phase: An
                     with torch.no_grad():
                         token_loss_sum(par.module, samples.__getitems__(range(first, first + BATCH)))
                     replicas.alive()
-            if done is not None and job["save_every"] and replicas.step % job["save_every"] == 0:
-                if world:
-                    at("save")
-                with replicas.saving() as writes:
-                    if writes:
-                        at("save")
-                        checkpoints.save(
-                            replicas.step,
-                            par,
-                            optimizer,
-                            {"data": data.state_dict(), "step": replicas.step},
-                            replace=True,
-                        )
-        if world:
-            with replicas.saving() as writes:
-                if writes and (found := moments(par, optimizer)) and rank == 0:
-                    torch.save(found, folder / "moments.pt")
-    found = digest(par, None if world else optimizer)
+            due = done is not None and job["save_every"] and replicas.step % job["save_every"] == 0
+            if due and replicas.writes():
+                at("save")
+                extra = {"data": data.state_dict(), "step": replicas.step}
+                checkpoints.save(replicas.step, par, optimizer, extra, replace=True)
+    found = digest(par, optimizer)
     if rank == 0:
         torch.save(par.state_dict(full=True), folder / f"weights-{replica}.pt")
     else:
@@ -250,17 +224,7 @@ class Lab:
     """
 
     def __init__(self, folder: Path, *, replicas: int, ranks: int, **options: Any) -> None:
-        defaults = dict(
-            epochs=1,
-            rows=256,
-            pause_s=0.0,
-            patience_s=4.0,
-            save_every=0,
-            namespaces=[],
-            lighthouse="",
-            optimizer="replica",
-            copies=2,
-        )
+        defaults = dict(epochs=1, rows=256, pause_s=0.0, patience_s=4.0, save_every=0, namespaces=[], lighthouse="")
         self.job = defaults | options | dict(folder=str(folder), replicas=replicas, ranks=ranks)
         self.folder, self.restarts = folder, True
         self._context = multiprocessing.get_context("forkserver")
@@ -457,11 +421,6 @@ def compared_with_one_process(folder: Path, steps: list[dict[str, Any]]) -> None
                 assert torch.allclose(value, par.module.get_parameter(name), rtol=0, atol=2e-6), (
                     f"{name} differs from one process in the end"
                 )
-        for name, value in torch.load(folder / "moments.pt").items() if (folder / "moments.pt").exists() else ():
-            other = optimizer.state[par.module.get_parameter(name)]["exp_avg_sq"]
-            assert torch.allclose(value, other, rtol=1e-3, atol=1e-12), (
-                f"the moments of {name} differ from one process's in the end"
-            )
 
 
 @contextlib.contextmanager
@@ -616,7 +575,7 @@ def killed_recipe(folder: Path, words: list[str], logs: str, overrides: Sequence
 def timed_main(folder: str, name: str, rank: int, lighthouse: str, steps: int, way: dict[str, Any]) -> None:
     """Time steps of replicas of one rank: as one job (no ``lighthouse``), or as replicas that may be lost."""
     torch.set_num_threads(1)
-    count, optimizer_state = way["replicas"], way.get("optimizer", "replica")
+    count = way["replicas"]
     world = 1 if lighthouse else count
     store = dist.FileStore(f"{folder}/{name}-{rank if lighthouse else 0}", world)
     dist.init_process_group("gloo", store=store, rank=0 if lighthouse else rank, world_size=world)
@@ -624,24 +583,14 @@ def timed_main(folder: str, name: str, rank: int, lighthouse: str, steps: int, w
         module = Transformer(
             TransformerConfig(vocab_size=1024, dim=256, layers=4, heads=4, kv_heads=4, hidden=1024, max_positions=128)
         )
-    plan = Plan(f"dp_replicate={world},dp_shard=1", [HybridShard(optimizer=optimizer_state)])
-    par = (
-        (Plan(f"dp_replicate={world}", [Replicate()]) if "optimizer" not in way else plan)
-        .apply(module)
-        .materialize(seed=0)
-    )
-    optimizer, seconds, sent, held = optimizer_of(par.module), [], 0, 0
+    par = Plan(f"dp_replicate={world}", [Replicate()]).apply(module).materialize(seed=0)
+    optimizer, seconds = optimizer_of(par.module), []
     batch = {"input_ids": torch.randint(1024, (4, 128)), "labels": torch.randint(1024, (4, 128))}
     with contextlib.ExitStack() as stack:
         replicas = None
         if lighthouse:
             data = Batches(Rows(10**6), micro_batch=4, seed=0)
-            options = {
-                "lighthouse": lighthouse,
-                "name": str(rank),
-                "replicas": count,
-                "optimizer_copies": way.get("copies", 2),
-            }
+            options = {"lighthouse": lighthouse, "name": str(rank), "replicas": count}
             replicas = stack.enter_context(Replicas(par, optimizer, data, **options))
         for _ in range(steps):
             began = time.perf_counter()
@@ -655,20 +604,14 @@ def timed_main(folder: str, name: str, rank: int, lighthouse: str, steps: int, w
             optimizer.step()
             optimizer.zero_grad()
             seconds.append(time.perf_counter() - began)
-            sent = 0 if replicas is None else replicas.optimizer_sent
         time.sleep(1.0)  # the others may still need this one
-        held = sum(
-            local(value).nbytes for state in optimizer.state.values() for key, value in state.items() if key != "step"
-        )
-    Path(folder, f"{name}-{rank}.json").write_text(json.dumps({"seconds": seconds[3:], "sent": sent, "held": held}))
+    Path(folder, f"{name}-{rank}.json").write_text(json.dumps(seconds[3:]))
     os._exit(0)
 
 
-def cost(folder: Path, ways: Sequence[dict[str, Any]], *, blocks: int = 3, steps: int = 18) -> list[dict[str, Any]]:
-    """Return what steps take in several ways, in blocks that take turns: median seconds, and bytes of state and sent
-    by the replicas.
-    """
-    context, found = multiprocessing.get_context("forkserver"), [list[Any]() for _ in ways]
+def cost(folder: Path, ways: Sequence[dict[str, Any]], *, blocks: int = 3, steps: int = 18) -> list[float]:
+    """Return the median seconds of a step in several ways, in blocks that take turns."""
+    context, found = multiprocessing.get_context("forkserver"), [list[float]() for _ in ways]
     context.set_forkserver_preload([*PRELOAD, "meshpar.models", "meshpar.checkpoints", "torchft.coordination"])
     for block in range(len(ways) * blocks):
         way = ways[block % len(ways)]
@@ -685,38 +628,16 @@ def cost(folder: Path, ways: Sequence[dict[str, Any]], *, blocks: int = 3, steps
             process.join()
         if served is not None:
             served.close()
-        found[block % len(ways)].append([json.loads((folder / f"{block}-{rank}.json").read_text()) for rank in ranks])
-    return [
-        {"seconds": statistics.median(one for block in record for one in block[0]["seconds"])}
-        | {name: [rank[name] for rank in record[-1]] for name in ("held", "sent")}
-        for record in found
-    ]
+        found[block % len(ways)] += json.loads((folder / f"{block}-0.json").read_text())
+    return [statistics.median(seconds) for seconds in found]
 
 
-def tell_cost(arguments: argparse.Namespace) -> None:
+def tell_cost() -> None:
     """Measure what a step costs when nothing fails, and print it."""
     with tempfile.TemporaryDirectory(prefix="replicas-") as name:
-        if arguments.optimizer == "replica":
-            plain, elastic = (
-                result["seconds"]
-                for result in cost(Path(name), [{"replicas": 2, "lost": False}, {"replicas": 2, "lost": True}])
-            )
-            text = (
-                f"{1000 * plain:.1f} ms as one job, {1000 * elastic:.1f} ms where one may be lost: "
-                f"{elastic / plain:.3f}"
-            )
-            print(f"a step of two replicas: {text}")
-            return
-        alike = {"replicas": arguments.replicas, "lost": True, "copies": arguments.copies}
-        whole, divided = cost(Path(name), [alike | {"optimizer": "replica"}, alike | {"optimizer": "world"}])
-    times, state = [1000 * result["seconds"] for result in (whole, divided)], whole["held"][0]
-    held, sent = (", ".join(f"{count / 1e6:.2f}" for count in divided[name]) for name in ("held", "sent"))
-    print(
-        f"a step of {arguments.replicas} replicas: {times[0]:.1f} ms with optimizer='replica', {times[1]:.1f} ms with "
-        f"'world' and {arguments.copies} copies: {times[1] / times[0]:.3f}\n"
-        f"optimizer state of each replica in MB: {state / 1e6:.2f}, divided {held}\n"
-        f"parameters that each replica sends in a step in MB: {sent}; it has {state / 2e6:.2f}"
-    )
+        plain, elastic = cost(Path(name), [{"replicas": 2, "lost": False}, {"replicas": 2, "lost": True}])
+    text = f"{1000 * plain:.1f} ms as one job, {1000 * elastic:.1f} ms where one may be lost: {elastic / plain:.3f}"
+    print(f"a step of two replicas: {text}")
 
 
 def main() -> int:
@@ -726,24 +647,12 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
-        "--optimizer",
-        choices=["replica", "world"],
-        default="replica",
-        help="HybridShard's; world: divided over replicas",
-    )
-    parser.add_argument(
-        "--copies",
-        type=int,
-        default=2,
-        help="number of replicas that hold each parameter's state, with --optimizer world",
-    )
-    parser.add_argument(
         "--hosts", action="store_true", help="each replica on a host of its own, whose link is cut, too; needs root"
     )
     parser.add_argument("--cost", action="store_true", help="only measure what a step costs when nothing fails")
     arguments = parser.parse_args()
     if arguments.cost:
-        tell_cost(arguments)
+        tell_cost()
         return 0
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
@@ -755,12 +664,7 @@ def main() -> int:
             lighthouse = Lighthouse(patience_s=4.0)
             stack.callback(lighthouse.close)
             served["lighthouse"] = f"http://{hosts.address('ctl')}:{lighthouse.port}"
-        sizes = {
-            "replicas": arguments.replicas,
-            "ranks": arguments.ranks,
-            "optimizer": arguments.optimizer,
-            "copies": arguments.copies,
-        }
+        sizes = {"replicas": arguments.replicas, "ranks": arguments.ranks}
         try:
             found = run(folder, faults=arguments.faults, seed=arguments.seed, hosts=hosts, **sizes, **served)
         except AssertionError as error:
@@ -770,13 +674,13 @@ def main() -> int:
             "--elastic replicas": (["--elastic", "replicas"], "out/logs/replica-0"),
             "--restarts 1": (["--restarts", "1"], "out/logs"),
         }
-        for number, (name, (words, logs)) in enumerate(ways.items() if arguments.optimizer == "replica" else ()):
+        for number, (name, (words, logs)) in enumerate(ways.items()):
             (other := folder / f"recipe-{number}").mkdir()
             print(
                 f"a recipe with {name}, a rank killed: {killed_recipe(other, words, logs)[0]:.1f} s to the next new "
                 "step"
             )
-    lost = found["recovery_s"] or [float("nan")]  # with one copy, each fault may end in a start from a checkpoint
+    lost = found["recovery_s"] or [float("nan")]
     print(
         f"{arguments.faults} faults of {arguments.replicas} replicas x {arguments.ranks} ranks in "
         f"{time.monotonic() - began:.0f} s, {found['steps']} steps, {found['overruled']} of which a lost replica "

@@ -16,7 +16,6 @@ from meshpar.core.patterns import class_name
 from meshpar.drawing import table
 from meshpar.passes.applied import applied
 from meshpar.placements import local_tensor, shard_dim
-from meshpar.state.optimizer_shares import first_shares, held_of
 
 ADAM_STATE_TENSORS = 2
 
@@ -57,12 +56,9 @@ class Description:
         parameter_bytes: bytes of parameters that this rank stores.
         gradient_bytes: the same for gradients (of trainable parameters).
         optimizer_bytes: AdamW's two moments of trainable parameters; None: another optimizer, whose state is not known.
-            Of replicas that divide the optimizer state, those of the largest share.
         buffer_bytes: buffers, which every rank holds whole.
         shard_bytes: the shard that this rank keeps for its replica, in the computing dtype, where it stores a slice of
             the shard (``HybridShard(optimizer="world")``).
-        replicas: number of replicas, each a job of its own, that divide the optimizer state; 1: nobody does.
-        copies: number of these that hold each parameter's.
     """
 
     title: str
@@ -73,8 +69,6 @@ class Description:
     optimizer_bytes: int | None
     buffer_bytes: int
     shard_bytes: int
-    replicas: int = 1
-    copies: int = 1
 
     @property
     def total_bytes(self) -> int:
@@ -106,10 +100,6 @@ class Description:
             if self.optimizer_bytes is None
             else f"{_size(self.optimizer_bytes)} of AdamW state"
         )
-        if self.replicas > 1:
-            optimizer += (
-                f" (the largest of {self.replicas} replicas' shares, {self.copies} of which hold each parameter's)"
-            )
         shards = f", {_size(self.shard_bytes)} of shards for its replica" if self.shard_bytes else ""
         totals = (
             f"{self.parameters:,} parameters; this rank stores "
@@ -120,15 +110,13 @@ class Description:
         return "\n".join([self.title, "", lines[0], "-" * len(lines[0]), *lines[1:], "", totals])
 
 
-def describe(module: nn.Module, layout: ModelLayout, title: str, replicas: int = 1, copies: int = 1) -> Description:
+def describe(module: nn.Module, layout: ModelLayout, title: str) -> Description:
     """Return what this rank holds of ``module``; like blocks share their rows.
 
     Args:
         module: after its passes.
         layout: its description.
         title: of the table.
-        replicas: number of replicas that divide the optimizer state.
-        copies: number of these that hold each parameter's.
     """
     blocks = sorted(((name, child) for name, child in find_blocks(module, layout)), key=lambda item: -len(item[0]))
     rows: dict[str, list[Row]] = {}
@@ -150,7 +138,6 @@ def describe(module: nn.Module, layout: ModelLayout, title: str, replicas: int =
         )
         rows.setdefault(block, []).append(row)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    held = (held_of(share, trained) for share in first_shares(trained, replicas, copies))
     shards = applied(module).replica_shards
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     return Description(
@@ -159,12 +146,9 @@ def describe(module: nn.Module, layout: ModelLayout, title: str, replicas: int =
         parameters=parameters,
         parameter_bytes=stored,
         gradient_bytes=gradients,
-        optimizer_bytes=ADAM_STATE_TENSORS
-        * max(sum(local_tensor(parameter).nbytes for parameter in some) for some in held),
+        optimizer_bytes=ADAM_STATE_TENSORS * sum(local_tensor(parameter).nbytes for parameter in trained),
         buffer_bytes=buffers,
         shard_bytes=0 if shards is None else shards.nbytes,
-        replicas=replicas,
-        copies=min(copies, replicas),
     )
 
 

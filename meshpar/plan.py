@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -28,11 +28,10 @@ from meshpar.exact.proving import prove
 from meshpar.exact.verify import Verification, verified
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
-from meshpar.passes.batch_norm import batch_norm_problems
+from meshpar.passes.batch_norm import batch_norm_problems, batch_norms
 from meshpar.passes.prepare import prepare
 from meshpar.state.full import refuse_copies
 from meshpar.state.initialize import check_weights, state
-from meshpar.state.optimizer_shares import plan_problems
 
 log = logging.getLogger(__name__)
 
@@ -236,13 +235,7 @@ class Plan:
         return self.mesh.size if sized and isinstance(self.mesh, MeshSpec) else runtime.world_size()
 
     def describe(
-        self,
-        module: nn.Module,
-        layout: ModelLayout | None = None,
-        *,
-        world_size: int | None = None,
-        replicas: int = 1,
-        optimizer_copies: int = 2,
+        self, module: nn.Module, layout: ModelLayout | None = None, *, world_size: int | None = None, replicas: int = 1
     ) -> Description:
         """Return what the rank with the most parameters would store, block by block. See :meth:`Parallelized.describe`.
 
@@ -254,19 +247,39 @@ class Plan:
             layout: description of the model. Defaults to the module's own, then to the registered layouts.
             world_size: number of ranks. Defaults to the size of the mesh, or the ranks of this job.
             replicas: number of replicas of :class:`meshpar.training.Replicas`, each a job of its own with this plan.
-            optimizer_copies: as :class:`meshpar.training.Replicas` takes it.
 
         Raises:
             PlanError: problems that :meth:`check` finds.
         """
         size = self._size(world_size)
         spec = self.check(module, layout, size)
-        if replicas > 1 and (problems := list(plan_problems(spec, module, optimizer_copies))):
+        if replicas > 1 and (problems := list(lost_replica_problems(self.passes, spec, module))):
             raise PlanError(problems)
-        divides = any(pass_.divides_optimizer for pass_ in self.passes)
         with runtime.simulated(size):
             par = self.apply(module, layout, device_type="cpu")
-            return describe(module, par.layout, str(self), replicas if divides else 1, optimizer_copies)
+            return describe(module, par.layout, str(self))
+
+
+def lost_replica_problems(passes: Sequence[Pass], spec: MeshSpec, module: nn.Module) -> Iterator[str]:
+    """Yield why the replicas of a plan, each a job of its own, cannot be lost and replaced, one line each."""
+    if (inside := spec.axes.get("dp_replicate", 1)) > 1:
+        yield (
+            f"the mesh has dp_replicate={inside} inside of one replica; write dp_replicate=1: each replica is a job "
+            "of its own"
+        )
+    if (stages := spec.axes.get("pp", 1)) > 1:
+        yield f"the mesh has pp={stages}, and a replica that comes back copies all layers; drop pp from the mesh"
+    for pass_ in passes:
+        if pass_.divides_optimizer:
+            yield (
+                f"{pass_.name} divides the optimizer state over replicas, and each replica that may be lost holds its "
+                "whole state; use HybridShard(optimizer='replica'), with more shards (dp_shard) if memory is short"
+            )
+    for name, child in batch_norms(module):
+        yield (
+            f"{name} ({type(child).__name__}) uses statistics of the whole batch, and a replica sees a part of it; use "
+            "another norm"
+        )
 
 
 def _split_copy(pass_: Pass, layout: ModelLayout, module: nn.Module, mesh: Any, group: Any, rank: int) -> Any:

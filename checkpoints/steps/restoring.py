@@ -104,7 +104,7 @@ class Restoring:
         partly restored then.
         """
         # Replicas that share optimizer state restore one step. This one alone may have found that step damaged.
-        self._ranks.everyone("reading (the state is partly restored)", lambda: self._read(whole=bool(passed_over)))
+        self._ranks.everyone("reading (the state is partly restored)", self._read)
         manifest, par = self._manifest, self._par
         same = (
             mesh_axes(par.mesh) == manifest.mesh
@@ -189,11 +189,11 @@ class Restoring:
         first = self._model.first(name)
         return self._renamed.get(first, first)
 
-    def _read(self, *, whole: bool) -> None:
+    def _read(self) -> None:
         wanted = [(MODEL + self._saved_name(name), tensor) for name, tensor in self._model.tensors.items()]
         if self._optimizer is not None and self._manifest.optimizer is not None:
             table, stored = self._manifest.optimizer, self._source.tensors
-            wanted += restore_optimizer(self._optimizer, self._model, table, self._renamed, stored, whole=whole)
+            wanted += restore_optimizer(self._optimizer, self._model, table, self._renamed, stored)
         wanted += self._averaged.items()
         found = [(name, tensor) for name, tensor in wanted if name in self._source.tensors]
         self._source.locate({name: held_by_this_rank(tensor) for name, tensor in found})

@@ -26,7 +26,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError
 from meshpar.placements import local_tensor, placed_like, sharded_axes
 from meshpar.state.averaging import Averaged
-from meshpar.state.full import BLOCKS, check_undivided, place_optimizer_state, restored_parameters
+from meshpar.state.full import BLOCKS, place_optimizer_state
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """One optimizer, or several by name, of different parameters."""
@@ -112,7 +112,6 @@ def optimizer_state(given: Optimizers, model: ModelState) -> OptimizerState:
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     optimizers, tensors = optimizers_of(given), {}
     for optimizer in optimizers.values():
-        check_undivided(optimizer)
         place_optimizer_state(optimizer)
     state: dict[str, dict[str, Any]] = {}
     for optimizer, parameter in parameters_of(optimizers, names):
@@ -253,8 +252,6 @@ def restore_optimizer(
     table: Mapping[str, Any],
     renamed: Mapping[str, str],
     stored: Mapping[str, Stored],
-    *,
-    whole: bool = False,
 ) -> list[tuple[str, Tensor]]:
     """Set the options of optimizers from a checkpoint, and allocate their state to be read.
 
@@ -265,16 +262,10 @@ def restore_optimizer(
         table: the table saved by :func:`optimizer_state`.
         renamed: our name of each parameter -> the checkpoint's.
         stored: the checkpoint's tensors.
-        whole: read also the state that other replicas hold.
 
     Returns:
         Names in the checkpoint, and the tensor to read each into.
     """
-    read = {
-        id(parameter)
-        for optimizer in optimizers_of(given).values()
-        for parameter in restored_parameters(optimizer, whole=whole)
-    }
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     wanted: list[tuple[str, Tensor]] = []
     options, classes = options_by_parameter(table), class_by_parameter(table)
@@ -288,7 +279,7 @@ def restore_optimizer(
             saved = saved_names[id(parameter)]
             old = dict(optimizer.state.pop(parameter, {}))
             new: dict[str, Any] = {}
-            for key, kind in table["state"].get(saved, {}).items() if saved in known and id(parameter) in read else ():
+            for key, kind in table["state"].get(saved, {}).items() if saved in known else ():
                 if kind == "tensor":
                     name = optimizer_key(saved, key)
                     new[key] = _room(stored[name], stored[MODEL + saved].dtype, key, parameter, group, old.get(key))

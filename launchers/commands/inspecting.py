@@ -46,13 +46,7 @@ def describe_recipe(
         recipe, build.world_size_of(recipe) if world_size is None else world_size, elastic
     )
     model = build.build_shape(recipe)
-    made = build.plan_of(recipe).describe(
-        model,
-        build.layout_of(recipe, model),
-        world_size=ranks,
-        replicas=replicas,
-        optimizer_copies=recipe.optimizer_copies,
-    )
+    made = build.plan_of(recipe).describe(model, build.layout_of(recipe, model), world_size=ranks, replicas=replicas)
     return str(replace(made, optimizer_bytes=None) if isinstance(recipe.optimizer, Own) else made)
 
 

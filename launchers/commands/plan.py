@@ -119,7 +119,7 @@ def _searched(recipe: Recipe, profile: Hardware, ranks: int, elastic: str | None
             "--search trains a whole model on packed text with AdamW; forecast this recipe's plans one by one, "
             "without --search"
         )
-    model, copies = build.build_shape(recipe), None if elastic is None else recipe.optimizer_copies
+    model = build.build_shape(recipe)
     with progress.of_parts("steps simulated") as advance:
         ranking = search_plans(
             model,
@@ -129,7 +129,7 @@ def _searched(recipe: Recipe, profile: Hardware, ranks: int, elastic: str | None
             ranks,
             plan=plan,
             progress=advance,
-            optimizer_copies=copies,
+            elastic=elastic is not None,
         )
     if not ranking.best:
         nearest = min(ranking.out, key=lambda candidate: candidate.peak or float("inf"))

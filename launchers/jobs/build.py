@@ -40,10 +40,8 @@ from meshpar.launchers.recipes.sections import (
 from meshpar.models import GPT2, Transformer
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.parallelized import Parallelized
-from meshpar.plan import Plan
+from meshpar.plan import Plan, lost_replica_problems
 from meshpar.state.averaging import Averaged
-from meshpar.state.optimizer_shares import plan_problems
-from meshpar.training.divided_optimizer import check_separable
 from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.elementwise import check_elementwise
 from meshpar.training.evaluation import Evaluation, Harness, MultipleChoice, Samples
@@ -299,7 +297,7 @@ def _plan_problems(
         weights = weights_problems(model, known, recipe.model, adapters=recipe.lora is not None)
         yield from (("model.weights", text) for text in weights)
         spec = plan.check(model, layout, world_size=world_size)
-        yield from (("mesh", text) for text in (plan_problems(spec, model) if replica else ()))
+        yield from (("mesh", text) for text in (lost_replica_problems(plan.passes, spec, model) if replica else ()))
         balance = balance_problems(model, known, training.balance_rate, training.balance_loss)
         yield from (("training", text) for text in balance)
         if separates(recipe) and not takes_positions(model):
@@ -307,10 +305,7 @@ def _plan_problems(
         yield from _uneven(recipe, plan, world_size)
         if "optimizer" not in unseen:
             yield from _optimizer_problems(
-                recipe,
-                model,
-                divides=replica and any(pass_.divides_optimizer for pass_ in plan.passes),
-                shards=spec.size > 1 and any(pass_.shards(model, known) for pass_ in plan.passes),
+                recipe, model, shards=spec.size > 1 and any(pass_.shards(model, known) for pass_ in plan.passes)
             )
         if recipe.teacher is None or "teacher" in unseen:
             return
@@ -363,9 +358,9 @@ def _objective_problems(recipe: Recipe) -> Iterator[_Problem]:
             yield "training.objective", str(error)
 
 
-def _optimizer_problems(recipe: Recipe, model: nn.Module, *, divides: bool, shards: bool) -> Iterator[_Problem]:
-    """Yield what is wrong with an optimizer's options, and what one of the user's lacks for a plan that divides its
-    state, or that shards parameters.
+def _optimizer_problems(recipe: Recipe, model: nn.Module, *, shards: bool) -> Iterator[_Problem]:
+    """Yield what is wrong with an optimizer's options, and what one of the user's lacks for a plan that shards
+    parameters.
     """
     section = recipe.optimizer
     try:
@@ -374,8 +369,6 @@ def _optimizer_problems(recipe: Recipe, model: nn.Module, *, divides: bool, shar
         if isinstance(section, OwnOptimizer) and shards and not known:
             kind = recipe.find(registry.OPTIMIZER, section.class_)
             check_elementwise(functools.partial(own_optimizer, kind, {**section.keywords, "lr": section.lr}))
-        if isinstance(section, OwnOptimizer) and divides:
-            check_separable(optimizer)
     except MeshparError as error:
         yield "optimizer.class" if isinstance(section, OwnOptimizer) else "optimizer", str(error)
 

@@ -67,7 +67,6 @@ def forecast_job(
         loss=loss,
         teacher=teacher,
         optimizer=build.optimizer_of(recipe) if isinstance(recipe.optimizer, Own) else None,
-        optimizer_copies=recipe.optimizer_copies,
         **options,
     )
 

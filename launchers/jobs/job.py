@@ -160,7 +160,6 @@ def _replicas(recipe: Recipe, par: Parallelized, trainer: Trainer) -> Replicas:
         state=trainer,
         same=(recipe.optimizer, recipe.training),
         patience_s=recipe.patience,
-        optimizer_copies=recipe.optimizer_copies,
     )
 
 

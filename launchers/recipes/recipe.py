@@ -46,9 +46,6 @@ class Recipe(Section):
         watchdog: seconds without progress after which every rank prints its stack trace and the job ends; None: never.
         patience: seconds that replicas (``--elastic=replicas``) wait for a replica that does not answer, before they
             continue without it.
-        optimizer_copies: number of replicas (``--elastic=replicas``) that hold each parameter's optimizer state, if
-            ``HybridShard`` has ``optimizer: world``; 1: the loss of a replica ends the job, which resumes from the
-            newest checkpoint.
         profile: write a profile of a few early steps to the run's folder (:mod:`meshpar.training.profile`).
         output: the run's folder; default: ``runs/NAME``. A URL in an object store (``s3://bucket/run``) keeps its logs
             in ``runs/s3/bucket/run``.
@@ -76,7 +73,6 @@ class Recipe(Section):
     preflight: Literal["off", "warn", "fail"] = "off"
     watchdog: Annotated[float, Bound(gt=0)] | None = 600.0
     patience: Annotated[float, Bound(gt=0)] = 20.0
-    optimizer_copies: Annotated[int, Bound(ge=1)] = 2
     profile: bool = False
     output: str = ""
     code: str | None = None

@@ -72,7 +72,7 @@ class Pass:
             mesh, and no other pass may claim it.
         splits_sequence: activations between layers are split along the sequence over the pass's axis. The axis's ranks
             then draw different random numbers everywhere, and a block cannot be called alone.
-        divides_optimizer: optimizer state is divided over the replicas, also over those that are jobs of their own.
+        divides_optimizer: optimizer state is divided over replicas, so that none of them may be lost.
         keeps_on_host: parameters, gradients and optimizer state live in host memory.
         compiles: the pass changes the speed of a step, but not its values. The forecast replays a step without it.
         period: number of blocks after which the treatment of blocks repeats. The forecast replays at least one period.

@@ -25,8 +25,7 @@ from meshpar.forecasting.report import Forecast, with_unit
 from meshpar.forecasting.simulate import Depths, Simulation, simulate, stages_of
 from meshpar.forecasting.step import Batch, Loss, summed_token_loss
 from meshpar.forecasting.trace import Trace
-from meshpar.plan import Plan
-from meshpar.state.optimizer_shares import plan_problems
+from meshpar.plan import Plan, lost_replica_problems
 
 _PROBES = 2
 """Blocks of the smaller of two probes: a first and a last one."""
@@ -46,7 +45,6 @@ def forecast(
     depth: Literal["probes", "all"] = "probes",
     device: Literal["cuda", "cpu"] = "cuda",
     replicas: int = 1,
-    optimizer_copies: int = 2,
 ) -> Forecast:
     """Forecast memory, collectives and step time of ``plan`` without running it.
 
@@ -68,8 +66,6 @@ def forecast(
         device: device type whose attention kernels and allocator are simulated.
         replicas: number of replicas of :class:`meshpar.training.Replicas`, each a job of its own with this plan, whose
             every block is replayed; 1: no such job.
-        optimizer_copies: as :class:`meshpar.training.Replicas` takes it. The forecast is of the replica with the most
-            optimizer state.
 
     Raises:
         PlanError: the problems that :meth:`meshpar.Plan.check` finds.
@@ -80,7 +76,7 @@ def forecast(
     size = _size(plan) if world_size is None else world_size
     plan = on_nodes(plan, profile, size)
     spec = plan.check(model, known, size)
-    if replicas > 1 and (problems := list(plan_problems(spec, model, optimizer_copies))):
+    if replicas > 1 and (problems := list(lost_replica_problems(plan.passes, spec, model))):
         raise PlanError(problems)
     settled = Plan(spec, plan.passes)
     job = Simulation(
@@ -94,7 +90,6 @@ def forecast(
         optimizer=optimizer,
         device=device,
         replicas=replicas,
-        optimizer_copies=optimizer_copies,
     )
     trace, replayed = trace_of(job, known, depth)
     return evaluated(trace, profile, job, replayed)
@@ -157,8 +152,7 @@ def trace_of(job: Simulation, layout: ModelLayout, depth: str = "probes") -> tup
 def probes(job: Simulation, depths: Depths) -> list[Simulation]:
     """Return two jobs of a few blocks to extrapolate from, or the job itself if that saves nothing.
 
-    Replicas divide optimizer state by whole parameters, so that the share of the fullest does not grow by the same
-    number with each block.
+    Replicas sum gradients in buckets that hold several blocks, so that their number does not grow with each block.
     """
     period = math.lcm(*(pass_.period for pass_ in job.plan.passes))
     ahead = max((pass_.blocks_ahead for pass_ in job.plan.passes), default=1)

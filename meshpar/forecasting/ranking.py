@@ -34,8 +34,7 @@ class Settings:
         micro_batch: samples in one forward pass.
         beside: passes that are not varied.
         fixed: sizes of their axes that are not varied.
-        copies: the replicas are jobs of their own, of which so many hold each parameter's optimizer state where
-            ``world``; 0: one job.
+        elastic: the replicas are jobs of their own.
         stages: size of the axis ``pp``.
         blocks: of each stage; empty: as ``PipelineParallel`` cuts the model.
         micro_batches: of a step, of a rank.
@@ -50,7 +49,7 @@ class Settings:
     beside: tuple[Pass, ...]
     fixed: Mapping[str, int]
     world: bool = False
-    copies: int = 0
+    elastic: bool = False
     stages: int = 1
     blocks: tuple[int, ...] = ()
     micro_batches: int = 1
@@ -64,7 +63,7 @@ class Settings:
 
     def job(self) -> MeshSpec:
         """Return the mesh of one job: of one replica, where each is a job of its own."""
-        return MeshSpec({**self.mesh().axes, "dp_replicate": 1}) if self.copies and self.replicas > 1 else self.mesh()
+        return MeshSpec({**self.mesh().axes, "dp_replicate": 1}) if self.elastic and self.replicas > 1 else self.mesh()
 
     def passes(self) -> list[Pass]:
         """Return the passes in their order, computing in bfloat16 on float32 parameters."""

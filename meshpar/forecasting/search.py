@@ -67,7 +67,7 @@ def search(
     top: int = 3,
     workers: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-    optimizer_copies: int | None = None,
+    elastic: bool = False,
     stages: Sequence[int] = STAGES,
 ) -> Ranking:
     """Rank every legal mesh and setting.
@@ -93,14 +93,13 @@ def search(
         workers: processes that simulate; None: one for each core, 8 at most.
         progress: called every half second with what is simulated, how many steps of it are done, and how many
             there are.
-        optimizer_copies: the replicas are jobs of their own, each inside of a node, of which so many hold each
-            parameter's optimizer state where they divide it; None: one job.
+        elastic: the replicas are jobs of their own, each inside of a node.
         stages: sizes of ``pp`` to try.
 
     Raises:
         MeshparError: no mesh is legal, or the model's blocks are not alike.
     """
-    given = _given(model, layout, batch, hardware, world_size, plan, optimizer_copies)
+    given = _given(model, layout, batch, hardware, world_size, plan, elastic=elastic)
     workers = workers or min(8, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
 
     def simulates(what: str) -> _Simulate:
@@ -119,7 +118,7 @@ def search(
         samples = (1,) if batch.sequence >= LONG else micro_batches
         candidates += _candidates(asked, degrees, recompute, (True,), samples, simulates(asked.kept))
     stages = [size for size in stages if size * staged.FEWEST <= given.depths.blocks and not given.world_size % size]
-    stages = [] if given.copies else stages
+    stages = [] if elastic else stages
     candidates += _staged(given, _degrees(given)[0], recompute, min(micro_batches), stages, simulates("pp"))
     if not candidates:
         raise MeshparError(
@@ -144,7 +143,8 @@ def _given(
     hardware: Hardware,
     world_size: int,
     plan: Plan | None,
-    copies: int | None,
+    *,
+    elastic: bool,
 ) -> _Asked:
     """Return the question of a search with the passes and axes of ``plan`` that every candidate keeps.
 
@@ -164,7 +164,7 @@ def _given(
         world_size=rest,
         beside=beside,
         fixed=fixed,
-        copies=copies or 0,
+        elastic=elastic,
     )
     if left or min(fixed.values(), default=1) < 1:
         raise MeshparError(
@@ -304,7 +304,7 @@ class _Asked:
     world_size: int
     beside: tuple[Pass, ...]
     fixed: Mapping[str, int]
-    copies: int
+    elastic: bool
 
     def settings(
         self,
@@ -330,7 +330,7 @@ class _Asked:
             micro_batch=micro_batch,
             beside=self.beside,
             fixed=self.fixed,
-            copies=self.copies,
+            elastic=self.elastic,
         )
 
     @property
@@ -373,7 +373,6 @@ def _simulation(asked: _Asked, settings: Settings, *, ranks_per_node: int | None
         batch=replace(asked.batch, micro_batch=settings.micro_batch, accumulate=settings.micro_batches),
         world_size=mesh.size,
         replicas=settings.mesh().size // mesh.size,
-        optimizer_copies=settings.copies or 2,
     )
 
 
@@ -382,7 +381,7 @@ def _typical(asked: _Asked, family: _Family, size: int) -> Simulation:
     are in the trace.
     """
     ranks = asked.world_size // family[0]
-    replicas = 2 if asked.replicates and not asked.copies and ranks % 2 == 0 and ranks > 2 else 1
+    replicas = 2 if asked.replicates and not asked.elastic and ranks % 2 == 0 and ranks > 2 else 1
     return _simulation(asked, asked.settings(*family, replicas=replicas, shards=ranks // replicas, micro_batch=size))
 
 
@@ -392,7 +391,7 @@ def _splits(asked: _Asked, tp: int, stages: int = 1) -> Iterator[tuple[int, int]
     inside = tp * math.prod(asked.fixed.values())
     shards = max(1, min(ranks, asked.hardware.node // inside)) if asked.replicates else ranks
     while shards <= ranks:
-        if ranks % shards == 0 and not (asked.copies and (shards == ranks or shards * inside > asked.hardware.node)):
+        if ranks % shards == 0 and not (asked.elastic and (shards == ranks or shards * inside > asked.hardware.node)):
             yield ranks // shards, shards
         shards *= 2
 
@@ -405,15 +404,12 @@ def _estimates(
         settings = asked.settings(*family, replicas=replicas, shards=shards, micro_batch=size)
         state = {name: memory.held.get(name, 0) * shards_then for name in ("parameters", "gradients", "optimizer")}
         others, held = memory.peak - sum(state.values()) // shards_then, sum(state.values()) // shards
-        if hardware.verdict(others + held) == "does not fit" and replicas > 1:
+        if hardware.verdict(others + held) == "does not fit" and replicas > 1 and not asked.elastic:
             # Replicas that cannot have an optimizer each share one, and keep shards of the parameters in bfloat16.
             settings, width = replace(settings, world=True), next(asked.model.parameters()).itemsize
-            if asked.copies:  # each of which has whole parameters and gradients
-                held -= state["optimizer"] * (replicas - min(asked.copies, replicas)) // (shards * replicas)
-            else:
-                held = sum(state.values()) // (shards * replicas) + state["parameters"] * torch.bfloat16.itemsize // (
-                    width * shards
-                )
+            held = sum(state.values()) // (shards * replicas) + state["parameters"] * torch.bfloat16.itemsize // (
+                width * shards
+            )
         peak = others + held
         if (verdict := hardware.verdict(peak)) == "does not fit":
             parts = {name: value for name, value in memory.held.items() if name not in state} | {"model state": held}
@@ -424,7 +420,7 @@ def _estimates(
             continue
         few, more = (cost(on_mesh(trace, replicas, shards), hardware).seconds for trace in pair)
         seconds = more + (asked.depths.blocks - pair[1].depth) * (more - few) / max(1, pair[1].depth - pair[0].depth)
-        seconds += _between_jobs(settings, state["parameters"] // shards, hardware) if asked.copies else 0.0
+        seconds += _between_jobs(settings, state["parameters"] // shards, hardware) if asked.elastic else 0.0
         beside = pair[0].data_size // (
             pair[0].axes.get("dp_replicate", 1) * shards_then
         )  # batches over axes of passes that stay
@@ -497,16 +493,16 @@ def _cuts(
 
 
 def _between_jobs(settings: Settings, parameters: int, hardware: Hardware) -> float:
-    """Return the seconds in which replicas that are jobs of their own exchange gradients, and new values where they
-    divide state.
-    """
-    whole, replicas = "float32", settings.replicas
+    """Return the seconds in which replicas that are jobs of their own exchange gradients."""
     sums = Collective(
-        kind="all_reduce", axis="dp_replicate", ranks=replicas, stride=settings.job().size, size=parameters, dtype=whole
+        kind="all_reduce",
+        axis="dp_replicate",
+        ranks=settings.replicas,
+        stride=settings.job().size,
+        size=parameters,
+        dtype="float32",
     )
-    lacking = parameters * (replicas - min(settings.copies, replicas)) // replicas
-    values = sending_time(replace(sums, kind="send", size=lacking), hardware) if settings.world and lacking else 0.0
-    return sending_time(sums, hardware) + values
+    return sending_time(sums, hardware)
 
 
 def on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, Literal, final
@@ -64,7 +65,6 @@ class Simulation:
         teacher: the plan of a module that ``loss`` holds, which is frozen, and the module.
         optimizer: makes the module's optimizer; importable by name; None: AdamW.
         replicas: number of replicas, each a job of its own with this plan; 1: no such job.
-        optimizer_copies: number of these that hold each parameter's optimizer state, where the plan divides it.
     """
 
     plan: Plan
@@ -78,7 +78,6 @@ class Simulation:
     teacher: tuple[Plan, nn.Module] | None = None
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     replicas: int = 1
-    optimizer_copies: int = 2
 
     @property
     def mesh(self) -> MeshSpec:
@@ -308,10 +307,9 @@ def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
             current_stream=lambda: device.Stream.current,
             rounding=ALLOCATOR_ROUNDING if job.device == "cuda" else 1,
         )
-        replicas = None if job.replicas == 1 else _Replicas(job, par.module, optimizer, recorder)
         device.begin(recorder)
         batches = [job.batch.tensors(par.device) for _ in range(job.batch.accumulate)]
-        reduce = (lambda: None) if replicas is None else replicas.reduce
+        reduce = (lambda: None) if job.replicas == 1 else partial(_sum_over_replicas, job, par.module, recorder)
         trace = record_step(
             par,
             optimizer,
@@ -326,52 +324,22 @@ def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
     return replace(trace, compiled=compiled, axes=dict(job.mesh.axes), data_size=trace.data_size * job.replicas)
 
 
-@final
-class _Replicas:
-    """The part of :class:`meshpar.training.Replicas` that costs memory and time in each step, on the replica with
-    the most state.
-    """
+def _sum_over_replicas(job: Simulation, module: nn.Module, recorder: Recorder) -> None:
+    """Add up the gradients, as :class:`meshpar.training.summed.Summed` does."""
+    from meshpar.training.summed import buckets, summed_in
 
-    def __init__(
-        self, job: Simulation, module: nn.Module, optimizer: torch.optim.Optimizer, recorder: Recorder
-    ) -> None:
-        from meshpar.training.divided_optimizer import Divided
-
-        self._job, self._module, self._recorder = job, module, recorder
-        if not any(pass_.divides_optimizer for pass_ in job.plan.passes):
-            return
-        divided = Divided(optimizer, job.optimizer_copies, module)
-        shares = divided.shares([divided.whole] * job.replicas)
-        divided.keep(max(shares, key=divided.nbytes))
-        most = max(size for place in range(job.replicas) for size in divided.traffic(place, shares))
-
-        def before(*_: object) -> None:
-            divided.set_aside()
-
-        def after(*_: object) -> None:
-            divided.put_back()
-            if most:
-                self._send("send", most, divided.parameters[0].dtype)
-
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
-
-    def reduce(self) -> None:
-        """Add up the gradients, as :class:`meshpar.training.summed.Summed` does."""
-        from meshpar.training.summed import buckets, summed_in
-
-        for bucket in buckets(parameter for parameter in self._module.parameters() if parameter.grad is not None):
-            dtype = summed_in(bucket[0].dtype)
-            self._send(
-                "all_reduce", sum(local_tensor(parameter).numel() for parameter in bucket) * dtype.itemsize, dtype
+    for bucket in buckets(parameter for parameter in module.parameters() if parameter.grad is not None):
+        dtype = summed_in(bucket[0].dtype)
+        recorder.send(
+            Collective(
+                kind="all_reduce",
+                axis="dp_replicate",
+                ranks=job.replicas,
+                stride=job.world_size,
+                size=sum(local_tensor(parameter).numel() for parameter in bucket) * dtype.itemsize,
+                dtype=str(dtype).removeprefix("torch."),
             )
-
-    def _send(self, kind: str, size: int, dtype: torch.dtype) -> None:
-        job, name = self._job, str(dtype).removeprefix("torch.")
-        sent = Collective(
-            kind=kind, axis="dp_replicate", ranks=job.replicas, stride=job.world_size, size=size, dtype=name
         )
-        self._recorder.send(sent)
 
 
 def _uncompiled(plan: Plan) -> tuple[Plan, bool]:

@@ -24,7 +24,7 @@ RECOMPUTED: ContextVar[bool] = ContextVar("RECOMPUTED", default=False)
 
 def batch_norm_problems(module: nn.Module) -> Iterator[str]:
     """Yield the batch norms whose statistics :func:`synchronize_batch_norm` cannot take over several ranks."""
-    for name, child in _batch_norms(module):
+    for name, child in batch_norms(module):
         title = f"{name or 'the outermost module'} ({type(child).__name__})"
         if isinstance(child, LazyModuleMixin):
             yield (
@@ -61,7 +61,7 @@ def synchronize_batch_norm(module: nn.Module, mesh: DeviceMesh, axes: Sequence[s
         axes: the axes whose ranks see different samples. Each of these ranks must call the module equally often.
     """
     groups = [mesh.get_group(axis) for axis in axes if mesh[axis].size() > 1]
-    for _, child in _batch_norms(module):
+    for _, child in batch_norms(module):
         known = installed(child)
         if (
             _has_torchs_forward(child)
@@ -73,10 +73,11 @@ def synchronize_batch_norm(module: nn.Module, mesh: DeviceMesh, axes: Sequence[s
 
 def has_batch_norm(module: nn.Module) -> bool:
     """Tell whether a part of ``module`` computes statistics of all samples of a forward."""
-    return any(True for _ in _batch_norms(module))
+    return any(True for _ in batch_norms(module))
 
 
-def _batch_norms(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def batch_norms(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the batch norms of ``module`` by name."""
     return ((name, child) for name, child in module.named_modules() if isinstance(child, _BatchNorm))
 
 

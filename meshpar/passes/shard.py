@@ -329,8 +329,7 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
         optimizer: ``"replica"``: each replica has the whole optimizer state. ``"world"``: the replicas share the
             optimizer state, gradients and parameters. With ``par.accumulate(reduce_each=True)``, each micro-batch is
             then also reduced over ``dp_replicate``, into slices. With ``offload="cpu"``, the shard in ``param_dtype``
-            stays on the device. Replicas that may be lost, each a job of its own (:class:`meshpar.training.Replicas`),
-            share the optimizer state alone.
+            stays on the device. Replicas that may be lost (:class:`meshpar.training.Replicas`) require ``"replica"``.
     """
 
     optimizer: Literal["replica", "world"] = "replica"

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn, final
 
 import torch
@@ -91,55 +90,6 @@ def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
                     "optimizer.state_dict() has them, or restore the optimizer by "
                     "meshpar.checkpoints.CheckpointManager"
                 )
-
-
-_DIVIDED: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
-
-
-def mark_divided(optimizer: torch.optim.Optimizer, why: str) -> None:
-    """Note that other jobs hold a part of an optimizer's state, and ``why`` that of this job is not to be saved;
-    empty: all is here.
-    """
-    if optimizer not in _DIVIDED:
-        optimizer.register_state_dict_pre_hook(check_undivided)
-    _DIVIDED[optimizer] = why
-
-
-_SHARES: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakMethod[Callable[[bool], list[Tensor]]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def restore_by(optimizer: torch.optim.Optimizer, share: Callable[[bool], list[Tensor]] | None) -> None:
-    """Let a restore read the optimizer state of those parameters alone that the bound method ``share`` returns; None:
-    of all.
-
-    ``share`` is called with whether it must return all, because the job did not restore the step that other jobs
-    restore.
-    """
-    if share is None:
-        _SHARES.pop(optimizer, None)
-    else:
-        _SHARES[optimizer] = weakref.WeakMethod(share)
-
-
-def restored_parameters(optimizer: torch.optim.Optimizer, *, whole: bool) -> list[Tensor]:
-    """Return the parameters whose optimizer state a restore is to read.
-
-    Raises:
-        MeshparError: other jobs hold a part of the state, and there is no restore to be made.
-    """
-    share = known() if (known := _SHARES.get(optimizer)) is not None else None
-    if share is not None:
-        return share(whole)
-    check_undivided(optimizer)
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def check_undivided(optimizer: torch.optim.Optimizer) -> None:
-    """Raise MeshparError if other jobs hold a part of the optimizer's state."""
-    if why := _DIVIDED.get(optimizer):
-        raise MeshparError(why)
 
 
 def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced

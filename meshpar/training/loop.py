@@ -7,7 +7,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import chain, islice
@@ -292,8 +291,7 @@ class Trainer:
             except StopAskedError as asked:  # while this replica waited for others
                 stopped = str(asked)
                 self._note(f"asked to stop ({stopped}) after step {self.step}, while waiting for other replicas")
-                if self.replicas is not None and self.replicas.saves_alone:
-                    self._save()
+                self._save()
             self._read()
         self._stop = self._beside = None
         self.ended = "complete" if stopped is None else "stopped"
@@ -303,8 +301,7 @@ class Trainer:
         """Save if the ranks have agreed to stop before the run is complete, and return the reason."""
         assert self._stop is not None
         asked = self._stop.agreed()
-        stops = asked if self.replicas is None or self.complete else self.replicas.stops(asked)
-        if not stops or (self.complete and not self.owes):
+        if not asked or (self.complete and not self.owes):
             return None
         during = ", during its validation" if self.owes else ""
         self._note(f"asked to stop ({self._stop.reason}) after step {self.step}{during}")
@@ -638,17 +635,16 @@ class Trainer:
     def _save(self, *, last: bool = False) -> None:
         if self.checkpointer is None or self.step in (0, self._saved):
             return
-        with nullcontext(True) if self.replicas is None else self.replicas.saving(last=last) as writes:
-            if not writes:
-                return
-            self._read()
-            self._report()
-            self._read()
-            self._saved = self.step
-            more: dict[str, Any] = {"averages": self.averages} if self.averages else {}
-            with self._meter.paused(), evaluated(self.optimizer):
-                self.checkpointer.save(self.step, self.par, self.optimizer, self.state_dict(), **more)
-            self._note(f"checkpoint of step {self.step} saved")
+        if self.replicas is not None and not self.replicas.writes(last=last):
+            return
+        self._read()
+        self._report()
+        self._read()
+        self._saved = self.step
+        more: dict[str, Any] = {"averages": self.averages} if self.averages else {}
+        with self._meter.paused(), evaluated(self.optimizer):
+            self.checkpointer.save(self.step, self.par, self.optimizer, self.state_dict(), **more)
+        self._note(f"checkpoint of step {self.step} saved")
 
     def _amend(self) -> None:
         """Add to the checkpoint of this step what came after its save."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol, cast, final
+from typing import Any, Protocol, cast, final
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -25,8 +22,6 @@ Sum = tuple[int, int]
 """The group in which gradients were added up: a quorum's number, and how often members had failed by then. Later
 sums are larger.
 """
-
-Phase = Literal["", "summed", "open", "saving"]
 
 _BEAT_S, _DEAD_S, _SLICE_S = 0.3, 2.5, 5.0
 _FIRST_STEP_S = 600.0
@@ -46,10 +41,6 @@ class Member:
         failures: number of failures that it has seen.
         drawn: the group with which it shares the samples of the step that it ``waits`` to complete.
         life: number of steps that its process has committed.
-        holds: the parameters whose optimizer state it holds, a bit each; 0 where the state is not divided.
-        phase: ``summed``: it asks whether the sum that it has counts; ``open``: it may lack new values of parameters
-            that others trained; ``saving``: it gathers or sends optimizer state for a checkpoint.
-        stops: it was asked to stop.
         waited: seconds that it has waited for the first step with others, its tries to connect included.
     """
 
@@ -61,9 +52,6 @@ class Member:
     failures: int
     drawn: Sum = (0, 0)
     life: int = 0
-    holds: int = 0
-    phase: Phase = ""
-    stops: bool = False
     waited: float = 0.0
 
     @property
@@ -80,12 +68,10 @@ class Quorum:
     Attributes:
         number: changes with the members.
         members: in the order of their names.
-        whole: the parameters whose optimizer state is divided over replicas, a bit each; 0: each replica has all.
     """
 
     number: int
     members: tuple[Member, ...]
-    whole: int = 0
 
     @property
     def key(self) -> Sum:
@@ -94,19 +80,13 @@ class Quorum:
 
     @property
     def best(self) -> tuple[int, Sum]:
-        """The job's newest state: of those whose members hold all of it, if there is one."""
-        states = sorted({member.state for member in self.members}, reverse=True)
-        return next((state for state in states if self._covers(self._at(state))), states[0])
+        """The job's newest state."""
+        return max(member.state for member in self.members)
 
     @property
     def newest(self) -> tuple[Member, ...]:
         """The members with the newest state."""
-        return self._at(self.best)
-
-    @property
-    def covered(self) -> bool:
-        """True where the members with the newest state hold all of it."""
-        return self._covers(self.newest)
+        return tuple(member for member in self.members if member.state == self.best)
 
     @property
     def waited(self) -> float:
@@ -114,28 +94,11 @@ class Quorum:
         return max(member.waited for member in self.members)
 
     @property
-    def lost(self) -> bool:
-        """True where optimizer state went with replicas that are gone. Members that ask for a sum may still go back to
-        the step before.
-        """
-        return not self.covered and not any(member.phase == "summed" for member in self.members)
-
-    @property
-    def open(self) -> bool:
-        """True where a member with the newest state may lack values that others have computed."""
-        return any(member.phase in ("summed", "open") for member in self.newest)
-
-    def closed(self) -> Quorum:
-        """Return the quorum after its members have exchanged what they lacked."""
-        return replace(self, members=tuple(replace(member, phase="") for member in self.members))
-
-    @property
     def waiting(self) -> tuple[Member, ...]:
-        """The members with gradients of one division of samples, if they hold what makes a step of these."""
+        """The members with gradients of one division of samples."""
         waiting = [member for member in self.newest if member.waits]
         last = max((member.drawn for member in waiting), default=None)
-        found = tuple(member for member in waiting if member.drawn == last)
-        return found if self._covers(found) else ()
+        return tuple(member for member in waiting if member.drawn == last)
 
     @property
     def ready(self) -> tuple[Member, ...]:
@@ -146,12 +109,6 @@ class Quorum:
     def leader(self) -> Member:
         """The member that writes: of those with the newest state, the one that has trained longest."""
         return max(self.newest, key=lambda member: (member.life, member.name))
-
-    def _at(self, state: tuple[int, Sum]) -> tuple[Member, ...]:
-        return tuple(member for member in self.members if member.state == state)
-
-    def _covers(self, members: Iterable[Member]) -> bool:
-        return not self.whole & ~functools.reduce(operator.or_, (member.holds for member in members), 0)
 
 
 @final
@@ -192,14 +149,13 @@ class Membership:
         name: of this replica.
         patience_s: see :class:`Lighthouse`.
         wait_s: seconds to wait for the lighthouse.
-        whole: see :class:`Quorum`.
 
     Raises:
         ReplicaError: it does not answer.
     """
 
-    def __init__(self, lighthouse: str, name: str, *, patience_s: float, wait_s: float, whole: int = 0) -> None:
-        self.name, self._whole = f"{name}:{uuid.uuid4().hex[:12]}", whole
+    def __init__(self, lighthouse: str, name: str, *, patience_s: float, wait_s: float) -> None:
+        self.name = f"{name}:{uuid.uuid4().hex[:12]}"
         self._patience_s, self._address = patience_s, lighthouse
         here, connect = _address_towards(lighthouse, wait_s), timedelta(seconds=patience_s)
         try:
@@ -219,8 +175,8 @@ class Membership:
 
     def ask(self, member: Member) -> Quorum | None:
         """Ask once to be in the next quorum, for some seconds; None: there is none yet."""
-        fields = ("sum", "waits", "failures", "drawn", "life", "phase", "stops", "waited")
-        data: dict[Any, object] = {"holds": f"{member.holds:x}", **{field: getattr(member, field) for field in fields}}
+        fields = ("sum", "waits", "failures", "drawn", "life", "waited")
+        data: dict[Any, object] = {field: getattr(member, field) for field in fields}
         try:
             found = self._client.quorum(
                 self.name, timedelta(seconds=_SLICE_S), self._address, self.store, member.step + 1, 1, False, data
@@ -232,7 +188,7 @@ class Membership:
             return None
         self.fresh, self._heard = True, time.monotonic()
         members = tuple(sorted(map(_member, found.participants), key=lambda participant: participant.name))
-        return Quorum(number=int(found.quorum_id), members=members, whole=self._whole)
+        return Quorum(number=int(found.quorum_id), members=members)
 
     def current(self) -> bool:
         """Return whether this replica has been heard all the time since the last quorum: else the others may have
@@ -279,11 +235,7 @@ def _silent(lighthouse: str, error: Exception) -> ReplicaError:
 
 
 def _member(found: Any) -> Member:  # noqa: ANN401 - torchft has no types for it
-    fields = {
-        **found.data,
-        **{field: tuple(found.data[field]) for field in ("sum", "drawn")},
-        "holds": int(found.data["holds"], 16),
-    }
+    fields = {**found.data, **{field: tuple(found.data[field]) for field in ("sum", "drawn")}}
     return Member(name=found.replica_id, store=found.store_address, step=found.step - 1, **fields)
 
 

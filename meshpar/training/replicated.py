@@ -16,7 +16,6 @@ from meshpar.placements import local_tensor
 from meshpar.same_values import digest_of_several
 from meshpar.state.initialize import state as tensors_of
 from meshpar.training.data import Batches
-from meshpar.training.divided_optimizer import Divided
 from meshpar.training.quorum import Peers, Quorum
 from meshpar.training.wire import Part, received, send
 
@@ -38,26 +37,17 @@ class Replicated:
         data: the batches.
         state: what is copied beside module and optimizer, with the position of ``data``.
         same: what all replicas must be given alike; its ``repr`` is compared.
-        divided: this replica's part of optimizer state that is divided over replicas; None: each has all.
     """
 
     def __init__(
-        self,
-        par: Parallelized,
-        optimizer: torch.optim.Optimizer,
-        data: Batches,
-        state: Stateful,
-        same: object,
-        divided: Divided | None,
+        self, par: Parallelized, optimizer: torch.optim.Optimizer, data: Batches, state: Stateful, same: object
     ) -> None:
         self._par, self._optimizer, self._data, self._state = par, optimizer, data, state
-        self._same, self._divided = same, divided
+        self._same = same
 
     def copied(self, group: Peers, quorum: Quorum, name: str) -> dict[str, Any]:
         """Send the newest state to the replicas that have an older one; return what replica ``name`` has received, if
         it is one of them.
-
-        Optimizer state that is divided over replicas is not a part of it.
 
         Raises:
             RuntimeError: a replica failed.
@@ -76,7 +66,7 @@ class Replicated:
     def _held(self) -> dict[str, Any]:
         self._par.reshard()
         module = [local_tensor(tensor).detach() for _, tensor in tensors_of(self._par.module)]
-        optimizer = dict(self._optimizer.state_dict() if self._divided is None else self._divided.options())
+        optimizer = self._optimizer.state_dict()
         return {
             "module": module,
             "optimizer": {**optimizer, "state": dict(optimizer["state"])},
@@ -95,18 +85,15 @@ class Replicated:
                 if isinstance(value, Part):
                     values[name] = value.on(parameters[number].device_mesh)
         self._optimizer.load_state_dict(held["optimizer"])
-        if self._divided is not None:
-            self._divided.keep(0)
         self._state.load_state_dict(held["state"])
         self._optimizer.zero_grad(set_to_none=True)
 
-    def compare(self, group: Peers, step: int, share: int) -> None:
-        """Compare the hashes of what all members of a group have, and of the divided optimizer state that several have.
+    def compare(self, group: Peers, step: int) -> None:
+        """Compare the hashes of what all members of a group have.
 
         Args:
             group: of this rank's peers.
             step: in messages.
-            share: the parameters whose divided state this replica is to hold, a bit each.
 
         Raises:
             MeshparError: they differ.
@@ -122,12 +109,7 @@ class Replicated:
                 f"replicas differ in the position in the data, the batch or the settings after step {step}; this one "
                 f"has {given}; start all of them from the same recipe"
             )
-        same = int(both[0]) == ~int(both[1])
-        if self._divided is not None:
-            shared = self._divided.digests(share)
-            group.allreduce([shared], dist.ReduceOp.MAX).wait()
-            same = same and torch.equal(shared[0], ~shared[1])
-        if not same:
+        if int(both[0]) != ~int(both[1]):
             raise MeshparError(
                 f"replicas have different weights or optimizer states after step {step}; start all of them from the "
                 "same seed or the same checkpoint, and change no weights of one replica alone"

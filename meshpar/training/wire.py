@@ -61,15 +61,15 @@ class _Packed(pickle.Pickler):
 class _Unpacked(pickle.Unpickler):
     """Unpickles what :class:`_Packed` has pickled; the tensors come one after another."""
 
-    def __init__(self, file: io.BytesIO, receive: Callable[[Tensor], object], *, on_host: bool) -> None:
+    def __init__(self, file: io.BytesIO, receive: Callable[[Tensor], object]) -> None:
         super().__init__(file)
-        self._receive, self._on_host = receive, on_host
+        self._receive = receive
 
     def persistent_load(self, reference: tuple[Any, torch.Size, torch.dtype, str]) -> object:
         whole, shape, dtype, device = reference
         value = torch.empty(shape, dtype=dtype)
         self._receive(value)
-        value = value if self._on_host or runtime.on_host(device) else value.to(device)
+        value = value if runtime.on_host(device) else value.to(device)
         return value if whole is None else Part(value, *whole)
 
 
@@ -83,13 +83,8 @@ def send(group: Peers, to: int, held: dict[Any, Any]) -> None:
             group.send([tensor.contiguous().cpu()], to, 0).wait()
 
 
-def received(group: Peers, source: int, *, on_host: bool = False) -> dict[Any, Any]:
-    """Return what :func:`send` sends; parts of DTensors as :class:`Part`.
-
-    Args:
-        group, source: who sends.
-        on_host: leave all tensors in host memory, instead of the memory in which the sender has them.
-    """
+def received(group: Peers, source: int) -> dict[Any, Any]:
+    """Return what :func:`send` sends; parts of DTensors as :class:`Part`."""
 
     def receive(into: Tensor) -> None:
         if into.numel():
@@ -97,4 +92,4 @@ def received(group: Peers, source: int, *, on_host: bool = False) -> dict[Any, A
 
     receive(size := torch.zeros(1, dtype=torch.int64))
     receive(header := torch.empty(int(size), dtype=torch.uint8))
-    return cast("dict[Any, Any]", _Unpacked(io.BytesIO(bytes(header.tolist())), receive, on_host=on_host).load())
+    return cast("dict[Any, Any]", _Unpacked(io.BytesIO(bytes(header.tolist())), receive).load())

@@ -242,7 +242,7 @@ def test_factors_arrive_at_another_replica_as_they_were():
     sent = _Packed(file := io.BytesIO())
     sent.dump(list(optimizer.state.values()))
     parts = iter(sent.tensors)
-    received = _Unpacked(io.BytesIO(file.getvalue()), lambda into: into.copy_(next(parts)), on_host=False).load()
+    received = _Unpacked(io.BytesIO(file.getvalue()), lambda into: into.copy_(next(parts))).load()
     split = 0
     for (parameter, state), other in zip(optimizer.state.items(), received, strict=True):
         for key, value in state.items():

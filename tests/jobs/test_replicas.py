@@ -25,13 +25,26 @@ import replicas as lab
 import torch
 import torch.distributed as dist
 
-from meshpar import FullyShard, HybridShard, LaunchError, MeshError, MeshSpec, Plan, PlanError
+from meshpar import (
+    FullyShard,
+    HybridShard,
+    LaunchError,
+    MeshError,
+    MeshSpec,
+    PipelineParallel,
+    Plan,
+    PlanError,
+    forecast,
+)
 from meshpar.checkpoints import read_manifest
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, ReplicaError
+from meshpar.forecasting import Batch, Hardware
+from meshpar.forecasting.search import search
 from meshpar.launchers.agent.failures import exit_code
 from meshpar.launchers.agent.replicas import _Replica, divided
 from meshpar.launchers.commands.drill import parts, run_drill
+from meshpar.launchers.commands.inspecting import check_recipe, describe_recipe
 from meshpar.launchers.commands.run import run
 from meshpar.launchers.commands.train import division_of
 from meshpar.launchers.jobs import build
@@ -55,6 +68,7 @@ from meshpar.training.quorum import Member, Quorum
 from meshpar.training.stop import StopRequest
 from tests.support import patience
 from tests.support.hosts import Hosts, Unavailable
+from tests.support.models_for_parity import transformer
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="pip install 'meshpar[replicas]'")
 
@@ -142,9 +156,13 @@ def test_what_cannot_be_lost_is_refused_by_name():
         with pytest.raises(PlanError) as raised:
             Replicas(par, optimizer, override)
         message += str(raised.value)
-    for reason in ("dp_replicate=2 inside", "norm.1 (BatchNorm1d)", "workers=1", "a mix of sources", "the batch grows"):
+    norm = "norm.1 (BatchNorm1d) uses statistics of the whole batch"
+    for reason in ("dp_replicate=2 inside", norm, "workers=1", "a mix of sources", "the batch grows"):
         assert reason in message
-    par = Plan("dp_shard=2", [FullyShard()]).apply(lab.model())
+    par = Plan("dp_replicate=1,dp_shard=2", [HybridShard(optimizer="world")]).apply(lab.model())
+    with pytest.raises(PlanError, match=r"its whole state; use HybridShard\(optimizer='replica'\), with more shards"):
+        Replicas(par, optimizer, batches())
+    par = Plan("dp_replicate=1,dp_shard=2", [HybridShard(optimizer="replica")]).apply(lab.model())
     with pytest.raises(ReplicaError, match="meshpar run --elastic=replicas"):
         Replicas(par, optimizer, batches())
 
@@ -218,6 +236,75 @@ def test_a_recipe_that_cannot_lose_replicas_is_refused_before_a_process_starts(t
             run(str(tmp_path / what), words, place, elastic="replicas")
     with pytest.raises(LaunchError, match="expected replicas"):
         run(str(path), [], {}, elastic="nodes")
+
+
+def uneven(layers=2):
+    """Return the plan of a replica of two ranks, and a model that they cannot share evenly."""
+    with torch.device("meta"):
+        return Plan("dp_replicate=1,dp_shard=2", [HybridShard()]), transformer(vocab_size=97, layers=layers)
+
+
+def test_a_replica_is_described_and_forecast_with_its_whole_state():
+    """A replica holds what its plan holds as a job of its own, and a step adds one sum of the gradients."""
+    plan, module = uneven()
+    made = forecast(plan, module, Batch(sequence=8), hardware="h100", replicas=3)
+    described, alone = (plan.describe(uneven()[1], replicas=count) for count in (3, 1))
+    assert described == alone
+    held = [made.trace.exact[name] for name in ("parameters", "gradients", "optimizer")]
+    assert held == [described.parameter_bytes, described.gradient_bytes, described.optimizer_bytes]
+    assert made.world_size == 6 and dict(made.mesh.axes) == {"dp_replicate": 3, "dp_shard": 2}
+    sums = [sent for _, sent in made.trace.collectives() if (sent.axis, sent.ranks) == ("dp_replicate", 3)]
+    assert sum(sent.size for sent in sums) == described.gradient_bytes
+    assert {sent.kind for sent in sums} == {"all_reduce"}
+    with pytest.raises(PlanError, match="dp_replicate=2 inside of one replica"):
+        Plan("dp_replicate=2,dp_shard=2", [HybridShard()]).describe(module, replicas=2)
+    with pytest.raises(PlanError, match="and a replica that comes back copies all layers"):
+        Plan("pp=2", [PipelineParallel()]).describe(module, replicas=2)
+    world = Plan("dp_replicate=1,dp_shard=2", [HybridShard(optimizer="world")])
+    for refused in (
+        lambda: world.describe(module, replicas=3),
+        lambda: forecast(world, module, Batch(sequence=8), hardware="h100", replicas=3),
+    ):
+        with pytest.raises(PlanError, match=r"use HybridShard\(optimizer='replica'\)"):
+            refused()
+
+
+def test_a_search_keeps_replicas_that_may_be_lost_inside_of_nodes_and_whole():
+    model, node = uneven(layers=5)[1], dataclasses.replace(Hardware.load("h100"), node=2)
+    asked = {"recompute": ("none",), "micro_batches": (1,), "elastic": True}
+    found = search(model, model.meshpar_layout(), Batch(sequence=8), node, 6, top=1, **asked)
+    settings = [candidate.settings for candidate in found.fitting]
+    assert settings and all(one.replicas > 1 and one.job().size <= 2 and not one.world for one in settings)
+    assert found.best[0].world_size == 6 and found.best[0].mesh.axes == settings[0].mesh().axes
+    with pytest.raises(MeshparError, match="2 ranks are one replica, in nodes of 2"):
+        search(model, model.meshpar_layout(), Batch(sequence=8), node, 2, **asked)
+
+
+STDLIB = """
+device: cpu
+model: {dim: 32, layers: 2, heads: 2, hidden: 48, max_positions: 64}
+data: {source: stdlib, sequence_length: 64, micro_batch: 2}
+training: {steps: 10}
+"""
+
+
+def test_the_commands_know_elastic_replicas_of_a_recipe(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(STDLIB)
+    words = ["mesh=dp_replicate=3,dp_shard=2", "passes=[HybridShard]"]
+    assert "dp_replicate=1,dp_shard=2" in describe_recipe(str(path), words, elastic="replicas")
+    assert "fits 3 replicas of 2 ranks" in check_recipe(str(path), words, elastic="replicas")
+    world = [words[0], "passes=[{HybridShard: {optimizer: world}}]"]
+    assert "dp_replicate+dp_shard" in describe_recipe(str(path), world), "one job splits parameters over both axes"
+    for refuses in (check_recipe, describe_recipe):
+        with pytest.raises(PlanError, match=r"use HybridShard\(optimizer='replica'\), with more shards"):
+            refuses(str(path), world, elastic="replicas")
+    with pytest.raises(PlanError, match="--elastic=replicas reads data in the training process"):
+        check_recipe(str(path), [*words, "data.workers=1"], elastic="replicas")
+    with pytest.raises(LaunchError, match="has one replica"):
+        check_recipe(str(path), ["mesh=dp_shard=2", "passes=[FullyShard]"], elastic="replicas")
+    with pytest.raises(LaunchError, match="expected replicas"):
+        describe_recipe(str(path), words, elastic="nodes")
 
 
 def small(lighthouse, data, *, sparse=False, **options):
@@ -456,11 +543,7 @@ def test_faults_at_random_instants_lose_and_double_nothing(tmp_path, replicas, r
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "more",
-    [
-        ["training.steps=null", "training.epochs=1", "data.micro_batch=4"],
-        ["passes=[{HybridShard: {optimizer: world}}]"],
-    ],
+    "more", [["training.steps=null", "training.epochs=1", "data.micro_batch=4"], ["passes=[HybridShard]"]]
 )
 def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path, more):
     """The one that reports is killed: another one does, each step is told once, and the newest checkpoint is the last

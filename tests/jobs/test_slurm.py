@@ -301,7 +301,6 @@ def test_of_two_submissions_of_one_run_the_second_is_told_who_writes(
     ("name", "more"),
     [
         ("replicas", ["passes=[{HybridShard: {optimizer: replica}}]", "-o", "partition=spare"]),
-        ("replicas-world", ["passes=[{HybridShard: {optimizer: world}}]", "-o", "partition=spare"]),
         (
             "replicas-wide",
             ["--nodes", "4", "--nproc", "1", "-o", "partition=lab,spare"],

@@ -21,7 +21,7 @@ from meshpar.placements import local_gradient
 from meshpar.positions import Mask, documents
 from meshpar.testing import on_ranks, one_process
 from meshpar.weights.maps import average_called
-from tests.remedies.rows import Row, alone, run_together
+from tests.remedies.rows import Row, Tested, alone, run_together
 from tests.remedies.sides import difference, on
 
 UNTRIED = 9
@@ -251,6 +251,26 @@ ROWS = [
         {"clip after the loop": lambda: difference("FSDP", clipping("after"))},
         result=None,
         ranks=2,
+    ),
+    Tested(
+        "its whole state; use HybridShard(optimizer='replica')",
+        "tests/jobs/test_replicas.py::test_what_cannot_be_lost_is_refused_by_name",
+        {"use HybridShard(optimizer='replica')": '[HybridShard(optimizer="replica")]'},
+    ),
+    Tested(
+        "uses statistics of the whole batch",
+        "tests/jobs/test_replicas.py::test_what_cannot_be_lost_is_refused_by_name",
+        {"use another norm": "apply(lab.model())"},
+    ),
+    Tested(
+        "inside of one replica",
+        "tests/jobs/test_replicas.py::test_a_replica_is_described_and_forecast_with_its_whole_state",
+        {"write dp_replicate=1": '"dp_replicate=1,dp_shard=2"'},
+    ),
+    Tested(
+        "and a replica that comes back copies all layers",
+        "tests/jobs/test_replicas.py::test_a_replica_is_described_and_forecast_with_its_whole_state",
+        {"drop pp from the mesh": "plan.describe(uneven()[1], replicas=count)"},
     ),
 ]
 
