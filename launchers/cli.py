@@ -240,10 +240,7 @@ def convert(
     out: Annotated[Path | None, typer.Option(help="Write the recipe here; default: standard output.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a recipe in meshpar's own keys.
-
-    YAML of transformers' Trainer or of accelerate becomes a recipe. Its comments list the result for each key.
-    """
+    """Write a recipe as it is resolved: with overrides, defaults and the passes that its mesh requires."""
     with quick_imports():
         from meshpar.launchers.commands.inspecting import convert_recipe
 

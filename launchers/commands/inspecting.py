@@ -106,14 +106,13 @@ def check_recipe(
 
 
 def convert_recipe(source: str, overrides: Sequence[str] = ()) -> str:
-    """Return a recipe as resolved, in meshpar's own keys; comments above it tell what became of foreign ones. Options
-    of classes that the recipe names by import path stay as they are written.
+    """Return a recipe as resolved: with overrides, defaults and the passes that its mesh requires. Options of classes
+    that the recipe names by import path stay as they are written.
 
     Raises:
         RecipeError: with everything that is wrong.
     """
-    recipe = load_recipe(source, overrides)
-    return "".join(f"# {note}\n" for note in recipe.notes) + recipe.to_yaml()
+    return load_recipe(source, overrides).to_yaml()
 
 
 def list_plugins() -> str:

@@ -1,6 +1,4 @@
-"""Read recipes: find the file, put foreign keys in meshpar's terms, fill in what the file leaves out, and report
-every problem.
-"""
+"""Read recipes: find the file, fill in what the file leaves out, and report every problem."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from meshpar.core.mesh import MeshSpec, is_auto
 from meshpar.core.patterns import suggestion
 from meshpar.homes import expanded
 from meshpar.launchers.recipes.conflicts import calling_problems, conflicts
-from meshpar.launchers.recipes.named import Classes, convert_keys, make_importable, read_passes
+from meshpar.launchers.recipes.named import Classes, make_importable, read_passes
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.schema import validate
 from meshpar.launchers.recipes.yamlfile import Document, Place, apply_overrides, read_document
@@ -58,17 +56,22 @@ def shipped() -> dict[str, Path]:
 def resolve(document: Document, *, disks: bool = True, trust: bool = False) -> Recipe:
     """Return the recipe of a document; arguments as for :func:`load_recipe`. Raises RecipeError with every problem."""
     data = dict(document.data)
-    problems: list[str] = []
+    problems = [
+        f"{document.where((key,))}: this is a key of transformers' Trainer or of accelerate; write the recipe's keys, "
+        "which docs/migrate.md lists beside theirs"
+        for key in FOREIGN
+        if key in data
+    ][:1]
     classes = Classes(dict(_import_paths(data)), trust, document)
     if classes.paths:
         data["code"] = data.get("code") or str(Path(document.name).absolute().parent)
     if classes.paths and trust:
         make_importable(expanded(Path(str(data["code"]))))
-    notes = _read_plan(data, classes, problems)
+    _read_plan(data, classes, problems)
     if isinstance(data.get("teacher"), Mapping):
         data["teacher"] = dict(data["teacher"])
         data["teacher"].setdefault("mesh", data["mesh"])
-        notes += [f"teacher.{note}" for note in _read_plan(data["teacher"], classes, problems, ("teacher",))]
+        _read_plan(data["teacher"], classes, problems, ("teacher",))
     _take_from_weights(data)
     _name_kinds(data)
     data["name"] = data.get("name") or Path(document.name).stem
@@ -83,9 +86,11 @@ def resolve(document: Document, *, disks: bool = True, trust: bool = False) -> R
     if problems or isinstance(found, list):
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in this recipe"
         raise RecipeError("\n  ".join([count, *problems]))
-    return found.noting(notes)
+    return found
 
 
+FOREIGN = ("per_device_train_batch_size", "num_train_epochs", "learning_rate", "fsdp", "fsdp_config", "num_processes")
+"""Keys by which the YAML of other trainers is known."""
 OPTIMIZERS = {"muon": "meshpar.optim.Muon", "small_adamw": "meshpar.optim.SmallAdamW"}
 """Short names of meshpar's optimizers, as ``class``."""
 
@@ -151,17 +156,13 @@ def _find(source: str | Path) -> Document:
     return read_document(Path(source))
 
 
-def _read_plan(data: dict[str, Any], classes: Classes, problems: list[str], at: Place = ()) -> list[str]:
-    """Put model, mesh and passes of a mapping in the form that the recipe has, and return what is to be told about
-    old names.
-    """
+def _read_plan(data: dict[str, Any], classes: Classes, problems: list[str], at: Place = ()) -> None:
+    """Put model, mesh and passes of a mapping in the form that the recipe has."""
     if isinstance(data.get("model"), Mapping):
         data["model"] = {"kind": "own" if "class" in data["model"] else "transformer", **data["model"]}
-    notes = convert_keys(data, classes.document, problems, at)
     data["mesh"] = data.get("mesh") or ""
     mesh = _read_mesh(data["mesh"], classes.document, problems, at)
-    data["passes"], more = read_passes(data.get("passes"), mesh, classes, problems, at)
-    return [*notes, *more]
+    data["passes"] = read_passes(data.get("passes"), mesh, classes, problems, at)
 
 
 def _take_from_weights(data: dict[str, Any]) -> None:

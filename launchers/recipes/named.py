@@ -1,10 +1,7 @@
-"""The objects that a recipe names (passes, objectives, own classes), found, checked and made; and converters.
+"""The objects that a recipe names (passes, objectives, own classes), found, checked and made.
 
 A recipe is data: a name without a dot is a plugin, and the class at an import path is imported for a job alone, or
 where a person trusts the recipe (:class:`Classes`).
-
-Converters are plugins that put another trainer's keys in a recipe's terms, so that the recipe's reader knows none of
-them.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 
 from torch import nn
 
@@ -31,8 +28,6 @@ if TYPE_CHECKING:
     from meshpar.training.objectives import Objective
 
 _TEACHER = "teacher"
-SHARDING = ("FullyShard", "HybridShard", "Replicate")
-"""The passes of data parallelism that come with meshpar."""
 BY_AXIS = (("ep", "ExpertParallel"), ("cp", "ContextParallel"), ("tp", "TensorParallel"))
 """Axis -> the pass that works on it, in the order in which they apply."""
 Written = dict[str, dict[str, Any]]
@@ -89,65 +84,6 @@ class Classes:
             files.setdefault(vars(sys.modules[home]).get("__file__") or home, []).append(path)
         parts = [f"{', '.join(names)} from {file}" for file, names in files.items()]
         return f"imports {'; '.join(parts)}" if parts else ""
-
-
-@final
-@dataclass(slots=True)
-class Translation:
-    """A pass in a recipe's terms.
-
-    Attributes:
-        name: of the pass.
-        options: in meshpar's names.
-        before: passes to put before it, as a recipe writes them.
-        notes: what became of each old name.
-        problems: old names that have no meaning here: option -> why.
-    """
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-    before: list[Any] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    problems: dict[str, str] = field(default_factory=dict)
-
-
-class Converter(Protocol):
-    """A plugin of the group ``meshpar.converters``."""
-
-    def keys(self, data: dict[str, Any], document: Document, problems: list[str], at: Place) -> list[str]:
-        """Take every foreign key out of ``data``, fill in what it means, and return what became of each.
-
-        Args:
-            data: a recipe's top level, or the mapping of a teacher; changed in place.
-            document: for messages: ``document.where((*at, key))`` begins with file and line.
-            problems: takes one line for each key that is refused.
-            at: where in the document the mapping stands.
-        """
-        ...
-
-    def options(self, name: str, options: Mapping[str, Any]) -> Translation:
-        """Return a pass of a recipe with its foreign names translated; what is not foreign comes back as it is."""
-        ...
-
-
-def convert_keys(data: dict[str, Any], document: Document, problems: list[str], at: Place) -> list[str]:
-    """Let every converter take its keys out of ``data``; see :meth:`Converter.keys`."""
-    return [note for converter in _installed() for note in converter.keys(data, document, problems, at)]
-
-
-def convert_pass(name: str, options: Mapping[str, Any]) -> Translation:
-    """Return a pass as every converter has translated it, one after another; see :meth:`Converter.options`."""
-    result = Translation(name, dict(options))
-    for converter in _installed():
-        new = converter.options(result.name, result.options)
-        new.before[:0], new.notes[:0] = result.before, result.notes
-        new.problems = result.problems | new.problems
-        result = new
-    return result
-
-
-def _installed() -> Iterator[Converter]:
-    return (registry.plugin(registry.CONVERTERS, name) for name in registry.names(registry.CONVERTERS))
 
 
 def make_importable(folder: Path) -> None:
@@ -221,9 +157,8 @@ def make_objective(factory: Any, options: Mapping[str, Any], teacher: nn.Module 
 
 def read_passes(
     raw: object, mesh: MeshSpec | str | None, classes: Classes, problems: list[str], at: Place = ()
-) -> tuple[list[Written], list[str]]:
-    """Return the passes of a recipe, resolved, and what is to be told about old names; what is wrong goes to
-    ``problems``.
+) -> list[Written]:
+    """Return the passes of a recipe, resolved; what is wrong goes to ``problems``.
 
     Args:
         raw: what stands under ``passes``; None or ``auto``: the passes that the mesh's axes call for.
@@ -234,15 +169,14 @@ def read_passes(
     """
     document = classes.document
     if raw in (None, "auto"):
-        return default_passes(mesh), []
+        return default_passes(mesh)
     if not isinstance(raw, list):
         problems.append(
             f"{document.where((*at, 'passes'))}: expected a list of passes (- FullyShard, or - FullyShard: {{offload: "
             f"cpu}}), got {raw!r}"
         )
-        return [], []
+        return []
     passes: list[Written] = []
-    notes: list[str] = []
     for number, item in enumerate(raw):
         place: Place = (*at, "passes", number)
         name, options = next(iter(item.items())) if isinstance(item, Mapping) and len(item) == 1 else (item, {})
@@ -252,13 +186,8 @@ def read_passes(
             )
             continue
         place = (*place, name) if isinstance(item, Mapping) else place
-        translated = convert_pass(name, options or {})
-        problems += [f"{document.where((*place, key))}: {text}" for key, text in translated.problems.items()]
-        notes += [f"{name}.{note}" for note in translated.notes]
-        for entry in (*translated.before, {translated.name: translated.options}):
-            written = {entry: {}} if isinstance(entry, str) else entry
-            passes += _checked(written, classes, place, problems)
-    return passes, notes
+        passes += _checked({name: dict(options or {})}, classes, place, problems)
+    return passes
 
 
 def default_passes(mesh: MeshSpec | str | None) -> list[Written]:

@@ -64,7 +64,7 @@ class Recipe(Section):
         evaluations: evaluations with their options, made after each validation: ``{multiple_choice: {path:
             questions.jsonl}}``. Names are those of plugins (``multiple_choice``, ``samples``, ``lm_eval``,
             :mod:`meshpar.training.evaluation`) or import paths.
-        notes: how foreign or old names were translated.
+        notes: what a launcher changed in the recipe.
     """
 
     name: str = ""

@@ -20,8 +20,8 @@ from meshpar.core.patterns import is_called, shortest_patterns, suggestion
 
 PASSES, LAYOUTS, GUARDS = "meshpar.passes", "meshpar.layouts", "meshpar.guards"
 OBJECTIVES, TRACKERS, EVALUATIONS = "meshpar.objectives", "meshpar.trackers", "meshpar.evaluations"
-LAUNCHERS, CONVERTERS = "meshpar.launchers", "meshpar.converters"
-GROUPS = (PASSES, LAYOUTS, GUARDS, OBJECTIVES, TRACKERS, EVALUATIONS, LAUNCHERS, CONVERTERS)
+LAUNCHERS = "meshpar.launchers"
+GROUPS = (PASSES, LAYOUTS, GUARDS, OBJECTIVES, TRACKERS, EVALUATIONS, LAUNCHERS)
 """The groups of entry points."""
 
 

@@ -5,6 +5,7 @@ in the source.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import io
 import re
@@ -129,10 +130,43 @@ def test_the_pass_of_the_guide(capsys):
     assert output.strip() in page("own_pass")
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("trainer.yaml", 2), ("accelerate.yaml", None)])
-def test_foreign_files_are_translated_as_the_guide_shows(name, ranks, monkeypatch):
+def test_the_recipe_of_the_guide_fits_as_it_shows(monkeypatch):
     monkeypatch.chdir(EXAMPLES)
-    assert check_recipe(name, world_size=ranks) in page("migrate")
+    assert check_recipe("from_trainer.yaml", world_size=2) in page("migrate")
+    _, *recipe = Path("from_trainer.yaml").read_text(encoding="utf-8").splitlines(keepends=True)
+    assert "".join(recipe) in page("migrate")
+
+
+def listed_keys(heading):
+    """Return the words in the first columns of the tables under a heading of the guide."""
+    section = page("migrate").partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.partition(" | ")[0] for line in section.splitlines() if line.startswith("| ")]
+    return {key for row in rows for key in re.findall(r"`([\w.]+)`", row)}
+
+
+def test_the_guide_lists_every_key_of_training_arguments():
+    transformers = pytest.importorskip("transformers")
+    keys = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    assert len(keys) > 100
+    assert sorted(keys - listed_keys("From Trainer") - listed_keys("From accelerate")) == []
+
+
+def test_the_guide_lists_every_key_of_accelerates_file():
+    pytest.importorskip("accelerate")
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    keys = {field.name for field in dataclasses.fields(ClusterConfig)}
+    assert sorted(keys - listed_keys("From Trainer") - listed_keys("From accelerate")) == []
+
+
+def test_the_keys_that_the_guide_translates_to_are_a_recipes():
+    """``data.micro_batch`` and the like, in the second columns of the tables."""
+    section = page("migrate").partition("## From Trainer\n")[2].partition("\n## From an earlier")[0]
+    rows = [line.partition(" | ")[2] for line in section.splitlines() if line.startswith("| ")]
+    sections = "model|data|optimizer|schedule|training|checkpoint|teacher|validation"
+    known = page("recipe_keys")
+    for leaf in {leaf for row in rows for leaf in re.findall(rf"`(?:{sections})\.(\w+)", row)}:
+        assert f"| `{leaf}` |" in known, leaf
 
 
 def test_the_errors_of_the_guide_are_in_the_source():

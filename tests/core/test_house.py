@@ -50,7 +50,6 @@ STAIRS = {
         "environment",
         "progress",
         "recipes",
-        "converters",
         "agent",
         "doctor",
         "jobs",

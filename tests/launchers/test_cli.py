@@ -94,12 +94,6 @@ def test_check_lists_all_problems_of_a_plan(recipe: str) -> None:
     assert invoke("check", recipe).stdout.endswith("fits 2 ranks: dp_shard=2 [FullyShard]\n")
 
 
-def test_check_tells_what_became_of_old_names(recipe: str) -> None:
-    done = invoke("check", recipe, "passes=[fsdp: {sharding_strategy: FULL_SHARD, use_orig_params: true}]")
-    assert "note: fsdp.sharding_strategy: FULL_SHARD became FullyShard()" in done.stdout
-    assert "note: fsdp.use_orig_params: has no effect" in done.stdout
-
-
 @pytest.mark.nightly
 def test_describe_of_70b_on_512_ranks_is_right_to_the_byte() -> None:
     start = time.perf_counter()

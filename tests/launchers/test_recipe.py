@@ -6,24 +6,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from meshpar import (
-    ActivationCheckpoint,
-    ContextParallel,
-    FullyShard,
-    HybridShard,
-    RecipeError,
-    Replicate,
-    TensorParallel,
-)
+from meshpar import ContextParallel, FullyShard, HybridShard, RecipeError, Replicate, TensorParallel
 from meshpar.core.patterns import nearest, suggestion
-from meshpar.launchers.converters.translate import translate
+from meshpar.launchers.commands.inspecting import convert_recipe
 from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.recipes.loading import load_recipe, resolve, shipped
 from meshpar.launchers.recipes.named import make_passes
@@ -411,93 +402,26 @@ def test_options_become_the_values_that_the_pass_takes() -> None:
     ]
 
 
-OLD: list[tuple[dict[str, Any], Any]] = [
-    ({"sharding_strategy": "FULL_SHARD"}, FullyShard()),
-    ({"sharding_strategy": "SHARD_GRAD_OP"}, FullyShard(reshard_after_forward=False)),
-    ({"sharding_strategy": 2}, FullyShard(reshard_after_forward=False)),
-    ({"sharding_strategy": "NO_SHARD"}, Replicate()),
-    ({"sharding_strategy": "HYBRID_SHARD"}, HybridShard()),
-    ({"sharding_strategy": "ShardingStrategy._HYBRID_SHARD_ZERO2"}, HybridShard(reshard_after_forward=False)),
-    ({"backward_prefetch": "BACKWARD_PRE"}, FullyShard(prefetch_backward=1)),
-    ({"backward_prefetch": "POST", "forward_prefetch": True}, FullyShard(prefetch_backward=0, prefetch_forward=1)),
-    ({"cpu_offload": True}, FullyShard(offload="cpu")),
-    ({"fsdp_offload_params": False}, FullyShard()),
-    ({"mixed_precision": "bf16"}, FullyShard(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)),
-    (
-        {"mixed_precision": {"param_dtype": "fp16", "buffer_dtype": "float32"}},
-        FullyShard(param_dtype=torch.float16, buffer_dtype=torch.float32),
-    ),
-    (
-        {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "T5Block, Other"},
-        FullyShard(blocks=("T5Block", "Other")),
-    ),
-    ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1000}, FullyShard(min_params=1000)),
-    ({"state_dict_type": "FULL_STATE_DICT"}, FullyShard()),
-    (
-        {
-            "limit_all_gathers": True,
-            "use_orig_params": True,
-            "device_id": 0,
-            "flatten_parameters": True,
-            "sync_module_states": True,
-        },
-        FullyShard(),
-    ),
-]
+def test_yaml_of_another_trainer_is_refused_with_the_page_that_lists_its_keys() -> None:
+    text = "max_steps: 20\nnum_train_epochs: 1\nfsdp_config: {backward_prefetch: backward_pre}\n"
+    with pytest.raises(RecipeError) as refused:
+        read(SMALL + text)
+    said = str(refused.value)
+    assert "num_train_epochs: this is a key of transformers' Trainer or of accelerate" in said
+    assert said.count("docs/migrate.md") == 1 and "max_steps: unknown key" in said
+    for old, remedy in (
+        ("passes: [fsdp: {sharding_strategy: FULL_SHARD}]\n", "no pass 'fsdp' is installed"),
+        ("passes: [FullyShard: {limit_all_gathers: true}]\n", "limit_all_gathers: unknown key"),
+    ):
+        assert remedy in only(SMALL + old)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"), OLD, ids=lambda value: ",".join(value) if isinstance(value, Mapping) else ""
-)
-def test_old_names_are_translated_and_told(options: dict[str, Any], expected: Any) -> None:
-    text = SMALL + f"passes: [fsdp: {options}]\n"
-    recipe = read(text)
-    assert make_passes(recipe.passes) == [expected]
-    output = " ".join(recipe.notes)
-    for name in options:
-        assert name.removeprefix("fsdp_") in output
-
-
-def test_an_old_name_without_a_counterpart_is_told_to_have_no_effect() -> None:
-    (note,) = read(SMALL + "passes: [FullyShard: {limit_all_gathers: true}]\n").notes
-    assert (
-        note
-        == "FullyShard.limit_all_gathers: has no effect: FSDP2 frees gathered parameters in stream order and needs "
-        "no limit"
-    )
-
-
-def test_a_trainers_keys_become_the_last_pass() -> None:
-    recipe = read(
-        SMALL + "fsdp: full_shard auto_wrap offload\nfsdp_config: {backward_prefetch: backward_post, "
-        "transformer_layer_cls_to_wrap: [Layer]}\n",
-        "passes=[ActivationCheckpoint]",
-    )
-    expected = FullyShard(offload="cpu", prefetch_backward=0, blocks=("Layer",))
-    assert make_passes(recipe.passes) == [ActivationCheckpoint(), expected]
-    assert "fsdp.sharding_strategy: FULL_SHARD became FullyShard()" in recipe.notes
-    assert "fsdp: 'half_shard' is not known" in only(SMALL + "fsdp: half_shard\n")
-    assert make_passes(read(SMALL + "fsdp_config: {fsdp_sharding_strategy: 5}\n").passes) == [
-        HybridShard(reshard_after_forward=False)
-    ]
-
-
-def test_gradient_checkpointing_becomes_a_pass_before_the_sharding() -> None:
-    recipe = read(SMALL + "passes: [fsdp: {activation_checkpointing: true}]\n")
-    assert make_passes(recipe.passes) == [ActivationCheckpoint(), FullyShard()]
-
-
-def test_old_values_that_mean_nothing_are_refused() -> None:
-    assert "passes.0.fsdp.sharding_strategy: expected one of FULL_SHARD" in only(
-        SMALL + "passes: [fsdp: {sharding_strategy: HALF}]\n"
-    )
-    assert "is refused: a local state dict" in only(SMALL + "passes: [fsdp: {state_dict_type: LOCAL_STATE_DICT}]\n")
-    assert "expected bf16, fp16, no" in only(SMALL + "passes: [fsdp: {mixed_precision: bf17}]\n")
-
-
-def test_new_names_pass_through_the_translation() -> None:
-    assert translate("TensorParallel", {"sequence_parallel": True}).options == {"sequence_parallel": True}
-    assert translate("FullyShard", {"offload": "cpu"}).notes == []
+def test_a_recipe_is_written_as_it_is_resolved(tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL)
+    text = convert_recipe(str(path), ["training.steps=7"])
+    again = resolve(parse_document(text, str(path)))
+    assert again == load_recipe(path, ["training.steps=7"]) and "- FullyShard: {}" in text
 
 
 def test_the_vocabulary_comes_from_the_data_unless_a_shape_has_its_own(tmp_path: Path) -> None:
