@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -106,14 +106,7 @@ def divided(mesh: MeshSpec, nodes: int, node_rank: int) -> Division:
 
 
 def launch_replicas(
-    recipe: Recipe,
-    division: Division,
-    head: str,
-    node_rank: int,
-    restarts: int | None,
-    logs: Path | None,
-    *,
-    quiet: bool = False,
+    recipe: Recipe, division: Division, head: str, node_rank: int, restarts: int | None, logs: Path | None
 ) -> int:
     """Run this node's replicas until they end, and return the exit code: 0 if the job is complete.
 
@@ -128,7 +121,6 @@ def launch_replicas(
         node_rank: number of this node.
         restarts: how often a replica is started again; None: as often as needed.
         logs: folder of logs; None: ``logs`` in the run's folder.
-        quiet: write what the replicas print to ``replica-N.txt`` in the folder of logs.
 
     Raises:
         ReplicaError: no replica of this node could complete the job; another start resumes from the newest checkpoint.
@@ -148,9 +140,7 @@ def launch_replicas(
         restarts = _RESTARTS if restarts is None else restarts
         addresses = recipe.folder / "logs"  # which all nodes see, unlike a folder of ``logs``
         kept = [
-            _Replica(
-                number, division, path, place, logs, restarts, addresses / f"replica-{number}.address", quiet=quiet
-            )
+            _Replica(number, division, path, place, logs, restarts, addresses / f"replica-{number}.address")
             for number in division.here
         ]
         with handling(heard(), lambda number: _pass_on(kept, number)), ThreadPoolExecutor(len(kept)) as pool:
@@ -166,7 +156,7 @@ def launch_replicas(
     ends = ", ".join(f"replica {number} ended with exit code {code}" for number, code in zip(division.here, codes))
     if RETRY in codes:
         raise ReplicaError(f"{ends}; start the job again, which resumes from its newest checkpoint")
-    raise LaunchError(f"{ends}; see {f'what they printed in {logs}' if quiet else 'the messages above'}")
+    raise LaunchError(f"{ends}; see the messages above")
 
 
 def _served(stack: ExitStack, head: str, patience_s: float) -> str:
@@ -184,20 +174,9 @@ class _Replica:
     """A replica of this node, which is started again where it could not go on with the others."""
 
     def __init__(
-        self,
-        number: int,
-        division: Division,
-        recipe: Path,
-        place: str,
-        logs: Path,
-        restarts: int,
-        address: Path,
-        *,
-        quiet: bool,
+        self, number: int, division: Division, recipe: Path, place: str, logs: Path, restarts: int, address: Path
     ) -> None:
         """``place``: see the ``head`` of :func:`launch_replicas`; ``address``: see the ``file`` of :class:`Meeting`."""
-        name = f"replica-{number}-{division.node}" if division.node else f"replica-{number}"
-        self._prints = logs / f"{name}.txt" if quiet else None
         self._number, self._division, self._place, self._complete = number, division, place, logs / COMPLETE
         self._was_complete = self._complete.exists()  # a run that now goes on
         self._meeting = Meeting(address, number, division.node, division.nodes)
@@ -243,14 +222,9 @@ class _Replica:
         """Run the ranks of this node, and return how the replica's ranks ended."""
         meeting, deadline = self._meeting, math.inf
         known = {"MESHPAR_JOB_ID": start.series, **self._environment} if self._division.nodes > 1 else self._environment
-        with self._prints.open("ab") if self._prints else nullcontext() as file:
-            self._process = process = subprocess.Popen(
-                self._command(start),
-                env={**known, "TORCHFT_LIGHTHOUSE": address},
-                start_new_session=True,
-                stdout=file,
-                stderr=file,
-            )
+        self._process = process = subprocess.Popen(
+            self._command(start), env={**known, "TORCHFT_LIGHTHOUSE": address}, start_new_session=True
+        )
         while meeting.lost is None and not self._has_ended(process):
             meeting.keep()
             failed = [code for code in meeting.codes.values() if code]

@@ -215,31 +215,18 @@ def doctor(
         Path | None,
         typer.Option(help="Measure a hardware profile for `meshpar plan --hardware` and write it to this file."),
     ] = None,
-    drill: Annotated[
-        bool, typer.Option("--drill", help="Kill a replica of a short test job and report how long the recovery takes.")
-    ] = False,
-    wait: Annotated[
-        float,
-        typer.Option(
-            help="Seconds within which all ranks must connect; with --drill: for each part of the drill.", min=1
-        ),
-    ] = 60.0,
+    wait: Annotated[float, typer.Option(help="Seconds within which all ranks must connect.", min=1)] = 60.0,
     nproc: Annotated[str | None, typer.Option(help="Ranks on this node; default: one per accelerator.")] = None,
     nodes: Annotated[str | None, typer.Option(help="Number of nodes.")] = None,
     node_rank: Annotated[int | None, typer.Option(help="Number of this node, from 0.", min=0)] = None,
     head: Annotated[str | None, typer.Option(help="HOST:PORT of node 0.")] = None,
     debug: Debug = False,
 ) -> int:
-    """Check the machines and the network before training; --drill tests that a job survives the loss of a replica.
+    """Check the machines and the network before training.
 
     Under torchrun or srun, the command uses their ranks. Otherwise it starts its own ranks, like meshpar run.
     """
     place = {"nproc": nproc, "nodes": nodes, "node_rank": node_rank, "head": head}
-    if drill:
-        with quick_imports():
-            from meshpar.launchers.commands.drill import run_drill
-
-        return run_drill(mesh, place, folder=folder, profile=profile, part_s=wait)
     with quick_imports():
         from meshpar.launchers.commands.run import run_doctor
 

@@ -17,7 +17,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -43,7 +42,6 @@ from meshpar.forecasting import Batch, Hardware
 from meshpar.forecasting.search import search
 from meshpar.launchers.agent.failures import exit_code
 from meshpar.launchers.agent.replicas import _Replica, divided
-from meshpar.launchers.commands.drill import parts, run_drill
 from meshpar.launchers.commands.inspecting import check_recipe, describe_recipe
 from meshpar.launchers.commands.run import run
 from meshpar.launchers.commands.train import division_of
@@ -568,78 +566,6 @@ def test_a_recipe_goes_on_while_a_replica_is_lost(tmp_path, more):
     table = read_manifest(tmp_path / "out/checkpoints/latest").optimizer
     assert table["state"].keys() == {name for group in table["groups"] for name in group["params"]}
     assert seconds < patience.patient(15)
-
-
-def test_what_a_drill_reads_in_the_metrics():
-    """The report tells of the first loss after all had come; a replica that is back at once is lost and returned in
-    one change.
-    """
-    early, late = {"step": 50, "train/loss": 1.0}, {"step": 100, "train/loss": 1.0}
-    lost, back = {"step": 70, "replicas": 1}, {"step": 80, "replicas": 2}
-    assert parts([], 2) == parts([{"step": 20}], 2) == []
-    assert parts([early], 2) == [early] and parts([{"step": 0, "replicas": 1}, early, back], 2) == []
-    assert parts([{"step": 0, "replicas": 1}, early, back, late, lost, back], 2) == [late, lost, back]
-    assert parts([early, {"step": 60, "val/loss": 1.0}, lost], 2) == [early, lost]
-    assert parts([early, back], 2) == [early, back, back]
-
-
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        ({"mesh": "dp_shard=1"}, "has one replica"),
-        ({"nodes": "2"}, "requires --folder"),
-        ({"profile": Path("x")}, "two examinations"),
-        ({"nproc": "3"}, "got 3"),
-    ],
-)
-def test_a_drill_that_cannot_be_held_is_refused(tmp_path, words, match):
-    place = {name: words.get(name) for name in ("nproc", "nodes")}
-    with pytest.raises(MeshparError, match=match):
-        run_drill(
-            words.get("mesh", "dp_replicate=2,dp_shard=1"),
-            place,
-            folder=None,
-            profile=words.get("profile"),
-            part_s=60.0,
-        )
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_a_drill_on_two_hosts(tmp_path):
-    """Replica 1 is killed on the second host; the first one reports, and both commands end. What an earlier drill
-    left is no record.
-    """
-    (tmp_path / "meshpar-drill").mkdir()
-    earlier = [{"step": 50}, {"step": 70, "replicas": 1}, {"step": 80, "replicas": 2}]
-    (tmp_path / "meshpar-drill/metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in earlier))
-    command = [
-        sys.executable,
-        "-m",
-        "meshpar.launchers",
-        "doctor",
-        "--drill",
-        "--mesh",
-        "dp_replicate=2,dp_shard=1",
-        "--nodes",
-        "2",
-    ]
-    try:
-        with Hosts(2) as hosts:
-            jobs = [
-                subprocess.Popen(
-                    hosts.command(f"n{node + 1}", [*command, "--node-rank", str(node), "--folder", str(tmp_path), "--wait", "120"]),
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                )
-                for node in range(2)
-            ]  # fmt: skip
-            outputs = [job.communicate(timeout=400)[0] for job in jobs]
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    assert [job.returncode for job in jobs] == [0, 0], outputs
-    assert (
-        "lost: after step" in outputs[0] and "back: " in outputs[0] and "killed the ranks of replica 1" in outputs[1]
-    ), outputs
 
 
 class ByHand:
