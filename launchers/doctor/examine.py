@@ -23,7 +23,6 @@ from meshpar.core.errors import LaunchError
 from meshpar.launchers.agent.check_in import Waiting, unreached
 from meshpar.launchers.doctor.checks import GIB, Facts, Finding, all_findings, collect, hosts_of, ranks_text
 from meshpar.launchers.doctor.devices import health
-from meshpar.launchers.doctor.measure import AxisSpeed, PairSpeed
 
 _READ_S = 2.0
 _TOLD_S = 10.0  # in which rank 0's word reaches the others
@@ -158,14 +157,11 @@ class Report:
         facts: the facts of each rank.
         findings: the faults.
         notes: remarks that are not faults.
-        speeds, pairs: measured speeds of the mesh's axes; empty if nothing was measured.
     """
 
     facts: tuple[Facts, ...]
     findings: tuple[Finding, ...]
     notes: tuple[str, ...] = ()
-    speeds: tuple[AxisSpeed, ...] = ()
-    pairs: tuple[PairSpeed, ...] = ()
 
 
 def examine(meeting: Meeting, device: torch.device, folder: Folder | None) -> Report:

@@ -1,21 +1,18 @@
-"""Measure collectives on each axis of a mesh and pairs of ranks, and a hardware profile for
-:mod:`meshpar.forecasting.hardware`.
-"""
+"""Measure a hardware profile for :mod:`meshpar.forecasting.hardware`."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, final
+from dataclasses import asdict
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 
 from meshpar._torch.groups import all_gather
 from meshpar.core import runtime
@@ -33,83 +30,20 @@ _CONTENTION = 0.4
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AxisSpeed:
-    """Speed of one collective on an axis, with all its groups running at once as in training; the slowest group counts.
-
-    Attributes:
-        axis, operation: the measured axis and collective.
-        ranks: number of ranks in a group.
-        bytes: size of the whole tensor.
-        seconds: duration of one call.
-        bus: bus bandwidth in bytes a second: the bytes that every rank sends, divided by the time (as in nccl-tests).
-    """
-
-    axis: str
-    operation: str
-    ranks: int
-    bytes: int
-    seconds: float
-    bus: float
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairSpeed:
-    """Rate at which rank ``first`` sends to its neighbour ``second`` on an axis, in bytes a second."""
-
-    axis: str
-    first: int
-    second: int
-    rate: float
-
-
-def measure(mesh: DeviceMesh, device: torch.device) -> tuple[list[AxisSpeed], list[PairSpeed]]:
-    """Measure all-reduce, all-gather and all pairs of neighbours on each axis of size > 1; the slowest pair of an axis
-    comes first.
-
-    On ``ep``, over which tokens travel to experts, also all-to-all.
-
-    Collective: every rank of the mesh calls it.
-    """
-    speeds: list[AxisSpeed] = []
-    pairs: list[PairSpeed] = []
-    for axis in mesh.mesh_dim_names or ():
-        group, size = mesh.get_group(axis), mesh[axis].size()
-        if size == 1:
-            continue
-        operations = ["all_reduce", "all_gather", *(["all_to_all"] if axis == "ep" else [])]
-        speeds += [_collective(axis, operation, group, size, device) for operation in operations]
-        pairs += _pairs(axis, group, size, device)
-    return speeds, pairs
-
-
-def _collective(axis: str, operation: str, group: dist.ProcessGroup, size: int, device: torch.device) -> AxisSpeed:
+def _gathered_rate(group: dist.ProcessGroup, size: int, device: torch.device) -> float:
+    """Return the bytes a second that a rank sends in an all-gather, in the slowest group of an axis."""
     count = FIRST_BYTES // 4
     most = MOST_BYTES.get(device.type, _MOST_BYTES)
     while True:
-        run = _prepared(operation, count, group, size, device)
+        whole = torch.zeros(-(-count // size) * size, device=device)
+        part = torch.zeros(whole.numel() // size, device=device)
+        run = partial(all_gather, whole, part, group)
         # Other work may delay one call: a tensor is large enough when none of several calls is quick.
         if count * 8 * 4 > most or all(_slowest(_timed(run, device), device) >= ENOUGH_S for _ in range(REPEATS)):
             break
         count *= 8
     seconds = _slowest(min(_timed(run, device) for _ in range(REPEATS)), device)
-    sent = (2 if operation == "all_reduce" else 1) * (size - 1) / size * count * 4
-    return AxisSpeed(axis=axis, operation=operation, ranks=size, bytes=count * 4, seconds=seconds, bus=sent / seconds)
-
-
-def _prepared(
-    operation: str, count: int, group: dist.ProcessGroup, size: int, device: torch.device
-) -> Callable[[], object]:
-    whole = torch.zeros(-(-count // size) * size, device=device)
-    if operation == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
-    if operation == "all_to_all":
-        received = torch.zeros_like(whole)
-        return lambda: dist.all_to_all_single(received, whole, group=group)
-    part = torch.zeros(whole.numel() // size, device=device)
-    return lambda: all_gather(whole, part, group)
+    return (size - 1) / size * count * 4 / seconds
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
@@ -133,45 +67,6 @@ def _slowest(seconds: float, device: torch.device) -> float:
     if runtime.world_size() > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)
-
-
-def _pairs(axis: str, group: dist.ProcessGroup, size: int, device: torch.device) -> list[PairSpeed]:
-    """Time neighbours in both directions: even pairs, odd pairs, then the ring's end, so that a rank is in one pair
-    at a time.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    mine = ranks.index(dist.get_rank())
-    data = torch.zeros((1 << 20) // 4, device=device)
-    rates: dict[tuple[int, int], float] = {}
-    for pairs in _rounds(size):
-        here = next((pair for pair in pairs if mine in pair), None)
-        for timed, back in itertools.product((False, True, True), (False, True)):
-            dist.barrier()
-            if here is None:
-                continue
-            first, second = here[::-1] if back else here
-            start = time.perf_counter()
-            if mine == first:
-                dist.send(data, ranks[second], group=group)
-            else:
-                dist.recv(data, ranks[first], group=group)
-            _wait(device)
-            if timed and mine == second:
-                rate = data.numel() * 4 / (time.perf_counter() - start)
-                rates[first, second] = max(rate, rates.get((first, second), 0.0))
-    own = [(rate, ranks[first], ranks[second]) for (first, second), rate in rates.items()]
-    found: list[list[tuple[float, int, int]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, own, runtime.hosts())
-    return [
-        PairSpeed(axis=axis, first=first, second=second, rate=rate)
-        for rate, first, second in sorted(itertools.chain(*found))
-    ]
-
-
-def _rounds(size: int) -> list[list[tuple[int, int]]]:
-    even = [(first, first + 1) for first in range(0, size - 1, 2)]
-    odd = [(first, first + 1) for first in range(1, size - 1, 2)]
-    return [round_ for round_ in (even, odd, [(size - 1, 0)] if size > 2 else []) if round_]
 
 
 def measured_profile(facts: Sequence[Facts], device: torch.device) -> str:
@@ -286,13 +181,10 @@ def _memory(device: torch.device, per_host: int) -> dict[str, float]:
 def _links(hosts: int, per_host: int, device: torch.device, inside_a_rank: float) -> dict[str, Any]:
     """Measure the bandwidth and latency inside a host and between hosts."""
     with MeshSpec.auto(hosts * per_host, per_host).opened(device.type) as mesh:
-        speeds = {(speed.axis, speed.operation): speed for speed in measure(mesh, device)[0]}
-        wait = {
-            axis: _latency(mesh.get_group(axis), device)
-            for axis in ("dp_shard", "dp_replicate")
-            if mesh[axis].size() > 1
-        }
-    inside, across = speeds.get(("dp_shard", "all_gather")), speeds.get(("dp_replicate", "all_gather"))
+        axes = [axis for axis in ("dp_shard", "dp_replicate") if mesh[axis].size() > 1]
+        speeds = {axis: _gathered_rate(mesh.get_group(axis), mesh[axis].size(), device) for axis in axes}
+        wait = {axis: _latency(mesh.get_group(axis), device) for axis in axes}
+    inside, across = speeds.get("dp_shard"), speeds.get("dp_replicate")
     said = [
         f"meshpar doctor --profile on {hosts} x {per_host} {device.type}, torch {torch.__version__}, "
         f"{time.strftime('%Y-%m-%d')}"
@@ -303,11 +195,11 @@ def _links(hosts: int, per_host: int, device: torch.device, inside_a_rank: float
         said.append("one rank per host: links inside a host were not measured; their values are the network's")
     elif across is None:
         said.append("one host: the network was not measured; its values are those of links inside the host")
-    rates = [speed.bus for speed in (inside, across) if speed is not None] or [inside_a_rank]
+    rates = [*speeds.values()] or [inside_a_rank]
     latency = list(wait.values()) or [0.0]
     return {
-        "node_bandwidth": inside.bus if inside is not None else rates[0],
-        "network_bandwidth": across.bus if across is not None else rates[0],
+        "node_bandwidth": rates[0] if inside is None else inside,
+        "network_bandwidth": rates[0] if across is None else across,
         "node_fraction": 1.0,
         "network_fraction": 1.0,
         "node_latency": wait.get("dp_shard", latency[0]),

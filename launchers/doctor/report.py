@@ -100,7 +100,7 @@ _ROWS = 64
 
 
 def report_text(report: Report, spec: MeshSpec) -> str:
-    """Return the report as text: ranks, axes, speeds, findings."""
+    """Return the report as text: ranks, axes, findings."""
     parts = [summary(report.facts), *_versions(report.facts), "", *_ranks(report.facts, spec), *_axes(report, spec), ""]
     parts += [f"note: {note}" for note in report.notes]
     return "\n".join([*parts, findings_text(report.findings)])
@@ -142,34 +142,5 @@ def _axes(report: Report, spec: MeshSpec) -> Iterator[str]:
     if not found:
         return
     yield ""
-    rows: list[list[str]] = []
-    for span in found:
-        hosts = "one host" if span.most == 1 else f"{span.most} hosts"
-        speeds = [speed for speed in report.speeds if speed.axis == span.axis]
-        pair = next((measured for measured in report.pairs if measured.axis == span.axis), None)
-        slow = "" if pair is None else f"{pair.first}-{pair.second} {rate_text(pair.rate)}"
-        rows += [
-            [
-                f"{span.axis}={span.size}",
-                hosts,
-                speed.operation,
-                size_text(speed.bytes),
-                f"{speed.seconds * 1e3:.2f} ms",
-                rate_text(speed.bus),
-                slow,
-            ]
-            for speed in speeds
-        ]
-        if not speeds:
-            rows.append([f"{span.axis}={span.size}", hosts, "", "", "", "", ""])
-    yield from table(["axis", "a group spans", "collective", "bytes", "time", "bus", "slowest pair"], rows)
-
-
-def rate_text(rate: float) -> str:
-    """Return bytes a second as GB/s."""
-    return f"{rate / 1e9:.3g} GB/s"
-
-
-def size_text(size: int) -> str:
-    """Return a number of bytes in MiB or KiB."""
-    return f"{size / 2**20:.0f} MiB" if size >= 2**20 else f"{size / 2**10:.0f} KiB"
+    rows = [[f"{span.axis}={span.size}", "one host" if span.most == 1 else f"{span.most} hosts"] for span in found]
+    yield from table(["axis", "a group spans"], rows)

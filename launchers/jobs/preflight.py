@@ -19,8 +19,8 @@ from meshpar.core import runtime
 from meshpar.core.errors import FullMemoryError, PreflightError, RecipeError
 from meshpar.launchers.agent.local import MEETING_S
 from meshpar.launchers.doctor.examine import Folder, Meeting, Report
-from meshpar.launchers.doctor.rank import examined, measured, mesh_of
-from meshpar.launchers.doctor.report import findings_text, rate_text
+from meshpar.launchers.doctor.rank import computed, examined, mesh_of
+from meshpar.launchers.doctor.report import findings_text
 from meshpar.launchers.jobs import build, datasets
 from meshpar.launchers.recipes.loading import resolve
 from meshpar.launchers.recipes.recipe import Recipe
@@ -49,16 +49,11 @@ def opened(recipe: Recipe, data: datasets.Data, kind: str) -> Iterator[torch.dev
         with runtime.distributed(kind, timeout_s=timeout_s) as device:
             yield device
         return
-    spec = mesh_of(recipe.mesh)
     meeting = Meeting(MEETING_S, "preflight")  # held to the end: its store may be rank 0's own
-    report = examined(meeting, spec, runtime.device(kind), _folder(recipe, data))
+    report = examined(meeting, mesh_of(recipe.mesh), runtime.device(kind), _folder(recipe, data))
     _tell(recipe, report)
     with runtime.distributed(kind, timeout_s=timeout_s) as device:
-        report = measured(replace(report, findings=()), spec, device)
-        _tell(recipe, report)
-        if runtime.is_main():
-            speeds = (f"{speed.axis}={speed.ranks} {speed.operation} {rate_text(speed.bus)}" for speed in report.speeds)
-            print(f"preflight: {', '.join(speeds)}", file=sys.stderr)
+        _tell(recipe, computed(replace(report, findings=()), device))
         yield device
 
 

@@ -17,22 +17,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from meshpar import LaunchError, MeshSpec
-from meshpar._torch.groups import open_groups
 from meshpar.forecasting.hardware import Hardware
 from meshpar.launchers.agent.failures import exit_code
 from meshpar.launchers.doctor import devices as devices_module
 from meshpar.launchers.doctor import examine as examine_module
 from meshpar.launchers.doctor import measure as measure_module
-from meshpar.launchers.doctor import rank as rank_module
 from meshpar.launchers.doctor.checks import all_findings, collect
-from meshpar.launchers.doctor.examine import Folder, Meeting, Report, _folder_findings, _leave_token, _looked
-from meshpar.launchers.doctor.measure import AxisSpeed, PairSpeed, _rounds
-from meshpar.launchers.doctor.rank import _link_findings, _speed_findings
+from meshpar.launchers.doctor.examine import Folder, Meeting, _folder_findings, _leave_token, _looked
 from meshpar.launchers.doctor.report import placement_findings, price_of_sharding, spans
-from meshpar.testing import on_ranks
 from tests.support.hosts import Hosts, Unavailable
 from tests.support.patience import patient
 
@@ -160,25 +154,19 @@ def test_shards_over_all_ranks_are_a_choice_with_a_price() -> None:
     assert price_of_sharding(MeshSpec("dp_replicate=2,dp_shard=2"), ORDER) is None
 
 
-def test_neighbours_are_timed_one_at_a_time() -> None:
-    assert _rounds(4) == [[(0, 1), (2, 3)], [(1, 2)], [(3, 0)]]
-    assert _rounds(2) == [[(0, 1)]]
-
-
 def test_a_call_that_is_held_up_does_not_end_the_growth_of_what_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
     def timed(seconds_of: Callable[[int, int], float]) -> tuple[int, float]:
-        def run(prepared: int, device: torch.device) -> float:
-            calls.append(prepared)
-            return seconds_of(prepared, calls.count(prepared))
+        def run(prepared: Any, device: torch.device) -> float:
+            calls.append(prepared.args[0].nbytes)
+            return seconds_of(calls[-1], calls.count(calls[-1]))
 
         calls.clear()
-        monkeypatch.setattr(measure_module, "_prepared", lambda operation, count, *_: count * 4)
         monkeypatch.setattr(measure_module, "_timed", run)
         monkeypatch.setattr(measure_module, "_slowest", lambda seconds, device: seconds)
-        found = measure_module._collective("dp_shard", "all_gather", None, 2, torch.device("cpu"))  # type: ignore[arg-type]
-        return found.bytes, found.bus
+        rate = measure_module._gathered_rate(None, 2, torch.device("cpu"))  # type: ignore[arg-type]
+        return calls[-1], rate
 
     fast, slow = 1e9, 1e6
     assert timed(lambda size, call: size / 2 / fast) == (1 << 24, pytest.approx(fast))
@@ -188,64 +176,6 @@ def test_a_call_that_is_held_up_does_not_end_the_growth_of_what_is_timed(monkeyp
     assert timed(lambda size, call: size / 2 / slow) == (1 << 18, pytest.approx(slow)), (
         "a slow link is not given 16 MiB"
     )
-
-
-@pytest.mark.parametrize(("inside", "across", "found"), [(5e9, 1e9, False), (1e9, 1.9e9, False), (1e9, 2.1e9, True)])
-def test_an_axis_inside_a_host_that_is_slower_than_the_network_is_found(
-    inside: float, across: float, found: bool
-) -> None:
-    spec = MeshSpec("dp_replicate=2,dp_shard=2")
-    speeds = tuple(
-        AxisSpeed(axis=axis, operation="all_gather", ranks=2, bytes=1 << 24, seconds=1.0, bus=bus)
-        for axis, bus in (("dp_replicate", across), ("dp_shard", inside))
-    )
-    findings = list(_speed_findings(Report(facts=tuple(healthy()), findings=(), speeds=speeds), spec))
-    assert [finding.what for finding in findings] == [
-        "axis dp_shard, inside hosts, reaches 1 GB/s; one between hosts reaches 2.1 GB/s"
-    ] * found
-
-
-@pytest.mark.parametrize(
-    ("forth", "back", "where"),
-    [
-        ((1e9, 1e9), (1e9, 2e9), None),
-        ((1e9, 1e9), (9e7, 9e7), "n2 to n1: 0.09 GB/s"),
-        ((2.5e6, 2.5e6), (2.5e6, 2.5e6), "n1 to n2: 0.0025 GB/s; n2 to n1: 0.0025 GB/s"),
-        ((1e9, 1e9), (1e9, 1e6), None),  # one of two measurements of a link was held up
-    ],
-)
-def test_a_slow_link_is_found_in_either_direction(
-    forth: tuple[float, ...], back: tuple[float, ...], where: str | None
-) -> None:
-    pairs = [PairSpeed(axis="dp_replicate", first=n, second=n + 2, rate=rate) for n, rate in enumerate(forth)]
-    pairs += [PairSpeed(axis="dp_replicate", first=n + 2, second=n, rate=rate) for n, rate in enumerate(back)]
-    pairs += [PairSpeed(axis="dp_shard", first=0, second=1, rate=5e10)]  # inside a host
-    findings = list(_link_findings(Report(facts=tuple(healthy()), findings=(), pairs=tuple(pairs))))
-    assert [finding.where for finding in findings] == ([] if where is None else [where])
-
-
-@pytest.mark.parametrize(("slow", "taken"), [(0, 1), (2, 3), (9, 3)])
-def test_a_speed_is_a_finding_when_it_is_slow_in_each_of_three_measurements(
-    monkeypatch: pytest.MonkeyPatch, slow: int, taken: int
-) -> None:
-    """``slow`` measurements find the link and the axis slow, as other work makes them; a fault does so each time."""
-    made: list[float] = []
-
-    def measure(*_: object) -> tuple[list[AxisSpeed], list[PairSpeed]]:
-        made.append(1e6 if len(made) < slow else 1e9)
-        axes = (("dp_replicate", 1e9), ("dp_shard", made[-1]))
-        speeds = [
-            AxisSpeed(axis=axis, operation="all_gather", ranks=2, bytes=1 << 24, seconds=1.0, bus=bus)
-            for axis, bus in axes
-        ]
-        return speeds, [PairSpeed(axis="dp_replicate", first=0, second=2, rate=made[-1])]
-
-    monkeypatch.setattr(rank_module, "measure", measure)
-    monkeypatch.setattr(MeshSpec, "build", lambda *_: None)
-    report = rank_module.measured(
-        Report(facts=tuple(healthy()), findings=()), MeshSpec("dp_replicate=2,dp_shard=2"), torch.device("cpu")
-    )
-    assert len(made) == taken and len(report.findings) == (2 if slow == 9 else 0)
 
 
 def test_a_slow_file_system_is_no_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -362,35 +292,6 @@ def test_a_device_that_computes_another_product_or_slower_is_found() -> None:
     assert slow.where == "rank 3 (n2): 500" and "700 TFLOP/s" in slow.what
 
 
-@on_ranks(2)
-def test_all_to_all_is_measured_on_the_axis_over_which_tokens_travel() -> None:
-    before = open_groups()
-    with MeshSpec("dp_shard=1,ep=2").opened("cpu") as mesh:
-        speeds, _ = measure_module.measure(mesh, torch.device("cpu"))
-    assert open_groups() == before, "a job needs its communicators, and not those of a measurement"
-    assert [(speed.axis, speed.operation) for speed in speeds] == [
-        ("ep", "all_reduce"),
-        ("ep", "all_gather"),
-        ("ep", "all_to_all"),
-    ]
-    sent = speeds[-1]
-    assert sent.bus * sent.seconds == pytest.approx(sent.bytes / 2)  # a rank keeps its own half
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        measure_module._prepared("all_gather", 1 << 10, dist.group.WORLD, 2, torch.device("cpu"))()
-    assert {average.key for average in seen.key_averages() if average.key.startswith("c10d::")} == {
-        "c10d::_allgather_base_"
-    }, "a list is copied"
-
-
-@on_ranks(2)
-def test_links_between_stages_are_measured_in_both_directions() -> None:
-    with MeshSpec("pp=2").opened("cpu") as mesh:
-        speeds, pairs = measure_module.measure(mesh, torch.device("cpu"))
-    assert [(speed.axis, speed.operation) for speed in speeds] == [("pp", "all_reduce"), ("pp", "all_gather")]
-    assert {(pair.axis, pair.first, pair.second) for pair in pairs} == {("pp", 0, 1), ("pp", 1, 0)}
-    assert all(pair.rate > 0 for pair in pairs)
-
-
 def test_a_rank_that_does_not_come_is_named_with_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
     monkeypatch.setattr(examine_module.runtime, "meeting_store", lambda name, timeout_s: server)
@@ -435,41 +336,17 @@ def examine(hosts: Hosts, folder: Path, names: list[str], *options: str) -> tupl
     return started[0].returncode, *outputs
 
 
-@pytest.mark.parametrize(("slow", "other"), [pytest.param("n1", "n2", marks=pytest.mark.long), ("n2", "n1")])
-def test_on_two_hosts_a_link_that_is_slow_in_one_direction_is_found(
-    hosts: Hosts, tmp_path: Path, slow: str, other: str
-) -> None:
-    """About 50 times slower than the link of network namespaces, and above the rate that is no network's."""
-    hosts.shape("110mbit", slow)
-    try:
-        for _ in range(3):  # other work on this machine may hold the fast direction back
-            code, outputs, *_ = examine(
-                hosts, tmp_path, ["n1", "n2"], "--nodes", "2", "--nproc", "1", "--head", "n1:29412"
-            )
-            if code == 1:
-                break
-    finally:
-        hosts.shape(None)
-    assert code == 1 and re.search(
-        rf"links between hosts are slow: .*\n +where: {slow} to {other}: 0.0\d+ GB/s\n", outputs
-    ), outputs
-
-
 def test_on_two_hosts_a_misplaced_mesh_is_flagged_at_full_speed(hosts: Hosts, tmp_path: Path) -> None:
     options = ["--mesh", "dp_replicate=2,dp_shard=2", "--nodes", "4", "--nproc", "1", "--head", "n1:29411"]
     code, *outputs = examine(hosts, tmp_path, IN_TURN, *options)
     assert code == 1, outputs
     assert "4 ranks on 2 hosts: ranks 0, 2 (n1), 1, 3 (n2)" in outputs[0]
     assert "axis dp_shard (size 2) should be inside a host and spans 2" in outputs[0]
-    assert [line.split()[0] for line in outputs[0].splitlines() if "all_gather" in line] == [
-        "dp_replicate=2",
-        "dp_shard=2",
-    ]
+    assert re.search(r"^dp_replicate=2 +one host$", outputs[0], re.MULTILINE)
+    assert re.search(r"^dp_shard=2 +2 hosts$", outputs[0], re.MULTILINE)
     found = re.findall(r"^ *\d+\. (.*)", outputs[0], re.MULTILINE)
     assert len(found) == outputs[0].count("where:")
-    # On a busy machine speeds may well differ; when that is a finding, tests with numbers of their own decide.
-    uneven = "axis dp_replicate, inside hosts, reaches "
-    assert len([finding for finding in found if not finding.startswith(uneven)]) == 1, "and nothing else is wrong"
+    assert len(found) == 1, "and nothing else is wrong"
 
 
 RECIPE = """\
