@@ -93,12 +93,12 @@ def check_recipe(
         listed = ", ".join(
             dotted(place) if path in place else f"{dotted(place)} {path}" for place, path in unseen.items()
         )
-        notes = [
+        lines = [
             *recipe.notes,
             f"a check imports no class that a recipe names, so what needs these is not checked: {listed}; if you trust "
             f"the recipe and the code in {recipe.code}, add --trust",
         ]
-        return "\nnote: ".join([f"{source}: no problem found without its own classes", *notes])
+        return "\nnote: ".join([f"{source}: no problem found without its own classes", *lines])
     local = build.with_local_data(recipe)
     notes = "".join(f"\nnote: {note}" for note in (*recipe.notes, *untried(recipe), *data_notes(local)))
     prefix = f"{replicas} replicas of " if replicas > 1 else ""

@@ -16,7 +16,12 @@ from meshpar.launchers.targets.job import Template, template_text
 
 
 class _Dumper(yaml.SafeDumper):
-    """Text of several lines as a block, so that scripts stay readable."""
+    """Text of several lines as a block, so that scripts stay readable; no aliases, which a reader of others' job files
+    refuses.
+    """
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
 
 
 def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -16,6 +16,8 @@ from meshpar.training.metrics import PEAK_FLOPS
 
 Verdict = Literal["fits", "may fit", "does not fit"]
 
+_LEVELS = 4
+"""Largest depth of a profile's YAML."""
 RESERVED_RANGE = (1.07, 1.35)
 """Bytes that torch's allocator reserves, over the forecast peak of tensors: least and most of the published runs
 that report it.
@@ -98,12 +100,16 @@ class Hardware:
                 f"no hardware profile {source}; {suggestion(str(source), known)}; or give a YAML file with the fields "
                 "of Hardware"
             )
-        yaml, text = need("yaml"), path.read_text()
+        yaml, text, depth = need("yaml"), path.read_text(), 0
         try:
-            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-                raise MeshparError(f"hardware profile {source} has aliases (*name); write the values out")
+            for event in yaml.parse(text):
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                if isinstance(event, yaml.AliasEvent):
+                    raise MeshparError(f"hardware profile {source} has aliases (*name); write the values out")
+                if depth > _LEVELS:
+                    raise MeshparError(f"hardware profile {source} has more than {_LEVELS} levels; expected fields")
             return cls.of(yaml.safe_load(text), str(source))
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
+        except (yaml.YAMLError, ValueError) as error:
             raise MeshparError(f"hardware profile {source} is not YAML: {brief(error)}") from error
 
     @classmethod

@@ -214,7 +214,7 @@ def test_other_files_name_no_files_elsewhere_and_hold_no_aliases(folder: Path) -
     Path("state.json").write_text(json.dumps({"_data_files": [{"filename": "../elsewhere.arrow"}]}))
     with pytest.raises(RecipeError, match=r"state.json names a file outside of its folder: '../elsewhere.arrow'"):
         TextSource(inputs=(str(folder),)).files()
-    for text, message in ((BOMB, "has aliases"), ("[" * 3000, "is not YAML"), ("a: [", "is not YAML")):
+    for text, message in ((BOMB, "has aliases"), ("[" * 3000, "has more than 4 levels"), ("a: [", "is not YAML")):
         Path("profile.yaml").write_text(text)
         with pytest.raises(MeshparError, match=f"hardware profile profile.yaml {message}"):
             Hardware.load("profile.yaml")
