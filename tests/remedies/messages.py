@@ -60,7 +60,7 @@ class Message:
     @property
     def remedies(self) -> tuple[str, ...]:
         """What the message tells the reader to do: one text for each alternative, in order."""
-        return tuple(_alternatives(self.text))
+        return tuple(_alternatives(f"\n{self.text}" if self.raised else self.text))
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.text!r}"
@@ -77,7 +77,7 @@ def _alternatives(text: str) -> Iterator[str]:
     for begin, end in zip(cuts, ends, strict=True):
         part = remedy[begin:end].strip()
         sentence = begin > 0 and re.search(r"[.\n]\s*$", remedy[:begin]) is not None
-        if part and (first or not sentence or re.match(rf"{_LEAD}(?:{_VERB}|{_SENTENCE})", part)):
+        if part.strip("{}") and (first or not sentence or re.match(rf"{_LEAD}(?:{_VERB}|{_SENTENCE})", part)):
             yield part
         first = False
 
@@ -94,13 +94,21 @@ def template(node: ast.AST) -> str | None:
     return None
 
 
+def _holes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what a template has ``{}`` for."""
+    if isinstance(node, ast.JoinedStr):
+        yield from (part.value for part in node.values if isinstance(part, ast.FormattedValue))
+    elif isinstance(node, ast.BinOp):
+        for side in (node.left, node.right):
+            yield from [side] if template(side) is None else _holes(side)
+
+
 def _texts(node: ast.AST, raised: bool) -> Iterator[tuple[int, str, bool]]:
     text = template(node)
     if text is not None:
         yield node.lineno, text, raised
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.FormattedValue):
-                yield from _texts(inner.value, raised)
+        for hole in _holes(node):
+            yield from _texts(hole, raised)
         return
     if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _SILENT:
         return

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -31,7 +34,7 @@ from meshpar.core.passes import held_mesh
 from tests.remedies.plans import TwoLayers, problems, transformer
 from tests.remedies.rows import Row, alone
 
-UNTRIED = 1
+UNTRIED = 0
 
 
 @dataclass
@@ -95,6 +98,13 @@ def lazy(*, forward):
 
 def experts(**options):
     return transformer(experts=4, experts_per_token=2, expert_hidden=16, qk_norm=True, **options)
+
+
+def beside_the_recipe(source):
+    """Import a class from a file in a folder that is on the path, as that of a recipe is while it trains."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(sys, "path", [folder, *sys.path]):
+        (Path(folder) / "module_of_a_row.py").write_text(source)
+        return registry.imported("module_of_a_row.Plan").__name__
 
 
 def device_of(*, rank, devices):
@@ -456,7 +466,10 @@ ROWS = [
     Row(
         "there is no module {}; put it next to the recipe",
         lambda: registry.imported("meshpar.core.plans.Plan"),
-        {"correct the import path": lambda: registry.imported("meshpar.plan.Plan").__name__},
+        {
+            "put it next to the recipe, install its package": lambda: beside_the_recipe("class Plan: pass"),
+            "correct the import path": lambda: registry.imported("meshpar.plan.Plan").__name__,
+        },
         result="Plan",
     ),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.remedies.rows import Tested
 
-UNTRIED = 222
+UNTRIED = 193
 
 ROWS = [
     Tested(

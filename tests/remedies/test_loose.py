@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshpar import FullyShard, MeshSpec, ModelLayout, attention, attention_mask, token_loss
+from meshpar import FullyShard, MeshSpec, ModelLayout, Plan, attention, attention_mask, token_loss
 from meshpar.build_once import _room
 from meshpar.chunked import chunked_token_loss
 from meshpar.drawing import mesh_svg
@@ -24,7 +24,7 @@ from meshpar.weights.maps import average_called
 from tests.remedies.rows import Row, Tested, alone, run_together
 from tests.remedies.sides import difference, on
 
-UNTRIED = 9
+UNTRIED = 7
 
 LABELS = torch.arange(16).view(2, 8)
 
@@ -86,9 +86,20 @@ def write_in(folder):
     return job
 
 
-def home_of(path, **environment):
-    with mock.patch.dict(os.environ, environment):
+def home_of(path, home=None):
+    """A path of a user whom the system does not know, as in a container."""
+    with mock.patch.dict(os.environ), mock.patch("pwd.getpwuid", side_effect=KeyError):
+        os.environ.pop("HOME", None)
+        if home is not None:
+            os.environ["HOME"] = home
         return str(expanded(Path(path)))
+
+
+def materialized(*, meta):
+    with torch.device("meta" if meta else "cpu"):
+        module = nn.Sequential(nn.Linear(2, 2))
+    par = Plan("", []).apply(module).materialize(seed=0)
+    return bool(torch.isfinite(par.module[0].weight).all())
 
 
 def muon(**groups):
@@ -182,8 +193,8 @@ ROWS = [
     ),
     Row(
         "{}: no home folder is known for {}",
-        lambda: home_of("~nobody-of-this-name/data"),
-        {"write a path without ~": lambda: home_of("/data")},
+        lambda: home_of("~/data"),
+        {"set HOME": lambda: home_of("~/data", home="/"), "write a path without ~": lambda: home_of("/data")},
         result="/data",
     ),
     Row(
@@ -271,6 +282,13 @@ ROWS = [
         "and a replica that comes back copies all layers",
         "tests/jobs/test_replicas.py::test_a_replica_is_described_and_forecast_with_its_whole_state",
         {"drop pp from the mesh": "plan.describe(uneven()[1], replicas=count)"},
+    ),
+    Row(
+        "the module has its weights already, and a seed would replace them",
+        lambda: materialized(meta=False),
+        {"build it on meta to draw new ones": lambda: materialized(meta=True)},
+        result=True,
+        ranks=1,
     ),
 ]
 

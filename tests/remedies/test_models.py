@@ -9,11 +9,13 @@ import transformers
 from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, ModelLayout, TensorParallel
 from meshpar.models import GPT2Config, Transformer, TransformerConfig
 from meshpar.models.huggingface import layout_for
+from meshpar.models.huggingface_styles import FullPositions
+from meshpar.passes.tensor.context import Context
 from tests.remedies.plans import problems
 from tests.remedies.rows import Row, alone
-from tests.support.models_for_parity import huggingface
+from tests.support.models_for_parity import VOCAB, huggingface
 
-UNTRIED = 11
+UNTRIED = 9
 
 CP, EP = [ContextParallel(), FullyShard()], [ExpertParallel(), FullyShard()]
 CP_MESH, EP_MESH, FSDP_MESH = "dp_shard=1,cp=2", "dp_shard=1,ep=2", "dp_shard=2"
@@ -96,7 +98,34 @@ def config(**options):
     return TransformerConfig(**dict(vocab_size=16, dim=32, layers=1, heads=4, hidden=16) | options).dim
 
 
+def padded(*, mask, sequence_parallel=True):
+    """The shape of the logits of a batch, with a mask of padding or without."""
+    model = huggingface("Llama")
+    context = Context(
+        mesh=None,
+        group=None,
+        rank=0,
+        root=model,
+        sequence_parallel=sequence_parallel,
+        loss_parallel=False,
+        random=None,
+        inputs=(),
+    )
+    FullPositions().install("model", model.model, context)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    return tuple(model(input_ids=ids, **({"attention_mask": torch.ones_like(ids)} if mask else {})).logits.shape)
+
+
 ROWS = [
+    Row(
+        "{} got an attention_mask; transformers applies it to the embeddings",
+        lambda: padded(mask=True),
+        {
+            "pack the batch instead of padding it": lambda: padded(mask=False),
+            "use TensorParallel(sequence_parallel=False)": lambda: padded(mask=True, sequence_parallel=False),
+        },
+        result=(1, 8, VOCAB),
+    ),
     Row(
         "n_head ({}) does not divide n_embd ({})",
         lambda: GPT2Config(n_embd=30, n_head=4),

@@ -23,11 +23,12 @@ from meshpar import (
 from meshpar.passes import Style
 from meshpar.passes.batches import positions, with_positions
 from meshpar.passes.pipeline.schedule import SCHEDULES
+from meshpar.passes.tensor.parts import Parts, Shared
 from tests.passes.test_experts import OWN, Buffered, Dense, Own, OwnMixture, Tied
 from tests.remedies.plans import TwoLayers, problems, transformer, warned
-from tests.remedies.rows import Row, alone, heard_from
+from tests.remedies.rows import Row, Tested, alone, heard_from
 
-UNTRIED = 53
+UNTRIED = 48
 
 EP = [ExpertParallel(), FullyShard()]
 EP_MESH = "dp_shard=1,ep=2"
@@ -423,8 +424,7 @@ ROWS = [
         {
             "register them on a module around it": lambda: split(
                 Projections(up=hooked(Around(nn.Linear(8, 16)))), mlp__up=None, mlp__up__inner="colwise"
-            ),
-            "{}": lambda: kept(*BOTH, module=Projections(up=hooked(nn.Linear(8, 16)))),
+            )
         },
     ),
     Row(
@@ -541,6 +541,33 @@ ROWS = [
         {
             "write a style's name": lambda: split(mlp__up="colwise"),
             "an object whose class inherits Style": lambda: split(mlp__up=Marked(), mlp__down=None),
+        },
+    ),
+    Row(
+        "{} is a {}, and no Embedding to split by features",
+        lambda: split(mlp__down="features"),
+        {"leave it out of the table": lambda: kept(*BOTH)},
+    ),
+    Row(
+        "{} has parameters, whose gradients a share would scale",
+        lambda: split(mlp__down=Shared()),
+        {"leave it out of the table": lambda: kept(*BOTH)},
+    ),
+    Row(
+        "{}.{} has no rule for the split over tp",
+        lambda: split(embed=Parts(dims={}, sums=True)),
+        {"leave {} whole": lambda: kept("embed")},
+    ),
+    Tested(
+        "remove one of the two",
+        "tests/exact/test_cycle.py::test_the_models_own_recomputation_counts_batches_as_in_one_process",
+        {"remove one of the two": "torch.testing.assert_close(got[name], expected, msg=name)"},
+    ),
+    Tested(
+        "another stage of pp failed",
+        "tests/passes/test_pipeline.py::assert_an_error_is_told",
+        {
+            "Correct what failed there; gradients are incomplete": "assert torch.equal(grad, expected[name]), (place, name)"
         },
     ),
 ]

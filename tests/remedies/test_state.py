@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-UNTRIED = 29
+UNTRIED = 26

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-UNTRIED = 140
+UNTRIED = 134
