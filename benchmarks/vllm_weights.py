@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 benchmarks/vllm_weights.py [--dtype bfloat16]
 
 Two ranks hold a model. vLLM begins with other weights, in a process of its own, and takes those of the ranks: its
-trainer engine gets ``par.published()`` as its weight source, as it is. Printed is the largest difference between vLLM's
-log-probabilities of what it generates and the ranks' own, before and after.
+trainer engine gets ``par.published()`` as its weight source, as it is, and moves a version in a file, because vLLM's
+own backends need GPUs. Printed is the largest difference between vLLM's log-probabilities of what it generates and the
+ranks' own, before and after.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ import argparse
 import multiprocessing
 import os
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 import meshpar
-import meshpar.serving
 
 PROMPT, LENGTH = [1, 2, 3, 4], 16
 
@@ -32,6 +32,7 @@ def serve(link: Any, folder: str, dtype: str) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         os.environ.pop(name, None)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    from safetensors.torch import load_file
     from vllm import LLM, SamplingParams
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
@@ -40,14 +41,13 @@ def serve(link: Any, folder: str, dtype: str) -> None:
 
     @dataclass
     class Info:
-        version: int = 0
+        file: str = ""
 
     class Engine(WeightTransferEngine):  # type: ignore[misc,type-arg]
         init_info_cls = update_info_cls = Info
 
         def init_transfer_engine(self, init_info: Info) -> None:
-            self.receiver = meshpar.serving.receive()
-            link.send(self.receiver.address)
+            """Connect nothing."""
 
         def start_weight_update(self) -> None:
             initialize_layerwise_reload(self.model)
@@ -56,13 +56,13 @@ def serve(link: Any, folder: str, dtype: str) -> None:
             self.receive_weights(Info(**update_info))
 
         def receive_weights(self, update_info: Info) -> None:
-            self.model.load_weights(list(self.receiver.wait(update_info.version).tensors.items()))
+            self.model.load_weights(list(load_file(update_info.file).items()))
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
 
         def shutdown(self) -> None:
-            self.receiver.close()
+            """Close nothing."""
 
     WeightTransferEngineFactory.register_engine("meshpar", Engine)
     llm = LLM(
@@ -90,15 +90,14 @@ class Client:
     """vLLM's ``VLLMWeightSyncClient`` over a pipe."""
 
     def __init__(self, link: Any) -> None:
-        self.link, self.address = link, ""
+        self.link = link
 
     def call(self, name: str, *arguments: Any) -> Any:
         self.link.send((name, arguments))
         return self.link.recv()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.address = self.call("init_weight_transfer_engine", {"init_info": init_info})
-        self.link.recv()
+        self.call("init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
         self.call("start_weight_update")
@@ -110,8 +109,9 @@ class Client:
         self.call("finish_weight_update", weight_version)
 
 
-def trainer_engine() -> Any:
-    """Return a class of vLLM's trainer engines whose transport is meshpar.serving."""
+def trainer_engine(folder: Path) -> Any:
+    """Return a class of vLLM's trainer engines which moves a version in a file of a folder."""
+    from safetensors.torch import save_file
     from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
     @dataclass
@@ -129,18 +129,13 @@ def trainer_engine() -> Any:
             return engine
 
         def send_weights(self) -> None:
-            source, version = self.source, self.source.version + 1
-            with ThreadPoolExecutor(1) as pool:
-                if self.is_sender:
-                    self.client.start_weight_update()
-                    taken = pool.submit(self.client.update_weights, {"version": version})
-                address = [self.client.address] if self.is_sender else [""]
-                dist.broadcast_object_list(address)
-                sent = meshpar.serving.send(source, address[0], version=version)
-                assert sent.acknowledged, sent.problem
-                if self.is_sender:
-                    taken.result()
-                    self.client.finish_weight_update(str(version))
+            weights = dict(self.source)
+            if self.is_sender:
+                file = folder / f"{self.source.version}.safetensors"
+                save_file(weights, file)
+                self.client.start_weight_update()
+                self.client.update_weights({"file": str(file)})
+                self.client.finish_weight_update(str(self.source.version))
 
     return Trainer, Info
 
@@ -187,7 +182,7 @@ def main() -> None:
         torch.manual_seed(1)
         model = transformers.LlamaForCausalLM(config).to(getattr(torch, options.dtype))
         par = meshpar.Plan("dp_shard=-1", [meshpar.FullyShard()]).apply(model)
-        trainer, info = trainer_engine()
+        trainer, info = trainer_engine(Path(folder))
         engine = trainer.trainer_init(info(rank=dist.get_rank()), client=client, source=par.published())
         before = differences(par, client)
         engine.send_weights()

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from meshpar.checkpoints.export.gguf import export_gguf
     from meshpar.checkpoints.export.live import Published
     from meshpar.checkpoints.export.module import export_module
+    from meshpar.checkpoints.export.published import Digest
     from meshpar.checkpoints.export.safetensors import export_safetensors
     from meshpar.checkpoints.format.dcp import DistributedCheckpoint
     from meshpar.checkpoints.format.foreign import TorchWeights
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointManager",
+    "Digest",
     "DistributedCheckpoint",
     "Manifest",
     "Published",
@@ -58,6 +60,7 @@ _HOMES = {
     "export.gguf": ("export_gguf",),
     "export.live": ("Published",),
     "export.module": ("export_module",),
+    "export.published": ("Digest",),
     "export.safetensors": ("export_safetensors",),
     "format.dcp": ("DistributedCheckpoint",),
     "format.foreign": ("TorchWeights",),

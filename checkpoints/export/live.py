@@ -55,22 +55,6 @@ class TensorMeta(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Part(NamedTuple):
-    """This rank's part of a published tensor.
-
-    Attributes:
-        name: of the published tensor.
-        place: the part's slice of the whole.
-        tensor: its values, in the parameter's own memory where nothing is cast or rearranged.
-        ranks: the ranks of the parameter's mesh that have this very part, by their global numbers.
-    """
-
-    name: str
-    place: tuple[slice, ...]
-    tensor: Tensor
-    ranks: tuple[int, ...]
-
-
 @final
 class Published:
     """Stream the weights of a parallel module: whole tensors under their published names, for an inference engine.
@@ -96,7 +80,7 @@ class Published:
     Attributes:
         version: number of iterations that have begun.
         digest: of what the last iteration yielded, if ``digested``, on every rank once it has ended; else empty. A
-            receiver that computes the same (:class:`meshpar.serving.Digest`) has this version whole.
+            receiver that computes the same (:class:`meshpar.checkpoints.Digest`) has this version whole.
         to: the rank that gets the values.
 
     Raises:
@@ -173,39 +157,6 @@ class Published:
             said = [digest.hexdigest()]
             dist.broadcast_object_list(said, src=self.to, group=runtime.hosts())
             self.digest = said[0]
-
-    def shards(self) -> Iterator[Part]:
-        """Yield this rank's parts of the published tensors, without communication, for senders that move parts from
-        many ranks to many.
-
-        Raises:
-            CheckpointError: a tensor that is made of parts of several ranks, such as one with merged adapters; layers
-                that are divided over ranks.
-        """
-        if self._known is not None:
-            raise CheckpointError("no rank has parts of all layers, which pp divides; iterate over the stream instead")
-        held = self._held()
-        leaf, parts = _Leaf(held, torch.device("meta")), _Parts(held, dist.get_rank(), self._par.device)
-        source, dtypes, order = self._written(leaf)
-        values, shapes = self._written(parts)[0], source.shapes()
-        for name in order:
-            whole = torch.empty(tuple(shapes[name]), dtype=dtypes[name], device="meta")
-            source.read(name, tuple(slice(0, size) for size in whole.shape), whole)
-            for place in dict.fromkeys(parts.places(leaf.taken(), whole)):
-                index = tuple(slice(*span) for span in place)
-                source.read(name, index, whole[index])
-                needs = leaf.taken()
-                ranks = [parts.sharers(need) for need in needs]
-                if not all(ranks):
-                    raise CheckpointError(
-                        f"{name} is made of parts of several ranks; iterate over the stream, which puts them together"
-                    )
-                part = parts.direct(needs, whole[index])
-                if part is None:
-                    part = torch.empty(whole[index].shape, dtype=whole.dtype, device=self._par.device)
-                    parts.expect(needs)
-                    values.read(name, index, part)
-                yield Part(name, index, part, tuple(sorted(set(ranks[0]).intersection(*ranks))))
 
     def _held(self) -> dict[str, _Held]:
         """Return the tensors to publish by the module's names, a tied one under its first."""
@@ -295,13 +246,11 @@ class _Need(NamedTuple):
 
     Attributes:
         dtype: in which it travels.
-        target: where it goes: a view of the published tensor on the meta device, unless it is rearranged.
     """
 
     name: str
     spans: Spans
     dtype: torch.dtype
-    target: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +284,7 @@ class _Leaf:
     def read(self, name: str, index: tuple[slice, ...], out: Tensor) -> None:
         own = self._held[name]
         narrow = out.dtype if out.dtype.itemsize < own.dtype.itemsize else own.dtype
-        self._needs.append(_Need(name, spans_of(index, tuple(own.tensor.shape)), narrow, out))
+        self._needs.append(_Need(name, spans_of(index, tuple(own.tensor.shape)), narrow))
 
     def taken(self) -> list[_Need]:
         """Return what was read since the last call."""
@@ -437,13 +386,6 @@ class _Parts(_Leaf):
         for piece, data in pieces:
             out[piece.place].copy_(self._mine(piece) if data is None else data)
 
-    def expect(self, needs: Iterable[_Need]) -> None:
-        """Let the next reads be of needs that this rank has whole."""
-        own: list[tuple[_Need, list[tuple[_Piece, Tensor | None]]]] = [
-            (need, [(piece, None) for piece in self._pieces(need)]) for need in needs
-        ]
-        self._waiting = iter(own)
-
     def moved(self, buckets: Iterator[list[_Tile]]) -> Iterator[list[_Tile]]:
         """Yield buckets whose parts can be read until the next one; what is yielded next is on its way meanwhile."""
         ahead = None
@@ -514,53 +456,6 @@ class _Parts(_Leaf):
     def _parts_of(self, name: str) -> _Boxes:
         held = self._held[name]
         return self._boxes(held.tensor) if held.boxes is None else held.boxes
-
-    def places(self, needs: Iterable[_Need], whole: Tensor) -> Iterator[Spans]:
-        """Yield the slices of a published tensor that this rank's parts may be, from what all of it is made of."""
-        for need in needs:
-            for piece in self._pieces(need):
-                if piece.sender != self._rank:
-                    continue
-                target = need.target[piece.place] if piece.place else need.target
-                if target is whole or target._base is whole:
-                    yield _place(target, whole)
-                elif tuple(self._held[need.name].tensor.shape) == tuple(whole.shape):  # rearranged within rows
-                    yield tuple(
-                        (span.start + a, span.stop + a) for span, (a, _) in zip(piece.place, need.spans, strict=True)
-                    )
-
-    def sharers(self, need: _Need) -> list[int]:
-        """Return the ranks that have all of a need, where this one does."""
-        for box, ranks in self._parts_of(need.name):
-            if self._rank in ranks and all(c <= a and b <= d for (a, b), (c, d) in zip(need.spans, box)):
-                held = self._held[need.name].tensor
-                return ranks if isinstance(held, DTensor) else list(range(dist.get_world_size()))
-        return []
-
-    def direct(self, needs: Sequence[_Need], part: Tensor) -> Tensor | None:
-        """Return the memory of what one need is, where it is a part as it stands."""
-        (need, *others), own = needs, self._held[needs[0].name]
-        if others or (own.tensor.dtype, own.dtype) != (part.dtype, part.dtype):
-            return None
-        target = need.target
-        if (target.shape, target.stride(), target.storage_offset()) != (
-            part.shape,
-            part.stride(),
-            part.storage_offset(),
-        ):
-            return None
-        (piece,) = self._pieces(need)
-        return local_tensor(own.tensor)[piece.inside]
-
-
-def _place(target: Tensor, whole: Tensor) -> Spans:
-    """Return the slice of ``whole`` that a view of it is, whatever the order of its dims."""
-    sizes = {stride: size for stride, size in zip(target.stride(), target.shape) if size > 1}
-    offset, place = int(target.storage_offset()), list[tuple[int, int]]()
-    for stride, size in zip(whole.stride(), whole.shape, strict=True):
-        start, offset = divmod(offset, stride) if size > 1 else (0, offset)
-        place.append((start, start + (sizes.get(stride, 1) if size > 1 else size)))
-    return tuple(place)
 
 
 def _tiles(

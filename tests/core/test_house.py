@@ -40,7 +40,7 @@ FLOORS = [
     {"parallelized", "chunked", "log_probs"},
     {"plan"},
     {"testing", "forecasting", "training", "optim"},
-    {"models", "checkpoints", "serving"},
+    {"models", "checkpoints"},
     {"launchers"},
 ]
 """Lowest first. A part imports from its own floor only what is in no cycle, and from the floors below it."""
@@ -70,7 +70,6 @@ PUBLIC = (
     "meshpar.training",
     "meshpar.optim",
     "meshpar.forecasting",
-    "meshpar.serving",
     "meshpar.testing",
     "meshpar.launchers",
 )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from meshpar.checkpoints import export_safetensors
+from meshpar.core.errors import CheckpointError
 from tests.support.tiers import daily
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loop.py"
@@ -66,3 +69,29 @@ def test_the_reward_of_a_policy_rises(tmp_path):
     assert done.returncode == 0, done.stderr
     rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", done.stdout)]
     assert len(rewards) == 3 and rewards[-1] > rewards[0] + 0.15, rewards
+
+
+def test_weights_come_by_files_whole_checked_and_never_an_older_version(tmp_path, capsys):
+    script, root = str(EXAMPLE.with_name("weights_by_files.py")), tmp_path / "weights"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command += [script, "train", str(root), "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0, done.stderr
+    example = runpy.run_path(script)
+    example["train"](str(root), 2)  # another job goes on after the last number
+    example["serve"](str(root), 5)
+    printed = capsys.readouterr().out
+    assert re.findall(r"published version (\d)", printed) == ["4", "5"]
+    assert re.findall(r"serving version (\d), weights [1-9]", printed) == ["5"]
+    take, engine = example["take"], str(tmp_path / "engine")
+    assert (take(str(root), 4, engine), take(str(root), 5, engine), take(str(root), 6, engine)) == (5, 0, 0)
+    expected = export_safetensors(root / "step-00000005", tmp_path / "whole") / "model.safetensors"
+    assert (tmp_path / "engine" / "model.safetensors").read_bytes() == expected.read_bytes()
+    (part, *_) = sorted((root / "step-00000005").glob("*.distcp"))
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(CheckpointError, match="checksum"):
+        take(str(root), 4, engine)
+    assert (tmp_path / "engine" / "model.safetensors").read_bytes() == expected.read_bytes()
