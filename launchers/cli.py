@@ -60,6 +60,7 @@ def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         from meshpar.core.errors import MeshparError
+        from meshpar.core.secrets import redact
         from meshpar.launchers.agent.failures import exit_code
 
         try:
@@ -68,7 +69,7 @@ def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
             if kwargs.get("debug"):
                 traceback.print_exc()
             else:
-                print(f"meshpar: {error}", file=sys.stderr)
+                print(f"meshpar: {redact(str(error))}", file=sys.stderr)
             raise typer.Exit(exit_code(error)) from None
         except KeyboardInterrupt:
             print("meshpar: interrupted", file=sys.stderr)

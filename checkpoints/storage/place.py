@@ -19,6 +19,7 @@ from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.files import Readable
 from meshpar.checkpoints.storage.objects import SCHEMES, ObjectPath
 from meshpar.core.errors import CheckpointError
+from meshpar.core.secrets import REMEDY, redact
 
 T = TypeVar("T")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/]*)/*(.*?)/*", re.DOTALL)
@@ -126,12 +127,13 @@ def place(path: PlaceLike) -> Place:
     if scheme not in SCHEMES or not bucket:
         known = ", ".join(f"{known_scheme}://bucket/key" for known_scheme in SCHEMES)
         raise CheckpointError(
-            f"{scheme}://{bucket}/{key} is a URL that is not supported; expected a folder, file:///folder, or {known}"
+            f"{redact(f'{scheme}://{bucket}/{key}')} is a URL that is not supported; expected a folder, "
+            f"file:///folder, or {known}"
         )
     if not re.fullmatch(r"[\w.$-]+", bucket) or "?" in key:  # not repeated: it may be a secret
         raise CheckpointError(
             f"a URL of {scheme}:// has more than a bucket and a key; expected {scheme}://bucket/key without user, "
-            "port and query: credentials come from the store's usual environment"
+            f"port and query; {REMEDY}"
         )
     if key and (not key.isprintable() or "\\" in key or {"", ".", ".."} & {*key.split("/")}):
         raise CheckpointError(

@@ -29,6 +29,7 @@ from meshpar.core.errors import (
     ReplicaError,
     seen_at,
 )
+from meshpar.core.secrets import redacted
 from meshpar.launchers import environment
 from meshpar.launchers.agent.terms import NO_USE, OTHERS_S, RETRY, STOPPED, task
 from meshpar.leftovers import write_durably
@@ -177,7 +178,7 @@ def _write(logs: Path, failure: Failure) -> None:
         path = error_file(folder, failure.rank)
         temporary = path.with_suffix(".tmp")  # others may look at any moment
         try:
-            temporary.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+            temporary.write_text(json.dumps(redacted(asdict(failure))), encoding="utf-8")
         except OSError:  # the next folder may have room
             continue
         temporary.replace(path)

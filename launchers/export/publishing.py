@@ -18,9 +18,11 @@ from meshpar.checkpoints import read_manifest
 from meshpar.checkpoints.storage.place import place
 from meshpar.checkpoints.storage.transfer import fetched
 from meshpar.core.errors import CheckpointError, MeshparError, brief
+from meshpar.core.secrets import redacted
 from meshpar.imports import need
 from meshpar.launchers.export.run import beside, export_run
 from meshpar.launchers.jobs.job import RECIPE
+from meshpar.launchers.recipes.yamlfile import read_document, to_yaml
 from meshpar.training.tokenizer import load_tokenizer
 
 CARD = "README.md"
@@ -106,7 +108,7 @@ def _card(step: Path, exported: Path, name: str) -> Iterator[str]:
     ]
     yield from ("", "| | |", "| --- | --- |", *(f"| {key} | {value.replace('|', '/')} |" for key, value in rows))
     if recipe.is_file():
-        yield from ("", "## Recipe", "", "```yaml", recipe.read_text(encoding="utf-8").strip(), "```")
+        yield from ("", "## Recipe", "", "```yaml", to_yaml(redacted(read_document(recipe).data)).strip(), "```")
     yield from ("", "## Checksums", "", "| file | bytes | SHA-256 |", "| --- | --- | --- |")
     for file in sorted(path for path in exported.iterdir() if path.is_file() and path.name != CARD):
         yield f"| {file.name} | {file.stat().st_size} | `{_sha256(file)}` |"

@@ -11,12 +11,13 @@ from meshpar.core import registry
 from meshpar.core.errors import MeshError, RecipeError
 from meshpar.core.mesh import MeshSpec, is_auto
 from meshpar.core.patterns import suggestion
+from meshpar.core.secrets import REMEDY, secrets_in
 from meshpar.homes import expanded
 from meshpar.launchers.recipes.conflicts import calling_problems, conflicts
 from meshpar.launchers.recipes.named import Classes, make_importable, read_passes
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.schema import validate
-from meshpar.launchers.recipes.yamlfile import Document, Place, apply_overrides, read_document
+from meshpar.launchers.recipes.yamlfile import Document, Place, apply_overrides, dotted, read_document
 
 
 class UnknownRecipeError(RecipeError):
@@ -55,6 +56,11 @@ def shipped() -> dict[str, Path]:
 
 def resolve(document: Document, *, disks: bool = True, trust: bool = False) -> Recipe:
     """Return the recipe of a document; arguments as for :func:`load_recipe`. Raises RecipeError with every problem."""
+    if found := list(secrets_in(document.data)):  # alone: other problems quote values
+        names = ", ".join(map(dotted, found))
+        raise RecipeError(
+            f"{document.name}: {names}: this looks like a credential, and a recipe is kept in readable files; {REMEDY}"
+        )
     data = dict(document.data)
     problems = [
         f"{document.where((key,))}: this is a key of transformers' Trainer or of accelerate; write the recipe's keys, "

@@ -11,6 +11,7 @@ from pydantic import Field, PrivateAttr
 
 from meshpar.checkpoints.storage import place as storage
 from meshpar.core import registry
+from meshpar.core.secrets import redacted
 from meshpar.homes import expanded
 from meshpar.launchers.recipes.named import Classes, make_importable
 from meshpar.launchers.recipes.schema import Section, build
@@ -154,7 +155,7 @@ class Recipe(Section):
         for section, tag in ((data["optimizer"], "name"), *((model, "kind") for model in models)):
             if "class" in section:  # which says what kind it is
                 del section[tag]
-        return to_yaml(data)
+        return to_yaml(redacted(data))
 
     def sent(self) -> dict[str, Any]:
         """Return the resolved recipe as a launcher sends it to ranks, which :func:`received` reads there."""

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from meshpar.core.errors import LaunchError
+from meshpar.core.secrets import secrets_in
 from meshpar.homes import expanded
 from meshpar.launchers.targets.job import Template, template_text
 
@@ -83,6 +84,11 @@ def _patches(name: str) -> list[dict[str, Any]]:
         raise LaunchError(f"cannot read patch {name}: {error}") from error
     if not all(isinstance(patch, dict) for patch in found):
         raise LaunchError(f"patch {name} is not a mapping; expected fields of the job file, such as spec: ...")
+    if places := [".".join(map(str, place)) for patch in found for place in secrets_in(patch)]:
+        raise LaunchError(
+            f"patch {name}: {', '.join(places)}: this looks like a credential, and the job file is a readable file; "
+            "name a secret of the cluster instead, such as valueFrom: {secretKeyRef: {name: tracker, key: password}}"
+        )
     return found
 
 

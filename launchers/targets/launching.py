@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 from meshpar.core import registry
 from meshpar.core.errors import LaunchError, MeshError, PlanError
 from meshpar.core.mesh import MeshSpec, is_auto
+from meshpar.core.secrets import REMEDY, secret_words
 from meshpar.homes import expanded
 from meshpar.launchers.agent.replicas import divided
 from meshpar.launchers.jobs import build
@@ -22,7 +23,7 @@ from meshpar.launchers.jobs.data_checks import untried
 from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.launchers.targets.job import Job, Target, ask, make_target
+from meshpar.launchers.targets.job import COMMAND, Job, Target, ask, make_target
 from meshpar.launchers.targets.launched import LAUNCH
 from meshpar.leftovers import write_durably
 from meshpar.training.template import TEMPLATES
@@ -80,6 +81,11 @@ def launch_job(
     if not ranks:
         raise LaunchError(
             "the number of ranks per node is 0; pass --gpus-per-node, or for CPUs --gpus-per-node 0 --nproc RANKS"
+        )
+    if words := secret_words([*arguments, *options, *shlex.split(check or "")]):
+        raise LaunchError(
+            f"{', '.join(words)}: this looks like a credential, and the job file and {COMMAND} are readable files; "
+            f"{REMEDY}"
         )
     plugin = make_target(target, registry.plugin(registry.LAUNCHERS, target), options)
     if elastic not in ("", *ELASTIC):

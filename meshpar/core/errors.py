@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from meshpar.core.secrets import redact
+
 
 class MeshparError(Exception):
     """Base class of all errors of meshpar: catch it to catch them all."""
@@ -78,11 +80,11 @@ class PreflightError(LaunchError):
 
 def brief(error: BaseException) -> str:
     """Return an error's type and what it says, in at most 200 characters: errors about a file's contents may quote all
-    of them.
+    of them, and errors of services the URL with its password.
 
     Not ``repr``: that of a UnicodeDecodeError is the whole file.
     """
-    text = f"{type(error).__name__}: {error}"
+    text = redact(f"{type(error).__name__}: {error}")
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 

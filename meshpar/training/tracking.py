@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from meshpar.core import registry
 from meshpar.core.errors import brief
+from meshpar.core.secrets import redacted
 from meshpar.imports import need
 from meshpar.leftovers import write_durably
 from meshpar.parallelized import Parallelized
@@ -114,7 +115,7 @@ class Trackers:
     ) -> None:
         folder = Path(folder).absolute()
         made = {called: partial(usable(registry.TRACKER.find(called)), **trackers[called]) for called in trackers}
-        known = dict(facts or {}) | ({} if code is None else {"commit": commit_of(Path(code))})
+        known = redacted(facts or {}) | ({} if code is None else {"commit": commit_of(Path(code))})
         self._lines = JsonLines(folder / METRICS, step=step)
         run = TrackedRun(name=name or folder.name, id="", folder=folder, step=step, facts=known)
         self._senders = [_Sender(called, make, run) for called, make in made.items()]

@@ -27,6 +27,7 @@ FOLDERS = {
     "launchers": "meshpar.launchers",
 }
 FLOORS = [
+    {"core.secrets"},
     {"core.errors", "imports", "core.patterns", "leftovers", "homes", "patches", "signals"},
     {"build_once"},
     {"core.mesh", "drawing", "weights", "loss", "_torch", "placements", "same_values", "leaves", "core.runtime"},

@@ -1,0 +1,198 @@
+"""A planted credential is refused where a recipe or a job file would keep it, and is in no file, card, fact or message."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from typer.testing import CliRunner
+
+from meshpar.checkpoints import CheckpointManager
+from meshpar.checkpoints.storage.place import place
+from meshpar.core.errors import CheckpointError, LaunchError, RecipeError
+from meshpar.core.secrets import redacted
+from meshpar.launchers.agent import failures
+from meshpar.launchers.cli import app
+from meshpar.launchers.export import publishing
+from meshpar.launchers.recipes.loading import load_recipe, resolve
+from meshpar.launchers.recipes.recipe import Recipe
+from meshpar.launchers.recipes.yamlfile import parse_document
+from meshpar.launchers.targets.launching import launch_job
+from meshpar.training import TrackedRun, Trackers, tracking
+from tests.checkpoints.test_commit import linear
+from tests.support.patience import patient, until
+
+SECRET = "S3CRETPW"
+URI = f"postgresql://alice:{SECRET}@db/mlflow"
+RECIPE = """\
+name: small
+device: cpu
+mesh: dp_replicate=2
+model: {dim: 16, layers: 1, heads: 2, hidden: 32, max_positions: 32}
+data: {source: stdlib, sequence_length: 32, micro_batch: 2}
+training: {steps: 3, tensorboard: false}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where everything is written, and searched at the end."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["meshpar", "launch", "..."])
+    Path("job.yaml").write_text(RECIPE)
+    yield tmp_path
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        f"trackers={{mlflow: {{uri: '{URI}'}}}}",
+        f"trackers.wandb.api_key={SECRET}",
+        f"trackers.mine.board.Board.token={SECRET}",
+        f"trackers={{mine.Board: {{servers: [{{name: x, apiKey: {SECRET}}}]}}}}",
+        f"evaluations={{mine.Asks: {{headers: {{Authorization: 'Bearer', password: {SECRET}}}}}}}",
+        f"evaluations.mine.url='https://host/x?sig={SECRET}'",
+        f"optimizer={{class: mine.Own, service_credentials: {SECRET}}}",
+        f"data={{dataset: {{class: mine.Rows, dsn: '{URI}'}}}}",
+        f"data.paths=['https://me:{SECRET}@host/text']",
+        f"training.objective_options.key={SECRET}",
+        f"output=s3://key:{SECRET}@bucket/run",
+        f"notes={{secret: {SECRET}}}",
+    ],
+)
+def test_a_recipe_with_a_credential_is_refused_and_it_is_not_repeated(folder: Path, field: str) -> None:
+    with pytest.raises(
+        RecipeError, match=r"looks like a credential.* come from the environment, such as MLFLOW"
+    ) as told:
+        load_recipe("job.yaml", [field])
+    assert SECRET not in str(told.value)
+    done = CliRunner().invoke(app, ["check", "job.yaml", field])
+    assert done.exit_code and "looks like a credential" in done.output and SECRET not in done.output
+    for target in ("slurm", "kubernetes", "skypilot"):
+        with pytest.raises(RecipeError, match="looks like a credential"):
+            launch_job(target, "job.yaml", [field], nodes=2, gpus_per_node=0, nproc=1)
+    assert not Path("runs").exists()
+
+
+def test_other_uses_of_such_names_are_no_credentials() -> None:
+    recipe = resolve(
+        parse_document(
+            RECIPE
+            + "trackers: {mlflow: {uri: 'http://host:5000', experiment: tokens}}\n"
+            + "output: s3://bucket/keys/secret-run\n",
+            "job.yaml",
+        )
+    )
+    assert redacted(recipe.plain()) == recipe.plain()
+    kept: dict[str, Any] = {
+        "eos_token": "<|im_end|>", "pad_token_id": 0, "num_key_value_heads": 4, "key": "question", "max_tokens": 5,
+        "tokenizer": "/data/tokenizer1", "text_key": "text", "git": "https://host/project@v1", "token": None,
+    }  # fmt: skip
+    assert redacted(kept) == kept
+
+
+def test_the_environment_gives_the_uri_that_a_recipe_may_not_have(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", URI)
+    assert mlflow.MlflowClient(tracking_uri=None).tracking_uri == URI, "as meshpar's tracker makes it without uri"
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "patch"),
+    [
+        ("slurm", [f"setup=export WANDB_API_KEY={SECRET}"], ""),
+        ("slurm", [f"sbatch=--export=ALL,X={URI}"], ""),
+        ("skypilot", [], f"envs: {{WANDB_API_KEY: {SECRET}}}"),
+        ("kubernetes", ["patch=patch.yaml"], "spec: {template: {spec: {containers: [{name: train, env: "
+         f"[{{name: MLFLOW_TRACKING_PASSWORD, value: {SECRET}}}]}}]}}}}}}"),
+    ],
+)  # fmt: skip
+def test_a_job_file_with_a_credential_is_refused(folder: Path, target: str, options: list[str], patch: str) -> None:
+    Path("patch.yaml").write_text(patch)
+    if patch and not options:
+        options = ["patch=patch.yaml"]
+    with pytest.raises(LaunchError, match="looks like a credential") as told:
+        launch_job(target, "job.yaml", [], nodes=2, gpus_per_node=0, nproc=1, options=options)
+    assert SECRET not in str(told.value) and not Path("runs").exists()
+    Path("patch.yaml").unlink()
+
+
+def test_a_scripts_arguments_with_a_credential_are_refused(folder: Path) -> None:
+    Path("train.py").write_text("")
+    for arguments in ([f"--api-key={SECRET}"], ["--password", SECRET], [f"--db={URI}"]):
+        with pytest.raises(LaunchError, match="looks like a credential") as told:
+            launch_job("slurm", "train.py", arguments, nodes=2, gpus_per_node=0, nproc=1)
+        assert SECRET not in str(told.value)
+    made = launch_job("slurm", "train.py", ["--max-tokens=512", "--lr", "3e-4"], nodes=2, gpus_per_node=0, nproc=1)
+    assert (
+        "--max-tokens=512" in made + next(Path("runs").rglob("command.txt")).parent.joinpath("job.sbatch").read_text()
+    )
+
+
+class Board:
+    """A tracker that repeats its address in its errors, as MLflow does."""
+
+    runs: ClassVar[list[TrackedRun]] = []
+
+    def __init__(self, run: TrackedRun, *, uri: str) -> None:
+        self.uri = uri
+        self.runs.append(run)
+
+    def send(self, records: object) -> None:
+        raise ConnectionError(f"API request to {self.uri} failed with exception")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_facts_and_the_warnings_of_trackers_have_no_credential(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracking, "_PAUSE_S", 0.02)
+    Board.runs.clear()
+    facts = {"recipe": {"trackers": {"mlflow": {"uri": URI}}, "token": SECRET}}
+    with caplog.at_level(logging.WARNING):
+        board = Trackers(folder / "run", {f"{__name__}.Board": {"uri": URI}}, facts=facts)
+        board.report({"step": 1, "loss": 2.0})
+        until(lambda: "API request" in caplog.text, 20)
+        monkeypatch.setattr(tracking, "PATIENCE_S", patient(1.0))
+        board.close()
+    assert SECRET not in caplog.text and "API request to postgresql://***@db/mlflow failed" in caplog.text
+    assert Board.runs[0].facts["recipe"] == {
+        "trackers": {"mlflow": {"uri": "postgresql://***@db/mlflow"}},
+        "token": "***",
+    }
+
+
+def test_the_card_of_a_run_whose_recipe_is_older_than_this_rule_has_no_credential(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run/checkpoints") as manager:
+        manager.save(1, linear())
+    (tmp_path / "run/recipe.yaml").write_text(
+        RECIPE + f"trackers: {{mlflow: {{uri: '{URI}'}}, x: {{token: {SECRET}}}}}\n"
+    )
+    (tmp_path / "export").mkdir()
+    card = "\n".join(publishing._card(tmp_path / "run/checkpoints/step-00000001", tmp_path / "export", "small"))
+    assert SECRET not in card and "uri: postgresql://***@db/mlflow" in card and "layers: 1" in card
+
+
+def test_a_resolved_recipe_and_error_files_have_no_credential(folder: Path) -> None:
+    data = resolve(parse_document(RECIPE, "job.yaml")).plain()
+    made = Recipe.model_validate_json(json.dumps({**data, "trackers": {"mlflow": {"uri": URI}}}))
+    assert SECRET not in made.to_yaml() and "postgresql://***@db/mlflow" in made.to_yaml()
+    failures.record(folder, 0, ConnectionError(f"cannot reach {URI}"))
+    assert "***@db" in failures.error_file(folder, 0).read_text()
+
+
+def test_urls_of_storage_are_refused_by_the_same_rule() -> None:
+    for url in (f"s3://me:{SECRET}@bucket/run", f"s3://bucket/run?token={SECRET}", f"https://me:{SECRET}@host/run"):
+        with pytest.raises(CheckpointError, match=r"from the environment|not supported") as told:
+            place(url)
+        assert SECRET not in str(told.value)
