@@ -661,7 +661,7 @@ def main() -> int:
             from tests.support.hosts import Hosts
 
             hosts = stack.enter_context(Hosts(arguments.replicas))
-            lighthouse = Lighthouse(patience_s=4.0)
+            lighthouse = Lighthouse(host="[::]", patience_s=4.0)
             stack.callback(lighthouse.close)
             served["lighthouse"] = f"http://{hosts.address('ctl')}:{lighthouse.port}"
         sizes = {"replicas": arguments.replicas, "ranks": arguments.ranks}

@@ -5,6 +5,7 @@ end reaches all.
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import socket
 import sys
@@ -22,6 +23,8 @@ from meshpar.launchers.agent.starting import free_port
 from meshpar.launchers.agent.terms import NO_USE, RETRY, SILENT_S, STOPPED
 
 _BEAT_S, _ANSWER_S, _POLL_S = 1.0, 5.0, 0.05
+_LONGEST = 1 << 16  # bytes of a line, and about as many are read at once
+_PENDING = 64  # connections that are accepted at once
 
 
 @final
@@ -196,7 +199,7 @@ class Meeting:
     def _accept(self, server: socket.socket) -> None:
         """Accept nodes. One that comes again was lost before, or another process came with its number."""
         with suppress(BlockingIOError):
-            while True:
+            for _ in range(_PENDING):
                 self._new.append(_Link(server.accept()[0]))
         for link in list(self._new):
             lines = link.lines()
@@ -294,11 +297,11 @@ class _Link:
             self._connection.send(" ".join(map(str, words)).encode() + b"\n")
 
     def lines(self) -> list[list[str]]:
-        """Return the lines that have come, each as its words."""
+        """Return lines that have come, each as its words; more of a peer that sends without end at the next call."""
         try:
-            while text := self._connection.recv(4096):
+            while len(self._rest) < _LONGEST and (text := self._connection.recv(4096)):
                 self._rest, self._heard = self._rest + text, time.monotonic()
-            self.closed = True
+            self.closed = len(self._rest) < _LONGEST or b"\n" not in self._rest
         except BlockingIOError:
             self.closed = self.closed or time.monotonic() - self._heard > SILENT_S
         except OSError:
@@ -325,8 +328,9 @@ def _server() -> socket.socket:
 
 
 def publish(path: Path, text: str) -> None:
-    """Write a line that other nodes may read at any time."""
+    """Write a line that other nodes of this user may read at any time: it may have a key."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(f"{text}\n", encoding="utf-8")
+    new = path.with_name(f"{path.name}.new-{secrets.token_hex(4)}")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(f"{text}\n")
     new.replace(path)

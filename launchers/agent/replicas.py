@@ -162,7 +162,8 @@ def launch_replicas(
 def _served(stack: ExitStack, head: str, patience_s: float) -> str:
     """Serve the lighthouse, and return where; with a file, also its address is there for the other nodes."""
     shared = Path(head) if "/" in head else None
-    served = Lighthouse(int(head.rpartition(":")[2] or 0) if shared is None else 0, patience_s=patience_s)
+    port = int(head.rpartition(":")[2] or 0) if shared is None else 0
+    served = Lighthouse(port, host="[::]" if head else "127.0.0.1", patience_s=patience_s)
     stack.callback(served.close)
     if shared is not None:
         publish(shared, f"{socket.gethostname()}:{served.port}")

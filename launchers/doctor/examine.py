@@ -199,13 +199,13 @@ def examine(meeting: Meeting, device: torch.device, folder: Folder | None) -> Re
 
 def _listen(stack: ExitStack) -> list[Any]:
     """Open a port for other hosts to connect to, at the address from which this host reaches rank 0's."""
-    server = stack.enter_context(socket.create_server(("", 0), backlog=64))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         head = runtime.settings("MASTER_")
         with suppress(OSError):  # it stays 127.0.0.1, which the others then cannot reach and say so
             asking.connect((head["MASTER_ADDR"], int(head["MASTER_PORT"])))
         address = asking.getsockname()[0]
-    return [address if address != "0.0.0.0" else "127.0.0.1", server.getsockname()[1]]
+    address = address if address != "0.0.0.0" else "127.0.0.1"
+    return [address, stack.enter_context(socket.create_server((address, 0), backlog=64)).getsockname()[1]]
 
 
 def _unreached(rank: int, firsts: dict[str, int], met: Sequence[dict[str, Any]]) -> list[list[Any]]:

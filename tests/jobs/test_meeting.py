@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -173,3 +174,34 @@ def test_one_node_needs_nobody(tmp_path: Path) -> None:
         assert alone.gather(lambda: False, 0.0) is not None
         alone.tell(-9)
         assert alone.verdict() == -9 and not list(tmp_path.iterdir())
+
+
+def test_the_key_of_a_meeting_is_for_its_user_alone_and_no_link_is_followed(tmp_path: Path) -> None:
+    other, file = tmp_path / "other", tmp_path / "logs/replica-1.address"
+    other.write_text("as it was")
+    file.parent.mkdir()
+    file.with_name(f"{file.name}.new").symlink_to(other)
+    with Meeting(file, 1, 0, 2):
+        assert file.stat().st_mode & 0o777 == 0o600
+    assert other.read_text() == "as it was"
+
+
+def test_a_peer_that_sends_without_end_is_read_in_pieces_and_one_without_line_ends_is_left() -> None:
+    for endless, kept in ((b"wait for nobody\n" * 512, True), (b"x" * 8192, False)):
+        ours, theirs = socket.socketpair()
+        with ours, theirs, ThreadPoolExecutor(1) as pool:
+            link, ends = meeting._Link(ours), threading.Event()
+
+            def send(data: bytes = endless, peer: socket.socket = theirs, ends: threading.Event = ends) -> None:
+                with suppress(OSError):
+                    while not ends.is_set():
+                        peer.sendall(data)
+
+            theirs.settimeout(patience.patient(20))
+            sending = pool.submit(send)
+            read = sum(len(" ".join(line)) for _ in range(8) for line in link.lines())
+            assert link.closed is not kept and read < 2_000_000
+            ends.set()
+            link.close()
+            theirs.close()
+            sending.result()

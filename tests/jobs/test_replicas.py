@@ -16,7 +16,9 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +43,7 @@ from meshpar.core.errors import MeshparError, ReplicaError
 from meshpar.forecasting import Batch, Hardware
 from meshpar.forecasting.search import search
 from meshpar.launchers.agent.failures import exit_code
-from meshpar.launchers.agent.replicas import _Replica, divided
+from meshpar.launchers.agent.replicas import _Replica, _served, divided
 from meshpar.launchers.commands.inspecting import check_recipe, describe_recipe
 from meshpar.launchers.commands.run import run
 from meshpar.launchers.commands.train import division_of
@@ -67,6 +69,7 @@ from meshpar.training.stop import StopRequest
 from tests.support import patience
 from tests.support.hosts import Hosts, Unavailable
 from tests.support.models_for_parity import transformer
+from tests.support.object_store import free_ports
 
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="pip install 'meshpar[replicas]'")
 
@@ -311,6 +314,18 @@ def small(lighthouse, data, *, sparse=False, **options):
     par.module.sparse = sparse  # which a plan refuses
     optimizer = torch.optim.SGD(par.module.parameters(), lr=0.1)
     return Replicas(par, optimizer, data, lighthouse=f"http://127.0.0.1:{lighthouse.port}", **options)
+
+
+@pytest.mark.parametrize(("head", "listens"), [("", "0100007F"), ("localhost:{}", "0" * 32)])
+def test_the_lighthouse_of_one_machine_listens_on_that_machine_alone(head, listens):
+    with ExitStack() as stack:
+        port = int(_served(stack, head.format(*free_ports(1)), 1.0).rpartition(":")[2] or 0)
+        tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
+        rows = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
+        hosts = {
+            row[1].partition(":")[0] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port
+        }
+        assert hosts == {listens}, "a head is where other machines connect"
 
 
 @on_ranks(1)
