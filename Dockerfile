@@ -22,5 +22,8 @@ COPY checkpoints checkpoints
 COPY launchers launchers
 RUN pip install --constraint constraints.txt '.[train,transformers]' && meshpar --version
 
+# Jobs need no root. A number, because Kubernetes cannot tell whether a name is root.
+RUN useradd --uid 1000 --create-home meshpar && install --directory --owner=1000 /workspace
+USER 1000
 WORKDIR /workspace
 CMD ["meshpar", "--help"]

@@ -154,7 +154,7 @@ def _indexed(path: Place) -> dict[Place, list[str]]:
         files: dict[Place, list[str]] = {}
         for name, file in sorted(places.items()):
             files.setdefault(path.parent / inside(file), []).append(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a safetensors index: {brief(error)}") from error
     if gone := [file for file in files if not file.exists()]:
         examples = ", ".join(file.name for file in gone[:5])
@@ -197,7 +197,7 @@ def read_header(file: Readable) -> tuple[dict[str, Box], Collection[str]]:
             )
     except StoreError:
         raise
-    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (CheckpointError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         other = remedy(file.path) if file.path.suffix != ".safetensors" else ""
         raise CheckpointError(f"{file.path} is not a complete safetensors file: {error}{other or _COPY}") from error
     placed = {name: replace(box, offsets=offsets.get(name, (0,) * len(box.shape))) for name, box in boxes.items()}

@@ -114,6 +114,8 @@ class Kubernetes(OnKubernetes):
         cpu, memory: limits of a node; empty: none.
         shm: size of /dev/shm; NCCL and data workers need more than the 64 MiB of a container.
         grace_s: seconds between SIGTERM, after which a checkpoint is written, and SIGKILL.
+        root: let the containers run as root; otherwise Kubernetes refuses an image whose user is root.
+        token: mount the token of the pods' service account, which the cluster's API accepts.
         patch: a YAML file with further fields of the job file, or with a document of another ``kind``; can be given
             several times.
     """
@@ -131,6 +133,8 @@ class Kubernetes(OnKubernetes):
     memory: str = ""
     shm: str = "16Gi"
     grace_s: Count = 300
+    root: bool = False
+    token: bool = False
     patch: tuple[str, ...] = ()
 
     def problems(self) -> Iterator[str]:
@@ -170,6 +174,8 @@ class Kubernetes(OnKubernetes):
             "recipe": job.recipe,
             "volume": {"name": "workspace", **storage},
             "shm": self.shm,
+            "token": self.token,
+            "security": {} if self.root else {"runAsNonRoot": True},
             "grace_s": self.grace_s,
         }
         text = fill_yaml("kubernetes.yaml", values, self.patch, self._kept)

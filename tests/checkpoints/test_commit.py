@@ -613,3 +613,14 @@ def test_damage_is_named(tmp_path, level):
     file.unlink()
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: No such file"):
         manager.restore(linear(), verify=level)
+
+
+def test_a_link_that_others_left_for_a_file_that_is_written_whole_is_not_followed(tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "shared"
+    victim.write_text("as it was")
+    folder.mkdir()
+    (folder / ".LATEST.new").symlink_to(victim)
+    with CheckpointManager(folder) as manager:
+        manager.save(1, linear())
+    assert victim.read_text() == "as it was" and not (folder / "LATEST").is_symlink()
+    assert sorted(path.name for path in folder.iterdir()) == [".LATEST.new", "LATEST", "latest", "step-00000001"]

@@ -277,6 +277,19 @@ def test_kubernetes_takes_the_files(folder: Path) -> None:
             checked(folder / "broken.yaml")
 
 
+def test_a_pod_is_no_root_and_has_no_account_of_the_cluster(folder: Path) -> None:
+    for options in ((), ("jobset=true",)):
+        *_, job = checked(render("kubernetes", *options) / "job.yaml").values()
+        spec = job["spec"]["replicatedJobs"][0]["template"]["spec"] if options else job["spec"]
+        pod = spec["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False and pod["securityContext"] == {"runAsNonRoot": True}
+    *_, job = checked(render("kubernetes", "root=true") / "job.yaml").values()
+    assert "securityContext" not in job["spec"]["template"]["spec"]
+    lines = (Path(__file__).parents[2] / "Dockerfile").read_text().splitlines()
+    users = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert users and users[-1].isdecimal() and int(users[-1]) > 0, "a name could be root, for Kubernetes"
+
+
 def test_a_jobset_restarts_all_pods_together(folder: Path) -> None:
     made = render("kubernetes", "jobset=true", "restarts=3", "kueue=team-a", nproc=2)
     _, jobset = checked(made / "job.yaml").values()
