@@ -442,6 +442,14 @@ def test_a_manifest_with_other_types_is_refused_in_one_line_by_the_entry(tmp_pat
     assert manager.restore(linear(), fallback=True).step == 1 and "Traceback" not in str(raised.value)
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_safetensors_header_or_index_nested_too_deep_is_refused(tmp_path, file):
+    text = b'{"weight_map": ' + b"[" * 100_000
+    (tmp_path / file).write_bytes(text if file.endswith("json") else len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError, match=r"is not a (complete safetensors file|safetensors index)"):
+        Safetensors(tmp_path)
+
+
 def test_a_manifest_nested_too_deep_is_one_damaged_step(tmp_path):
     manager = CheckpointManager(tmp_path)
     for number in (1, 2):
@@ -452,14 +460,6 @@ def test_a_manifest_nested_too_deep_is_one_damaged_step(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../step-00000001/__0_0.distcp"])
-@pytest.mark.parametrize("file", ["model.safetensors", "model.safetensors.index.json"])
-def test_a_safetensors_header_or_index_nested_too_deep_is_refused(tmp_path, file):
-    text = b'{"weight_map": ' + b"[" * 100_000
-    (tmp_path / file).write_bytes(text if file.endswith("json") else len(text).to_bytes(8, "little") + text)
-    with pytest.raises(CheckpointError, match=r"is not a (complete safetensors file|safetensors index)"):
-        Safetensors(tmp_path)
-
-
 def test_a_manifest_that_names_a_file_elsewhere_is_refused(step, name):
     files = read_manifest(step).files
     reseal(step, files={**files, name: files[".metadata"]})

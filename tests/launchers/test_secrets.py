@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -69,13 +70,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_recipe_with_a_credential_is_refused_and_it_is_not_repeated(folder: Path, field: str) -> None:
     with pytest.raises(
         RecipeError, match=r"looks like a credential.* come from the environment, such as MLFLOW"
-    ) as told:
+    ) as raised:
         load_recipe("job.yaml", [field])
-    assert SECRET not in str(told.value)
+    assert SECRET not in str(raised.value)
     done = CliRunner().invoke(app, ["check", "job.yaml", field])
     assert done.exit_code and "looks like a credential" in done.output and SECRET not in done.output
     for target in ("slurm", "kubernetes", "skypilot"):
-        with pytest.raises(RecipeError, match="looks like a credential"):
+        with pytest.raises((RecipeError, LaunchError), match="looks like a credential"):
             launch_job(target, "job.yaml", [field], nodes=2, gpus_per_node=0, nproc=1)
     assert not Path("runs").exists()
 
@@ -100,8 +101,11 @@ def test_other_uses_of_such_names_are_no_credentials() -> None:
 def test_the_environment_gives_the_uri_that_a_recipe_may_not_have(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mlflow = pytest.importorskip("mlflow")
+    with pytest.raises(RecipeError, match="set the variable on the machines of the job, and remove the value here"):
+        load_recipe("job.yaml", [f"trackers={{mlflow: {{uri: '{URI}'}}}}"])
     monkeypatch.setenv("MLFLOW_TRACKING_URI", URI)
+    assert load_recipe("job.yaml", ["trackers={}"]).trackers == {}
+    mlflow = pytest.importorskip("mlflow")
     assert mlflow.MlflowClient(tracking_uri=None).tracking_uri == URI, "as meshpar's tracker makes it without uri"
 
 
@@ -119,18 +123,31 @@ def test_a_job_file_with_a_credential_is_refused(folder: Path, target: str, opti
     Path("patch.yaml").write_text(patch)
     if patch and not options:
         options = ["patch=patch.yaml"]
-    with pytest.raises(LaunchError, match="looks like a credential") as told:
+    with pytest.raises(LaunchError, match="looks like a credential") as raised:
         launch_job(target, "job.yaml", [], nodes=2, gpus_per_node=0, nproc=1, options=options)
-    assert SECRET not in str(told.value) and not Path("runs").exists()
+    assert SECRET not in str(raised.value) and not Path("runs").exists()
     Path("patch.yaml").unlink()
+
+
+def test_a_patch_names_a_secret_of_the_cluster_instead(folder: Path) -> None:
+    shown = f"value: {SECRET}"
+    patch = "spec: {template: {spec: {containers: [{name: train, env: [{name: API_TOKEN, %s}]}]}}}"
+    Path("patch.yaml").write_text(patch % shown)
+    launch = partial(launch_job, "kubernetes", "job.yaml", [], nodes=2, gpus_per_node=0, nproc=1)
+    with pytest.raises(LaunchError, match="a readable file; name a secret of the cluster instead, such as"):
+        launch(options=["patch=patch.yaml"])
+    Path("patch.yaml").write_text(patch % "valueFrom: {secretKeyRef: {name: tracker, key: password}}")
+    launch(options=["patch=patch.yaml"])
+    (made,) = Path("runs").rglob("job.yaml")
+    assert "key: password" in made.read_text()
 
 
 def test_a_scripts_arguments_with_a_credential_are_refused(folder: Path) -> None:
     Path("train.py").write_text("")
     for arguments in ([f"--api-key={SECRET}"], ["--password", SECRET], [f"--db={URI}"]):
-        with pytest.raises(LaunchError, match="looks like a credential") as told:
+        with pytest.raises(LaunchError, match="looks like a credential") as raised:
             launch_job("slurm", "train.py", arguments, nodes=2, gpus_per_node=0, nproc=1)
-        assert SECRET not in str(told.value)
+        assert SECRET not in str(raised.value)
     made = launch_job("slurm", "train.py", ["--max-tokens=512", "--lr", "3e-4"], nodes=2, gpus_per_node=0, nproc=1)
     assert (
         "--max-tokens=512" in made + next(Path("runs").rglob("command.txt")).parent.joinpath("job.sbatch").read_text()
@@ -193,6 +210,6 @@ def test_a_resolved_recipe_and_error_files_have_no_credential(folder: Path) -> N
 
 def test_urls_of_storage_are_refused_by_the_same_rule() -> None:
     for url in (f"s3://me:{SECRET}@bucket/run", f"s3://bucket/run?token={SECRET}", f"https://me:{SECRET}@host/run"):
-        with pytest.raises(CheckpointError, match=r"from the environment|not supported") as told:
+        with pytest.raises(CheckpointError, match=r"from the environment|not supported") as raised:
             place(url)
-        assert SECRET not in str(told.value)
+        assert SECRET not in str(raised.value)

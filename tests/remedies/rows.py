@@ -106,13 +106,13 @@ def heard_from(job: Callable[[], Any]) -> list[str]:
 def _said(refused: Callable[[], Any]) -> str:
     """Return what a refusal says: its error, or its problems, and the warnings before."""
 
-    def told() -> Any:
+    def meet() -> Any:
         try:
             return refused()
         except Exception as error:  # the message is what counts
             return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
-    found, heard = _heard(told)
+    found, heard = _heard(meet)
     return "\n".join([*([found] if isinstance(found, str) else map(str, found or ())), *heard])
 
 

@@ -32,7 +32,7 @@ from meshpar import (
 from meshpar.core import registry, runtime
 from meshpar.core.passes import held_mesh
 from tests.remedies.plans import TwoLayers, problems, transformer
-from tests.remedies.rows import Row, alone
+from tests.remedies.rows import Row, Tested, alone
 
 UNTRIED = 0
 
@@ -144,6 +144,11 @@ LARGE = 1 << 20
 
 
 ROWS = [
+    Tested(
+        "set the variable on the machines of the job, and remove the value here",
+        "tests/launchers/test_secrets.py::test_the_environment_gives_the_uri_that_a_recipe_may_not_have",
+        {"set the variable on the machines": 'monkeypatch.setenv("MLFLOW_TRACKING_URI", URI)'},
+    ),
     Row(
         "a plan's passes are {}; expected a list of passes",
         lambda: problems("dp_shard=2", FullyShard()),
