@@ -23,7 +23,7 @@ from meshpar.checkpoints.export.safetensors import opened
 from meshpar.checkpoints.export.target import free_target, made_on_disk
 from meshpar.checkpoints.format.copying import ByteCount, Progress, StoredSource, check_piece
 from meshpar.checkpoints.format.verify import Verify
-from meshpar.checkpoints.storage.files import memory_of, tiles, write_all
+from meshpar.checkpoints.storage.files import ReadFile, memory_of, read_json, tiles, write_all
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core.errors import CheckpointError, brief
 from meshpar.imports import need
@@ -371,7 +371,7 @@ def _write_tokenizer(library: ModuleType, writer: Any, folder: str | Path | None
         return
     path = Path(folder) / "tokenizer.json"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(ReadFile(path))
         added = {token["id"]: token for token in data["added_tokens"]}
         ids = {number: text for text, number in data["model"]["vocab"].items()}
         merges = data["model"].get("merges")

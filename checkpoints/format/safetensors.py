@@ -17,7 +17,7 @@ import torch
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint, check_cover, overlap
 from meshpar.checkpoints.format.foreign import TorchWeights, is_pickled, remedy, sharded_by_accelerate
 from meshpar.checkpoints.format.manifest import MODEL
-from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, inside
+from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, inside, read_json
 from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
 from meshpar.core.errors import CheckpointError, StoreError, brief
 from meshpar.core.patterns import suggestion
@@ -150,11 +150,13 @@ def _files(path: Place) -> dict[Place, list[str]]:
 
 def _indexed(path: Place) -> dict[Place, list[str]]:
     try:
-        places = json.loads(path.read_text())["weight_map"]
+        places = read_json(path.reader())["weight_map"]
         files: dict[Place, list[str]] = {}
         for name, file in sorted(places.items()):
             files.setdefault(path.parent / inside(file), []).append(name)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except StoreError:
+        raise
+    except (CheckpointError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a safetensors index: {brief(error)}") from error
     if gone := [file for file in files if not file.exists()]:
         examples = ", ".join(file.name for file in gone[:5])

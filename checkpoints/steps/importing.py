@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from meshpar.checkpoints.format.safetensors import weights_in
 from meshpar.checkpoints.format.writing import Checksum, Item, whole, write_file
 from meshpar.checkpoints.steps.recording import make_manifest
 from meshpar.checkpoints.steps.steps import Steps
-from meshpar.checkpoints.storage.files import BLOCK_BYTES, TILE_BYTES, Box, failing_as, memory_of, tiles
+from meshpar.checkpoints.storage.files import BLOCK_BYTES, TILE_BYTES, Box, failing_as, memory_of, read_json, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource, WeightMap
@@ -135,10 +134,7 @@ def config_beside(src: PlaceLike) -> dict[str, Any]:
     """
     src = place(src)
     path = (src if src.is_dir() else src.parent) / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    found = read_json(path.reader()) if path.is_file() else {}
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} is not a model's config: expected a JSON object, got {type(found).__name__}")
     return found

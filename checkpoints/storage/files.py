@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
+import json
 import math
 import mmap
 import os
@@ -20,7 +21,7 @@ import torch
 
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.core import runtime
-from meshpar.core.errors import CheckpointError
+from meshpar.core.errors import CheckpointError, brief
 from meshpar.weights.rules import Spans
 
 TILE_BYTES = 4 << 20  # of tensors that are rearranged
@@ -36,6 +37,7 @@ ALIGNMENT = (
     64  # of payloads in files, as torch.save has it: unlike places in a cache line make copies half as slow again
 )
 
+_LONGEST_NAME = 255  # bytes, of all usual file systems
 _Into = Callable[[torch.Tensor, int], None]  # fills a tensor from a position of a file
 T = TypeVar("T")
 
@@ -199,6 +201,16 @@ class ReadFile(Readable):
     def __del__(self) -> None:
         if getattr(self, "_descriptor", -1) >= 0:
             self.close()
+
+
+def read_json(file: Readable) -> Any:  # noqa: ANN401 - plain data
+    """Return what a JSON file says, whoever wrote it: of a regular file, however deep; raises CheckpointError."""
+    try:
+        return json.loads(file.bytes(0, file.size))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file.path} cannot be read as JSON: {brief(error)}") from error
+    finally:
+        file.close()
 
 
 @final
@@ -374,9 +386,15 @@ def failing_as(what: str) -> Iterator[None]:
 
 def inside(file: str, *, of: object = None) -> str:
     """Return a file name that stays in its folder; raises CheckpointError for any other."""
-    if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+    if (
+        not isinstance(file, str)
+        or Path(file).name != file
+        or file in ("", ".", "..")
+        or "\0" in file
+        or len(file.encode(errors="replace")) > _LONGEST_NAME
+    ):
         where = f"{of} names a file outside of its folder" if of else "the file name is not allowed"
-        raise CheckpointError(f"{where}: got {file!r}, expected the name of a file in the same folder")
+        raise CheckpointError(f"{where}: got {repr(file)[:100]}, expected the name of a file in the same folder")
     return file
 
 

@@ -25,6 +25,8 @@ from meshpar.checkpoints.format.manifest import MODEL, read_manifest
 from meshpar.checkpoints.format.safetensors import weights_in
 from meshpar.checkpoints.format.verify import Verify, verify_files
 from meshpar.checkpoints.steps.steps import Steps, checkpoints_in, open_step
+from meshpar.checkpoints.storage.disk import DiskPath
+from meshpar.checkpoints.storage.files import read_json
 from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, on_disk, place
 from meshpar.checkpoints.storage.transfer import copy_file, fetched
 from meshpar.core.errors import CheckpointError, LayoutError
@@ -183,8 +185,8 @@ def weight_names(layout: str | None) -> WeightMap | None:
         return WeightMap()
     if layout.endswith(".json"):
         try:
-            return WeightMap.from_json(json.loads(Path(layout).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, AttributeError, LayoutError) as error:
+            return WeightMap.from_json(read_json(DiskPath(layout).reader()))
+        except (CheckpointError, ValueError, TypeError, AttributeError, LayoutError) as error:
             raise CheckpointError(f"--layout: {layout} has no rules of a weight map: {error}") from error
     found = names_of_ours(layout)
     if found is None:
@@ -214,8 +216,8 @@ def config_in(folder: PlaceLike) -> dict[str, Any]:
 
 def _json(path: Place) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return dict(read_json(path.reader()))
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read as a JSON object: {error}") from error
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
-from meshpar.checkpoints.storage.files import inside
+from meshpar.checkpoints.storage.files import ReadFile, inside, read_json
 from meshpar.core import registry
 from meshpar.core.errors import LaunchError, MeshparError
 from meshpar.drawing import table
@@ -115,7 +114,7 @@ def _number(path: Path) -> tuple[Path, int, str]:
 def _read(path: Path) -> tuple[str, Target, Launched]:
     """Return the target's name, the target and the job."""
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        read = read_json(ReadFile(path, links=False))
         name, folder = read["target"], path.parent.absolute()
         file, label = folder / inside(read["file"]), read["label"]
         job = Launched(folder=folder, file=file, label=label, submitted=read.get("submitted", ""))
