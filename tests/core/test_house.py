@@ -90,6 +90,16 @@ MEASURED = {
         "meshpar.forecasting.extrapolate",
         "meshpar.forecasting.simulate",
     },
+    "fuzz_hostile.py": {
+        "meshpar.launchers.cli",
+        "meshpar.launchers.commands.exporting",
+        "meshpar.launchers.jobs.preflight",
+        "meshpar.launchers.targets.kubernetes",
+        "meshpar.launchers.targets.launched",
+        "meshpar.launchers.targets.skypilot",
+        "meshpar.launchers.targets.slurm",
+        "meshpar.training.evaluation",
+    },
     "gpu.py": {
         "meshpar._torch.recompute",
         "meshpar.forecasting.step",
