@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -55,7 +56,7 @@ def accelerated(*, looks: int = 1) -> Iterator[None]:
     """Let this rank choose as beside an accelerator, where ranks look at what they compare ``looks`` times."""
     (first, Looks.FIRST), (queues, runtime.queues) = (Looks.FIRST, looks), (runtime.queues, lambda device: True)  # type: ignore[assignment]
     try:
-        with backward_apart():
+        with backward_apart(), mock.patch.object(torch.cpu, "empty_cache", lambda: None, create=True):
             yield
     finally:
         Looks.FIRST, runtime.queues = first, queues  # type: ignore[assignment]

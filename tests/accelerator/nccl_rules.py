@@ -3,15 +3,19 @@ do.
 
 The rules: tensors of the device, contiguous, of a dtype that NCCL knows; the same operations with the same sizes and
 dtypes in the same order on all ranks of a group; groups made in the same order on all ranks that share them; no use of
-a group after its end. The backend counts what each group was asked for.
+a group after its end. Messages between two ranks have no tags: a rank runs those of a group in the order of its calls,
+each ends with its counterpart, and the first call of a pair returns when both ranks have called. The backend counts
+what each group was asked for.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +26,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from meshpar.passes import world
+from tests.support.patience import patient
 
 NAME = "rules"
 DEVICE = "cpu"
@@ -91,13 +96,32 @@ class Done(Work):
         return future
 
 
+class Queued(Work):
+    """The work of a message."""
+
+    def __init__(self, future: Future[None]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, *_: object) -> bool:
+        self._future.result()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+
 class Rules(dist.ProcessGroup):
     """One group. Its ranks compare each call before it starts; a group of one rank has nothing to compare."""
+
+    FIRST_S = 30.0
 
     def __init__(self, options: Any, _: object) -> None:
         super().__init__(options.group_rank, options.group_size)
         self.ranks = tuple(options.global_ranks_in_group or range(options.group_size))
         self.title, self.closed, self._number = "", False, 0
+        self._store, self._met, self._queued = dist.PrefixStore("met", options.store), set[str](), False
+        self._stream = ThreadPoolExecutor(1)
         self._gloo, self._compares = (_gloo(options, name) for name in ("data", "rules"))
         self._register_backend(
             torch.device(DEVICE), dist.ProcessGroup.BackendType.CUSTOM, self._gloo._get_backend(torch.device("cpu"))
@@ -145,6 +169,8 @@ class Rules(dist.ProcessGroup):
     def _compare(self, text: str) -> None:
         if self.size() == 1:
             return
+        if self._queued:  # behind the messages of this group
+            self._stream.submit(lambda: None).result()
         digest = torch.frombuffer(bytearray(hashlib.blake2b(text.encode(), digest_size=8).digest()), dtype=torch.int64)
         every = [torch.empty_like(digest) for _ in range(self.size())]
         self._compares.allgather([every], [digest]).wait()
@@ -235,12 +261,34 @@ class Rules(dist.ProcessGroup):
         return Done([self._gloo.barrier()])
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
-        self._alone("send", tensors)
-        return self._gloo.send(tensors, to, tag)
+        return self._message("send", tensors, to, f"{self.rank()}>{to}")
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
-        self._alone("recv", tensors)
-        return self._gloo.recv(tensors, source, tag)
+        return self._message("recv", tensors, source, f"{source}>{self.rank()}")
+
+    def _message(self, operation: str, tensors: list[Tensor], peer: int, pair: str) -> Work:
+        """Queue a message behind the others of this group, whatever its tag; it ends with its counterpart."""
+        self._alone(operation, tensors)
+        self._queued = True
+        if pair not in self._met:  # the first call of a pair returns when both ranks have called
+            self._met.add(pair)
+            self._store.add(pair, 1)
+            until = time.monotonic() + patient(self.FIRST_S)
+            while self._store.add(pair, 0) < 2:
+                if time.monotonic() > until:
+                    raise Broken(f"the first {operation} {pair} on {self.title}: the other rank does not call it")
+                time.sleep(0.002)
+
+        def run() -> None:
+            ready = torch.zeros(1)
+            if operation == "send":
+                self._gloo.recv([ready], peer, 1).wait()
+                self._gloo.send(tensors, peer, 0).wait()
+            else:
+                self._gloo.send([ready], peer, 1).wait()
+                self._gloo.recv(tensors, peer, 0).wait()
+
+        return Queued(self._stream.submit(run))
 
     def _alone(self, operation: str, tensors: Sequence[Tensor]) -> None:
         """Check a call that two ranks make."""

@@ -24,19 +24,33 @@ from meshpar import (
     FullyShard,
     HybridShard,
     MeshSpec,
+    PipelineParallel,
     Plan,
     TensorParallel,
 )
 from meshpar._torch import groups
 from meshpar.core import runtime
 from meshpar.placements import whole_tensor
-from meshpar.testing import assert_parity, on_ranks, one_process, random_tokens, token_loss_sum, token_steps, whole
+from meshpar.testing import (
+    assert_parity,
+    launch,
+    on_ranks,
+    one_process,
+    random_tokens,
+    token_loss_sum,
+    token_steps,
+    whole,
+)
 from tests.accelerator.accelerated import accelerated
-from tests.accelerator.nccl_rules import Broken, check_order, rules
+from tests.accelerator.nccl_rules import Broken, Rules, check_order, rules
 from tests.accelerator.simulated import allocate, alone, simulated
 from tests.accelerator.waits import Waits
+from tests.checkpoints import test_published
+from tests.optim import test_muon, test_small_adamw
+from tests.passes import test_log_probs, test_offloaded, test_several
 from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.patience import patient
+from tests.support.stages import assert_as_one_process
 
 SEQUENCE = TensorParallel(sequence_parallel=True, loss_parallel=True)
 PLAIN = functools.partial(transformer, qk_norm=True)
@@ -58,7 +72,7 @@ PLANS = {
 
 
 def check_controls():
-    group, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+    group, other, third = (dist.new_group([0, 1]) for _ in range(3))
     if dist.get_rank() > 1:
         return
     with pytest.raises(Broken, match="not contiguous"):
@@ -74,6 +88,16 @@ def check_controls():
     tensor = torch.full((3,), float(dist.get_rank()))
     dist.all_reduce(tensor, dist.ReduceOp.AVG, group=group)
     assert tensor.tolist() == [0.5, 0.5, 0.5]
+    Rules.FIRST_S, first_s = 0.3, Rules.FIRST_S
+    with pytest.raises(Broken, match=r"the first send \d>\d"):
+        dist.isend(tensor, group=group, group_dst=1 - dist.get_rank())  # both send first
+    Rules.FIRST_S = first_s
+    for tag in (1, 2):  # other tags on both sides
+        if dist.get_rank() == 0:
+            dist.send(tensor + tag, group=third, group_dst=1, tag=tag)
+        else:
+            dist.recv(tensor, group=third, group_src=0, tag=3 - tag)
+            assert tensor.tolist() == [0.5 + tag] * 3, "NCCL has no tags"
     dist.destroy_process_group(other)
     with pytest.raises(Broken, match="after its end"):
         other.allreduce([torch.ones(4)])
@@ -153,6 +177,47 @@ def train_on_every_plan(plans):
         for build, mesh, passes in (PLANS[plan] for plan in plans):
             expected[build] = expected.get(build) or one_process(build, steps)
             assert_parity(build, mesh, passes, steps, expected=expected[build])
+
+
+def stages(mesh, virtual, *passes):
+    make = functools.partial(transformer, layers=4 * virtual, tied=True)
+    assert_as_one_process(make, mesh, [PipelineParallel(virtual=virtual), *passes], 2 if "dp" in mesh else 1)
+
+
+def published(mesh):
+    par = test_published.planned("llama", mesh)
+    torch.manual_seed(0)
+    weights, stream = test_published.MODELS["llama"]().state_dict(), test_published.streamed(par, bucket=3000)
+    if stream is not None:
+        assert stream.keys() == weights.keys()
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in stream.items())
+
+
+BESIDE = {
+    "stages": (4, stages, "pp=4", 2),
+    "stages under FSDP": (4, stages, "pp=2,dp_shard=2", 1, FullyShard()),
+    "stages of TP": (4, stages, "pp=2,tp=2", 2, TensorParallel()),
+    "published": (4, published, "dp_shard=2,tp=2"),
+    "published stages": (4, published, "pp=2,dp_shard=2"),
+    "offloaded": (2, test_offloaded.test_a_lent_module_trains_on_as_if_nothing_had_been),
+    "log-probs": (4, test_log_probs.on_a_mesh, "dp_shard=2,tp=2 loss", False),
+    "Muon": (4, test_muon.equals_one_process, "dp_replicate=2,dp_shard=2", 1),
+    "SmallAdamW": (4, test_small_adamw.equal_bits, 4, False),
+    "a second model": (4, test_several.interleaved, "dp_shard=4", "dp_shard=2,tp=2", 6),
+}
+"""What a job does beside the train steps of :data:`PLANS`: ranks, and a test of its numbers."""
+
+
+def keep_the_rules_beside(name):
+    _, body, *args = BESIDE[name]
+    with rules(), accelerated():
+        getattr(body, "__wrapped__", body)(*args)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_a_job_does_beside_keeps_the_rules(name):
+    launch(__name__, "keep_the_rules_beside", BESIDE[name][0], (name,), timeout_s=170, fresh="changes what a device is")
 
 
 @alone
