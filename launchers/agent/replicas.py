@@ -156,7 +156,7 @@ def launch_replicas(
     ends = ", ".join(f"replica {number} ended with exit code {code}" for number, code in zip(division.here, codes))
     if RETRY in codes:
         raise ReplicaError(f"{ends}; start the job again, which resumes from its newest checkpoint")
-    raise LaunchError(f"{ends}; see the messages above")
+    raise LaunchError(f"{ends}; correct what failed, which their messages above say, and start the job again")
 
 
 def _served(stack: ExitStack, head: str, patience_s: float) -> str:
