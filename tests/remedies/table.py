@@ -30,6 +30,7 @@ FACTS = {
     "reports what cannot be, or has not been done": r"cannot|can not|fail(s|ed)?|lost|lacks?|damaged|missing|no|not|none"
     r"|never|without|exceeds?|refuse[sd]?|differ(s|ent)?|changed|outside|ended|stopped|interrupted|gone|killed|invalid"
     r"|already|too|may use|more than|different|refers|lists|appeared|compressed|instead|shorter|ends|left|both",
+    "names where the cause is told": r"see the|look at",
     "is a part of a longer message": r"^(it|its|another|values|the (parts|shard) of|what) .*|.*[;,:]\s+\{\}",
 }
 """What a message without a remedy does, by its words. A message that does neither leaves its reader alone."""
