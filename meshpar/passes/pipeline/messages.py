@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshpar._torch.groups import default_store, share_timeout
+from meshpar._torch.groups import default_store, open_groups, share_timeout
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, first_line
 from meshpar.passes.pipeline.stand_ins import MOST_SHAPES
@@ -198,12 +198,20 @@ def _lanes(group: dist.ProcessGroup) -> dict[tuple[int, int], dist.ProcessGroup]
     if dist.get_backend(group) in TAGGED:
         return dict.fromkeys(edges, group)
     made, found = dict[tuple[int, int], Any](), dict[tuple[int, int], dist.ProcessGroup]()
+    # torch names a group by its ranks and the number of groups that this rank has: without a number in common, the
+    # ranks would wait for one another under different names.
+    counts = [0] * len(ranks)
+    dist.all_gather_object(counts, len(open_groups()), group=group)
+    lacking = range(max(counts) - counts[dist.get_rank(group)])
+    alone = [dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True) for _ in lacking]
     for tag, sender in edges:
         color = 2 if sender and sender == len(ranks) - 1 and sender % 2 == 0 else sender % 2
         if (tag, color) not in made:
             title = f"pp {'back' if tag == BACK else 'forth'} {color}"
             made[tag, color] = dist.new_group(ranks, use_local_synchronization=True, group_desc=title)
         found[tag, sender] = made[tag, color]
+    for one in alone:
+        dist.destroy_process_group(one)
     share_timeout(made.values())
     rank, first = dist.get_rank(group), torch.zeros(1, device=runtime.device())
     for (tag, sender), lane in found.items():
