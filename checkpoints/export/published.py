@@ -26,6 +26,7 @@ from meshpar.weights import Mapped, TypedSource, WeightMap, average_called
 class Digest:
     """A SHA-256 of tensors in their order: of the name, dtype, shape and CRC-32 of each.
 
+    >>> import torch
     >>> digest = Digest()
     >>> digest.add("weight", torch.zeros(2, 2))
     >>> digest.hexdigest()[:8]
