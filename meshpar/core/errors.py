@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 
 from meshpar.core.secrets import redact
+
+_OURS = ("torch", "meshpar", "contextlib")
 
 
 class MeshparError(Exception):
@@ -88,9 +91,28 @@ def brief(error: BaseException) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
+def line_of_user() -> str:
+    """Return file and line of the innermost running code that is neither torch's nor meshpar's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message; empty where the error has no message."""
     return str(error).partition("\n")[0]
+
+
+notes: dict[str, str] = {}
+"""A part of an error's message that is torch's own -> what to do, which its traceback shows at its end."""
+
+
+def note(error: BaseException) -> None:
+    """Add what to do to an error of torch's that is known."""
+    for said, remedy in () if isinstance(error, MeshparError) else notes.items():
+        if said in str(error):
+            error.add_note(remedy)
 
 
 def seen_at(error: BaseException) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import os
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshpar.core.errors import LaunchError, seen_at
+from meshpar.core.errors import LaunchError, note, seen_at
 from meshpar.core.mesh import default_device_type
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -119,7 +120,8 @@ def number(name: str, default: int) -> int:
 def distributed(device_type: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[torch.device]:
     """Open a process group for the block: torchrun's ranks, or a world of this one process, and close it at the end.
 
-    Collective: every rank enters and leaves it. A group that is already open is used and stays open. After success the
+    Collective: every rank enters and leaves it. A group that is already open is used and stays open. Without a ``with``
+    block, after ``meshpar.distributed().__enter__()``, the group lives as long as the process. After success the
     ranks meet in a barrier, collect garbage and close the group, in this order: gloo's threads could otherwise abort
     the interpreter at exit.
 
@@ -140,14 +142,27 @@ def distributed(device_type: str | None = None, *, timeout_s: float = DEFAULT_TI
         return
     _open_group(here, timeout_s)
     hosts()
+    lost = False
     try:
         yield here
         dist.barrier()
+    except GeneratorExit as error:  # without a caller's traceback: nobody has the object of an entered block any more
+        lost = error.__traceback__ is not None and error.__traceback__.tb_next is None
+        if lost:
+            atexit.register(_close)
+        raise
     except BaseException as error:
         seen_at(error)  # without the group the other ranks fail
+        note(error)
         raise
     finally:
-        gc.collect()
+        if not lost:
+            _close()
+
+
+def _close() -> None:
+    gc.collect()
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -6,29 +6,17 @@ import threading
 import weakref
 import zlib
 from collections.abc import Sequence
-from typing import final
+from contextlib import suppress
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshpar.core import runtime
-from meshpar.core.errors import MeshparError, first_line
+from meshpar.core.errors import MeshparError, first_line, line_of_user
+from meshpar.core.patterns import class_name
 from meshpar.same_values import FACTOR, Largest
-
-PLACES = (
-    "a forward of the module",
-    "the end of a forward that leaves out blocks",
-    "a backward",
-    "a micro-batch of par.accumulate",
-    "an optimizer's step",
-    "par.token_scale",
-    "par.data_sum",
-    "par.check_replicas",
-    "par.state_dict(full=True)",
-)
-"""Where ranks meet, besides the forwards of blocks: a message can name these places of other ranks, too."""
-
 
 _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """Of the models that all ranks of a default group made together: a rank may simulate others alone, or have made some
@@ -76,7 +64,6 @@ class Meeting:
 
     def __init__(self, model: str, number: int, own: dist.ProcessGroup | None = None) -> None:
         self._model, self.own = f"{number} {model}", own
-        self._places = {self._tag(place): place for place in PLACES}
         self._history = 0
 
     @classmethod
@@ -84,7 +71,7 @@ class Meeting:
         """Return the exchanges of a module to which a plan was applied last. Collective: every rank calls it."""
         number = models_made() - 1
         alone = number > 0 and dist.get_world_size() > 1 and not runtime.is_simulated()
-        return cls(type(module).__name__, number, own_group(number) if alone else None)
+        return cls(class_name(module), number, own_group(number) if alone else None)
 
     def exchange(self) -> tuple[list[dist.ProcessGroup], torch.device]:
         """Return the group of all ranks' exchanges, and their device."""
@@ -106,28 +93,35 @@ class Meeting:
     def _tag(self, place: str) -> int:
         return zlib.crc32(f"{self._model} {place}".encode())
 
+    def _all_places(self, place: str) -> str:
+        """Return where this rank is, and the others that are elsewhere, each with the line of the user's code."""
+        here = f"{place} (model {self._model}, {line_of_user()})"
+        places: list[Any] = [here] * dist.get_world_size()
+        with suppress(RuntimeError):  # of a rank that met this one by another exchange
+            dist.all_gather_object(places, here, self.hosts)
+        others = {said: rank for rank, said in reversed(list(enumerate(places))) if said != here}
+        return ", ".join([f"this rank is at {here}", *(f"rank {rank} at {said}" for said, rank in others.items())])
+
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """See :meth:`meshpar.exact.agreement.Agreement.meet`."""
         if dist.get_world_size() == 1:
             return [True] * len(numbers)
         tag = self._tag(place)
-        self._places[tag] = place
         mine = torch.tensor([tag, *numbers, *[0] * (self.NUMBERS - len(numbers))], device="cpu")
         try:
             here, *agree = _spans(mine, self.hosts)
         except RuntimeError as error:
             raise MeshparError(
-                f"this rank is at {place}, and the other ranks did not come there in time: every rank must call the "
-                f"module, and train and evaluate with it, equally often. The wait ended with: {first_line(error)}"
+                f"this rank is at {place} ({line_of_user()}), and the other ranks did not come there in time: every "
+                "rank must call the module, and train and evaluate with it, equally often. The wait ended with: "
+                f"{first_line(error)}"
             ) from error
-        if here[0] != here[1]:
-            other = next((self._places[number] for number in here if number != tag and number in self._places), None)
+        if here[0] != here[1]:  # on every rank alike, so that they can say more
             raise MeshparError(
-                f"ranks are at different places of their loops: this rank is at {place}, another one at "
-                f"{other or 'another place, or with another model'}. Every rank must run the same calls in the same "
-                "order: as many batches (also in evaluation: drop or pad the rest), steps and sums. All data ranks "
-                "gather and reduce a block together: call every block on every rank, or make a skipped part one block "
-                "with its neighbours (blocks=...)"
+                f"ranks are at different places of their loops: {self._all_places(place)}. Every rank must run the "
+                "same calls in the same order: as many batches (also in evaluation: drop or pad the rest), steps and "
+                "sums. All data ranks gather and reduce a block together: call every block on every rank, or make a "
+                "skipped part one block with its neighbours (blocks=...)"
             )
         return [high == low for high, low in agree[: len(numbers)]]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import sys
 import threading
 import warnings
 
@@ -94,6 +96,27 @@ def test_a_block_that_one_data_rank_leaves_out_is_refused_where_it_happens():
 
 
 @on_ranks(2)
+def test_ranks_at_different_places_name_both_lines_of_their_code():
+    par = applied(Net(), "dp_shard=2", [FullyShard()])
+    lines = {}
+    with pytest.raises(MeshparError, match="ranks are at different places of their loops") as caught:
+        if par.data_rank:
+            lines[1] = line() + 1
+            par.data_sum(torch.ones(1))
+        else:
+            lines[0] = line() + 1
+            par.token_scale(3)
+    every = [None, None]
+    dist.all_gather_object(every, lines)
+    for place, number in {"par.data_sum": every[1][1], "par.token_scale": every[0][0]}.items():
+        assert re.search(rf"at {place} \(model \d+ Net, {re.escape(__file__)}:{number}\)", str(caught.value))
+
+
+def line():
+    return sys._getframe(1).f_lineno
+
+
+@on_ranks(2)
 def test_a_data_rank_that_calls_fewer_blocks_is_refused_before_its_backward():
     for passes in ([FullyShard()], [FullyShard(reshard_after_forward=False)], [Replicate()]):
         par = applied(Net(), f"{passes[0].axes[0]}=2", passes)
@@ -161,7 +184,9 @@ def test_parameters_that_one_rank_freezes_after_some_steps_are_named():
 @on_ranks(2)
 def test_data_ranks_that_call_two_models_of_one_class_in_different_orders_are_refused():
     first, second = (applied(Net(), "dp_shard=2", [FullyShard()]) for _ in range(2))
-    with pytest.raises(MeshparError, match="another one at another place, or with another model"):
+    with pytest.raises(
+        MeshparError, match=r"this rank is at .*\(model (\d+) Net, .*, rank \d at .*\(model (?!\1)\d+ Net, "
+    ):
         (second if first.data_rank else first).module(x_of())
 
 
