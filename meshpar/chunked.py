@@ -53,7 +53,7 @@ def chunked_token_loss(
         labels_BL: as for :func:`meshpar.token_loss`.
         head: the module in ``model`` that makes logits (B, L, V) of hidden states (B, L, D); None: the one that
             :func:`head_of` finds.
-        chunk: positions at a time.
+        chunk: positions at a time; 0: all logits at once, as without chunks.
         ignore_index: the label of positions that do not count.
         reduction: as for :func:`meshpar.token_loss`.
         z_loss: as for :func:`meshpar.token_loss`.
@@ -63,10 +63,12 @@ def chunked_token_loss(
 
     Collective as the model and the head are.
     """
-    if chunk < 1:
-        raise MeshparError(f"chunk={chunk} must be 1 or more")
-    reduced = reduction_of(reduction, labels_BL, ignore_index)
+    if chunk < 0:
+        raise MeshparError(f"chunk={chunk} must be 0 (all logits at once), or a number of positions")
     how = {"ignore_index": ignore_index, "z_loss": z_loss}
+    if chunk == 0:
+        return token_loss(model(**inputs).logits, labels_BL, reduction=reduction, **how)
+    reduced = reduction_of(reduction, labels_BL, ignore_index)
 
     def loss(finish: Step, hidden_ND: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         wanted = torch.is_grad_enabled()

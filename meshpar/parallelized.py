@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, final, overload
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from meshpar._torch.groups import share_timeout
 from meshpar.core.errors import MeshparError
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Role, unmatched
@@ -26,6 +27,7 @@ from meshpar.core.patterns import class_name, matches, modules_around
 from meshpar.core.registry import imported
 from meshpar.core.resolved import Resolved
 from meshpar.description import Description, describe
+from meshpar.exact.calls import compiled_form, watch_compiled
 from meshpar.exact.cycle import Cycle
 from meshpar.exact.verify import Verification, call, of_stages, run, split_test, verified
 from meshpar.log_probs import TokenLogProbs, token_log_probs
@@ -35,7 +37,8 @@ from meshpar.passes import random
 from meshpar.passes.applied import applied
 from meshpar.passes.batches import positions, selected, with_positions
 from meshpar.passes.untouched import CannotKeep, evaluating, untouched
-from meshpar.placements import clip_grad_norms_
+from meshpar.patches import while_lives
+from meshpar.placements import clip_grad_norms_, like, whole
 from meshpar.same_values import check_replicas
 from meshpar.state import initialize
 from meshpar.state.averaging import Averaged, Decay
@@ -85,6 +88,7 @@ class Parallelized:
         self.data_axes = resolved.roles[Role.SAMPLES]
         self._meshes, self._held_on = meshes, meshes[resolved.held]
         self._place = resolved.spec.coordinates(dist.get_rank())
+        while_lives(module, "compiled", watch_compiled)
         divided = resolved.divided(Role.POSITIONS)
         self._splitters = [(pass_, axis) for pass_ in plan.passes for axis in divided if axis in pass_.axes]
 
@@ -99,6 +103,23 @@ class Parallelized:
         batch.
         """
         return self._index(self.data_axes)
+
+    @cached_property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks with different samples, in the order of ``data_rank``: those that differ from this one on
+        ``data_axes`` alone, and share its place on every other axis (``cp``, ``tp``, ``pp``).
+
+        Exchange values of your own there (``dist.all_gather(parts, features, group=par.data_group)``): the ranks of the
+        world also have copies of a sample. Collective where it is read first: every rank reads it.
+        """
+        ranks: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(dist.get_world_size()):
+            place = self.spec.coordinates(rank)
+            ranks.setdefault(tuple(place[axis] for axis in place if axis not in self.data_axes), []).append(rank)
+        self._meet("par.data_group")
+        group, _ = dist.new_subgroups_by_enumeration(list(ranks.values()))
+        share_timeout([group])
+        return cast("dist.ProcessGroup", group)
 
     @property
     def loss_size(self) -> int:
@@ -312,7 +333,7 @@ class Parallelized:
         Args:
             micro_batches: any iterable; every rank passes the same number, and ranks that share samples the same.
             loss: ``(module, micro_batch) -> scalar``, of which the gradient is computed; or ``(scalar, values)`` with
-                tensors to report by name.
+                tensors to report by name. ``module`` is ``par.module``, or what ``torch.compile(par.module)`` returned.
             reduce_each: see :meth:`accumulate`.
 
         Returns:
@@ -321,13 +342,13 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
-        totals = Totals(self.device)
+        totals, module = Totals(self.device), self._called()
         if (stage := applied(self.module).layers) is not None:
             reduces = partial(self._reduces, reduce_each)
             stage.backward(micro_batches, loss, reduces, partial(self._abandon, reduces), totals)
         else:
             for batch in self.accumulate(micro_batches, reduce_each=reduce_each):
-                totals.add(loss(self.module, batch)).backward()  # type: ignore[no-untyped-call]
+                totals.add(loss(module, batch)).backward()  # type: ignore[no-untyped-call]
         return totals.returned()
 
     def forward(self, micro_batches: Iterable[Micro], function: Callable[[nn.Module, Micro], Found]) -> list[Found]:
@@ -339,10 +360,20 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
+        module = self._called()
         if (stage := applied(self.module).layers) is not None:
             return stage.forward(micro_batches, function, self.device)
         with torch.no_grad():
-            return [function(self.module, batch) for batch in micro_batches]
+            return [function(module, batch) for batch in micro_batches]
+
+    def _called(self) -> nn.Module:
+        """Return the module, or what ``torch.compile(module)`` made of it, for functions that call it."""
+        module, axes = compiled_form(self.module), self.resolved.divided(Role.LAYERS)
+        if axes and module is not self.module:
+            raise MeshparError(
+                f"the stages of {axes[0]} do not run torch.compile(par.module); compile blocks, Compile() in the plan"
+            )
+        return module
 
     def _meet(self, place: str) -> None:
         """Check that every rank comes to ``place``, whose exchange would meet another one elsewhere."""
@@ -501,11 +532,36 @@ class Parallelized:
             found = test.run()
         return verified(found if stage is None else of_stages(stage.gathered(found)))
 
+    def like(self, tensor: Tensor, values: Any) -> Tensor:  # noqa: ANN401 - what torch.as_tensor takes
+        """Place a mask, noise or a value as a parameter or its gradient is placed, so that operators take both.
+
+        ``parameter.grad.mul_(par.like(parameter, mask))``
+
+        Args:
+            tensor: a parameter, a gradient or what was computed from them, on any mesh or in one process.
+            values: a whole tensor, an array or a number, the same on every rank, that expands to the shape of
+                ``tensor``. Its dtype stays.
+
+        Returns:
+            A tensor of its own: this rank's part as a DTensor, or a plain tensor where ``tensor`` is plain.
+        """
+        return like(tensor, values)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return the whole of a parameter, a gradient or what was computed from them; a plain tensor as it is.
+
+        Where gradients are enabled they reach ``tensor`` as by ``tensor.full_tensor()``. The result may share memory
+        with ``tensor``: clone what you keep. ``tensor.copy_(par.like(tensor, whole))`` writes it back.
+
+        Collective where ``tensor`` is divided: every rank that holds a part of it calls it.
+        """
+        return whole(tensor)
+
     def register_method(self, name: str) -> None:
         """Let ``module.name(...)`` run like a call of the module: with gathered weights and the plan's checks.
 
-        ``forward``, ``encode``, ``decode``, ``embed``, ``encode_*``, ``decode_*``, ``forward_*`` and ``get_*_features``
-        are registered already.
+        ``encode``, ``decode``, ``embed``, ``encode_*``, ``decode_*``, ``forward_*`` and ``get_*_features`` are
+        registered already, and ``module.forward(...)`` is a call of the module, with its hooks.
 
         Raises:
             MeshparError: the module has no such method.

@@ -86,9 +86,29 @@ def whole_tensor(tensor: Tensor) -> Tensor:
         return held.full_tensor()
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole of ``tensor``, with the gradient that ``full_tensor()`` has: see ``Parallelized``."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return whole_tensor(tensor)
+    with quiet_gathers():
+        return tensor.full_tensor()
+
+
+def like(tensor: Tensor, values: Any) -> Tensor:  # noqa: ANN401 - what torch.as_tensor takes
+    """Return whole ``values`` placed as ``tensor`` is: see ``Parallelized``."""
+    if not isinstance(values, DTensor):
+        values = torch.as_tensor(values).to(tensor.device)
+    expanded = values.expand(tensor.shape).contiguous()
+    return placed_like(expanded, tensor, ()) if isinstance(tensor, DTensor) else whole_tensor(expanded).clone()
+
+
 def undivided(placements: Sequence[Placement], dims: Collection[int]) -> tuple[Placement, ...]:
-    """Return ``placements`` without those that split ``dims``."""
-    return tuple(Replicate() if shard_dim(placement) in dims else placement for placement in placements)
+    """Return ``placements`` without those that split ``dims``, or that leave sums to be made."""
+    return tuple(
+        Replicate() if (dim := shard_dim(placement)) is None or dim in dims else placement for placement in placements
+    )
 
 
 def placed_like(value: Tensor, like: DTensor, reduced: Collection[int]) -> DTensor:

@@ -172,6 +172,9 @@ class Plan:
         meshes = {spec: spec.build(device.type, own=own) for spec in resolved.meshes}
         compares = self.guards != "off" and not runtime.is_simulated()
         applied(module).layout, applied(module).verify = resolved.layout, self.verify and compares
+        if not self.passes and dist.get_world_size() == 1 and not registry.names(registry.GUARDS):
+            run_passes(module, resolved, meshes, device)
+            return Parallelized(module, self, resolved, meshes, device)
         replaced = run_passes(module, resolved, meshes, device, partial(prepare, module, resolved, meshes))
         cycle = attach(
             module, resolved, meshes, device, replaced, title=str(self), verify=self.verify, guards=self.guards

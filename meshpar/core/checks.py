@@ -181,7 +181,7 @@ def _content_problems(
             "built"
         )
         return
-    yield from _module_problems(module)
+    yield from _module_problems(module) if passes else ()
     ready = [pass_ for pass_ in passes if all(axis in mesh.axes for axis in pass_.axes)]
     with suppress(MeshError):  # which _axis_problems tells
         held = held_mesh(passes, mesh)
@@ -231,8 +231,8 @@ def _module_problems(module: nn.Module) -> Iterator[str]:
             )
         elif isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             yield (
-                f"{name} has sparse gradients, which no pass reduces; build it with sparse=False, and train it with "
-                "an optimizer for dense gradients (SparseAdam is AdamW without decay on the rows of a batch)"
+                f"{name} has sparse gradients, which no pass reduces; build it with sparse=False. SGD without momentum "
+                "then trains alike; AdamW also moves rows that a batch does not have, which SparseAdam leaves"
             )
         elif isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
             yield (

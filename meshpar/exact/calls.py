@@ -12,15 +12,38 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from meshpar._torch.autograd import in_backward
 from meshpar._torch.calls import eager
 from meshpar.core.errors import MeshparError
 from meshpar.exact.explain import Explanation
 from meshpar.passes.installed import set_forward
+from meshpar.patches import Undo
 
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
 """Names of methods that models publish beside ``forward`` and that enter as it does."""
+
+
+_COMPILED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def watch_compiled() -> Undo:
+    """Remember what ``torch.compile(module)`` returns."""
+
+    def keep(owner: nn.Module, name: str, child: nn.Module | None) -> None:
+        if name == "_orig_mod" and child is not None:
+            _COMPILED[child] = weakref.ref(owner)
+
+    handle = register_module_module_registration_hook(keep)
+    return lambda: handle.remove() is None
+
+
+def compiled_form(module: nn.Module) -> nn.Module:
+    """Return what ``torch.compile(module)`` returned and somebody still has, else the module."""
+    known = _COMPILED.get(module)
+    form = known() if known is not None else None
+    return module if form is None else form
 
 
 @final
@@ -49,6 +72,8 @@ class Calls:
         kind, forward = type(self._module), self._module.forward
 
         def dispatch(*args: Any, **kwargs: Any) -> Any:
+            if not self.depth and not in_backward():  # module.forward(...) of the user's own
+                return self._module(*args, **kwargs)
             method, self._method = self._method, None
             return (method or forward)(*args, **kwargs)
 

@@ -27,9 +27,10 @@ def check_copies(module: nn.Module, mesh: DeviceMesh, axes: Sequence[str]) -> No
         if odd := differing_gradients(module, axis, mesh.get_group(axis), mesh.device_type):
             raise MeshparError(
                 f"ranks of {axis} have different gradients for parameters that each keeps whole: "
-                f"{', '.join(odd[:6])}; where such a module sees a slice of the heads or features, give it the style "
-                "'grad_sum' in the layout's tensor-parallel table; where it draws random numbers, draw them from a "
-                "generator with the same seed on these ranks"
+                f"{', '.join(odd[:6])}; give collectives of your own in a loss or a hook group=par.data_group, whose "
+                "ranks have different samples; where such a module sees a slice of the heads or features, give it the "
+                "style 'grad_sum' in the layout's tensor-parallel table; where it draws random numbers, draw them from "
+                "a generator with the same seed on these ranks"
             )
 
 

@@ -13,7 +13,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, final
 
 import torch
@@ -134,7 +134,8 @@ class Cycle:
             return self.calls.explained(inner, args, kwargs)
         self.calls.depth += 1
         try:
-            with _outside_inference_mode(), _parts_called():
+            gathers = bool(self._units.modules) or self.first_runs.mixing is not None
+            with _outside_inference_mode() if gathers else nullcontext(), _parts_called():
                 self._before_forward(args, kwargs)
                 run = self.calls.explained
                 if self.first_runs.wait:

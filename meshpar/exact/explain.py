@@ -78,6 +78,12 @@ _ASSIGNED: _Cause = (
     "put such code on the module before plan.apply (torch.nn.utils.parametrizations); keep what a loss reads in a "
     "list or a dict",
 )
+_INFERENCE: _Cause = (
+    r"Inplace update to inference tensor",
+    "a call that gathers weights runs under torch.no_grad() in the place of inference mode, in which tensors (a cache) "
+    "were made that it writes into",
+    "make such tensors under torch.no_grad(), and call the module there",
+)
 _GONE: _Cause = (
     r"[Cc]onnection (?:closed|reset)|[Tt]imed out|timeout",
     "another rank left its loop, or its job, or runs another number of forwards and backwards",
@@ -115,7 +121,7 @@ class Explanation:
         self._module, self._plan_text, self._unit_pass = module, plan_text, unit_pass
         self._splits_features = splits_features
         shares = (_TRANSFORMS, _OUTSIDE, _SHAPES) if splits_features else (_OUTSIDE_BLOCK,)
-        self._causes = (*shares, _IN_PLACE, _DTYPES, _COMPILED, _ASSIGNED, _GONE)
+        self._causes = (*shares, _IN_PLACE, _DTYPES, _COMPILED, _ASSIGNED, _INFERENCE, _GONE)
 
     def told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return ``run(*args, **kwargs)``. Costs nothing while nothing is raised: the inner module is found in the

@@ -19,15 +19,20 @@ from torch.utils._pytree import tree_map
 
 from meshpar._torch.dtensor import change_attributes, change_operators
 from meshpar.core import runtime
-from meshpar.core.errors import MeshparError, ParallelError, first_line
+from meshpar.core.errors import MeshparError, ParallelError, first_line, notes
 from meshpar.passes import random
 from meshpar.patches import while_lives
-from meshpar.placements import held_by_this_rank, local_tensor, whole_tensor
+from meshpar.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
 from meshpar.same_values import same
 
 _REMEDY = (
-    "change the whole tensor on every rank, whole = parameter.full_tensor(), and write it back between steps by "
-    "par.load_state_dict({name: whole}, strict=False)"
+    "change the whole tensor on every rank, whole = par.whole(tensor), and write it back, under torch.no_grad(), by "
+    "tensor.copy_(par.like(tensor, whole))"
+)
+notes["got mixed torch.Tensor and DTensor"] = (
+    "a plain tensor met a parameter, a gradient or what was computed from them, which is a DTensor on a mesh; place "
+    "the plain one (a mask, noise, a value) by par.like(tensor, values), or compute with the whole of the other, "
+    "par.whole(tensor), and write back by tensor.copy_(par.like(tensor, whole))"
 )
 
 
@@ -53,9 +58,8 @@ def _assign(tensor: DTensor, value: object) -> bool:
         if not isinstance(tensor, nn.Parameter):
             return False
         raise ParallelError(
-            f"parameter.data was assigned a {_named(value)}, and the parameter is a {_named(tensor)}, of which this "
-            "rank holds a part; assign a tensor made from it (parameter.data * 0.9), or write whole tensors by "
-            "par.load_state_dict({name: whole}, strict=False)"
+            f"parameter.data was assigned a {_named(value)}, and the parameter is a {_named(tensor)}; assign a tensor "
+            "made from it (parameter.data * 0.9), or par.like(parameter, values) of a whole one"
         )
     with torch.no_grad():
         part = value.redistribute(placements=tensor.placements)._local_tensor
@@ -66,9 +70,8 @@ def _assign(tensor: DTensor, value: object) -> bool:
 
 def _refuse_numpy(tensor: DTensor) -> NoReturn:
     raise ParallelError(
-        f"numpy() of a {_named(tensor)}, of which this rank holds a part; use tensor.full_tensor().numpy() on every "
-        "rank. What is written into that does not reach the parameter: write it back by par.load_state_dict({name: "
-        "whole}, strict=False)"
+        f"numpy() of a {_named(tensor)}; use par.whole(tensor).numpy() on every rank, and write an array back by "
+        "tensor.copy_(par.like(tensor, array))"
     )
 
 
@@ -86,7 +89,11 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if local_tensor(first).is_meta or runtime.is_simulated():
         parts = tree_map(lambda leaf: leaf._local_tensor if isinstance(leaf, DTensor) else leaf, (args, kwargs))
         results = op(*parts[0], **parts[1])
-        return first if op._schema.is_mutable else tree_map(lambda leaf: _placed(leaf, first), results)
+        return (
+            first
+            if op._schema.is_mutable
+            else tree_map(lambda leaf: part_like(leaf, first) if isinstance(leaf, Tensor) else leaf, results)
+        )
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     if groups and not all(same(random.digest(first.device, kwargs.get("generator"))[None], groups)):
         raise MeshparError(
@@ -103,31 +110,27 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _part(whole: object, like: DTensor) -> object:
-    if not isinstance(whole, Tensor):
-        return whole
-    return (
-        _placed(whole[held_by_this_rank(like)].contiguous(), like)
-        if whole.shape == like.shape
-        else _placed(whole, like, whole=True)
-    )
-
-
-def _placed(part: object, like: DTensor, *, whole: bool = False) -> object:
-    if not isinstance(part, Tensor):
-        return part
-    if whole:
-        return DTensor.from_local(part, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    if not isinstance(whole, Tensor) or whole.shape == like.shape:
+        return placed_like(whole, like, ()) if isinstance(whole, Tensor) else whole
+    return DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
 def _refuse_unknown(inside: Callable[[], bool], op: Any, error: Exception) -> None:
-    if not inside():
+    if inside():
+        return
+    if op.namespace == "c10d":
         raise ParallelError(
-            f"torch cannot run {op} on a parameter, or a gradient, of which each rank holds a part "
-            f"({first_line(error)}); {_REMEDY}"
+            f"{op} got a parameter or a gradient, whose collectives are the plan's: gradients are averaged over data "
+            "ranks already when a backward has ended; leave the collective out, use the form for one process of an "
+            "optimizer that has its own, or take par.whole(tensor) where a rank needs all of it"
         ) from error
+    remedy = _REMEDY
+    if "in-place" in str(error):
+        remedy = "compute with the whole of it, par.whole(tensor)"
+    raise ParallelError(
+        f"torch cannot run {op} on a parameter, a gradient or what was computed from them, which are DTensors on a "
+        f"mesh ({first_line(error)}); {remedy}"
+    ) from error
 
 
 def _refuse_lost() -> NoReturn:

@@ -63,7 +63,8 @@ def fake_mode() -> FakeTensorMode:
 
 def settle(par: Parallelized) -> None:
     """Let the ranks compare what they compare after the first steps, and look at nothing."""
-    assert par.cycle is not None, "apply gives it one"
+    if par.cycle is None:
+        return
     par.cycle.first_runs.split = None
     par.cycle.placed.record()
     on_cpu = par.cycle.guards == "always" and runtime.over_hosts(par.device)

@@ -56,6 +56,9 @@ class Applied:
     keeps_gathered: bool = False
     selective: bool = False
 
+    def __reduce__(self) -> tuple[type[Applied], tuple[()]]:
+        return Applied, ()
+
     @property
     def gathers_once(self) -> bool:
         """The micro-batches of a step share gathered weights: those of a stage, whose forwards and backwards

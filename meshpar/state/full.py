@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, final
 
 import torch
@@ -237,12 +237,17 @@ def refuse_copies(module: Any, *, patch: bool = True) -> None:  # noqa: ANN401 -
         "a parallel module cannot be copied, because the copy would run the original's weights; for averaged weights "
         "use par.averaged(decay), for a second model build another one and apply a plan to it",
     )
-    if hasattr(module, "save_pretrained"):
-        module.save_pretrained = functools.partial(
-            _refuse,
-            "save_pretrained does not support shards; use meshpar.checkpoints: CheckpointManager(...).save, then "
-            "export_safetensors",
+    module.no_sync = functools.partial(
+        _refuse,
+        "no_sync() is DistributedDataParallel's; iterate over par.accumulate(micro_batches), and run a backward for "
+        "each, of which the last one reduces gradients",
+    )
+    if hasattr(module, "resize_token_embeddings"):
+        module.resize_token_embeddings = functools.partial(
+            _refuse, "resize_token_embeddings replaces parameters that the plan has placed; call it before plan.apply"
         )
+    if hasattr(module, "save_pretrained"):
+        module.save_pretrained = functools.partial(_save_whole, module.save_pretrained)
     module._ddp_params_and_buffers_to_ignore = _NotForDDP()  # which DistributedDataParallel reads first
     guard_state(module)
     if not patch:
@@ -253,9 +258,22 @@ def refuse_copies(module: Any, *, patch: bool = True) -> None:  # noqa: ANN401 -
     )
 
 
+def _save_whole(save: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    """Save a whole state that is handed in; other ranks than 0 have an empty one, and write nothing."""
+    state = kwargs.get("state_dict")
+    if state is None or any(isinstance(value, DTensor) for value in state.values()):
+        _refuse(
+            "save_pretrained does not support shards; hand in whole tensors, save_pretrained(folder, "
+            "state_dict=par.state_dict(full=True)) on every rank, or use meshpar.checkpoints: "
+            "CheckpointManager(...).save, then export_safetensors"
+        )
+    if state:
+        save(*args, **kwargs)
+
+
 _READ_AS_A_NUMBER = (
     "a DTensor whose ranks hold parts of it was read as a number (.item(), float()), which would give only this "
-    "rank's part; use tensor.full_tensor().item() on every rank, or par.clip_grad_norm_(float('inf')) for the norm of "
+    "rank's part; use par.whole(tensor).item() on every rank, or par.clip_grad_norm_(float('inf')) for the norm of "
     "all gradients"
 )
 

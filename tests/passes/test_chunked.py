@@ -133,8 +133,11 @@ def test_a_model_that_names_no_head_is_refused_until_it_is_told():
 
 @pytest.mark.parametrize("head", [torch.nn.Identity(), torch.nn.Linear(3, 3)])
 def test_another_head_than_the_models_is_refused(head):
+    model, (ids, labels) = transformer(), batch()
     with pytest.raises(MeshparError, match="chunk=0"):
-        chunked_token_loss(transformer(), {"input_ids": batch()[0]}, batch()[1], head=head)
+        chunked_token_loss(model, {"input_ids": ids}, labels, head=head)
+    loss = chunked_token_loss(model, {"input_ids": ids}, labels, head=head, chunk=0)
+    torch.testing.assert_close(loss, token_loss(model(input_ids=ids).logits, labels))
 
 
 MEMORY = """

@@ -21,6 +21,7 @@ from meshpar import (
     ModelLayout,
     ParallelError,
     Plan,
+    PlanError,
     Replicate,
     TensorParallel,
 )
@@ -28,6 +29,7 @@ from meshpar.passes.tensor.parts import Experts, FeatureTable, Parts
 from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.state.initialize import tied_names
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
+from meshpar.training import LoRA, add_adapters
 from tests.support.models_for_parity import VOCAB, huggingface, transformer
 from tests.support.tiers import daily
 
@@ -778,3 +780,93 @@ def test_a_gradient_that_is_not_summed_over_the_axis_is_named_in_the_first_step(
         MeshparError, match=r"ranks of tp have different gradients .*layers\.0\.attn\.q_norm\.weight.*'grad_sum'"
     ):
         loss.backward()
+
+
+@on_ranks(2)
+def test_save_pretrained_takes_a_whole_state_on_every_mesh(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    for mesh, passes in (("tp=2", [TensorParallel()]), ("dp_shard=2", [FullyShard()])):
+        par = Plan(mesh, passes).apply(on_meta(lambda: huggingface("Llama"))).materialize(seed=0)
+        folder = tmp_path / mesh
+        with pytest.raises(MeshparError, match="save_pretrained does not support shards; hand in whole tensors"):
+            par.module.save_pretrained(folder, state_dict=par.state_dict())
+        par.module.save_pretrained(folder, state_dict=par.state_dict(full=True))
+        dist.barrier()
+        expected = par.state_dict(full=True, everywhere=True)
+        saved = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        assert saved.keys() == expected.keys()
+        assert all(torch.equal(saved[name], expected[name]) for name in expected)
+
+
+@on_ranks(2)
+def test_a_vocabulary_is_resized_before_apply():
+    for mesh, passes in (("tp=2", [TensorParallel()]), ("dp_shard=2", [FullyShard()])):
+        model, longer = huggingface("Llama"), VOCAB + 8
+        with pytest.raises(MeshparError, match=r"resize_token_embeddings replaces .*; call it before plan\.apply"):
+            Plan(mesh, passes).apply(huggingface("Llama")).module.resize_token_embeddings(longer)
+        model.resize_token_embeddings(longer)
+        par = Plan(mesh, passes).apply(model)
+        assert par.module(input_ids=torch.tensor([[longer - 1]])).logits.shape == (1, 1, longer)
+
+
+@on_ranks(2)
+def test_no_sync_names_accumulate_which_is_exact():
+    def steps(net, micros, around):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for x in around(micros):
+            (net(x).square().mean() / len(micros)).backward()
+        optimizer.step()
+
+    alone, micros = _linear(), torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(0))
+    steps(alone, list(micros), iter)
+    for mesh, passes in (("dp_shard=2", [FullyShard()]), ("dp_replicate=2", [Replicate()])):
+        par = Plan(mesh, passes).apply(_linear())
+        with pytest.raises(MeshparError, match=r"iterate over par\.accumulate\(micro_batches\)"):
+            par.module.no_sync()
+        steps(par.module, [x[par.data_rank :: 2] for x in micros], par.accumulate)
+        for name, value in par.state_dict(full=True, everywhere=True).items():
+            torch.testing.assert_close(value, alone.state_dict()[name])
+
+
+def _linear():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def test_a_model_of_peft_under_tp_names_add_adapters():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(huggingface("Llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    plan = Plan("tp=2", [TensorParallel()])
+    with pytest.raises(
+        PlanError, match=r"TensorParallel has nothing to do.*meshpar\.training\.add_adapters\(model, LoRA"
+    ):
+        plan.check(model, world_size=2)
+    model = huggingface("Llama")
+    plan.check(model, add_adapters(model, LoRA(targets=("q_proj",))), world_size=2)
+
+
+@on_ranks(2)
+def test_calibrated_observers_of_quantization_train_as_in_one_process():
+    from torch.ao import quantization as quant
+
+    def observed():
+        net = _linear().train()
+        net.qconfig = quant.get_default_qat_qconfig("fbgemm")
+        return quant.prepare_qat(net)
+
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    par = Plan("dp_shard=2", [FullyShard()]).apply(observed(), ModelLayout())
+    with pytest.raises(MeshparError, match=r"calibrate observers .* module\.apply\(disable_observer\)"):
+        par.module(x[par.data_rank :: 2]).square().mean().backward()
+    nets = [observed(), observed()]
+    for net in nets:
+        net(x)
+        net.apply(quant.disable_observer)
+    alone, par = nets[0], Plan("dp_shard=2", [FullyShard()]).apply(nets[1], ModelLayout())
+    for net, rows in ((alone, x), (par.module, x[par.data_rank :: 2])):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(rows).square().mean().backward()
+        optimizer.step()
+    for name, value in par.state_dict(full=True, everywhere=True).items():
+        torch.testing.assert_close(value, alone.state_dict()[name], atol=1e-6, rtol=0)

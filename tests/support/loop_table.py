@@ -185,8 +185,9 @@ need the same labels), samples of data ranks (pass `par.data_rank` to the sample
 `nn.init`, `randn_like` and other random writes into parameters after `apply` draw what one process
 draws, from the same seed on every rank; they are refused where the ranks' random states differ.
 `parameter.data = parameter.data * 0.9` is exact. A write into a row (`parameter[0] = 0`), and an
-operator that torch cannot run on shards, are refused: change `parameter.full_tensor()` on every rank
-and write it back by `par.load_state_dict({name: whole}, strict=False)`.
+operator that torch cannot run on shards, are refused. Change `whole = par.whole(parameter)` on every
+rank and write it back, under `torch.no_grad()`, by `parameter.copy_(par.like(parameter, whole))`.
+`par.like(parameter, values)` places a mask, noise or a value beside a parameter or its gradient.
 
 `python benchmarks/fuzz_after_apply.py --seeds 0:1000` draws loops from 300 such habits, on the five
 plans of the table, and compares each with one process.

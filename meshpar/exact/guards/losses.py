@@ -69,9 +69,10 @@ class Losses(Guard):
             if most != least and not most - least <= allowed * max(abs(most), abs(least), _LEAST):
                 raise ParallelError(
                     f"ranks of {axis} compute the same samples together, but their backward starts from different "
-                    f"losses: from {least:.6g} to {most:.6g}, here {mine.item():.6g}. A value made inside of a split "
-                    "module entered the loss by another way than the module's output (an attribute, a list, a hook), "
-                    "and each rank has that of its own heads or features; leave that module and the layers in it "
-                    "whole, TensorParallel(styles={'blocks.*.attn': None}), or draw random numbers of the loss alike "
-                    "on these ranks"
+                    f"losses: from {least:.6g} to {most:.6g}, here {mine.item():.6g}. Give collectives of your own in "
+                    "a loss or a hook group=par.data_group, whose ranks have different samples. Where a value made "
+                    "inside of a split module entered the loss by another way than the module's output (an attribute, "
+                    "a list, a hook), each rank has that of its own heads or features; leave that module and the "
+                    "layers in it whole, TensorParallel(styles={'blocks.*.attn': None}), or draw random numbers of the "
+                    "loss alike on these ranks"
                 )

@@ -92,7 +92,8 @@ class TensorParallel(Pass):
         if not (table.modules or any(table.parameters.values()) or table.problems):
             yield (
                 "TensorParallel has nothing to do: the layout has no table; give ModelLayout(tensor={'layers.*.up': "
-                "'colwise', ...})"
+                "'colwise', ...}), or for LoRA meshpar.training.add_adapters(model, LoRA(...)) in the place of peft, "
+                "which returns a layout"
             )
         for pattern, style in table.modules.items():
             found = list(find_modules(module, pattern))

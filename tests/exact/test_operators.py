@@ -1,0 +1,241 @@
+"""Operators on a parallel module's parameters and gradients: told in words that help, which are exact where they are
+followed, on every mesh and in one process.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+
+from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, Replicate, TensorParallel
+from meshpar.core.errors import note
+from meshpar.testing import on_ranks
+
+VOCABULARY, DIM, NEW = 17, 8, 13
+LAYOUT = ModelLayout(tensor={"up": "colwise", "down": "rowwise"})
+PLANS = {
+    "dp_shard=2": [FullyShard()],
+    "dp_replicate=2": [Replicate()],
+    "tp=2": [TensorParallel()],
+    "dp_replicate=2,dp_shard=2": [HybridShard(optimizer="world")],
+    "dp_shard=2,tp=2": [TensorParallel(), FullyShard()],
+}
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up = nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, 2 * DIM)
+        self.down, self.head = nn.Linear(2 * DIM, DIM), nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, ids):
+        return self.head(self.down(torch.tanh(self.up(self.embed(ids)))))
+
+
+class Alone:
+    """What a loop of one process has in the place of ``par``."""
+
+    data_rank, data_size = 0, 1
+
+    def like(self, tensor, values):
+        return torch.as_tensor(values)
+
+    def whole(self, tensor):
+        return tensor
+
+
+MASK = torch.zeros(VOCABULARY, 1, dtype=torch.float64)
+MASK[NEW:] = 1
+OLD_ROWS = torch.arange(VOCABULARY) < NEW
+
+
+def hook(weight, par):
+    weight.register_hook(lambda grad: grad * par.like(grad, MASK))
+
+
+def hook_rows(weight, par):
+    def zero_old(grad):
+        whole = par.whole(grad).clone()
+        whole[:NEW] = 0
+        return par.like(grad, whole)
+
+    weight.register_hook(zero_old)
+
+
+def multiply(weight, par):
+    weight.grad = weight.grad * par.like(weight.grad, MASK)
+
+
+def zero_rows(weight, par):
+    whole = par.whole(weight.grad)
+    whole[:NEW] = 0
+    weight.grad.copy_(par.like(weight.grad, whole))
+
+
+def zero_data(weight, par):
+    whole = par.whole(weight.grad.data)
+    whole[:NEW].zero_()
+    weight.grad.data.copy_(par.like(weight.grad, whole))
+
+
+def fill_rows(weight, par):
+    whole = par.whole(weight.grad)
+    whole[OLD_ROWS] = whole[OLD_ROWS].fill_(0)
+    weight.grad.copy_(par.like(weight.grad, whole))
+
+
+def precondition(weight, par):  # Shampoo's left factor
+    grad = par.whole(weight.grad)
+    values, vectors = torch.linalg.eigh(torch.eye(len(grad), dtype=grad.dtype) + grad @ grad.T)
+    weight.grad.copy_(par.like(weight.grad, vectors @ torch.diag(values**-0.25) @ vectors.T @ grad))
+
+
+def clip_by_unit(weight, par):  # timm's adaptive clipping
+    largest = par.whole(weight.norm(dim=1, keepdim=True)).clamp_(min=1e-3)
+    weight.grad.mul_(par.like(weight.grad, largest))
+
+
+def scale_by_norm(weight, par):
+    weight.grad.div_(1 + par.whole(weight.grad.norm()).item())
+
+
+def restore_rows(weight, par, old):
+    whole, before = par.whole(weight), par.whole(old)
+    whole[OLD_ROWS] = before[OLD_ROWS]
+    weight.copy_(par.like(weight, whole))
+
+
+def choose(weight, par, old):
+    weight.copy_(torch.where(par.like(weight, OLD_ROWS[:, None]), old, weight))
+
+
+def add_noise(weight, par, old):
+    weight.add_(par.like(weight, np.random.default_rng(0).standard_normal(weight.shape)))
+
+
+def read_numpy(weight, par, old):
+    weight.copy_(par.like(weight, par.whole(weight.detach()).numpy() * 0.5))
+
+
+def average_by_hand(weight, par):
+    if par is DIRECT and isinstance(weight, DTensor):
+        dist.all_reduce(weight.grad)
+
+
+AT_START, AFTER_BACKWARD = (
+    (hook, hook_rows),
+    (multiply, zero_rows, zero_data, fill_rows, precondition, clip_by_unit, scale_by_norm, average_by_hand),
+)
+AFTER_STEP = (restore_rows, choose, add_noise, read_numpy)
+DIRECT = Alone()
+"""Habits as people write them, without a word of meshpar's."""
+
+
+def batches(par):
+    for seed in range(2):
+        ids = torch.randint(VOCABULARY, (8, 6), generator=torch.Generator().manual_seed(seed))
+        yield ids.chunk(par.data_size)[par.data_rank]
+
+
+def train(net, habit, par, parts):
+    weight = net.embed.weight
+    optimizer, old = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3), weight.detach().clone()
+    if habit in AT_START:
+        habit(weight, par)
+    for ids in batches(parts):
+        cross_entropy(net(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        with torch.no_grad():
+            if habit in AFTER_BACKWARD:
+                habit(weight, par)
+            optimizer.step()
+            if habit in AFTER_STEP:
+                habit(weight, par, old)
+        optimizer.zero_grad()
+
+
+def build():
+    torch.manual_seed(0)
+    return Words().double()
+
+
+def told(habit, par):
+    """What a habit raises that knows nothing of the mesh; empty where it trains as one process does."""
+    try:
+        train(par.module, habit, DIRECT, par)
+    except (MeshparError, RuntimeError) as error:
+        note(error)
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return ""
+
+
+def check_habits(mesh, passes):
+    said = {}
+    for habit in (*AT_START, *AFTER_BACKWARD, *AFTER_STEP):
+        net = build()
+        train(net, habit, DIRECT, Alone())
+        expected = net.state_dict()
+        par = Plan(mesh, passes).apply(build(), LAYOUT if "tp" in mesh else None)
+        train(par.module, habit, par, par)
+        found = par.state_dict(full=True, everywhere=True)
+        assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected), habit.__name__
+        other = Plan(mesh, passes).apply(build(), LAYOUT if "tp" in mesh else None)
+        words = told(habit, other)
+        if not words:
+            found = other.state_dict(full=True, everywhere=True)
+            assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected), mesh
+        elif habit is average_by_hand:
+            assert "gradients are averaged over data ranks already" in words
+        else:
+            assert "par.like(" in words or "par.whole(" in words, (mesh, habit.__name__, words)
+        said[habit] = words
+    return said
+
+
+@pytest.mark.parametrize("mesh", [mesh for mesh in PLANS if "," not in mesh])
+@on_ranks(2)
+def test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact(mesh):
+    said = check_habits(mesh, PLANS[mesh])
+    assert "a plain tensor met a parameter" in said[multiply]
+    if mesh == "dp_shard=2":
+        for habit, words in {
+            zero_rows: "change the whole tensor on every rank, whole = par.whole(tensor)",
+            clip_by_unit: "compute with the whole of it, par.whole(tensor)",
+            average_by_hand: "gradients are averaged over data ranks already",
+            read_numpy: "use par.whole(tensor).numpy() on every rank",
+        }.items():
+            assert words in said[habit]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", [mesh for mesh in PLANS if "," in mesh])
+@on_ranks(4)
+def test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact_on_more_axes(mesh):
+    check_habits(mesh, PLANS[mesh])
+
+
+@on_ranks(1)
+def test_like_and_whole_work_in_one_process():
+    check_habits("", [])
+
+
+@pytest.mark.parametrize("mesh", ["dp_shard=2", "tp=2", "dp_replicate=2"])
+@on_ranks(2)
+def test_a_whole_parameter_in_a_loss_has_its_gradient(mesh):
+    def penalized(net, whole, parts):
+        loss = 0
+        for ids in batches(parts):
+            loss = loss + net(ids).square().mean()
+        (loss + sum(whole(parameter).square().sum() for parameter in net.parameters())).backward()
+
+    alone, par = build(), Plan(mesh, PLANS[mesh]).apply(build(), LAYOUT if "tp" in mesh else None)
+    penalized(alone, lambda tensor: tensor, Alone())
+    penalized(par.module, par.whole, par)
+    for (name, expected), found in zip(alone.named_parameters(), par.module.parameters()):
+        torch.testing.assert_close(par.whole(found.grad), expected.grad, msg=name)
+    plain = torch.ones(3)
+    assert par.whole(plain) is plain and par.like(plain, 2).tolist() == [2, 2, 2]
