@@ -289,7 +289,7 @@ class Profiled:
             seconds = time.perf_counter() - start
         finally:
             if tracer is not None:
-                tracer.stop()
+                _pause(tracer)
         axes = {group_title(group): axis for axis, group in self._par.groups()}
         threads = {number: axes.get(title, "") for number, title in gloo_threads().items()}
         ranks: list[Any] = [None] * dist.get_world_size()
@@ -299,12 +299,19 @@ class Profiled:
             yield from self._snapshot(batches)
         elif not any(pass_.compiles for pass_ in self._par.plan.passes):
             yield from self._watched(batches, holders)
+        else:
+            yield next(batches)
+        if tracer is not None:
+            tracer.stop()
         dist.all_gather_object(ranks, mine, runtime.hosts())
         if tracer is not None:
             try:
                 self._write(tracer, threads, ranks, holders)
             except Exception as error:  # noqa: BLE001 - the other ranks write none, and train on
                 log.warning("no profile in %s: %s; training continues", self._folder, brief(error))
+            finally:
+                # The tracer is in a cycle of references: free its events now.
+                tracer.profiler = None
 
     def _next(self, batches: Iterator[list[TensorBatch]]) -> list[TensorBatch]:
         start = time.perf_counter()
@@ -359,6 +366,14 @@ class Profiled:
         )
         page = Page(title=title, steps=STEPS, times=times, ranks=ranks, holders=holders, unseen=where, files=files)
         write_durably(self._folder / SUMMARY, str(page))
+
+
+def _pause(tracer: profile) -> None:
+    """Record nothing more. The profile is stopped a step later, or never after an error: torch writes the end of an
+    exchange that is in flight into the events, whose memory a stop frees.
+    """
+    # All kinds at once: torch warns of a part of them, whatever the machine has.
+    tracer.toggle_collection_dynamic(False, [ProfilerActivity.CPU, ProfilerActivity.CUDA, ProfilerActivity.XPU])
 
 
 def at_the_peak(held: Mapping[str, int], phases: tuple[Phase, ...]) -> dict[str, int]:

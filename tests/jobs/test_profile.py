@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
@@ -9,18 +10,22 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
-from meshpar._torch.groups import gloo_threads, group_title
+import meshpar
+from meshpar._torch.groups import default_store, gloo_threads, group_title
+from meshpar.core import runtime
 from meshpar.core.mesh import MeshSpec
 from meshpar.testing import on_ranks
-from meshpar.training.profile import Page, Times, times_of
-from tests.support.patience import until
+from meshpar.training.profile import LEAST, STEPS, WARM, Page, Profiled, Times, times_of
+from tests.support.patience import patient, until
 
 RECIPE = """\
 name: job
@@ -112,6 +117,44 @@ def test_gloos_threads_are_their_groups_also_when_others_start_in_between(tmp_pa
         trace = json.loads(path.read_text())
         assert sum(traceevent["name"] == "gloo:all_reduce" for traceevent in trace["traceEvents"]) == 20
         assert set(times_of(trace, threads).communication) == ({axis} if axis else set())
+
+
+@on_ranks(2)
+def test_the_end_of_an_exchange_that_outlasts_the_profile_is_in_its_events(tmp_path: Path) -> None:
+    """Torch frees events when a profile stops, and an exchange in flight would write its end into freed memory."""
+    par = meshpar.Plan("dp_shard=2", [meshpar.FullyShard()]).apply(nn.Sequential(nn.Linear(8, 8)))
+    optimizer = torch.optim.SGD(par.module.parameters())
+    group, store = runtime.new_host_group("late"), default_store()
+    first, late = dist.get_rank() == 0, WARM + STEPS - 1
+    batches: Any = [[] for _ in range(LEAST)]
+    works = []
+    for step, _ in enumerate(Profiled(batches, par, optimizer, tmp_path / "profile")):
+        if step == late + 1 and first:
+            store.set("the last profiled step is over", "")
+        elif step == late + 1:
+            store.wait(["the last profiled step is over"])
+        if step == late + (not first):
+            works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for _ in range(50)]
+        if step == late + 1:
+            for work in works:
+                work.wait()
+    if first:
+        events = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
+        spans = [traceevent["dur"] for traceevent in events if traceevent["name"] == "gloo:all_reduce"]
+        assert len(spans) == 50 and all(spans)
+        assert not [one for one in gc.get_objects() if type(one) is torch.autograd.profiler.profile]
+
+
+@pytest.mark.nightly
+def test_a_profiled_job_with_tensorboard_ends_twenty_times_of_twenty(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("def add(a, b):\n    return a + b\n" * 500)
+    (tmp_path / "job.yaml").write_text(RECIPE.replace("steps: 9", "steps: 12").replace("false", "true"))
+    paths = [f"data.paths=[{tmp_path / 'text.txt'}]", f"data.cache={tmp_path / 'cache'}"]
+    command = [sys.executable, "-m", "meshpar.launchers", "train", str(tmp_path / "job.yaml"), "--quiet", *paths]
+    for number in range(20):
+        more = ["profile=on", f"output={tmp_path / str(number)}"]
+        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=patient(60))
+        assert done.returncode == 0, f"{number}: {done.stderr}"
 
 
 def event(category: str, name: str, start: float, length: float, thread: int = 1, **args: object) -> dict[str, object]:
