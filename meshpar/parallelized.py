@@ -26,6 +26,7 @@ from meshpar.core.passes import Pass, Role, unmatched
 from meshpar.core.patterns import class_name, matches, modules_around
 from meshpar.core.registry import imported
 from meshpar.core.resolved import Resolved
+from meshpar.core.waiting import reads_of
 from meshpar.description import Description, describe
 from meshpar.exact.calls import compiled_form, watch_compiled
 from meshpar.exact.cycle import Cycle
@@ -224,6 +225,7 @@ class Parallelized:
             raise MeshparError(
                 f"ignore= and cast= require weights=, and a seed was given; got ignore={list(ignore)} and cast={cast}"
             )
+        reads_of(self.module).wait("par.materialize()")
         missing = initialize.without_memory(self.module)
         if seed is not None and not missing:
             raise MeshparError(
@@ -596,6 +598,7 @@ class Parallelized:
 
         Collective where ``from_rank_0``: every rank calls it.
         """
+        reads_of(self.module).wait("par.load_state_dict()")
         scatter_state(self.module, state, self.device, from_rank_0=from_rank_0, strict=strict)
 
     def averaged(self, decay: Decay | None = None, **options: Any) -> Averaged:
@@ -626,6 +629,12 @@ class Parallelized:
     def offloaded(self, optimizer: Optimizer | Collection[Optimizer] = ()) -> AbstractContextManager[None]:
         """Give the memory of parameters, buffers, gradients and the optimizers' state to others for a ``with`` block,
         such as an engine on the same device; their values are in host memory, and come back bit for bit.
+
+        Waits for a save in the background, which reads them.
+
+        Raises:
+            MeshparError: at the end, where the device has no memory for the values. They stay in host memory: free the
+                device's memory, then run ``with par.offloaded(): pass``.
         """
         self.reshard()
         module, given = self.module, [optimizer] if isinstance(optimizer, Optimizer) else optimizer

@@ -22,6 +22,7 @@ from meshpar.checkpoints.steps.checkpointable import Checkpointable
 from meshpar.checkpoints.steps.state import model_state
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError
+from meshpar.core.waiting import reads_of
 from meshpar.passes.applied import applied
 from meshpar.placements import local_index, local_tensor
 from meshpar.training.lora import NAME, PackedAdapter, adapted_layers, base_name
@@ -127,6 +128,10 @@ class Published:
         Collective: every rank iterates to the end.
         """
         self.version, self.digest = self.version + 1, ""
+        with reads_of(self._par.module).during(f"version {self.version} of par.published()"):
+            yield from self._streamed()
+
+    def _streamed(self) -> Iterator[tuple[str, Tensor]]:
         digest, held = Digest(), self._held()
         before = {name: _version(tensor.tensor) for name, tensor in held.items()}
         leaf = _Leaf(held, torch.device("meta"))

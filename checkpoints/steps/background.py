@@ -11,6 +11,7 @@ from typing import Any, final
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshpar.core.errors import CheckpointError
+from meshpar.core.waiting import Reads
 
 _log = logging.getLogger("meshpar.checkpoints")
 
@@ -27,11 +28,14 @@ class Background:
         self._failure: BaseException | None = None
         self._hook: Any = None  # of every optimizer: one that the save did not receive may train the same parameters
 
-    def start(self, stage: Callable[[], None], finish: Callable[[], object], *, trains: bool) -> None:
-        """Run ``stage``, then ``finish``. The next step of any optimizer waits for ``stage``; without one
-        (``trains``) this call waits.
+    def start(
+        self, stage: Callable[[], None], finish: Callable[[], object], *, trains: bool, reads: Reads, what: str
+    ) -> None:
+        """Run ``stage``, then ``finish``. The next step of any optimizer, and whoever moves parameters, waits for
+        ``stage``; without an optimizer (``trains``) this call waits.
         """
         self.wait()
+        read = reads.begin(what, beside=True)
         self._staged.clear()
         self._after, self._writes = [], True
         if self._hook is None:
@@ -41,6 +45,7 @@ class Background:
         def work() -> None:
             try:
                 stage()
+                read()
                 self._staged.set()
                 finish()
                 with self._lock:
@@ -51,6 +56,7 @@ class Background:
             except BaseException as error:  # noqa: BLE001
                 self._failure = error
             finally:
+                read()
                 self._staged.set()
                 self._writes = False
 

@@ -26,6 +26,7 @@ from meshpar.checkpoints.steps.state import Optimizers, plain
 from meshpar.checkpoints.steps.steps import Steps
 from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk
 from meshpar.core.errors import CheckpointError, StoreError
+from meshpar.core.waiting import reads_of
 from meshpar.homes import expanded
 from meshpar.state.averaging import Averaged
 
@@ -47,8 +48,9 @@ class CheckpointManager:
         best: name of a metric. The step with its lowest value is also kept. A leading ``+`` means highest
             (``"+accuracy"``).
         async_: write in the background. ``save`` then returns once the ranks have agreed on a plan. The next step of
-            any optimizer waits until the values are copied to the host; call :meth:`before_step` before you change
-            parameters in another way. The step is committed later. Use the manager as a context, or ``close`` it.
+            any optimizer, and what loads, swaps or lends parameters, waits until the values are copied to the host;
+            call :meth:`before_step` before you change parameters in another way. The step is committed later. Use the
+            manager as a context, or ``close`` it.
         checksum: ``"crc32"``: a CRC-32 of every part of every tensor; ``"sha256"``: also a SHA-256 of every file.
         threads: number of files that each rank writes at once.
         timeout_s: seconds that a rank waits for the others within one step of a save.
@@ -175,6 +177,7 @@ class CheckpointManager:
                 save that failed in the background.
         """
         self._background.wait()
+        reads_of(par.module).check("save()")
         ranks = self._ranks()
         noted = Noted(
             step=step, extra=extra or {}, metrics=metrics or {}, rank_extra=rank_extra, averages=averages or {}
@@ -197,7 +200,11 @@ class CheckpointManager:
             self._finish(saving, folder)
         else:
             self._background.start(
-                lambda: saving.stage(stager), lambda: self._finish(saving, folder), trains=optimizer is not None
+                lambda: saving.stage(stager),
+                lambda: self._finish(saving, folder),
+                trains=optimizer is not None,
+                reads=reads_of(par.module),
+                what=f"the save of step {step} in the background",
             )
         return self._steps.path(step)
 

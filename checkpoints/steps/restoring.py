@@ -26,6 +26,7 @@ from meshpar.checkpoints.steps.state import (
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.place import Place
 from meshpar.core.errors import CheckpointError
+from meshpar.core.waiting import reads_of
 from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.state.averaging import Averaged
 
@@ -190,6 +191,8 @@ class Restoring:
         return self._renamed.get(first, first)
 
     def _read(self) -> None:
+    def _read(self, *, whole: bool) -> None:
+        reads_of(self._par.module).wait("restore()")
         wanted = [(MODEL + self._saved_name(name), tensor) for name, tensor in self._model.tensors.items()]
         if self._optimizer is not None and self._manifest.optimizer is not None:
             table, stored = self._manifest.optimizer, self._source.tensors

@@ -6,51 +6,21 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import final
 
 import torch.distributed as dist
 
 from meshpar.core.errors import LaunchError
+from meshpar.core.waiting import Waiting
 from meshpar.launchers.agent.rank_logs import start_id
 
-EVERY_S = 10.0
-"""Seconds between two lines about a wait."""
-
-_POLL_S = 0.05
 _CONNECT_S = 5.0
 _TOLD_S = 10.0  # in which node 0's word reaches the others
-
-
-@final
-class Waiting:
-    """A wait in Python, which a signal interrupts; torch's stores wait in C++, which none does."""
-
-    def __init__(self, wait_s: float) -> None:
-        """Begin a wait of at most ``wait_s`` seconds."""
-        self._wait_s, self._began = wait_s, time.monotonic()
-        self._told = self._began
-
-    def more(self, whom: str) -> bool:
-        """Sleep a moment and return whether there is time left; ``whom`` is printed every ten seconds."""
-        now = time.monotonic()
-        if now - self._began > self._wait_s:
-            return False
-        if now - self._told >= EVERY_S:
-            print(
-                f"meshpar: waiting for {whom}, {now - self._began:.0f} of {self._wait_s:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-            self._told = now
-        time.sleep(_POLL_S)
-        return True
 
 
 def unreached(host: str, port: int, wait_s: float, whom: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
-from meshpar.launchers.agent.check_in import Waiting
+from meshpar.core.waiting import Waiting
 from meshpar.launchers.agent.rank_logs import start_id
 from meshpar.launchers.agent.starting import free_port
 from meshpar.launchers.agent.terms import NO_USE, RETRY, SILENT_S, STOPPED

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from meshpar.core import runtime
 from meshpar.core.errors import LaunchError
-from meshpar.launchers.agent.check_in import Waiting, unreached
+from meshpar.core.waiting import Waiting
+from meshpar.launchers.agent.check_in import unreached
 from meshpar.launchers.doctor.checks import GIB, Facts, Finding, all_findings, collect, hosts_of, ranks_text
 from meshpar.launchers.doctor.devices import health
 

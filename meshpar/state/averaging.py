@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.core.errors import MeshparError
+from meshpar.core.waiting import reads_of
 from meshpar.passes.applied import applied
 from meshpar.placements import local_tensor, placed_like, whole_tensor
 from meshpar.state.full import misfits
@@ -126,6 +127,7 @@ class Averaged:
         self.calls += 1
         if self.calls <= self._after or self.calls % self._every:
             return
+        reads_of(self._module).wait("an average's update()")
         if not self._is_present():
             _lerp(self._pairs(), self._weight())
         self.updates += 1
@@ -140,6 +142,8 @@ class Averaged:
                 optimizer's step.
         """
         self._refuse_inside("swapped()")
+        reads = reads_of(self._module)
+        reads.wait("swapped()")
         self._is_present()
         self._swapped = True
         try:
@@ -150,6 +154,7 @@ class Averaged:
                     # Of the tensor itself: what a DTensor's operators do to its local part does not count there.
                     versions[name] = tensor, tensor._version
                 back.callback(self._par.reshard)
+                back.callback(reads.wait, "the end of swapped()")
                 yield
                 changed = [name for name, (tensor, version) in versions.items() if tensor._version != version]
         finally:
@@ -190,6 +195,7 @@ class Averaged:
         given = {name: tensor for name, tensor in state["averages"].items() if name not in others}
         if problems := misfits(self._averages, given):
             raise MeshparError("\n  ".join(["this average does not fit the module; nothing was changed:", *problems]))
+        reads_of(self._module).wait("an average's load_state_dict()")
         for name, average in self._averages.items():
             mine = given[name]
             mine = placed_like(mine, average, ()) if isinstance(average, DTensor) else whole_tensor(mine)

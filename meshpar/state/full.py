@@ -21,6 +21,7 @@ from meshpar._torch.dtensor import refuse_parts_as_numbers
 from meshpar._torch.fsdp import is_shard
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
+from meshpar.core.waiting import reads_of
 from meshpar.passes.applied import applied
 from meshpar.patches import while_lives
 from meshpar.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
@@ -111,6 +112,7 @@ def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
         return sharded
 
     def place(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        reads_of(module).wait("load_state_dict()")
         for name, own in _tensors(module).items():
             given = state.get(prefix + name)
             plain = isinstance(given, Tensor) and not isinstance(given, DTensor)

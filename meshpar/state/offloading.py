@@ -2,51 +2,92 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from dataclasses import dataclass, field
+from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
+from meshpar.core.waiting import reads_of
 from meshpar.placements import local_tensor
+
+_INSIDE = "inside of par.offloaded(), where its parameters have no memory; call it after the block"
+_AGAIN = (
+    "after par.offloaded() had failed to take memory back; free the device's memory, then run `with par.offloaded(): "
+    "pass`, which tries again"
+)
+
+
+@final
+@dataclass(slots=True)
+class _Lent:
+    """The memory that a module lends, with its bytes on the host: the only copy until all of it is back."""
+
+    kept: list[tuple[torch.UntypedStorage, Tensor]] = field(default_factory=list)
+    hook: RemovableHandle | None = None
+
+
+_LENT: weakref.WeakKeyDictionary[nn.Module, _Lent] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def on_the_host(module: nn.Module, tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
     """Keep the values of ``tensors`` in host memory for the block, and give back the memory that they had.
 
-    Tensors, their views and everything that holds them stay the same objects. Calls of ``module`` raise MeshparError
-    meanwhile.
+    Tensors, their views and everything that holds them stay the same objects. Calls of ``module``, saves and steps
+    raise MeshparError meanwhile.
+
+    Raises:
+        MeshparError: at the end, where the device has no memory for the values. They stay in host memory, and the
+            next block gives back these, too.
     """
+    reads, lent = reads_of(module), _LENT.setdefault(module, _Lent())
+    if reads.away == _AGAIN:
+        reads.away = ""
+    reads.wait("par.offloaded()")
     storages = {}
     for local in map(local_tensor, tensors):
         storage = local.untyped_storage()
         if local.device.type == device.type and storage.nbytes() and storage.resizable():
             storages[storage.data_ptr()] = storage
-    kept = []
-    handle = module.register_forward_pre_hook(_refuse, prepend=True)
+    reads.away = _INSIDE
+    if lent.hook is None:
+        lent.hook = module.register_forward_pre_hook(lambda *_: reads.check("the module"), prepend=True)
     try:
         for storage in storages.values():
-            kept.append((storage, _bytes(storage).to("cpu", copy=True)))
+            lent.kept.append((storage, _bytes(storage).to("cpu", copy=True)))
             storage.resize_(0)
         if runtime.queues(device):
             torch.get_device_module(device).empty_cache()
         yield
     finally:
-        for storage, values in kept:
+        reads.away = _AGAIN
+        _take_back(lent.kept)
+        lent.hook.remove()
+        lent.hook, reads.away = None, ""
+
+
+def _take_back(kept: list[tuple[torch.UntypedStorage, Tensor]]) -> None:
+    """Give each storage its memory and bytes again, and let go of the host's copy when it has them."""
+    try:
+        while kept:
+            storage, values = kept[-1]
             storage.resize_(values.numel())
             _bytes(storage).copy_(values)
-        handle.remove()
+            kept.pop()
+    except RuntimeError as error:
+        raise MeshparError(
+            f"par.offloaded() cannot take its memory back, and {sum(values.numel() for _, values in kept):,} bytes "
+            f"stay in host memory ({error}); free the device's memory, then run `with par.offloaded(): pass`, which "
+            "tries again"
+        ) from error
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-
-
-def _refuse(module: object, args: object) -> NoReturn:
-    raise MeshparError(
-        "the module was called inside of par.offloaded(), where its parameters have no memory; call it after the block"
-    )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshpar.core.errors import MeshparError
+from meshpar.core.waiting import reads_of
 from meshpar.leaves import leaves
 from meshpar.parallelized import Parallelized
 from meshpar.placements import local_tensor
@@ -76,6 +77,7 @@ class Replicated:
     @torch.no_grad()
     def take(self, held: dict[str, Any]) -> None:
         """Take over what :meth:`copied` has returned."""
+        reads_of(self._par.module).wait("taking over another replica's state")
         self._par.reshard()
         for (_, tensor), value in zip(tensors_of(self._par.module), held["module"], strict=True):
             local_tensor(tensor).copy_(value)

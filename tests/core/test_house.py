@@ -29,6 +29,7 @@ FOLDERS = {
 FLOORS = [
     {"core.secrets"},
     {"core.errors", "imports", "core.patterns", "leftovers", "homes", "patches", "signals"},
+    {"core.waiting"},
     {"build_once"},
     {"core.mesh", "drawing", "weights", "loss", "_torch", "placements", "same_values", "leaves", "core.runtime"},
     {"core.layout"},

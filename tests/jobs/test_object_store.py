@@ -606,7 +606,9 @@ def test_a_save_whose_program_ended_without_close_is_told_as_lost():
 import time
 from concurrent.futures import ThreadPoolExecutor
 from meshpar.checkpoints.steps.background import Background
-Background().start(lambda: time.sleep(0.5), lambda: ThreadPoolExecutor(1).submit(print), trains=True)
+from meshpar.core.waiting import Reads
+work = [lambda: time.sleep(0.5), lambda: ThreadPoolExecutor(1).submit(print)]
+Background().start(*work, trains=True, reads=Reads(), what="a save")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "save in the background is lost" in done.stderr and "call close()" in done.stderr

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import ExitStack
+
 import pytest
 import torch
+from torch import nn
 
-import meshpar
-from meshpar import FullyShard, Plan, Replicate, TensorParallel
+from meshpar import FullyShard, MeshparError, Plan, Replicate, TensorParallel
+from meshpar.checkpoints import CheckpointManager
+from meshpar.checkpoints.steps.staging import Stager
+from meshpar.core.waiting import reads_of
 from meshpar.placements import local_tensor
 from meshpar.testing import on_ranks
 from tests.support.models_for_parity import VOCAB, transformer
@@ -37,7 +43,7 @@ def test_a_lent_module_trains_on_as_if_nothing_had_been() -> None:
                     states = [value for state in optimizer.state.values() for value in state.values()]
                     assert not any(storage.nbytes() for storage in held)
                     assert not any(local_tensor(state).untyped_storage().nbytes() for state in states if state.ndim)
-                    with pytest.raises(meshpar.MeshparError, match=r"inside of par\.offloaded"):
+                    with pytest.raises(MeshparError, match=r"inside of par\.offloaded"):
                         par.module(torch.zeros(1, 2, dtype=torch.long))
                 assert sizes == [
                     local_tensor(parameter).untyped_storage().nbytes() for parameter in par.module.parameters()
@@ -46,3 +52,160 @@ def test_a_lent_module_trains_on_as_if_nothing_had_been() -> None:
             par.reshard()
             ends.append([local_tensor(parameter).clone() for parameter in par.module.parameters()])
         assert all(torch.equal(one, other) for one, other in zip(*ends))
+
+
+def trained():
+    """Return a small parallel module, its optimizer after a step, and an average."""
+    torch.manual_seed(0)
+    par = Plan("dp_shard=2", [FullyShard()]).apply(transformer())
+    optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+    step(par, optimizer, 1)
+    return par, optimizer, par.averaged(0.5)
+
+
+def shards(*held):
+    """Return copies of this rank's parts."""
+    return [local_tensor(tensor).detach().clone() for tensors in held for tensor in tensors]
+
+
+@on_ranks(2)
+def test_what_changes_parameters_waits_for_a_save_in_the_background(tmp_path):
+    par, optimizer, average = trained()
+    stage, state = Stager.stage, par.state_dict(full=True, everywhere=True)
+    other = {name: value + 1 if value.is_floating_point() else value for name, value in state.items()}
+    averaged = {"averages": {name: value + 2 for name, value in average.state_dict()["averages"].items()}, "updates": 3}
+
+    def restores():
+        with CheckpointManager(tmp_path / "before") as another:
+            another.restore(par, optimizer, averages={"ema": average})
+
+    def updates():
+        with torch.no_grad():
+            average.updates = 1
+            average.update()
+
+    changes = {
+        "offloaded": lambda: par.offloaded(optimizer).__enter__(),
+        "swapped": lambda: average.swapped().__enter__(),
+        "load_state_dict": lambda: par.load_state_dict(other),
+        "load_state_dict of the module": lambda: par.module.load_state_dict(dict(other)),
+        "restore": restores,
+        "update of an average": updates,
+        "load_state_dict of an average": lambda: average.load_state_dict(averaged),
+    }
+    with CheckpointManager(tmp_path / "before") as before:
+        before.save(1, par, optimizer, averages={"ema": average})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stager, "stage", lambda *given: time.sleep(0.15) or stage(*given))
+        for name, change in changes.items():
+            par, optimizer, average = trained()
+            step(par, optimizer, 2)
+            at_save = shards(par.module.parameters(), average.state_dict()["averages"].values())
+            manager = CheckpointManager(tmp_path / name, async_=True)
+            manager.save(1, par, optimizer, averages={"ema": average})
+            change()
+            manager.close()  # fails where the save has seen other values
+            par, optimizer, average = trained()
+            manager.restore(par, optimizer, averages={"ema": average})
+            restored = shards(par.module.parameters(), average.state_dict()["averages"].values())
+            assert all(map(torch.equal, at_save, restored)), name
+
+
+@on_ranks(1, fresh="a wrong order ends the process by SIGSEGV")
+def test_memory_is_lent_beside_a_save_in_the_background(tmp_path):
+    par = Plan("", []).apply(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6))))
+    optimizer = torch.optim.AdamW(par.module.parameters())
+    par.module(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    with CheckpointManager(tmp_path, async_=True, keep=1) as manager:
+        for number in range(3):
+            manager.save(number, par, optimizer)
+            with par.offloaded(optimizer):
+                pass
+        before = shards(par.module.parameters())
+        manager.restore(par, optimizer, 2)
+    assert all(map(torch.equal, before, shards(par.module.parameters())))
+
+
+@on_ranks(2)
+def test_what_would_use_lent_memory_is_refused(tmp_path):
+    par, optimizer, average = trained()
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    state = par.state_dict(full=True, everywhere=True)
+    uses = [
+        lambda: par.module(ids),
+        optimizer.step,
+        average.update,
+        lambda: average.swapped().__enter__(),
+        lambda: next(iter(par.published())),
+        lambda: CheckpointManager(tmp_path).save(1, par, optimizer),
+        lambda: par.load_state_dict(state),
+        lambda: par.module.load_state_dict(state),
+        lambda: par.offloaded().__enter__(),
+    ]
+    with par.offloaded(optimizer):
+        for use in uses:
+            with pytest.raises(MeshparError, match=r"inside of par\.offloaded\(\), .* call it after the block"):
+                use()
+    step(par, optimizer, 2)
+
+
+@on_ranks(2)
+def test_a_return_that_fails_keeps_the_only_copy_and_can_be_tried_again(tmp_path):
+    par, optimizer, average = trained()
+    before = shards(par.module.parameters(), (value["exp_avg"] for value in optimizer.state.values()))
+    resize, left = torch.UntypedStorage.resize_, [3]
+
+    def full(storage, size):
+        left[0] -= bool(size)
+        if size and left[0] < 0:
+            raise RuntimeError("out of memory")
+        return resize(storage, size)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(
+            MeshparError, match=r"stay in host memory \(out of memory\); free .* `with par\.offloaded\(\): pass`"
+        ),
+        par.offloaded(optimizer),
+    ):
+        patch.setattr(torch.UntypedStorage, "resize_", full)
+    for use in (lambda: par.module(torch.zeros(1, 2, dtype=torch.long)), optimizer.step, average.update):
+        with pytest.raises(MeshparError, match=r"had failed to take memory back; free the device's memory"):
+            use()
+    with par.offloaded():
+        pass
+    after = shards(par.module.parameters(), (value["exp_avg"] for value in optimizer.state.values()))
+    assert all(map(torch.equal, before, after))
+    assert not par.module._forward_pre_hooks or "offloading" not in str(par.module._forward_pre_hooks)
+    step(par, optimizer, 2)
+
+
+@on_ranks(2)
+def test_an_open_stream_of_weights_holds_off_who_changes_them():
+    par, optimizer, average = trained()
+    for stream, name in (
+        (iter(par.published()), r"version 1 of par\.published\(\)"),
+        (par.published().shards(), "shards"),
+    ):
+        next(stream)
+        for change in (lambda: par.offloaded().__enter__(), lambda: average.swapped().__enter__()):
+            with pytest.raises(
+                MeshparError, match=rf"would change parameters that .*{name}.* still reads; read it to its end"
+            ):
+                change()
+        stream.close()
+        with par.offloaded(optimizer), ExitStack():
+            pass
+
+
+def test_a_wait_for_a_read_that_does_not_end_is_bounded_and_names_it(monkeypatch, capfd):
+    monkeypatch.setattr("meshpar.core.waiting.READS_S", 0.2)
+    monkeypatch.setattr("meshpar.core.waiting.EVERY_S", 0.0)
+    module = nn.Linear(1, 1)
+    end = reads_of(module).begin("the save of step 3 in the background", beside=True)
+    with pytest.raises(MeshparError, match=r"swapped\(\) waited 0 s for the save of step 3 in the background"):
+        reads_of(module).wait("swapped()")
+    assert "meshpar: waiting for the save of step 3 in the background, which reads" in capfd.readouterr().err
+    end()
+    reads_of(module).wait("swapped()")

@@ -1,0 +1,121 @@
+"""Waits that are bounded, name whom they wait for and can be interrupted; and whom a change of parameters waits for."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import final
+
+from meshpar.core.errors import MeshparError
+
+EVERY_S = 10.0
+"""Seconds between two lines about a wait."""
+
+READS_S = 600.0
+"""Seconds that a change of parameters waits for those who read them."""
+
+_POLL_S = 0.05
+
+
+@final
+class Waiting:
+    """A wait in Python, which a signal interrupts; torch's stores wait in C++, which none does."""
+
+    def __init__(self, wait_s: float) -> None:
+        """Begin a wait of at most ``wait_s`` seconds."""
+        self._wait_s, self._began = wait_s, time.monotonic()
+        self._told = self._began
+
+    def renew(self) -> None:
+        """Begin the time again: whom this waits for has given a sign of life."""
+        self._began = time.monotonic()
+
+    def more(self, whom: str) -> bool:
+        """Sleep a moment and return whether there is time left; ``whom`` is told every ten seconds."""
+        now = time.monotonic()
+        if now - self._began > self._wait_s:
+            return False
+        if now - self._told >= EVERY_S:
+            sys.stderr.write(f"meshpar: waiting for {whom}, {now - self._began:.0f} of {self._wait_s:.0f} s\n")
+            sys.stderr.flush()
+            self._told = now
+        time.sleep(_POLL_S)
+        return True
+
+
+@final
+class Reads:
+    """The reads of a module's parameters that are under way: a save in the background, a stream of weights.
+
+    Whoever frees, moves, swaps or loads parameters calls :meth:`wait` first.
+
+    Attributes:
+        away: where the parameters have no memory: how a message calls that moment, and the remedy; else empty.
+    """
+
+    def __init__(self) -> None:
+        self.away = ""
+        self._open: dict[object, tuple[str, int]] = {}
+
+    def check(self, what: str) -> None:
+        """Raise MeshparError where the parameters have no memory; ``what`` would use them."""
+        if self.away:
+            raise MeshparError(f"{what} was called {self.away}")
+
+    def begin(self, what: str, *, beside: bool = False) -> Callable[[], None]:
+        """Note a read that begins, and return what notes its end, which may come twice.
+
+        Args:
+            what: it is, for messages.
+            beside: another thread reads and ends; else this one, which cannot wait for itself.
+        """
+        self.check(what)
+        read = object()
+        self._open[read] = what, 0 if beside else threading.get_ident()
+
+        def end() -> None:
+            self._open.pop(read, None)
+
+        return end
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Note a read for the block."""
+        end = self.begin(what)
+        try:
+            yield
+        finally:
+            end()
+
+    def wait(self, change: str) -> None:
+        """Wait until nobody reads the parameters, which ``change`` is about to change.
+
+        Raises:
+            MeshparError: this thread reads itself, a read does not end within ``READS_S``, or the parameters have no
+                memory.
+        """
+        self.check(change)
+        waiting = Waiting(READS_S)
+        while reads := list(self._open.values()):
+            what, thread = reads[0]
+            if thread == threading.get_ident():
+                raise MeshparError(
+                    f"{change} would change parameters that {what} still reads; read it to its end, or close it, before"
+                )
+            if not waiting.more(f"{what}, which reads the parameters that {change} changes"):
+                raise MeshparError(
+                    f"{change} waited {READS_S:.0f} s for {what}, which still reads the parameters; look at what holds "
+                    "it up (a full or slow disk), then try again"
+                )
+
+
+_READS: weakref.WeakKeyDictionary[object, Reads] = weakref.WeakKeyDictionary()
+
+
+def reads_of(module: object) -> Reads:
+    """Return the reads of an outermost module's parameters."""
+    return _READS.setdefault(module, Reads())
