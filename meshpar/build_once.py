@@ -6,13 +6,19 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from meshpar.core.errors import RecipeError, brief
+from meshpar.core.waiting import EVERY_S, Waiting
 from meshpar.leftovers import leftover, on_the_way
 
+_SILENT_S = 600.0
+"""Seconds without a sign of life after which nobody waits for the process that builds."""
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
@@ -29,7 +35,8 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
         build: fills the (existing, empty) folder that it receives.
 
     Raises:
-        RecipeError: the folder cannot be written: the disk is full, or its parent is not writable.
+        RecipeError: the folder cannot be written: the disk is full, or its parent is not writable; or the process that
+            builds it has stopped.
     """
     if folder.is_dir():
         return folder
@@ -94,10 +101,48 @@ def _rename(temporary: Path, folder: Path) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
+    """Hold the lock of a file, in which the holder says who it is, and whose time it renews as long as it lives.
+
+    Waits in Python, which a signal interrupts, as long as the holder gives signs of life.
+    """
+    waiting, seen = Waiting(_SILENT_S), 0.0
+    with path.open("a+", encoding="utf-8") as file:
+        while not _locked(file):
+            file.seek(0)
+            whom = f"{file.read() or 'another process'}, which builds {path.with_suffix('')}"
+            if (now := os.stat(file.fileno()).st_mtime) != seen:
+                seen = now
+                waiting.renew()
+            if not waiting.more(whom):
+                raise RecipeError(
+                    f"{whom}, has given no sign of life for {_SILENT_S:.0f} s; end that process, or name another "
+                    "folder, in a recipe by data.cache"
+                )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        ends = threading.Event()
+        beats = threading.Thread(target=_beat, args=(path, ends), name="meshpar-build", daemon=True)
+        beats.start()
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise
-        yield
+            yield
+        finally:
+            ends.set()
+            beats.join()
+
+
+def _locked(file: TextIO) -> bool:
+    """Try to take a lock, and return whether this process builds: it has the lock, or there are no locks here."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EWOULDBLOCK):
+            raise
+        return error.errno != errno.EWOULDBLOCK
+    return True
+
+
+def _beat(path: Path, ends: threading.Event) -> None:
+    while not ends.wait(EVERY_S):
+        with suppress(OSError):
+            os.utime(path)

@@ -5,6 +5,7 @@ waits.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -57,6 +58,7 @@ class RankTask:
         recipe: the resolved recipe, see :meth:`meshpar.launchers.recipes.recipe.Recipe.sent`.
         terminal: whether rank 0 writes to the launcher's terminal.
         most_ranks: number of ranks of an elastic job without lost nodes; 0 in any other job.
+        launcher: number of the launcher's process, with which the ranks end.
     """
 
     logs: Path
@@ -67,6 +69,7 @@ class RankTask:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     terminal: bool = False
     most_ranks: int = 0
+    launcher: int = field(default_factory=os.getpid)
 
     def write(self) -> None:
         """Write the task into its folder ``scratch``, as JSON."""

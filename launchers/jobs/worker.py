@@ -41,7 +41,7 @@ def _run(assigned: RankTask, rank: int) -> int:
     (copy_output if rank == 0 and assigned.terminal else redirect)(folder, rank)
     forget(folder, rank)
     note_os_exit(folder, rank)
-    end_with_parent()
+    end_with_parent(assigned.launcher)
     try:
         if assigned.kind == "recipe":
             return run_recipe(assigned)
@@ -118,13 +118,19 @@ def _unheard(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(1)
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int | None = None) -> None:
     """Make the kernel send SIGTERM (checkpoint and stop) to this process when its parent is killed; one that does
     not end is killed.
+
+    Args:
+        parent: number of the process that started this one; None: the one that is the parent now. This process ends at
+            once if that process has ended already, and another is the parent.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
+    if parent is not None and os.getppid() != parent:
+        sys.exit(f"the launcher, process {parent}, ended while this rank started; start the job again")
     launcher, limit_s = os.pidfd_open(os.getppid()), environment.shutdown_s(SHUTDOWN_S)
 
     def follow() -> None:

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import PContext
 
 from meshpar import LaunchError, ParallelError
+from meshpar.core import waiting
 from meshpar.launchers.agent import check_in, failures
 from meshpar.launchers.agent.check_in import checked_in
 from meshpar.launchers.agent.failures import Failure, error_file, first_error, forget_left, recorded
@@ -236,6 +238,59 @@ def test_control_c_ends_all_ranks(tmp_path: Path) -> None:
     assert not [pid for pid in ((tmp_path / name).read_text() for name in "01") if Path(f"/proc/{pid}").exists()]
 
 
+def test_a_rank_whose_launcher_ended_before_it_asked_for_its_end_ends_too(tmp_path: Path) -> None:
+    launcher = """if True:
+        import os, sys
+        from pathlib import Path
+        from meshpar.launchers.agent.terms import RankTask, read_task
+        from meshpar.launchers.jobs.worker import end_with_parent
+
+        RankTask(logs=Path(sys.argv[1]), scratch=Path(sys.argv[1])).write()
+        launcher = os.getpid()
+        if os.fork():
+            os._exit(0)
+        while os.getppid() == launcher:
+            pass
+        end_with_parent(read_task(Path(sys.argv[1])).launcher)
+        print("it trains on")
+    """
+    command = [sys.executable, "-c", launcher, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=False)
+    assert done.stdout == "" and re.fullmatch(r"the launcher, process \d+, ended while this rank .*\n", done.stderr)
+
+
+def runs(pid: int) -> bool:
+    """Return whether a process runs: it is there, and no zombie that nobody has waited for."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.nightly
+def test_a_launcher_that_is_killed_while_its_ranks_import_leaves_none(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+    launcher = """if True:
+        import os, subprocess, sys
+        from pathlib import Path
+        from meshpar.launchers.agent.terms import RankTask
+
+        here = Path.cwd()
+        RankTask(logs=here / "logs", scratch=here, kind="script", what="job.py").write()
+        worker = [sys.executable, "-m", "meshpar.launchers.jobs.worker", str(here / "logs"), str(here)]
+        print(subprocess.Popen(worker, stdout=subprocess.DEVNULL).pid, flush=True)
+        os._exit(0)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", launcher],
+        cwd=tmp_path,
+        env=os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    until(lambda: not runs(int(done.stdout)), 60)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_an_interrupt_of_a_recipe_is_one_line_and_waits_for_no_thread(tmp_path: Path) -> None:
     script = """if True:
         import sys, threading, time
@@ -247,8 +302,8 @@ def test_an_interrupt_of_a_recipe_is_one_line_and_waits_for_no_thread(tmp_path: 
             threading.Thread(target=time.sleep, args=(600,)).start()
             raise KeyboardInterrupt
 
-        worker.run_recipe, worker.end_with_parent = tokenises, lambda: None
-        worker._run(SimpleNamespace(kind="recipe", logs=Path("logs"), terminal=False), int(sys.argv[1]))
+        worker.run_recipe, worker.end_with_parent = tokenises, lambda launcher: None
+        worker._run(SimpleNamespace(kind="recipe", logs=Path("logs"), terminal=False, launcher=0), int(sys.argv[1]))
     """
     for rank, lines in (("0", ["interrupted by SIGINT: nothing was saved since the last checkpoint"]), ("1", [])):
         command = [sys.executable, "-c", script, rank]
@@ -396,14 +451,14 @@ def test_the_command_ends_where_a_node_does_not_come() -> None:
 def test_a_wait_says_for_whom_and_ends_at_control_c(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(check_in, "EVERY_S", 0.0)
+    monkeypatch.setattr(waiting, "EVERY_S", 0.0)
     head, ends = f"127.0.0.1:{free_port()}", threading.Event()
 
     def interrupt(_: float) -> None:
         ends.set()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(check_in.time, "sleep", interrupt)
+    monkeypatch.setattr(waiting.time, "sleep", interrupt)
     for node, whom in ((0, f"nodes 1, 2 to connect to {head}"), (1, f"node 0 at {head} (")):
         ends.clear()
         with pytest.raises(KeyboardInterrupt), checked_in(head, node, 3, "", 900.0):
@@ -415,7 +470,7 @@ def test_a_wait_says_for_whom_and_ends_at_control_c(
 def test_nodes_of_an_elastic_job_say_for_whom_they_wait(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(check_in, "EVERY_S", 0.0)
+    monkeypatch.setattr(waiting, "EVERY_S", 0.0)
     started: list[int] = []
     monkeypatch.setattr(check_in, "children", lambda: started)
     head = f"127.0.0.1:{free_port()}"

@@ -11,8 +11,11 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from meshpar.training.tables import Reading
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import END_OF_TEXT, byte_tokenizer, load_tokenizer, train_bpe
 from meshpar.training.tokens import TokenFile, prepare_tokenizer, prepare_tokens, split_tokens, write_tokens
+from tests.support.patience import patient
 from tests.support.tiers import daily
 
 SAMPLE = "def f(x):\n    return 'héllo' + x  # 中\n"
@@ -352,6 +356,58 @@ def test_what_a_dead_process_left_is_deleted_by_the_next_build(tmp_path: Path) -
     assert len(list(tmp_path.glob("one.tmp-*"))) == 1
     build_once(tmp_path / "three", lambda made: (made / "data").write_text("x"))
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".lock") == ["three", "two.tmp-not-ours"]
+
+
+def test_who_waits_for_a_build_says_for_whom_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    context = multiprocessing.get_context("fork")
+    begins = context.Event()
+
+    def stops(_: Path) -> None:
+        begins.set()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    builder = context.Process(target=build_once, args=(tmp_path / "made", stops))
+    builder.start()
+    assert begins.wait(patient(60))
+    failures: list[Exception] = []
+
+    def waits() -> None:
+        try:
+            build_once(tmp_path / "made", lambda made: None)
+        except RecipeError as error:
+            failures.append(error)
+
+    monkeypatch.setattr("meshpar.build_once._SILENT_S", 0.3, raising=False)
+    monkeypatch.setattr("meshpar.core.waiting.EVERY_S", 0.0, raising=False)
+    waiter = threading.Thread(target=waits)
+    waiter.start()
+    waiter.join(patient(10))
+    ended = not waiter.is_alive()
+    os.kill(builder.pid or 0, signal.SIGKILL)
+    builder.join()
+    waiter.join()
+    who = f"process {builder.pid} on {socket.gethostname()}, which builds {tmp_path / 'made'}"
+    assert ended and f"waiting for {who}, " in capfd.readouterr().err
+    assert f"{who}, has given no sign of life" in str(failures[0]) and "data.cache" in str(failures[0])
+    assert build_once(tmp_path / "made", lambda made: None).is_dir(), "who died holds nothing up"
+
+
+def test_a_builder_that_lives_is_waited_for_beyond_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshpar.build_once.EVERY_S", 0.02)
+    begins = threading.Event()
+
+    def slow(made: Path) -> None:
+        begins.set()
+        time.sleep(patient(0.5))
+
+    builder = threading.Thread(target=build_once, args=(tmp_path / "made", slow))
+    builder.start()
+    begins.wait()
+    monkeypatch.setattr("meshpar.build_once._SILENT_S", patient(0.3))
+    assert build_once(tmp_path / "made", slow).is_dir()
+    builder.join()
 
 
 def test_a_full_disk_is_told_with_the_remedy_and_leaves_nothing(tmp_path: Path) -> None:
