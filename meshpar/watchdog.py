@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, final
@@ -70,7 +71,9 @@ class Watchdog:
             file: for stacks and verdict; None: standard error.
             answer_s: seconds in which a rank that lives answers when one of them asks.
         """
-        self._stall_s, self._store, self._progress, self._moves = stall_s, store, progress, moves
+        self._stall_s, self._progress, self._moves = stall_s, progress, moves
+        # torch's types do not know append.
+        self._store: Any = store
         self._rank, self._world, self._on_stall, self._file = rank, world_size, on_stall, file
         self._every, self._answer_s = min(5.0, stall_s / 4), answer_s
         self._silent: Callable[[], None] = lambda: None
@@ -105,75 +108,104 @@ class Watchdog:
                 self._give_up(idle_s)
 
     def _state(self) -> object:
-        return self._progress(), tuple(collective_counts().values()), self._moves()
+        return tuple(_read(probe) for probe in (self._progress, collective_counts, self._moves))
 
     def _stay_in_touch(self) -> None:
         """Tell the others where this process is, and listen whether one of them has given up."""
-        me = json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
-        with suppress(dist.DistError):  # a store that is gone is noticed when it is asked
-            self._store.set(f"beat/{self._rank}", me)
+        me = json.dumps({"rank": self._rank, "host": socket.gethostname(), "pid": os.getpid()})
+        with suppress(Exception):  # a store that is gone is noticed when it is asked
+            self._store.append("beats", f"{me}\n")
             while not self._end.wait(self._every):
                 if self._store.check(["stall"]):
                     self._asked.set()
 
     def _give_up(self, idle_s: float) -> None:
-        file = self._file or sys.stderr
-        counts = {group: list(pair) for group, pair in last_collectives().items()}
-        where = {
-            "step": str(self._progress()),
-            "idle_s": round(idle_s, 1),
-            "groups": counts,
-            "host": socket.gethostname(),
-        }
-        last = "; ".join(f"{group}: {what} (number {number})" for group, (number, what) in counts.items()) or "none"
-        file.write(
-            f"watchdog: rank {self._rank} on {where['host']} has made no progress for {idle_s:.0f} s; step "
-            f"{where['step']}; last collective of each group: {last}\n"
+        """Write, ask, and end the process, whatever fails on the way."""
+        try:
+            where: dict[str, Any] = {
+                "rank": self._rank,
+                "step": str(_read(self._progress)),
+                "idle_s": round(idle_s, 1),
+                "groups": {},
+                "host": socket.gethostname(),
+            }
+            with suppress(Exception):
+                where["groups"] = {group: list(pair) for group, pair in last_collectives().items()}
+            self._write(self._says(where))
+            with suppress(Exception):
+                faulthandler.dump_traceback(file=self._file or sys.stderr, all_threads=True)
+            verdict, sure = self._ask(where)
+            self._write(f"watchdog: {verdict}")
+            with suppress(Exception):
+                if self._on_stall is not None:
+                    self._on_stall(verdict, sure)
+            self._silent()  # last: it breaks the connections of those that still write
+        finally:
+            os._exit(STALLED)  # the main thread waits for a collective that will not end
+
+    def _says(self, where: Mapping[str, Any]) -> str:
+        groups = where["groups"].items()
+        last = "; ".join(f"{group}: {what} (number {number})" for group, (number, what) in groups) or "none"
+        return (
+            f"watchdog: rank {self._rank} on {where['host']} has made no progress for {where['idle_s']:.0f} s; step "
+            f"{where['step']}; last collective of each group: {last}"
         )
-        file.flush()
-        faulthandler.dump_traceback(file=file, all_threads=True)
-        verdict, sure = self._ask(where)
-        file.write(f"watchdog: {verdict}\n")
-        file.flush()
-        if self._on_stall is not None:
-            self._on_stall(verdict, sure)
-        self._silent()  # last: it breaks the connections of those that still write
-        os._exit(STALLED)  # the main thread waits for a collective that will not end
+
+    def _write(self, line: str) -> None:
+        with suppress(Exception):  # a full disk, a closed stream
+            file = self._file or sys.stderr
+            file.write(f"{line}\n")
+            file.flush()
 
     def _ask(self, where: Mapping[str, Any]) -> tuple[str, bool]:
         """Return the verdict, and whether the others were asked; in a thread of its own, for a store that hangs must
         not hold it up.
         """
         found: list[tuple[str, bool]] = []
-        talk = threading.Thread(target=lambda: found.append(self._agree(where)), daemon=True)
-        talk.start()
-        talk.join(self._answer_s * 3)
+
+        def talk() -> None:
+            try:
+                found.append(self._agree(where))
+            except Exception as error:  # noqa: BLE001 - without a verdict the process ends all the same
+                found.append((f"the store does not answer ({error}); {_STORE}", False))
+
+        asking = threading.Thread(target=talk, daemon=True)
+        asking.start()
+        asking.join(self._answer_s * 3)
         return found[0] if found else (f"the store does not answer; {_STORE}", False)
 
     def _agree(self, where: Mapping[str, Any]) -> tuple[str, bool]:
+        """Answer, and return the verdict. The first rank that gives up reads all answers, for all ranks: a rank makes
+        a fixed number of requests, however many ranks there are.
+        """
         store, deadline = self._store, time.monotonic() + self._answer_s + self._every
-        try:
-            store.set(f"told/{self._rank}", json.dumps(where))
+        store.append("answers", f"{json.dumps(where)}\n")
+        store.add("answered", 1)
+        if store.add("asking", 1) == 1:
             store.set("stall", str(self._rank))
-            missing = set(range(self._world))
-            while missing and time.monotonic() < deadline:
-                missing = {rank for rank in missing if not store.check([f"told/{rank}"])}
+            while store.add("answered", 0) < self._world and time.monotonic() < deadline:
                 time.sleep(0.05)
-            answers = {
-                rank: json.loads(store.get(f"told/{rank}")) for rank in range(self._world) if rank not in missing
-            }
-            beats = {rank: json.loads(store.get(f"beat/{rank}")) for rank in missing if store.check([f"beat/{rank}"])}
-        except dist.DistError as error:
-            return f"the store does not answer ({error}); {_STORE}", False
-        text = verdict_of(answers, sorted(missing), {rank: beat["host"] for rank, beat in beats.items()})
+            self._collect()
+        try:
+            store.wait(["all"], _left(deadline + self._answer_s / 2))
+        except dist.DistError:  # the first one has died since
+            self._collect()
+        answers, beats = map(_by_rank, json.loads(store.get("all")))
+        missing = sorted(set(range(self._world)) - set(answers))
+        silent = {rank: beats[rank] for rank in missing if rank in beats}
+        text = verdict_of(answers, missing, {rank: beat["host"] for rank, beat in silent.items()})
+        if store.add("read", 1) >= len(answers):
+            store.set("end", "")
+        with suppress(dist.DistError):  # who leaves early breaks the connections of those that still write
+            store.wait(["end"], _left(deadline + 0.8 * self._answer_s))
+        self._silent = lambda: self._end_silent(silent, answers)
         first = min(answers)
-        store.set(f"done/{self._rank}", "")
-        while time.monotonic() < deadline + self._answer_s and not all(
-            store.check([f"done/{rank}"]) for rank in answers
-        ):
-            time.sleep(0.02)  # who leaves early breaks the connections of those that still write
-        self._silent = lambda: self._end_silent(beats, answers)
         return text if self._rank == first else f"{text} (rank {first} reports the same)", True
+
+    def _collect(self) -> None:
+        """Write what all ranks have said under one key."""
+        said = [self._store.get(key).decode() if self._store.check([key]) else "" for key in ("answers", "beats")]
+        self._store.set("all", json.dumps(said))
 
     def _end_silent(self, beats: Mapping[int, Mapping[str, Any]], answers: Mapping[int, Mapping[str, Any]]) -> None:
         """Kill ranks of this host that do not answer; done by the host's first rank that does, to its launcher's
@@ -187,6 +219,23 @@ class Watchdog:
                 stat = Path(f"/proc/{beat['pid']}/stat").read_text(encoding="utf-8")
                 if beat["host"] == host and int(stat.rpartition(")")[2].split()[1]) == os.getppid():
                     os.kill(beat["pid"], signal.SIGKILL)
+
+
+def _read(probe: Callable[[], object]) -> object:
+    """Return what a probe says; the name of its error where it raises one, which is no progress either."""
+    try:
+        value = probe()
+        return tuple(value.items()) if isinstance(value, dict) else value
+    except Exception as error:  # noqa: BLE001 - of the program's own code, which must not end the watch
+        return type(error).__name__
+
+
+def _by_rank(lines: str) -> dict[int, dict[str, Any]]:
+    return {said["rank"]: said for said in map(json.loads, lines.splitlines())}
+
+
+def _left(until: float) -> timedelta:
+    return timedelta(seconds=max(0.1, until - time.monotonic()))
 
 
 def verdict_of(answers: Mapping[int, Mapping[str, Any]], missing: Sequence[int], hosts: Mapping[int, str]) -> str:

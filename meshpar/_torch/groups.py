@@ -63,9 +63,9 @@ def collective_counts() -> dict[str, int]:
     if not dist.is_initialized():
         return {}
     found = dict[str, int]()
-    group: Any
     for group in open_groups():
-        with suppress(RuntimeError):  # a backend without numbers (fake, mpi)
+        # A backend without numbers (fake, mpi), and a group that another thread closes meanwhile.
+        with suppress(RuntimeError, KeyError, ValueError):
             title = group_title(group)
             found[title] = found.get(title, 0) + group._get_sequence_number_for_group()
     return found
@@ -136,15 +136,17 @@ def last_collectives() -> dict[str, tuple[int, str]]:
     """Return the number and the name (with the line that called it, where it is known) of each group's last
     collective.
     """
-    counts = collective_counts()
-    names = {group.group_name: group_title(group) for group in open_groups()} if counts else {}
+    counts, names = collective_counts(), dict[str, str]()
+    for group in open_groups() if counts else ():
+        with suppress(KeyError, ValueError):
+            names[group.group_name] = group_title(group)
     last = {name: (number, "a collective") for name, number in counts.items()}
     for backend in ("fr", "nccl"):  # gloo's record, and NCCL's, which only a torch with NCCL has
         home = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
         dump = getattr(home, f"_dump_{backend}_trace_json", None)
         for entry in json.loads(dump()).get("entries", []) if dump is not None else []:
             name = names.get(entry["process_group"][0])
-            if name is not None and not entry.get("is_p2p") and entry["collective_seq_id"] == counts[name]:
+            if name in counts and not entry.get("is_p2p") and entry["collective_seq_id"] == counts[name]:
                 last[name] = (counts[name], entry["profiling_name"])
     return last
 

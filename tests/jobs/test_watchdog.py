@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshpar import testing
+from meshpar import testing, watchdog
+from meshpar._torch import groups
 from meshpar.checkpoints import CheckpointManager
 from meshpar.core import runtime
 from meshpar.core.mesh import MeshSpec
@@ -123,6 +125,97 @@ def test_a_job_that_moves_is_left_alone(mode: str, tmp_path: Path) -> None:
     codes, texts, _ = ended(mode, tmp_path)
     assert codes == [0] * RANKS
     assert texts == [""] * RANKS
+
+
+def breaks(which: str) -> None:
+    """Stand still beside a watchdog of which something fails."""
+
+    def fails(*_: object) -> int:
+        raise ValueError("a probe of the program")
+
+    options: dict[str, Any] = {"on_stall": fails} if which == "on_stall" else {}
+    options |= {"moves": fails} if which == "probe" else {}
+    if which == "last":
+        watchdog.last_collectives = fails
+    with open("/dev/full" if which == "file" else os.devnull, "w") as file:
+        with Watchdog(0.2, dist.HashStore(), lambda: 0, rank=0, world_size=1, answer_s=0.2, file=file, **options):
+            time.sleep(120)
+
+
+def test_whatever_fails_in_the_watchdog_the_job_ends() -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(testing.PRELOAD)
+    ranks = [context.Process(target=breaks, args=(name,)) for name in ("file", "on_stall", "probe", "last")]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(patient(20))
+        process.kill()
+    assert [process.exitcode for process in ranks] == [STALLED] * len(ranks)
+
+
+@testing.on_ranks(2)
+def test_a_group_that_is_closed_while_collectives_are_counted_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, other = dist.new_group(), dist.new_group()
+    listed = groups.open_groups()
+    dist.destroy_process_group(closed)
+    monkeypatch.setattr(groups, "open_groups", lambda: listed)
+    assert groups.group_title(other) in groups.collective_counts() and groups.last_collectives()
+
+
+class Counting:
+    """A store in memory that counts requests, as TCPStore has them."""
+
+    def __init__(self) -> None:
+        self.requests, self._held, self._changed = 0, dict[str, bytes](), threading.Condition()
+
+    def __getattr__(self, name: str) -> Any:
+        def asked(key: Any, *more: Any) -> Any:
+            with self._changed:
+                self.requests += 1
+                return getattr(self, f"_{name}")(key, *more)
+
+        return asked
+
+    def _set(self, key: str, value: str) -> None:
+        self._held[key] = value.encode()
+        self._changed.notify_all()
+
+    def _get(self, key: str) -> bytes:
+        return self._held[key]
+
+    def _check(self, keys: list[str]) -> bool:
+        return all(key in self._held for key in keys)
+
+    def _append(self, key: str, value: str) -> None:
+        self._held[key] = self._held.get(key, b"") + value.encode()
+
+    def _add(self, key: str, value: int) -> int:
+        self._held[key] = str(int(self._held.get(key, b"0")) + value).encode()
+        return int(self._held[key])
+
+    def _wait(self, keys: list[str], timeout: timedelta) -> None:
+        if not self._changed.wait_for(lambda: self._check(keys), timeout.total_seconds()):
+            raise dist.DistStoreError("timeout")
+
+
+def test_a_verdict_takes_a_few_requests_of_each_of_1024_ranks() -> None:
+    store, ranks, stopped = Counting(), 1024, {5, 700}
+    said: dict[int, tuple[str, bool]] = {}
+
+    def answer(rank: int) -> None:
+        watchdog = Watchdog(2.0, store, lambda: 7, rank=rank, world_size=ranks, answer_s=patient(1.0))
+        where = {"rank": rank, "step": "7", "groups": {"world": [9, "gloo:barrier"]}, "host": "a"}
+        said[rank] = watchdog._ask(where)
+
+    threads = [threading.Thread(target=answer, args=(rank,)) for rank in range(ranks) if rank not in stopped]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {sure for _, sure in said.values()} == {True}
+    assert "do not answer, stopped or dead or their host is lost: 5, 700;" in said[0][0], said[0][0]
+    assert store.requests < 12 * ranks
 
 
 def test_the_verdict_when_nobody_is_behind() -> None:
