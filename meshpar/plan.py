@@ -198,7 +198,7 @@ class Plan:
         device = runtime.device(kind)
         runtime.make_current(device)
         if not simulated and self.guards != "off":
-            check_weights(dict(state(module)), "the weights handed to apply")
+            check_weights(dict(state(module)), "the weights handed to apply", registry.offered(registry.GUARDS))
         return device
 
     def prove(

@@ -123,7 +123,12 @@ def same(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[bool]:
 
 
 def check_equal(
-    tensors: Mapping[str, Tensor], groups: Mapping[str, Sequence[int]], what: str, *, remedy: str = ""
+    tensors: Mapping[str, Tensor],
+    groups: Mapping[str, Sequence[int]],
+    what: str,
+    *,
+    remedy: str = "",
+    guards: Sequence[str] = (),
 ) -> None:
     """Compare ranks' tensors by digest. The hosts exchange the digests.
 
@@ -132,13 +137,14 @@ def check_equal(
         groups: name -> for every rank of the world a number; ranks with the same number must hold equal values.
         what: how the message calls them.
         remedy: what to do, the end of the message.
+        guards: the guards of installed packages, which are compared in the same exchange.
 
     Raises:
-        MeshparError: on every rank alike, naming the tensors and the ranks that differ.
+        MeshparError: on every rank alike, naming the tensors, or the guards, and the ranks that differ.
 
     Collective: every rank of the world calls it.
     """
-    _check_same_names(tensors, what)
+    _check_same_names(tensors, what, guards)
     if not tensors:
         return
     digests = [digest(tensor) for tensor in tensors.values()]
@@ -220,12 +226,34 @@ def _gathered(mine: Tensor) -> Tensor:
     return every.view(-1, len(mine))
 
 
-def _check_same_names(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Raise an error if ranks would compare different names, and then wait for one another."""
-    known = "\n".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
-    every = _gathered(torch.tensor(list(hashlib.blake2b(known.encode(), digest_size=8).digest()), device="cpu"))
-    if odd := (every != every[0]).any(1).nonzero()[:, 0].tolist():
+def _check_same_names(tensors: Mapping[str, Tensor], what: str, guards: Sequence[str]) -> None:
+    """Raise an error if ranks would compare different names, or guards exchange on some ranks alone, and then wait for
+    one another.
+    """
+    listed = "\n".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items()), "\n".join(guards)
+    mine = [byte for text in listed for byte in hashlib.blake2b(text.encode(), digest_size=8).digest()]
+    every = _gathered(torch.tensor(mine, device="cpu"))
+    names, offered = (every != every[0]).split(8, dim=1)
+    if offered.any():
+        _refuse_guards(guards)
+    if odd := names.any(1).nonzero()[:, 0].tolist():
         raise MeshparError(
             f"{what} have other names or dtypes on ranks {odd} than on rank 0; build the same model on every rank, "
             "everywhere on the meta device or everywhere with weights"
         )
+
+
+def _refuse_guards(guards: Sequence[str]) -> None:
+    """Raise an error that names the guards that some ranks alone have. Collective."""
+    every: list[Sequence[str]] = [()] * dist.get_world_size()
+    dist.all_gather_object(every, list(guards), group=runtime.hosts())
+    lines = []
+    for guard in sorted({guard for rank in every for guard in rank}):
+        has = [rank for rank, offered in enumerate(every) if guard in offered]
+        if len(has) < len(every):
+            lines.append(f"guard {guard}: on ranks {has}, and not on {sorted(set(range(len(every))) - set(has))}")
+    raise MeshparError(
+        "\n  ".join(["the installed packages offer guards on some ranks alone:", *lines])
+        + "\nranks of a guard that exchanges values would wait for the others; install the same packages on every "
+        "host, or leave guards out by Plan(guards='off')"
+    )

@@ -111,5 +111,7 @@ MakesGuards: TypeAlias = Callable[[Guarded], Iterable[Guard]]
 
 def guards_of(guarded: Guarded) -> tuple[Guard, ...]:
     """Return the guards of a module from installed packages."""
-    makers: list[MakesGuards] = [registry.plugin(registry.GUARDS, name) for name in registry.names(registry.GUARDS)]
+    # Sorted: what guards exchange comes in this order, on hosts where packages were installed in another one, too.
+    names = sorted(registry.names(registry.GUARDS))
+    makers: list[MakesGuards] = [registry.plugin(registry.GUARDS, name) for name in names]
     return tuple(guard for make in makers for guard in make(guarded))

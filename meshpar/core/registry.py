@@ -48,6 +48,11 @@ def names(group: str) -> list[str]:
     return list(_found(group))
 
 
+def offered(group: str) -> list[str]:
+    """Return the plugins of a group as messages call them, sorted: with their import paths and packages."""
+    return sorted(f"{name} ({entry.value}, {_package(entry)})" for name, entry in _found(group).items())
+
+
 def plugin(group: str, name: str) -> Any:  # noqa: ANN401 - what the package offers
     """Import and return one plugin, which is an entry point of the group.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -35,15 +35,16 @@ def without_memory(module: nn.Module) -> set[str]:
     return {name for name, tensor in tensors if tensor.is_meta}
 
 
-def check_weights(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Check that all ranks hand in the same tensors; ``what`` is how the message calls them. Collective: every rank
-    calls it.
+def check_weights(tensors: Mapping[str, Tensor], what: str, guards: Sequence[str] = ()) -> None:
+    """Check that all ranks hand in the same tensors and have the same ``guards`` of packages; ``what`` is how the
+    message calls the tensors. Collective: every rank calls it.
     """
     weights = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     check_equal(
         weights,
         dict.fromkeys(weights, [0] * dist.get_world_size()),
         what,
+        guards=guards,
         remedy="call torch.manual_seed(0) on every rank before building the module, or build it under "
         'torch.device("meta") and call par.materialize(seed=0)',
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, PlanError, TensorParallel
+from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, PlanError, TensorParallel, same_values
 from meshpar._torch.groups import collective_counts
 from meshpar.core import registry
 from meshpar.core.guards import Guard
@@ -218,6 +220,25 @@ def test_a_strangers_guard_sees_each_moment_of_a_step_and_may_refuse():
         par.module(inputs(0), skip=True)
     torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
     assert guard.seen[-1] == "step False"
+
+
+@on_ranks(4)
+def test_guards_that_some_ranks_alone_have_are_refused_by_name_in_the_exchange_of_weights():
+    entry = EntryPoint("meets", "stranger_guards:Meets", "meshpar.guards")
+    exchanges, gather = [], same_values.all_gather
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(same_values, "all_gather", lambda *given: exchanges.append(0) or gather(*given))
+        Plan("dp_shard=4", [FullyShard()]).apply(Model(), BLOCKS)
+        assert len(exchanges) == 2, "names, with those of guards, and weights"
+        patch.setattr(
+            registry,
+            "_found",
+            lambda group: {"meets": entry} if group == registry.GUARDS and dist.get_rank() in (1, 3) else {},
+        )
+        with pytest.raises(MeshparError) as refused:
+            Plan("dp_shard=4", [FullyShard()]).apply(Model(), BLOCKS)
+    assert "meets (stranger_guards:Meets, package unknown): on ranks [1, 3], and not on [0, 2]" in str(refused.value)
+    Plan("dp_shard=4", [FullyShard()], guards="off").apply(Model(), BLOCKS)
 
 
 def test_other_settings_are_refused():
