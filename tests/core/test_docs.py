@@ -67,6 +67,17 @@ def without_comments(code):
     return [line.partition("  #")[0].strip() for line in code.splitlines()]
 
 
+def test_the_front_pages_say_whether_anything_ran_on_an_accelerator_as_its_page_does() -> None:
+    nothing = "| one accelerator | nothing" in (ROOT / "docs/accelerators.md").read_text(encoding="utf-8")
+    for name in ("README.md", "docs/index.md", "docs/quickstart.md"):
+        page = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        assert ("meshpar has not run on an accelerator yet" in page) == nothing, name
+        assert re.search(
+            r"without one.{0,3}\]\([a-z/]*accelerators\.md\)|\]\([a-z/]*accelerators\.md\) lists what", page
+        ), name
+    assert "(SECURITY.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/own_loop.md"])
 def test_the_loop_that_is_shown_is_the_examples(page):
     source = [without_comments(path.read_text(encoding="utf-8")) for path in (ROOT / "examples").rglob("*.py")]
