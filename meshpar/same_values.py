@@ -252,8 +252,9 @@ def _refuse_guards(guards: Sequence[str]) -> None:
         has = [rank for rank, offered in enumerate(every) if guard in offered]
         if len(has) < len(every):
             lines.append(f"guard {guard}: on ranks {has}, and not on {sorted(set(range(len(every))) - set(has))}")
+    listed = "\n  ".join(lines)
     raise MeshparError(
-        "\n  ".join(["the installed packages offer guards on some ranks alone:", *lines])
-        + "\nranks of a guard that exchanges values would wait for the others; install the same packages on every "
-        "host, or leave guards out by Plan(guards='off')"
+        f"the installed packages offer guards on some ranks and not on others:\n  {listed}\nranks of a guard that exchanges "
+        "values would wait for the others; install the same packages on every host, or leave guards out by "
+        "Plan(guards='off')"
     )

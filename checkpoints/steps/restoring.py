@@ -191,7 +191,6 @@ class Restoring:
         return self._renamed.get(first, first)
 
     def _read(self) -> None:
-    def _read(self, *, whole: bool) -> None:
         reads_of(self._par.module).wait("restore()")
         wanted = [(MODEL + self._saved_name(name), tensor) for name, tensor in self._model.tensors.items()]
         if self._optimizer is not None and self._manifest.optimizer is not None:

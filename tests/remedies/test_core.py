@@ -145,6 +145,11 @@ LARGE = 1 << 20
 
 ROWS = [
     Tested(
+        "still reads; read it to its end, or close it, before",
+        "tests/passes/test_offloaded.py::test_an_open_stream_of_weights_holds_off_who_changes_them",
+        {"read it to its end": "for _ in stream:", "close it, before": "stream.close()"},
+    ),
+    Tested(
         "set the variable on the machines of the job, and remove the value here",
         "tests/launchers/test_secrets.py::test_the_environment_gives_the_uri_that_a_recipe_may_not_have",
         {"set the variable on the machines": 'monkeypatch.setenv("MLFLOW_TRACKING_URI", URI)'},

@@ -152,6 +152,17 @@ def clipping(where):
 
 
 ROWS = [
+    Tested(
+        "has given no sign of life for {} s; end that process, or name another folder, in a recipe by data.cache",
+        "tests/training/test_data.py::test_who_waits_for_a_build_says_for_whom_and_not_for_ever",
+        {"name another folder, in a recipe by data.cache": "build_once(tmp_path / name"},
+    ),
+    Tested(
+        "ranks of a guard that exchanges values would wait for the others; install the same packages on every host, or "
+        "leave guards out by Plan(guards='off')",
+        "tests/exact/test_guards.py::test_guards_that_some_ranks_alone_have_are_refused_by_name_in_the_exchange_of_weights",
+        {"leave guards out by Plan(guards='off')": 'guards="off").apply('},
+    ),
     Row(
         "{} {}, so its loss cannot be computed in chunks",
         lambda: chunked("scaled"),

@@ -27,4 +27,19 @@ ROWS = [
         "tests/passes/test_traps.py::test_save_pretrained_takes_a_whole_state_on_every_mesh",
         {"hand in whole tensors": "state_dict=par.state_dict(full=True))"},
     ),
+    Tested(
+        "inside of par.offloaded(), where its parameters have no memory; call it after the block",
+        "tests/passes/test_offloaded.py::test_what_would_use_lent_memory_is_refused",
+        {"call it after the block": "CheckpointManager(tmp_path).save(1, par, optimizer)"},
+    ),
+    Tested(
+        "after par.offloaded() had failed to take memory back",
+        "tests/passes/test_offloaded.py::test_a_return_that_fails_keeps_the_only_copy_and_can_be_tried_again",
+        {"free the device's memory, then run `with par.offloaded(): pass`": "with par.offloaded():"},
+    ),
+    Tested(
+        "par.offloaded() cannot take its memory back, and {} bytes stay in host memory ({}); free the device's memory",
+        "tests/passes/test_offloaded.py::test_a_return_that_fails_keeps_the_only_copy_and_can_be_tried_again",
+        {"free the device's memory, then run `with par.offloaded(): pass`": "with par.offloaded():"},
+    ),
 ]
