@@ -254,7 +254,7 @@ def _refuse_guards(guards: Sequence[str]) -> None:
             lines.append(f"guard {guard}: on ranks {has}, and not on {sorted(set(range(len(every))) - set(has))}")
     listed = "\n  ".join(lines)
     raise MeshparError(
-        f"the installed packages offer guards on some ranks and not on others:\n  {listed}\nranks of a guard that exchanges "
-        "values would wait for the others; install the same packages on every host, or leave guards out by "
+        f"the installed packages offer guards on some ranks and not on others:\n  {listed}\n"
+        "ranks of a guard that exchanges values would wait for the others; install the same packages on every host, or leave guards out by "
         "Plan(guards='off')"
     )
