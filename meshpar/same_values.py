@@ -255,6 +255,6 @@ def _refuse_guards(guards: Sequence[str]) -> None:
     listed = "\n  ".join(lines)
     raise MeshparError(
         f"the installed packages offer guards on some ranks and not on others:\n  {listed}\n"
-        "ranks of a guard that exchanges values would wait for the others; install the same packages on every host, or leave guards out by "
-        "Plan(guards='off')"
+        "ranks of a guard that exchanges values would wait for the others; install the same packages on every host, or "
+        "leave guards out by Plan(guards='off')"
     )

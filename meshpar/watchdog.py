@@ -187,34 +187,41 @@ class Watchdog:
                 time.sleep(0.05)
             self._collect()
         try:
-            store.wait(["all"], _left(deadline + self._answer_s / 2))
+            store.wait(["verdict"], _left(deadline + self._answer_s / 2))
         except dist.DistError:  # the first one has died since
             self._collect()
-        answers, beats = map(_by_rank, json.loads(store.get("all")))
-        missing = sorted(set(range(self._world)) - set(answers))
-        silent = {rank: beats[rank] for rank in missing if rank in beats}
-        text = verdict_of(answers, missing, {rank: beat["host"] for rank, beat in silent.items()})
-        if store.add("read", 1) >= len(answers):
+        verdict = json.loads(store.get("verdict"))
+        if store.add("read", 1) >= verdict["answers"]:
             store.set("end", "")
         with suppress(dist.DistError):  # who leaves early breaks the connections of those that still write
             store.wait(["end"], _left(deadline + 0.8 * self._answer_s))
-        self._silent = lambda: self._end_silent(silent, answers)
-        first = min(answers)
-        return text if self._rank == first else f"{text} (rank {first} reports the same)", True
+        self._silent = lambda: self._end_silent(verdict)
+        first = verdict["first"]
+        return verdict["text"] if self._rank == first else f"{verdict['text']} (rank {first} reports the same)", True
 
     def _collect(self) -> None:
-        """Write what all ranks have said under one key."""
+        """Read what all ranks have said, and write the verdict for them."""
         said = [self._store.get(key).decode() if self._store.check([key]) else "" for key in ("answers", "beats")]
-        self._store.set("all", json.dumps(said))
+        answers, beats = ({one["rank"]: one for one in map(json.loads, lines.splitlines())} for lines in said)
+        missing = sorted(set(range(self._world)) - set(answers))
+        silent = {rank: beats[rank] for rank in missing if rank in beats}
+        verdict = {
+            "text": verdict_of(answers, missing, {rank: beat["host"] for rank, beat in silent.items()}),
+            "answers": len(answers),
+            "first": min(answers),
+            "first_of": {answers[rank]["host"]: rank for rank in sorted(answers, reverse=True)},
+            "silent": list(silent.values()),
+        }
+        self._store.set("verdict", json.dumps(verdict))
 
-    def _end_silent(self, beats: Mapping[int, Mapping[str, Any]], answers: Mapping[int, Mapping[str, Any]]) -> None:
+    def _end_silent(self, verdict: Mapping[str, Any]) -> None:
         """Kill ranks of this host that do not answer; done by the host's first rank that does, to its launcher's
         children alone.
         """
         host = socket.gethostname()
-        if self._rank != min((rank for rank, answer in answers.items() if answer["host"] == host), default=-1):
+        if self._rank != verdict["first_of"].get(host):
             return
-        for beat in beats.values():
+        for beat in verdict["silent"]:
             with suppress(OSError, ValueError, IndexError):  # it may be gone by now
                 stat = Path(f"/proc/{beat['pid']}/stat").read_text(encoding="utf-8")
                 if beat["host"] == host and int(stat.rpartition(")")[2].split()[1]) == os.getppid():
@@ -228,10 +235,6 @@ def _read(probe: Callable[[], object]) -> object:
         return tuple(value.items()) if isinstance(value, dict) else value
     except Exception as error:  # noqa: BLE001 - of the program's own code, which must not end the watch
         return type(error).__name__
-
-
-def _by_rank(lines: str) -> dict[int, dict[str, Any]]:
-    return {said["rank"]: said for said in map(json.loads, lines.splitlines())}
 
 
 def _left(until: float) -> timedelta:
