@@ -27,7 +27,6 @@ from meshpar._torch.optimizers import AdafactorOn, adafactor_on, before_steps
 from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
 from meshpar.core.guards import Guard, Guards
-from meshpar.core.waiting import reads_of
 from meshpar.exact.adafactor import adafactor_by_parts
 from meshpar.exact.backward_entrances import Entrances
 from meshpar.exact.backwards import Backwards, Forward, refuse_second_order
@@ -329,7 +328,6 @@ class Cycle:
         own = {id(parameter) for parameter in (*self.module.parameters(), *self._units.shards())}
         trains = any(id(parameter) in own for parameter in held)
         if trains:  # else another model's, which another thread may train while this one is in its backward
-            reads_of(self.module).check("the optimizer's step()")
             self._unwind()
             if not in_backward():  # whose recomputations read what is registered now
                 self.check_parameters()

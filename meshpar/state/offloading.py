@@ -10,6 +10,7 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from meshpar.core import runtime
@@ -30,7 +31,7 @@ class _Lent:
     """The memory that a module lends, with its bytes on the host: the only copy until all of it is back."""
 
     kept: list[tuple[torch.UntypedStorage, Tensor]] = field(default_factory=list)
-    hook: RemovableHandle | None = None
+    hooks: list[RemovableHandle] = field(default_factory=list)
 
 
 _LENT: weakref.WeakKeyDictionary[nn.Module, _Lent] = weakref.WeakKeyDictionary()
@@ -57,8 +58,7 @@ def on_the_host(module: nn.Module, tensors: Iterable[Tensor], device: torch.devi
         if local.device.type == device.type and storage.nbytes() and storage.resizable():
             storages[storage.data_ptr()] = storage
     reads.away = _INSIDE
-    if lent.hook is None:
-        lent.hook = module.register_forward_pre_hook(lambda *_: reads.check("the module"), prepend=True)
+    lent.hooks = lent.hooks or _refusing(module)
     try:
         for storage in storages.values():
             lent.kept.append((storage, _bytes(storage).to("cpu", copy=True)))
@@ -69,8 +69,24 @@ def on_the_host(module: nn.Module, tensors: Iterable[Tensor], device: torch.devi
     finally:
         reads.away = _AGAIN
         _take_back(lent.kept)
-        lent.hook.remove()
-        lent.hook, reads.away = None, ""
+        while lent.hooks:
+            lent.hooks.pop().remove()
+        reads.away = ""
+
+
+def _refusing(module: nn.Module) -> list[RemovableHandle]:
+    """Return the hooks that refuse what would use the module's parameters, on any plan."""
+    reads, parameters = reads_of(module), {id(parameter) for parameter in module.parameters()}
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
+            reads.check("the optimizer's step()")
+
+    return [
+        module.register_forward_pre_hook(lambda *_: reads.check("the module"), prepend=True),
+        module.register_load_state_dict_pre_hook(lambda *_: reads.check("load_state_dict()")),
+        register_optimizer_step_pre_hook(before_step),
+    ]
 
 
 def _take_back(kept: list[tuple[torch.UntypedStorage, Tensor]]) -> None:

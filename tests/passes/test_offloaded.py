@@ -124,7 +124,9 @@ def test_memory_is_lent_beside_a_save_in_the_background(tmp_path):
         for number in range(3):
             manager.save(number, par, optimizer)
             with par.offloaded(optimizer):
-                pass
+                for use in (optimizer.step, lambda: par.module.load_state_dict(par.module.state_dict())):
+                    with pytest.raises(MeshparError, match=r"inside of par\.offloaded"):
+                        use()
         before = shards(par.module.parameters())
         manager.restore(par, optimizer, 2)
     assert all(map(torch.equal, before, shards(par.module.parameters())))

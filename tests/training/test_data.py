@@ -390,8 +390,8 @@ def test_who_waits_for_a_build_says_for_whom_and_not_for_ever(
     waiter.join()
     who = f"process {builder.pid} on {socket.gethostname()}, which builds {tmp_path / 'made'}"
     assert ended and f"waiting for {who}, " in capfd.readouterr().err
-    told = "has given no sign of life for 0 s; end that process, or name another folder, in a recipe by data.cache"
-    assert f"{who}, {told}" == str(failures[0])
+    silence = "has given no sign of life for 0 s; end that process, or name another folder, in a recipe by data.cache"
+    assert f"{who}, {silence}" == str(failures[0])
     for name in ("another", "made"):  # who has died holds nothing up
         assert build_once(tmp_path / name, lambda made: None).is_dir()
 
