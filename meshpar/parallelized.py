@@ -245,14 +245,14 @@ class Parallelized:
         return self
 
     def manual_seed(self, seed: int) -> None:
-        """Seed this rank's random state for training. Ranks with different samples, positions or layers get different
-        states, others the same.
+        """Seed this rank's random state for training. Ranks with different samples or positions get different states,
+        others the same.
 
-        Inside split layers each rank derives a state of its own from the shared state, so that dropout differs between
-        shards. Under sequence parallelism the ranks compute different positions everywhere and get different states.
+        Stages of ``pp`` draw alike in ``loss``, and each its own numbers in the forward. Inside split layers each rank
+        derives a state of its own from the shared state, so that dropout differs between shards. Under sequence
+        parallelism the ranks compute different positions everywhere and get different states.
         """
         differing = [axis for pass_ in self.plan.passes if pass_.splits_sequence for axis in pass_.axes]
-        differing += self.resolved.divided(Role.LAYERS)
         differing += [axis for _, axis in self._splitters]
         random.seed(self.device, random.mix(seed, self.data_rank, *(self._place[axis] for axis in differing)))
 

@@ -5,11 +5,12 @@ change.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import torch
@@ -52,14 +53,15 @@ class Alike(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """The state of one rank that is saved: its tensors, tied names, table of the optimizer, and plain data of its
-    own.
+    """The state of one rank that is saved: its tensors, tied names, table of the optimizer, plain data of its own, and
+    plain data that all ranks have alike.
     """
 
     alike: Sequence[Alike]
     tied: Sequence[Sequence[str]]
     optimizer: Mapping[str, Any] | None
     rank_extra: Any
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @final
@@ -80,11 +82,13 @@ class _Greeting:
     Attributes:
         token: of the plan that the rank keeps; None: it keeps none for these tensors.
         table: digest of the names in the optimizer's table; None: no table.
+        extra: digests of what all ranks must have alike, by name.
     """
 
     token: str | None
     table: str | None
     rank_extra: Any
+    extra: Mapping[str, str]
 
 
 @final
@@ -138,6 +142,7 @@ class Planning:
         extras = [greeting.rank_extra for greeting in greetings]
 
         def ask() -> _Question | None:
+            _refuse_other_extras([greeting.extra for greeting in greetings])
             question = self._ask(greetings)
             if question.anew or set(question.tables) - {0}:
                 return question
@@ -175,7 +180,8 @@ class Planning:
 
     def _greet(self, mine: Described, ranks: Ranks) -> _Greeting:
         kept = self._digest == _digest(mine, ranks)
-        return _Greeting(self._token if kept else None, _table_digest(mine.optimizer), mine.rank_extra)
+        extra = {name: _hash(json.dumps(value, sort_keys=True)) for name, value in mine.extra.items()}
+        return _Greeting(self._token if kept else None, _table_digest(mine.optimizer), mine.rank_extra, extra)
 
     def _ask(self, greetings: Sequence[_Greeting]) -> _Question:
         kept = self._agreed is not None and all(greeting.token == self._agreed.token for greeting in greetings)
@@ -185,6 +191,17 @@ class Planning:
             if greeting.table is not None
         }
         return _Question(not kept, sorted(first.values()))
+
+
+def _refuse_other_extras(extras: Sequence[Mapping[str, str]]) -> None:
+    """Raise an error if ranks gave a save different data, of which rank 0's would be restored on all of them."""
+    for rank, extra in enumerate(extras):
+        if names := sorted(name for name in extras[0].keys() | extra if extras[0].get(name) != extra.get(name)):
+            raise CheckpointError(
+                f"extra={{{', '.join(map(repr, names))}: ...}} is another on rank {rank} than on rank 0, whose values "
+                "all ranks would restore; pass what differs between ranks, such as the schedule of the parameter "
+                "groups that a stage of pp has, as rank_extra"
+            )
 
 
 def _answer(

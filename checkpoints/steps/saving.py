@@ -204,6 +204,7 @@ class Saving:
             tied=model.tied,
             optimizer=trained.table if trained else None,
             rank_extra=plain(self._noted.rank_extra, "rank_extra"),
+            extra=plain(self._noted.extra, "extra"),
         )
 
     def _settle(

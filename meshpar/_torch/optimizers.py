@@ -4,6 +4,7 @@
   tell.
 - ``adafactor_on``: Adafactor's ``_init_group`` lists the tensors on which its step works; there is no public place
   between its state and its arithmetic.
+- ``check_scalers``: a ``GradScaler`` has no hook for the optimizers that it is called with.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from meshpar.patches import Undo
+from meshpar.patches import Undo, set_attribute
 
 
 def before_steps(run: Callable[..., Any]) -> Undo:
@@ -36,6 +37,22 @@ def before_steps(run: Callable[..., Any]) -> Undo:
         return True
 
     return undo
+
+
+def check_scalers(check: Callable[[Optimizer], None]) -> Undo:
+    """Call ``check`` with each optimizer whose gradients a ``torch.amp.GradScaler`` unscales, or that it steps."""
+
+    def checked(inner: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def run(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            check(optimizer)
+            return inner(scaler, optimizer, *args, **kwargs)
+
+        return run
+
+    kind = torch.amp.GradScaler
+    undone = [set_attribute(kind, name, checked(getattr(kind, name))) for name in ("unscale_", "step")]
+    return lambda: all(undo() for undo in undone)
 
 
 class AdafactorOn:

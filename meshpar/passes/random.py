@@ -8,14 +8,18 @@ to restore and to replay under recomputation (Megatron-LM keeps a second tracked
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import nn
 
 from meshpar._torch.calls import eager
 from meshpar.core import runtime
+from meshpar.core.errors import MeshparError
+
+R = TypeVar("R")
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 63) - 1
@@ -68,6 +72,19 @@ def digest(device: torch.device, generator: torch.Generator | None = None) -> to
     return torch.tensor(zlib.crc32(bytes((generator or _generator(device)).get_state().tolist())), device=device)
 
 
+def states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the default generators of the host and of ``device``; waits for nothing."""
+    generators = [torch.default_generator, *([] if runtime.on_host(device) else [_generator(device)])]
+    return [generator.get_state() for generator in generators]
+
+
+def set_states(device: torch.device, values: list[torch.Tensor]) -> None:
+    """Put back what :func:`states` returned."""
+    torch.default_generator.set_state(values[0])
+    for value in values[1:]:
+        _generator(device).set_state(value)
+
+
 @final
 class SplitState:
     """Tell random numbers for a rank's part of activations from those for what the axis's ranks share."""
@@ -91,6 +108,67 @@ class SplitState:
         if self._shared is not None:
             _generator(self._device).set_state(self._shared)
             self._shared = None
+
+
+@final
+class LossState:
+    """Let ``loss`` draw the same random numbers on all stages of a pipeline, and the forward of each stage its own."""
+
+    def __init__(self) -> None:
+        self._begun = dict[int, list[torch.Tensor]]()  # micro-batch -> the states with which its loss began
+        self._after: list[torch.Tensor] | None = None  # the states when the module returned
+        self._outside: list[torch.Tensor] | None = None  # the states to which a later chunk's loss returns
+
+    @eager
+    def begin(self, device: torch.device, number: int, *, first: bool, last: bool) -> None:
+        """Begin the loss of a micro-batch; each chunk of a rank begins it with the same states."""
+        self._after = self._outside = None
+        if first and not last:
+            self._begun[number] = states(device)
+        elif not first:
+            self._outside = states(device)
+            set_states(device, self._begun.pop(number) if last else self._begun[number])
+
+    @eager
+    def call(self, device: torch.device, stage: int, *, draws: bool, run: Callable[[], R]) -> R:
+        """Run the module's forward on ``stage``; if it draws random numbers, then its own, and the shared state goes on
+        by one draw on every stage.
+
+        Raises:
+            MeshparError: the model draws although nothing says so.
+        """
+        before, split = states(device), SplitState()
+        try:
+            if draws:
+                split.part(device, stage)
+            return run()
+        finally:
+            split.join()
+            self._after = states(device)
+            if not draws and not _equal(before, self._after):
+                raise MeshparError(
+                    "the forward draws random numbers, and the model has no dropout module that does; set "
+                    "ModelLayout(dropout=True), with which each stage of pp draws its own"
+                )
+
+    @eager
+    def end(self, device: torch.device) -> None:
+        """End the loss of a micro-batch.
+
+        Raises:
+            MeshparError: it drew random numbers behind the module's call, which the other stages do not.
+        """
+        if self._after is not None and not _equal(self._after, states(device)):
+            raise MeshparError(
+                "loss draws random numbers after it has called the module, on the last stage of pp alone; draw them "
+                "before the call"
+            )
+        if self._outside is not None:
+            set_states(device, self._outside)
+
+
+def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
 
 
 def _fork(device: torch.device, coordinate: int) -> torch.Tensor:

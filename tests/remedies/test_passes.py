@@ -570,6 +570,42 @@ ROWS = [
             "Correct what failed there; gradients are incomplete": "assert torch.equal(grad, expected[name]), (place, name)"
         },
     ),
+    Tested(
+        "would get another number",
+        "tests/passes/test_stage_habits.py::test_numbers_of_several_parameters_are_refused_and_the_remedy_is_exact",
+        {"Call par.clip_grad_norm_(max_norm)": "par.clip_grad_norm_(0.3)"},
+    ),
+    Tested(
+        "looks for infinite gradients in this stage of pp alone",
+        "tests/passes/test_stage_habits.py::test_a_grad_scaler_is_refused_and_a_loss_scaler_skips_on_all_stages",
+        {"scale by meshpar.training.LossScaler": "own.update("},
+    ),
+    Tested(
+        "each stage of pp has the parameters of its own layers; use",
+        "tests/passes/test_stage_habits.py::test_an_optimizer_whose_parameters_depend_on_each_other_is_refused",
+        {"use an optimizer such as AdamW": "torch.optim.AdamW("},
+    ),
+    Tested(
+        "other inputs on rank {} of pp than on rank 0",
+        "tests/passes/test_stage_habits.py::test_random_states_that_differ_and_draws_behind_the_call_are_refused",
+        {"call par.manual_seed(seed) before the step": "par.manual_seed(7)"},
+    ),
+    Tested(
+        "the model has no dropout module that does",
+        "tests/passes/test_stage_habits.py::test_random_states_that_differ_and_draws_behind_the_call_are_refused",
+        {"set ModelLayout(dropout=True)": "dropout=True)"},
+    ),
+    Tested(
+        "draws random numbers after it has called the module",
+        "tests/passes/test_stage_habits.py::test_random_states_that_differ_and_draws_behind_the_call_are_refused",
+        {"draw them before the call": "par.backward(micro_batches(0), masked_loss)"},
+    ),
+    Tested(
+        "a value that a hook has kept of a block",
+        "tests/passes/test_stage_habits.py::"
+        "test_a_look_at_a_model_runs_no_hook_and_hooks_get_values_where_they_are_computed",
+        {"keep values of the last stage's blocks alone": "distils([2, 3])"},
+    ),
 ]
 
 

@@ -9,6 +9,7 @@ from meshpar.exact.guards.buffers import RecomputedBuffers
 from meshpar.exact.guards.optimizers import Optimizers
 from meshpar.exact.guards.positions import WholeSequences
 from meshpar.exact.guards.reentrant import Reentrant
+from meshpar.exact.guards.stage_numbers import StageNumbers
 from meshpar.exact.guards.written import WrittenInForward
 
 
@@ -21,4 +22,12 @@ def own_guards(guarded: Guarded, units: Units) -> tuple[Guard, ...]:
         units: of the module.
     """
     positions = (WholeSequences(guarded),) if guarded.resolved.divided(Role.POSITIONS) else ()
-    return (RecomputedBuffers(guarded), Optimizers(guarded), *positions, WrittenInForward(guarded, units), Reentrant())
+    stages = (StageNumbers(guarded, units),) if guarded.resolved.divided(Role.LAYERS) else ()
+    return (
+        RecomputedBuffers(guarded),
+        Optimizers(guarded),
+        *stages,
+        *positions,
+        WrittenInForward(guarded, units),
+        Reentrant(),
+    )

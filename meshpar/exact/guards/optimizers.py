@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from meshpar._torch.dtensor import flattens
 from meshpar.core.errors import MeshparError
 from meshpar.core.guards import Guard, Guarded
+from meshpar.core.passes import Role
+from meshpar.exact.separable import check_separable
 from meshpar.placements import unevenly_split
 
 
@@ -22,11 +24,16 @@ class Optimizers(Guard):
     """Look at the parameters that an optimizer holds, before each of its steps."""
 
     def __init__(self, guarded: Guarded) -> None:
+        self._stages = bool(guarded.resolved.divided(Role.LAYERS))
+        self._tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._replaced = {id(parameter): known for known in guarded.replaced if (parameter := known()) is not None}
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._refuse_replaced(optimizer, held)
+        if trains and self._stages and optimizer not in self._tried:
+            check_separable(optimizer)
+            self._tried.add(optimizer)
         if trains:
             _refuse_flattening(optimizer, held)
 

@@ -227,7 +227,10 @@ def _examined(twin: nn.Module, every: Sequence[str], carries: Sequence[str]) -> 
         return None, ["it calls none of its blocks"]
     problems = list[str]()
     if order != names:
-        problems.append(f"it calls its blocks in the order {_some(order)}, and they stand in the order {_some(names)}")
+        place = next((at for at, (one, two) in enumerate(zip(order, names)) if one != two), len(names))
+        again = order[place] in order[:place]
+        how = " again" if again else f", and {names[place]} is the next one in the model"
+        problems.append(f"it calls {order[place]}{how}; stages run every block once, in the order of the model")
     if any(value is None for value in look.taken):
         problems.append("its blocks do not get the value that passes from block to block as their first argument")
     if problems:
@@ -369,7 +372,3 @@ def even_cuts(costs: Sequence[float], stages: int) -> list[int]:
         end = cut[stage][end]
         firsts.append(end)
     return firsts[::-1]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -19,7 +19,9 @@ from meshpar.core.errors import MeshparError, first_line
 from meshpar.passes.installed import set_forward
 from meshpar.passes.pipeline.cuts import Result
 from meshpar.passes.pipeline.messages import BACK, FAILED, FORTH, Header, Messages
-from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, TailStandIn, with_result
+from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, TailStandIn, tell_hooks_of, tensors, with_result
+from meshpar.passes.random import LossState
+from meshpar.same_values import FACTOR, digest
 
 _WRITES = (
     "the model writes into what a block returns, which is on its way to the next stage; let it compute a new tensor "
@@ -48,12 +50,14 @@ class Chunk:
             hands on: what the model computes between two blocks is then computed by the second one's stage.
         takes: what comes beside that value.
         gives: what goes to the next stage beside the value of the last block.
+        end: number of the last block in the model's order.
     """
 
     blocks: tuple[nn.Module, ...]
     before: nn.Module | None
     takes: tuple[Result, ...]
     gives: tuple[Result, ...]
+    end: int
 
 
 @final
@@ -67,6 +71,8 @@ class Portion:
         tail: this rank's modules behind the last block.
         group: the ranks that have the stages.
         carried: the form of the value that passes from block to block, which the stand-ins return.
+        line: names of all blocks of the model, in the order of their calls.
+        draws: the model draws random numbers.
     """
 
     module: nn.Module
@@ -74,6 +80,8 @@ class Portion:
     tail: tuple[nn.Module, ...]
     group: dist.ProcessGroup
     carried: Carried
+    line: tuple[str, ...]
+    draws: bool
 
 
 @final
@@ -95,6 +103,7 @@ class Edges:
         takes: the action that runs has something to receive.
         sends: it has something to send.
         failed: an error has ended an action of this step.
+        inputs: digests of what ``loss`` has given the module in this step, for each chunk, on the device.
         supposed: headers of what a simulated rank gets, by their results, as the stages before have filled them.
     """
 
@@ -112,6 +121,10 @@ class Edges:
         self._got, self._given = ([dict[object, Header]() for _ in self._chunks] for _ in range(2))
         self._come: Header | None = None  # whose values have yet to
         self._versions = list[int]()  # of what it has handed on
+        # The number of the block that the forward has to call next.
+        self._draws, self._line, self._next = portion.draws, portion.line, 0
+        self._state = LossState()
+        self.inputs: list[list[Tensor]] = [[] for _ in self._chunks]
         self.supposed: dict[Result | None, Header] | None = None
 
     @property
@@ -127,15 +140,19 @@ class Edges:
     def begin(self, chunk: int, number: int, form: object) -> None:
         """Begin a forward of a micro-batch that has tensors of these shapes."""
         self.chunk, self.number, self._form = chunk, number, form
-        self.arrived, self.left, self._results, self.calls = [], [], {}, 0
+        self.arrived, self.left, self._results, self.calls, self._next = [], [], {}, 0, 0
         self.takes, self.sends = self.stage > 0, self.stage < self.last
 
     def forward(self, function: Callable[[nn.Module, Any], Any], batch: object) -> Any:
         """Return what a function of the module and a micro-batch returns; None where it ends with the stage."""
-        self._runs, self._carried.device = True, self.device
+        self._runs, self._carried.device, last = True, self.device, len(self._chunks) - 1
+        self._state.begin(self.device, self.number, first=not self.chunk, last=self.chunk == last)
         try:
-            return function(self._module, batch)
+            value = function(self._module, batch)
+            self._state.end(self.device)
+            return value
         except StageEndsError:
+            self._state.end(self.device)
             if any(value._version != version for value, version in zip(self.left, self._versions, strict=True)):
                 raise MeshparError(_WRITES) from None
             return None
@@ -169,6 +186,13 @@ class Edges:
             self.messages.settle_first(FORTH)  # the value came there, and those before it
         if trained := [(value, grad) for value, grad in zip(self.left, grads, strict=True) if value.requires_grad]:
             torch.autograd.backward([value for value, _ in trained], [grad for _, grad in trained])
+        if self.arrived and self.arrived[0].grad is None:
+            raise MeshparError(
+                f"what {self._line[self._chunks[self.chunk].end - len(self._chunks[self.chunk].blocks)]} returns did "
+                "not reach the loss, or was detached; one process would leave the blocks before it without gradients. "
+                "A model that drops what a block returns needs a mesh without pp, or other cuts by "
+                "PipelineParallel(stages=...)"
+            )
         self.pass_back()
 
     def pass_back(self) -> None:
@@ -197,6 +221,8 @@ class Edges:
         def until_handed_on(*args: Any, **kwargs: Any) -> Any:
             try:
                 return forward(*args, **kwargs)
+            except MeshparError:  # of an order that is not the plan's
+                raise
             except Exception:
                 if not self._runs or self.stage == self.last or not self.left or self.failed:
                     raise
@@ -218,9 +244,13 @@ class Edges:
                     "the module is called twice for one micro-batch, and stages hand on one value of each; join the "
                     "inputs of both calls along the samples"
                 )
+            self.inputs[self.chunk].append(digest_of((args, kwargs), self.device))
             if self.stage:
                 self._receive()
-            output = inner(*args, **kwargs)
+            output = self._state.call(
+                self.device, self.stage, draws=self._draws and module.training, run=lambda: inner(*args, **kwargs)
+            )
+            self._check_line(self._chunks[self.chunk])
             if self.stage < self.last:
                 raise StageEndsError
             return output
@@ -238,9 +268,8 @@ class Edges:
         crossing = dict.fromkeys(result for chunk in self._chunks for result in (*chunk.takes, *chunk.gives))
         for name in dict.fromkeys(result.module for result in crossing):
             self._carries(module.get_submodule(name), [result for result in crossing if result.module == name])
-        for place, chunk in enumerate(self._chunks):
-            if place < len(self._chunks) - 1 or self.rank < self.ranks - 1:
-                self._hands_on(place, chunk.blocks[-1])
+        for number, name in enumerate(self._line):
+            self._calls_in_line(number, module.get_submodule(name))
         for child in self._tail if len(self._chunks) > 1 else ():
             self._only_in(len(self._chunks) - 1, child, TailStandIn())
         for child in self._module.modules():
@@ -285,24 +314,54 @@ class Edges:
 
         enter_by(child, enter)
 
-    def _hands_on(self, chunk: int, block: nn.Module) -> None:
-        """Send what a block returns, with its hooks, of which those of a backward need all of its call."""
+    def _calls_in_line(self, number: int, block: nn.Module) -> None:
+        """Look that the forward calls a block in its place, and send what the last one of a stage returns, with its
+        hooks, of which those of a backward need all of its call.
+        """
         inner = _calls_of(block)
 
         def enter(*args: Any, **kwargs: Any) -> Any:
+            if not self._runs:
+                return inner(*args, **kwargs)
+            self._expect(number)
             output = inner(*args, **kwargs)
-            if self._runs and self.chunk == chunk:
+            if self.stage < self.last and block is self._chunks[self.chunk].blocks[-1]:
                 self._hand_on(output)
             return output
 
         enter_by(block, enter)
+
+    @eager
+    def _expect(self, number: int) -> None:
+        """Refuse a call of a block out of its order."""
+        if number != self._next:
+            expected = self._line[self._next] if self._next < len(self._line) else "the end"
+            raise MeshparError(
+                f"the forward calls {self._line[number]}, and {expected} was to follow: stages of pp run every block "
+                "once, in the order of the plan. A model that leaves out, repeats or reorders blocks while it trains "
+                "needs a mesh without pp"
+            )
+        self._next += 1
+
+    def _check_line(self, chunk: Chunk) -> None:
+        """Refuse a forward that has not called all blocks of a chunk."""
+        if self._next <= chunk.end:
+            raise MeshparError(
+                f"the forward returned before it called {self._line[self._next]}: stages of pp run every block in each "
+                "micro-batch. A model that leaves out blocks, or ends early, needs a mesh without pp"
+            )
 
     def _only_in(self, chunk: int, child: nn.Module, otherwise: nn.Module) -> None:
         """Let a stand-in answer a module's calls in forwards of other chunks; nothing gathers its weights then."""
         inner = _calls_of(child)
 
         def enter(*args: Any, **kwargs: Any) -> Any:
-            return (otherwise.forward if self._runs and self.chunk != chunk else inner)(*args, **kwargs)
+            if not self._runs or self.chunk == chunk:
+                return inner(*args, **kwargs)
+            output = otherwise.forward(*args, **kwargs)
+            if otherwise is not child:
+                tell_hooks_of(child, args, kwargs, output)
+            return output
 
         enter_by(child, enter)
 
@@ -390,6 +449,14 @@ def _calls_of(module: Any) -> Callable[..., Any]:
     inner: Callable[..., Any] = module._compiled_call_impl or module._call_impl
     module._compiled_call_impl = None
     return inner
+
+
+def digest_of(values: object, device: torch.device) -> Tensor:
+    """Return a number for the tensors in ``values``, 0-dim int64 on ``device``."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for leaf in tensors(values):
+        total = total * FACTOR + digest(leaf.detach()).to(device)
+    return total
 
 
 def refused() -> MeshparError:

@@ -34,6 +34,7 @@ from meshpar.passes.pipeline.stand_ins import (
     stand_in,
     twin_of,
 )
+from meshpar.passes.random import draws_random
 
 _EXAMINED = WeakKeyDictionary[nn.Module, tuple[ModelLayout, Anatomy]]()
 """Modules that can be cut -> their layout and anatomy, between :meth:`PipelineParallel.problems` and the ``apply`` that
@@ -120,7 +121,7 @@ class PipelineParallel(Pass):  # type: ignore[override]
         chunks = [anatomy.blocks[bounds[stage] : bounds[stage + 1]] for stage in mine_of]
         mine = {name for names in chunks for name in names}
         before = {**dict(module.named_parameters(remove_duplicate=False)), **_stored_buffers(module)}
-        carried = Carried()
+        carried, draws = Carried(), layout.dropout or draws_random(module)
         for name in anatomy.blocks:
             if name not in mine:
                 put(module, name, BlockStandIn(carried, module.get_submodule(name)))
@@ -142,11 +143,12 @@ class PipelineParallel(Pass):  # type: ignore[override]
                 module.get_submodule(anatomy.blocks[bounds[stage] - 1]) if stage else None,
                 anatomy.carried[bounds[stage] - 1] if stage else (),
                 anatomy.carried[bounds[stage + 1] - 1] if bounds[stage + 1] < len(anatomy.blocks) else (),
+                bounds[stage + 1] - 1,
             )
             for stage, names in zip(mine_of, chunks, strict=True)
         )
         tail = tuple(module.get_submodule(name) for name in anatomy.tail if rank == ranks - 1)
-        portion = Portion(module, stages, tail, group, carried)
+        portion = Portion(module, stages, tail, group, carried, anatomy.blocks, draws)
         layers = Layers(portion, self.schedule, {name: at for name, at in shared.items() if rank in at})
         kept_here = {*dict(module.named_parameters(remove_duplicate=False)), *_stored_buffers(module)}
         applied(module).elsewhere = _shapes({name: one for name, one in before.items() if name not in kept_here})

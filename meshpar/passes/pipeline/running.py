@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import islice
-from typing import Any, TypeVar, final
+from itertools import islice, zip_longest
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from meshpar.placements import local_tensor
 from meshpar.same_values import digest_of_several
 
 Micro = TypeVar("Micro")
+_EXACT = (1 << 48) - 1
 _WINDOW = 16  # micro-batches for each stage on which the stages of an evaluation agree at a time
 
 
@@ -136,7 +137,7 @@ class Layers:
 
         Collective over the stages.
         """
-        batches = list[Micro]()
+        batches, self.edges.inputs = list[Micro](), [[] for _ in range(self._chunks)]
         try:
             batches += micro_batches if self._error is None else ()
         except Exception as error:  # noqa: BLE001 - the data of a user
@@ -236,15 +237,22 @@ class Layers:
         """Give all stages the sums of the last one."""
         has = self.rank == self.ranks - 1
         form = totals.form() if has else self._form
-        # The others' losses are 0.
+        # Digests of 48 bits are exact in float64. The others' losses are 0.
+        inputs = [torch.stack(given).sum() & _EXACT for given in self.edges.inputs if given]
+        inputs += [inputs[0]] * (self._chunks - len(inputs)) if inputs else [totals.loss] * self._chunks
         flags = (form != self._form, self._error is not None)
-        numbers = torch.stack([totals.loss, *(torch.full_like(totals.loss, float(flag)) for flag in flags)])
-        self._messages.exchanged(dist.all_reduce, numbers, group=self.group)
+        noted = [totals.loss, *(torch.full_like(totals.loss, float(flag)) for flag in flags), *inputs]
+        mine = torch.stack([number.double() for number in noted])
+        numbers = mine.new_empty(self.ranks * len(mine))
+        self._messages.exchanged(all_gather, numbers, mine, group=self.group)
+        numbers = numbers.view(self.ranks, -1)
         if self.edges.supposed is None:
-            _, changed, failed = numbers.tolist()
-            if failed:
+            stages = numbers.tolist()
+            if any(failed for _, _, failed, *_ in stages):
                 self._refuse(())
-            if changed:
+            if len({digest for _, _, _, *digests in stages for digest in digests}) > 1:
+                self._refuse_inputs()
+            if any(changed for _, changed, *_ in stages):
                 forms = [form]
                 dist.broadcast_object_list(forms, group=self.group, group_src=self.ranks - 1, device=self.edges.device)
                 self._form = forms[0]
@@ -253,7 +261,24 @@ class Layers:
             if not has:
                 flat = flat.new_empty(sum(math.prod(shape) for _, shape, _ in self._form[1]))
             dist.broadcast(flat, group=self.group, group_src=self.ranks - 1)
-        totals.take(numbers[0], self._form, flat)
+        totals.take(numbers[:, 0].sum().to(totals.loss.dtype), self._form, flat)
+
+    def _refuse_inputs(self) -> NoReturn:
+        """Raise an error for micro-batches in which stages got other arguments. Collective over the stages."""
+        every = self.gathered([list(map(int, given)) for given in self.edges.inputs])
+        first = every[0][0]
+        rank, number = next(
+            (rank, number)
+            for rank, chunks in enumerate(every)
+            for given in chunks
+            for number, (one, two) in enumerate(zip_longest(first, given))
+            if one != two
+        )
+        raise MeshparError(
+            f"loss gave the module other inputs on rank {rank} of pp than on rank 0, in micro-batch {number}: loss "
+            "runs on every stage, and draws masks or noise from the random state, which differs; call "
+            "par.manual_seed(seed) before the step"
+        )
 
     @torch.no_grad()
     def forward(

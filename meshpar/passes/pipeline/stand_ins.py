@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from meshpar.core.errors import MeshparError
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _SETTINGS = str | int | float | None
 MOST_SHAPES = 256  # that a stand-in, or an end of a cut, knows at a time
 
@@ -31,8 +34,84 @@ class Carried:
         self.device: torch.device | None = None
 
 
+class ElsewhereError(MeshparError):
+    """A value was used that another stage of ``pp`` computes."""
+
+
+class Elsewhere(Tensor):
+    """What a hook gets of a module that another stage computes: a hook may keep it, and nobody may use it.
+
+    Attributes:
+        in_hooks: a hook runs.
+    """
+
+    in_hooks = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        if name == "__get__" or (cls.in_hooks and not (name.endswith("_") and not isinstance(args[0], cls))):
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and cls.in_hooks:
+                return result.as_subclass(cls)
+            if name == "__get__" and not isinstance(result, Tensor):
+                return result
+        raise ElsewhereError(
+            f"{name} uses a value that a hook has kept of a block, or of a module before the blocks, which another "
+            "stage of pp computes; keep values of the last stage's blocks alone"
+        )
+
+
+def _is_users(hook: Any) -> bool:
+    """Tell whether a hook is neither torch's nor meshpar's."""
+    made_by = getattr(getattr(hook, "func", hook), "__module__", None) or type(hook).__module__
+    return made_by.split(".")[0] not in ("torch", "meshpar")
+
+
+def tell_hooks(hook: Any, *values: Any) -> None:
+    """Call a user's hook with what it may keep and not use."""
+    Elsewhere.in_hooks = True
+    try:
+        hook(*tree_map_only(Tensor, lambda tensor: tensor.detach().as_subclass(Elsewhere), values))
+    except ElsewhereError:  # a hook that looks at values does so where they are computed
+        pass
+    finally:
+        Elsewhere.in_hooks = False
+
+
+def tell_hooks_of(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    """Call the user's hooks of a module in whose place a stand-in ran."""
+    for number, hook in module._forward_hooks.items():
+        if _is_users(hook):
+            given = (args, kwargs, output) if number in module._forward_hooks_with_kwargs else (args, output)
+            tell_hooks(hook, module, *given)
+
+
+class StandIn(nn.Module):
+    """A module whose values another stage computes, and where the user's hooks get no values."""
+
+    stands_in = True
+
+    def take_hooks(self, module: nn.Module) -> None:
+        """Take over the user's hooks of a module, which may be this one."""
+        for kind in _HOOKS:
+            hooks = getattr(module, kind)
+            getattr(self, kind).update({at: partial(tell_hooks, hook) for at, hook in hooks.items() if _is_users(hook)})
+            getattr(self, f"{kind}_with_kwargs").update(getattr(module, f"{kind}_with_kwargs"))
+
+    def register_forward_hook(self, hook: Any, **options: Any) -> Any:
+        return super().register_forward_hook(partial(tell_hooks, hook) if _is_users(hook) else hook, **options)
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
+        return super().register_forward_pre_hook(partial(tell_hooks, hook) if _is_users(hook) else hook, **options)
+
+    def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return RemovableHandle({})
+
+
 @final
-class BlockStandIn(nn.Module):
+class BlockStandIn(StandIn):
     """Return the value that a block is called with, in the form in which blocks return it.
 
     Args:
@@ -40,10 +119,9 @@ class BlockStandIn(nn.Module):
         block: whose settings, such as a kind of attention, the model may read here, too.
     """
 
-    stands_in = True
-
     def __init__(self, carried: Carried, block: nn.Module) -> None:
         super().__init__()
+        self.take_hooks(block)
         self._carried = carried
         known = set(vars(self))
         own = [kind for kind in reversed(type(block).__mro__) if kind not in nn.Module.__mro__]
@@ -56,7 +134,7 @@ class BlockStandIn(nn.Module):
         return hidden if width < 0 else (hidden, *(None,) * width)
 
 
-class HeadStandIn(nn.Module):
+class HeadStandIn(StandIn):
     """Return NaN in the shape of what a module before the blocks returns, without memory: a loss that uses it is NaN.
 
     Attributes:
@@ -65,7 +143,6 @@ class HeadStandIn(nn.Module):
         written: the model writes into what it returns, which then has memory.
     """
 
-    stands_in = True
     carried: Carried
     twin: tuple[nn.Module]
     written: bool
@@ -107,21 +184,17 @@ class HeadStandIn(nn.Module):
         return known[key]
 
 
-class TailStandIn(nn.Module):
+class TailStandIn(StandIn):
     """Return what it is called with, in the place of a norm or a head behind the last block."""
-
-    stands_in = True
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
 
 
-class IdleStandIn(nn.Module):
+class IdleStandIn(StandIn):
     """Refuse to run, in the place of a module that the model did not call when it was cut, such as a tower for
     images.
     """
-
-    stands_in = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         refuse_idle(self)
@@ -170,20 +243,29 @@ def stand_in(kind: type[nn.Module], old: nn.Module, kept: Collection[int]) -> No
         if not any(id(parameter) in kept for parameter in child.parameters()):
             delattr(old, name)
     old.__class__ = type(f"{type(old).__name__}StandIn", (kind, type(old)), {})
+    if isinstance(old, StandIn):
+        old.take_hooks(old)
 
 
 def twin_of(module: nn.Module, device: str | None = "meta") -> nn.Module:
     """Return a copy of a module whose tensors have shapes alone: on the meta device, or, in a
     ``FakeTensorMode``, on the one of new tensors (None).
 
-    Frozen parameters of it train, too: the graph of a forward then tells what it uses.
+    Frozen parameters of it train, too: the graph of a forward then tells what it uses. It has no hooks but torch's own:
+    a user's would keep what it computes.
     """
     memo: dict[int, Any] = {}
     for one in (*module.parameters(), *module.buffers()):
         twin = torch.empty(one.shape, dtype=one.dtype, device=device)
         trains = one.is_floating_point() or one.is_complex()
         memo[id(one)] = nn.Parameter(twin, trains) if isinstance(one, nn.Parameter) else twin
-    return copy.deepcopy(module, memo)
+    copied = copy.deepcopy(module, memo)
+    for child in copied.modules():
+        for kind in (*_HOOKS, "_backward_hooks", "_backward_pre_hooks"):
+            hooks = getattr(child, kind)
+            for at in [at for at, hook in hooks.items() if _is_users(hook)]:
+                del hooks[at]
+    return copied
 
 
 def tensors(value: object) -> list[Tensor]:

@@ -1,0 +1,370 @@
+"""Habits of loops over stages: exact as one process, or refused on all stages in the step in which they happen."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshpar import CheckpointError, FullyShard, MeshparError, ModelLayout, PipelineParallel, Plan, PlanError
+from meshpar.checkpoints import CheckpointManager
+from meshpar.testing import on_ranks
+from meshpar.training import LossScaler
+from tests.support.tiers import daily
+
+VOCAB, WIDTH, STEPS = 17, 8, 3
+
+
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    """Blocks that are called as ``order`` says, whose outputs in ``dropped`` are not used."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(VOCAB, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.order, self.dropped, self.noise = (0, 1, 2, 3), (), 0.0
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        if self.noise and self.training:
+            x = F.dropout(x, self.noise)
+        for number in self.order:
+            value = self.blocks[number](x)
+            x = x if number in self.dropped else value
+        return self.head(self.norm(x))
+
+
+def model(**options):
+    torch.manual_seed(0)
+    return Model(**options).double()
+
+
+def micro_batches(step, number=4):
+    draw = torch.Generator().manual_seed(step)
+    return list(torch.randint(VOCAB - 1, (number, 2, 6), generator=draw))
+
+
+def cross_entropy(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def plain_loss(module, batch):
+    return cross_entropy(module(batch), batch) / 4
+
+
+def masked_loss(module, batch, seen=None):
+    mask = torch.rand(batch.shape, dtype=torch.float64) < 0.5
+    if seen is not None:
+        seen.append(mask)
+    return cross_entropy(module(torch.where(mask, VOCAB - 1, batch)), batch) / 4
+
+
+def in_one_process(loss, after=lambda net: None, **options):
+    """Return losses and the last weights of steps in one process."""
+    net = model(**options)
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.3), []
+    torch.manual_seed(7)
+    for step in range(STEPS):
+        total = 0.0
+        for batch in micro_batches(step):
+            value = loss(net, batch)
+            value.backward()
+            total += value.detach()
+        after(net)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, net.state_dict()
+
+
+def on_stages(loss, after=lambda par: None, passes=None, mesh="pp=2", make=model, **options):
+    """Return the same of steps over stages."""
+    par = Plan(mesh, passes or [PipelineParallel(**options)]).apply(make())
+    optimizer, losses = torch.optim.SGD(par.module.parameters(), lr=0.3), []
+    torch.manual_seed(7)
+    for step in range(STEPS):
+        losses.append(par.backward(micro_batches(step), loss))
+        after(par)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, par.state_dict(full=True, everywhere=True)
+
+
+def assert_equal(one, other):
+    # totals are float32
+    torch.testing.assert_close(list(map(float, one[0])), list(map(float, other[0])), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(dict(one[1]), dict(other[1]), rtol=1e-9, atol=1e-9)
+
+
+def by_hand(par):
+    return torch.sqrt(sum(parameter.grad.pow(2).sum() for parameter in par.module.parameters()))
+
+
+def read_one_by_one(par):
+    return sum(parameter.grad.detach().norm().item() ** 2 for parameter in par.module.parameters()) ** 0.5
+
+
+def stacked(par):
+    return torch.stack([parameter.grad.norm() for parameter in par.module.parameters()]).norm()
+
+
+def torchs(par):
+    return torch.nn.utils.clip_grad_norm_(par.module.parameters(), 0.3)
+
+
+def total_norm(par):
+    return torch.nn.utils.get_total_norm([parameter.grad for parameter in par.module.parameters()])
+
+
+def is_finite(par):
+    return all(bool(parameter.grad.isfinite().all()) for parameter in par.module.parameters())
+
+
+def of_weights(par):
+    return torch.cat([parameter.detach().flatten() for parameter in par.module.parameters()]).norm()
+
+
+NUMBERS = [torchs, total_norm, by_hand, read_one_by_one, stacked, is_finite, of_weights]
+
+
+@on_ranks(2)
+def test_numbers_of_several_parameters_are_refused_and_the_remedy_is_exact():
+    for number in NUMBERS:
+        par = Plan("pp=2", [PipelineParallel()]).apply(model())
+        par.backward(micro_batches(0), plain_loss)
+        with pytest.raises(MeshparError, match="would get another number"):
+            number(par)
+    one = in_one_process(plain_loss, lambda net: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3))
+    assert_equal(on_stages(plain_loss, lambda par: par.clip_grad_norm_(0.3)), one)
+
+
+@on_ranks(4)
+def test_numbers_of_several_sharded_parameters_are_refused_and_the_remedy_is_exact():
+    passes = [PipelineParallel(), FullyShard()]
+    for number in (torchs, by_hand, stacked):
+        par = Plan("pp=2,dp_shard=2", passes).apply(model())
+        par.backward(micro_batches(0), plain_loss)
+        with pytest.raises(MeshparError, match="would get another number"):
+            number(par)
+    one = in_one_process(plain_loss, lambda net: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3))
+    assert_equal(on_stages(plain_loss, lambda par: par.clip_grad_norm_(0.3), passes, "pp=2,dp_shard=2"), one)
+
+
+@on_ranks(2)
+def test_what_is_computed_of_each_parameter_alone_is_exact_and_leaves_no_trace():
+    def clip_each(net):
+        for parameter in net.parameters():
+            parameter.grad.mul_(torch.clamp(0.1 / parameter.grad.norm(), max=1.0))
+            parameter.data.mul_(0.99)
+
+    stages = on_stages(plain_loss, lambda par: clip_each(par.module))
+    assert_equal(stages, in_one_process(plain_loss, clip_each))
+    kept = []
+    on_stages(plain_loss, lambda par: kept.extend(value.detach().clone() for value in par.module.parameters()))
+    assert all(torch.save(value, "/dev/null") is None and type(+value) for value in kept)
+    assert {type(value) for value in stages[1].values()} == {torch.Tensor}
+
+
+@on_ranks(2)
+def test_a_penalty_over_all_parameters_in_loss_is_refused_on_all_stages():
+    def before(module, batch):
+        penalty = sum(parameter.pow(2).sum() for parameter in module.parameters())
+        return plain_loss(module, batch) + penalty
+
+    def behind(module, batch):
+        return plain_loss(module, batch) + sum(parameter.pow(2).sum() for parameter in module.parameters())
+
+    for loss in (before, behind):
+        with pytest.raises(MeshparError, match="several parameters or gradients"):
+            on_stages(loss)
+
+
+@on_ranks(2)
+def test_a_grad_scaler_is_refused_and_a_loss_scaler_skips_on_all_stages():
+    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    optimizer, scaler = torch.optim.SGD(par.module.parameters(), lr=0.3), torch.amp.GradScaler("cpu", init_scale=8.0)
+    par.backward(micro_batches(0), lambda module, batch: scaler.scale(plain_loss(module, batch)))
+    for call in (scaler.unscale_, scaler.step):
+        with pytest.raises(MeshparError, match="GradScaler looks for infinite gradients in this stage of pp alone"):
+            call(optimizer)
+    own = LossScaler(scale=8.0)
+    optimizer.zero_grad()
+    par.backward(micro_batches(0), lambda module, batch: plain_loss(module, batch) * own.scale)
+    own.unscale_(par.module)
+    assert own.update(float(par.clip_grad_norm_(float("inf"))))
+
+
+@on_ranks(2)
+def test_an_optimizer_whose_parameters_depend_on_each_other_is_refused():
+    class OfAll(torch.optim.SGD):
+        def step(self, closure=None):
+            held = [
+                parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
+            ]
+            size = sum(float(parameter.grad.norm()) for parameter in held)
+            with torch.no_grad():
+                for parameter in held:
+                    parameter.sub_(parameter.grad / size)
+
+    for kind, names in ((torch.optim.LBFGS, "LBFGS"), (OfAll, "OfAll")):
+        par = Plan("pp=2", [PipelineParallel()]).apply(model())
+        optimizer = kind(par.module.parameters(), lr=0.1)
+        par.backward(micro_batches(0), plain_loss)
+        with pytest.raises(
+            MeshparError, match=f"{names} .* each stage of pp has the parameters of its own layers; use"
+        ):
+            optimizer.step(lambda: torch.zeros(()))
+        torch.optim.AdamW(par.module.parameters()).step()
+
+
+DRAWS = [{}, {"schedule": "gpipe"}, {"virtual": 2}]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", daily(DRAWS, {"virtual": 2}, ids=str))
+def test_masks_that_loss_draws_are_one_process_s_on_all_stages(options):
+    assert_equal(on_stages(masked_loss, **options), in_one_process(masked_loss))
+
+
+@on_ranks(2)
+def test_masks_are_alike_and_dropout_in_blocks_is_drawn_apart():
+    masks, par = [], Plan("pp=2", [PipelineParallel()]).apply(model(dropout=0.5))
+    par.manual_seed(7)
+    for _ in range(2):
+        par.backward(micro_batches(0), partial(masked_loss, seen=masks))
+    total = par.backward(micro_batches(0), partial(masked_loss, seen=masks))
+    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks) == 12
+    assert torch.isfinite(total)
+
+
+@on_ranks(2)
+def test_random_states_that_differ_and_draws_behind_the_call_are_refused():
+    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    torch.manual_seed(torch.distributed.get_rank())
+    with pytest.raises(MeshparError, match="other inputs on rank 1 of pp than on rank 0"):
+        par.backward(micro_batches(0), masked_loss)
+    par.module.zero_grad()
+    par.manual_seed(7)
+    par.backward(micro_batches(0), masked_loss)
+
+    def behind(module, batch):
+        return plain_loss(module, batch) * torch.rand(())
+
+    with pytest.raises(MeshparError, match="draws random numbers after it has called the module"):
+        par.backward(micro_batches(0), behind)
+    par.module.zero_grad()
+    par.module.noise = 0.5
+    with pytest.raises(MeshparError, match="the model has no dropout module that does"):
+        par.backward(micro_batches(0), plain_loss)
+    par = Plan("pp=2", [PipelineParallel()]).apply(model(), ModelLayout(blocks=("blocks.*",), dropout=True))
+    par.module.noise = 0.5
+    par.backward(micro_batches(0), plain_loss)
+
+
+CHANGES = {
+    "another order": {"order": (3, 2, 1, 0)},
+    "a block left out": {"order": (0, 2, 3)},
+    "an early exit": {"order": (0, 1)},
+    "an early exit on the first stage": {"order": (0,)},
+    "a loop": {"order": (0, 1, 2, 3, 0, 1, 2, 3)},
+    "an output dropped before the cut": {"dropped": (1,)},
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", daily([{}, {"virtual": 2}], {}, ids=str))
+def test_other_calls_of_blocks_are_refused_on_all_stages_and_the_next_step_is_exact(options):
+    par = Plan("pp=2", [PipelineParallel(**options)]).apply(model())
+    for change in CHANGES.values():
+        before = {name: getattr(par.module, name) for name in change}
+        for name, value in change.items():
+            setattr(par.module, name, value)
+        with pytest.raises(MeshparError, match="pp"):
+            par.backward(micro_batches(0), plain_loss)
+        for name, value in before.items():
+            setattr(par.module, name, value)
+        par.module.zero_grad()
+    net = model()
+    expected = sum(plain_loss(net, batch).detach() for batch in micro_batches(0))
+    torch.testing.assert_close(par.backward(micro_batches(0), plain_loss), expected.float(), rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(2)
+def test_an_output_that_is_dropped_inside_of_a_stage_is_exact():
+    def dropping():
+        net = model()
+        net.dropped = (3,)
+        return net
+
+    net = dropping()
+    loss = sum(plain_loss(net, batch) for batch in micro_batches(0))
+    par = Plan("pp=2", [PipelineParallel()]).apply(dropping())
+    torch.testing.assert_close(par.backward(micro_batches(0), plain_loss), loss.detach().float(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_plan_that_repeats_blocks_says_where():
+    net = model()
+    net.order = (0, 1, 2, 3, 0, 1, 2, 3)
+    with pytest.raises(PlanError, match=r"calls blocks\.0 again"):
+        Plan("pp=2", [PipelineParallel()]).check(net, world_size=2)
+
+
+@on_ranks(2)
+def test_a_look_at_a_model_runs_no_hook_and_hooks_get_values_where_they_are_computed():
+    seen, norms = {}, {}
+
+    def keeps(number):
+        return lambda module, args, output: seen.__setitem__(number, output)
+
+    def measures(number):
+        return lambda module, args, output: norms.__setitem__(number, output.norm().item())
+
+    net = model()
+    for number, block in enumerate(net.blocks):
+        block.register_forward_hook(keeps(number))
+    plan = Plan("pp=2", [PipelineParallel()])
+    plan.check(net)
+    assert not seen
+    par = plan.apply(net)
+    assert not seen
+    for number, block in enumerate(par.module.blocks):
+        block.register_forward_hook(measures(number))
+
+    def distils(numbers):
+        return lambda module, batch: plain_loss(module, batch) + sum(seen[number].pow(2).mean() for number in numbers)
+
+    par.backward(micro_batches(0), plain_loss)
+    assert set(norms) == ({0, 1} if torch.distributed.get_rank() == 0 else {2, 3})
+    with pytest.raises(MeshparError, match="a value that a hook has kept of a block"):
+        par.backward(micro_batches(0), distils([0, 3]))
+    par.module.zero_grad()
+    total, one = par.backward(micro_batches(0), distils([2, 3])), model()
+    for number, block in enumerate(one.blocks):
+        block.register_forward_hook(keeps(number))
+    expected = sum(distils([2, 3])(one, batch).detach() for batch in micro_batches(0))
+    torch.testing.assert_close(total, expected.float(), rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(2)
+def test_extra_that_differs_between_stages_is_refused_and_rank_extra_restores_it(tmp_path):
+    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    rank = torch.distributed.get_rank()
+    with CheckpointManager(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError, match=r"extra=\{'rates'.* rank_extra"):
+            checkpoints.save(1, par, extra={"rates": [rank], "epoch": 3})
+        checkpoints.save(1, par, extra={"epoch": 3}, rank_extra={"rates": [rank]})
+        restored = checkpoints.restore(par)
+    assert (restored.extra, restored.rank_extra) == ({"epoch": 3}, {"rates": [rank]})
