@@ -81,9 +81,9 @@ def test_a_cache_made_in_inference_mode_is_written_or_the_error_says_what_helps(
                 par.module(x, cache)
                 assert cache.is_inference()
         with torch.no_grad():
-            told = torch.zeros_like(expected)
-            par.module(x, told)
-        torch.testing.assert_close(told, expected)
+            writable = torch.zeros_like(expected)
+            par.module(x, writable)
+        torch.testing.assert_close(writable, expected)
         if mesh == "tp=2":
             torch.testing.assert_close(cache.clone(), expected)
         train(par.module, par.module, lambda batch, par=par: batch[par.data_rank :: par.data_size])

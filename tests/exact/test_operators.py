@@ -163,7 +163,7 @@ def build():
     return Words().double()
 
 
-def told(habit, par):
+def message_of(habit, par):
     """What a habit raises that knows nothing of the mesh; empty where it trains as one process does."""
     try:
         train(par.module, habit, DIRECT, par)
@@ -184,7 +184,7 @@ def check_habits(mesh, passes):
         found = par.state_dict(full=True, everywhere=True)
         assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected), habit.__name__
         other = Plan(mesh, passes).apply(build(), LAYOUT if "tp" in mesh else None)
-        words = told(habit, other)
+        words = message_of(habit, other)
         if not words:
             found = other.state_dict(full=True, everywhere=True)
             assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected), mesh

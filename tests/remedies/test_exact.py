@@ -35,7 +35,7 @@ ROWS = [
     Tested(
         "make such tensors under torch.no_grad()",
         "tests/exact/test_calls.py::test_a_cache_made_in_inference_mode_is_written_or_the_error_says_what_helps",
-        {"make such tensors under torch.no_grad(), and call the module there": "par.module(x, told)"},
+        {"make such tensors under torch.no_grad(), and call the module there": "par.module(x, writable)"},
     ),
     Tested(
         "ive collectives of your own in a loss or a hook group=par.data_group",
