@@ -65,7 +65,7 @@ def chunked_token_loss(
     """
     if chunk < 0:
         raise MeshparError(f"chunk={chunk} must be 0 (all logits at once), or a number of positions")
-    how = {"ignore_index": ignore_index, "z_loss": z_loss}
+    how: dict[str, Any] = {"ignore_index": ignore_index, "z_loss": z_loss}
     if chunk == 0:
         return token_loss(model(**inputs).logits, labels_BL, reduction=reduction, **how)
     reduced = reduction_of(reduction, labels_BL, ignore_index)

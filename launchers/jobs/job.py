@@ -171,7 +171,12 @@ def _report(recipe: Recipe, par: Parallelized, trainer: Trainer, stack: contextl
         reporters = _reporters(recipe, trainer, trainer.step)
         trainer.reporters = (*reporters, *forecast_feedback(recipe, par.device, reporters[0]))
     for reporter in trainer.reporters:
-        stack.callback(lambda reporter=reporter: reporter.close(trainer.ended))
+        stack.callback(_close, reporter, trainer)
+
+
+def _close(reporter: Reporter, trainer: Trainer) -> None:
+    """Close a reporter by how the training has ended, which is known where it is called."""
+    reporter.close(trainer.ended)
 
 
 # stands in for Batches

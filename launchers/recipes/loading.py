@@ -82,17 +82,17 @@ def resolve(document: Document, *, disks: bool = True, trust: bool = False) -> R
     _name_kinds(data)
     data["name"] = data.get("name") or Path(document.name).stem
     data["output"] = data.get("output") or f"runs/{data['name']}"
-    found = validate(Recipe, data, document)
-    if isinstance(found, list):
-        problems = found + problems
+    recipe = validate(Recipe, data, document)
+    if isinstance(recipe, list):
+        problems = recipe + problems
     else:
-        found.read_from(classes)
-        problems += calling_problems(found, document)
-        problems += [f"{document.where(place)}: {text}" for place, text in conflicts(found, disks=disks)]
-    if problems or isinstance(found, list):
+        recipe.read_from(classes)
+        problems += calling_problems(recipe, document)
+        problems += [f"{document.where(place)}: {text}" for place, text in conflicts(recipe, disks=disks)]
+    if problems or isinstance(recipe, list):
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in this recipe"
         raise RecipeError("\n  ".join([count, *problems]))
-    return found
+    return recipe
 
 
 FOREIGN = ("per_device_train_batch_size", "num_train_epochs", "learning_rate", "fsdp", "fsdp_config", "num_processes")

@@ -36,7 +36,12 @@ def watch_compiled() -> Undo:
             _COMPILED[child] = weakref.ref(owner)
 
     handle = register_module_module_registration_hook(keep)
-    return lambda: handle.remove() is None
+
+    def undo() -> bool:
+        handle.remove()
+        return True
+
+    return undo
 
 
 def compiled_form(module: nn.Module) -> nn.Module:

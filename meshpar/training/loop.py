@@ -273,7 +273,7 @@ class Trainer:
                 self.par.module,
                 in_step=not self.par.resolved.divided(Role.LAYERS),
                 moved=self._moved,
-                before_exit=lambda: self.checkpointer and self.checkpointer.wait(),
+                before_exit=self._wait_for_saves,
                 silent_s=self.settings.silent_s,
                 grace_s=self.settings.grace_s,
             )
@@ -296,6 +296,10 @@ class Trainer:
         self._stop = self._beside = None
         self.ended = "complete" if stopped is None else "stopped"
         return Outcome(steps=self.step, stopped=stopped, values=dict(self._values))
+
+    def _wait_for_saves(self) -> None:
+        if self.checkpointer is not None:
+            self.checkpointer.wait()
 
     def _stopped(self) -> str | None:
         """Save if the ranks have agreed to stop before the run is complete, and return the reason."""

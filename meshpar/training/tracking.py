@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, cast, final
+from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -156,7 +156,8 @@ class _Sender:
     """
 
     def __init__(self, name: str, make: Callable[[TrackedRun], Tracker], run: TrackedRun) -> None:
-        self.ends, self.ended = threading.Event(), cast("Ended", "complete")
+        self.ends = threading.Event()
+        self.ended: Ended = "complete"
         self._name, self._make = name, make
         self._lines, self._marker = run.folder / METRICS, run.folder / SENT / f"{name}.json"
         known: dict[str, Any] = {}
