@@ -128,7 +128,7 @@ class Page:
             for name, size in sorted(self.holders.items(), key=lambda item: -item[1]):
                 yield f"| {name} | {size / 2**20:,.1f} | {size / total:.0%} |"
         elif self.unseen:
-            yield f"\nUse of the memory at its peak: {self.unseen}"
+            yield f"\nMemory at its peak: {self.unseen}"
         yield ""
         yield from (f"- `{name}`: {what}" for name, what in self.files.items())
 
@@ -354,10 +354,10 @@ class Profiled:
         tracer.export_chrome_trace(str(fresh))
         fresh.replace(self._folder / TRACE)
         times = times_of(json.loads((self._folder / TRACE).read_text(encoding="utf-8")), threads)
-        files = {TRACE: "open in https://ui.perfetto.dev"}
+        files = {TRACE: "opens in https://ui.perfetto.dev"}
         with suppress(FileNotFoundError):
             kib = (self._folder / SNAPSHOT).stat().st_size >> 10
-            files |= {SNAPSHOT: f"{kib} KiB, open in https://pytorch.org/memory_viz"}
+            files |= {SNAPSHOT: f"{kib} KiB, opens in https://pytorch.org/memory_viz"}
         title = f"{self._par.plan} on {len(ranks)} ranks ({self._par.device.type})"
         where = (
             f"`{SNAPSHOT}` shows it"

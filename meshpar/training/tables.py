@@ -80,7 +80,7 @@ class Reading:
             )
         if self.skipped:
             yield (
-                f"skipped {self.skipped:,} of {self.rows:,} rows of the data (data.bad_rows: skip); the first: "
+                f"skipped {self.skipped:,} of {self.rows:,} rows of the data (data.bad_rows=skip); the first: "
                 f"{self.first}"
             )
 

@@ -138,9 +138,7 @@ class TokenFile:
         """Raise RecipeError if no id of this file counts as a label."""
         if self.marked and self.tokens and not any((part & COUNTS).any() for part in self._scan()):
             raise RecipeError(
-                f"no token of {self.path} counts as a label, so nothing would be learned from it; the chat template "
-                "marks nothing as the assistant's, or too few conversations are left for it: use another template, or "
-                "give more data"
+                f"no token of {self.path} counts as a label, so nothing would be learned from it; give more data"
             )
 
     def has_several_documents(self) -> bool:

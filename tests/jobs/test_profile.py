@@ -202,6 +202,6 @@ def test_the_page_suggests_what_the_times_say() -> None:
     for wanted in ("waits for tp", "data.workers", "Compile", "2.00 times", "ActivationCheckpoint"):
         assert wanted in text, wanted
     page = Page(title="t", steps=2, times=times, ranks=ranks, unseen="`memory.pickle` shows it")
-    assert "Use of the memory at its peak: `memory.pickle` shows it" in str(page)
+    assert "Memory at its peak: `memory.pickle` shows it" in str(page)
     quiet = Times(total=1.0, compute=1.0, communication={}, exposed={}, data=0.0, idle=0.0)
     assert "nothing stands out" in str(Page(title="t", steps=2, times=quiet, ranks=ranks[:1]))

@@ -2,4 +2,24 @@
 
 from __future__ import annotations
 
-UNTRIED = 86
+from tests.remedies.rows import Tested
+
+UNTRIED = 83
+
+ROWS = [
+    Tested(
+        "already exists and is not empty",
+        "tests/checkpoints/test_export.py::test_an_existing_folder_is_kept_unless_told_otherwise",
+        {"replace it (--overwrite, in Python overwrite=True)": "overwrite=True"},
+    ),
+    Tested(
+        "an export cannot replace {}; choose a folder inside it",
+        "tests/checkpoints/test_export.py::test_the_folder_one_stands_in_is_replaced_and_a_link_is_followed",
+        {"choose a folder inside it": 'export_safetensors(runs / "qwen3", tmp_path / "link", overwrite=True)'},
+    ),
+    Tested(
+        "step {} {} in {}",
+        "tests/checkpoints/test_commit.py::test_a_step_is_not_saved_over_unless_told",
+        {"pass replace=True": "manager.save(1, linear(2), replace=True)"},
+    ),
+]

@@ -2,4 +2,549 @@
 
 from __future__ import annotations
 
-UNTRIED = 134
+import json
+import shutil
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from meshpar.training.chat import ChatSource
+from meshpar.training.lora import LoRA
+from meshpar.training.records import RecordSource
+from meshpar.training.samples import PackedTokens, tokenizers_problem
+from meshpar.training.tables import Reading
+from meshpar.training.template import TEMPLATES, ChatTemplate, chat_template
+from meshpar.training.text import TextSource
+from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from meshpar.training.tokens import TokenFile, prepare_tokens, write_tokens
+from tests.remedies.rows import Row, Tested, alone
+
+pytest.importorskip("transformers")
+
+UNTRIED = 65
+
+ASKED, SAID = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+SYSTEM = {"role": "system", "content": "S"}
+GOOD = {"messages": [ASKED, SAID]}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 2}}]}
+TOOLS = [{"name": "add"}]
+MARKED = (
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% "
+    "endif %}"
+)
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% "
+    "endif %}"
+)
+THINKS = PLAIN.replace("{{ m.content }}", "{{ m.thinking or '' }}{{ m.content }}")
+REWRITES = PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:1] }}")
+TWICE = [ASKED, {"role": "assistant", "content": "AB"}, ASKED, {"role": "assistant", "content": "CD"}]
+WIDE = "é".encode("latin-1")
+
+
+@cache
+def scratch() -> TemporaryDirectory:
+    return TemporaryDirectory()
+
+
+def file(name, content):
+    """Write a file, and return its path."""
+    path = Path(scratch().name) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def lines(*records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+def labels(*records, template=TEMPLATES["chatml"]):
+    """How many turns of each record are learned."""
+    source = ChatSource(inputs=(file("chat.jsonl", lines(*records)),), template=template)
+    return [len(spans) for _, spans in source.conversations()]
+
+
+def labelled(text, messages=GOOD["messages"], tools=None):
+    """How many turns a template marks."""
+    return len(ChatTemplate(text=text).conversation(messages, tools)[1])
+
+
+def texts(name, content, **options):
+    return list(TextSource(inputs=(file(name, content),), **options).documents())
+
+
+def pairs(record, **options):
+    options = {"kind": "pairs", "output_field": "target"} | options
+    return list(RecordSource(inputs=(file("pairs.jsonl", lines(record)),), **options).records())
+
+
+def bpe(folder, *, configured=True):
+    """The folder of a trained tokenizer."""
+    path = Path(scratch().name) / folder
+    train_bpe(["some text"], 258).save(path)
+    if not configured:
+        (path / "tokenizer_config.json").unlink()
+    return path
+
+
+def of_transformers():
+    from transformers import PreTrainedTokenizerFast
+
+    path = Path(scratch().name) / "theirs"
+    fast = train_bpe(["some text"], 258).fast
+    PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|endoftext|>").save_pretrained(path)
+    return path
+
+
+def token_file(ids=(1, 2, 0), vocab_size=3, **fields):
+    """A file of tokens, with what its description says otherwise."""
+    path = Path(scratch().name) / "ids.bin"
+    path.with_suffix(".marks").unlink(missing_ok=True)
+    write_tokens(path, [list(ids)], vocab_size=max(vocab_size, *ids) + 1, eos_id=0)
+    sidecar = path.with_suffix(".json")
+    sidecar.write_text(json.dumps(json.loads(sidecar.read_text()) | {"vocab_size": vocab_size} | fields))
+    return path
+
+
+def checked(**options):
+    found = TokenFile.open(token_file(**options))
+    found.check_ids(found.ids())
+
+
+def tokenized(text, **options):
+    shutil.rmtree(Path(scratch().name) / "cache", ignore_errors=True)
+    source = TextSource(inputs=(file("text.txt", text),))
+    return prepare_tokens(source, byte_tokenizer(), Path(scratch().name) / "cache", **options).train.tokens > 1
+
+
+def arrow_file(*, whole):
+    import pyarrow as arrow
+
+    path = Path(scratch().name) / "rows.arrow"
+    table = arrow.table({"text": ["a", "b"]})
+    with path.open("wb") as out, arrow.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table)
+        size = out.tell()
+    if not whole:
+        path.write_bytes(path.read_bytes()[:size])
+    return list(TextSource(inputs=(str(path),)).documents())
+
+
+ROWS = [
+    Row(
+        "there are {}; expected messages, conversations, prompt and completion, or instruction and output",
+        lambda: labels({"ask": "Q", "reply": "A"}),
+        {
+            "name them so": lambda: labels(
+                GOOD,
+                {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+                {"prompt": "Q", "completion": "A"},
+                {"instruction": "Q", "output": "A"},
+            )
+        },
+        result=[1] * 4,
+    ),
+    Row(
+        "{} is beside {}, where no template reads it",
+        lambda: labels({"prompt": "Q", "completion": "A", "thinking": "T"}),
+        {
+            "write it into a turn of the assistant (in messages)": lambda: labels(
+                {"messages": [ASKED, SAID | {"thinking": "T"}]}, template=ChatTemplate(text=THINKS)
+            ),
+            "remove it": lambda: labels({"prompt": "Q", "completion": "A"}),
+        },
+        result=[1],
+    ),
+    Row(
+        "turn 1 is the system's, and there is also a system key",
+        lambda: labels({"messages": [SYSTEM, ASKED, SAID], "system": "S"}),
+        {
+            "keep one of the two": lambda: labels(
+                {"messages": [SYSTEM, ASKED, SAID]}, {"messages": [ASKED, SAID], "system": "S"}
+            )
+        },
+        result=[1, 1],
+    ),
+    Row(
+        "the conversation is empty; expected at least one turn of the assistant",
+        lambda: labels(GOOD, {"messages": []}),
+        {"remove the line": lambda: labels(GOOD), "write its turns": lambda: labels({"messages": [ASKED, SAID]})},
+        result=[1],
+    ),
+    Row(
+        "no turn is the assistant's (roles: {}), so nothing is learned from it",
+        lambda: labels(GOOD, {"messages": [ASKED, SAID | {"role": "narrator"}]}),
+        {
+            "remove the line": lambda: labels(GOOD),
+            "name the assistant's turns role: assistant": lambda: labels({"messages": [ASKED, SAID]}),
+        },
+        result=[1],
+    ),
+    Row(
+        "turn {} has no role; it has {}",
+        lambda: labels({"messages": [{"content": "Q"}, SAID]}),
+        {
+            "add role (or ShareGPT's from): user, assistant, system or tool": lambda: labels(
+                {"messages": [SYSTEM, ASKED, SAID, {"role": "tool", "content": "4"}]},
+                {"messages": [{"from": "user", "content": "Q"}, SAID]},
+            )
+        },
+        result=[1, 1],
+    ),
+    Row(
+        "turn {} has role {}; write {}",
+        lambda: labels({"messages": [ASKED, SAID | {"role": "assitant"}]}),
+        {
+            "write {}": lambda: labels({"messages": [ASKED, SAID]}),
+            "a role of the template that is spelled otherwise": lambda: labels(
+                {"messages": [ASKED, SAID, ASKED | {"role": "narrator"}]}
+            ),
+        },
+        result=[1],
+    ),
+    Row(
+        "turn {} ({}) has no content; it has {}",
+        lambda: labels({"messages": [ASKED, {"role": "assistant"}]}),
+        {
+            "add content (or ShareGPT's value)": lambda: labels(
+                {"messages": [ASKED, SAID]}, {"messages": [ASKED, {"role": "assistant", "value": "A"}]}
+            ),
+            "tool_calls": lambda: labels(*[{"messages": [ASKED, CALL]}] * 2),
+        },
+        result=[1, 1],
+    ),
+    Row(
+        "turn {} ({}) has the part {}; expected text, or parts of type text",
+        lambda: labels(
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}, {"type": "image_url"}]}, SAID]}
+        ),
+        {
+            "remove the others": lambda: labels(
+                {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, SAID]}
+            )
+        },
+        result=[1],
+    ),
+    Row(
+        "{}:{} is not JSON: {}",
+        lambda: texts("a.jsonl", '{"text": "a"}\n{"text":\n "b"}\n'),
+        {
+            "write one object a line": lambda: texts("a.jsonl", '{"text": "a"}\n{"text": "b"}\n')[:1],
+            "remove the line": lambda: texts("a.jsonl", '{"text": "a"}\n'),
+        },
+        result=["a"],
+    ),
+    Row(
+        "{}:{} has half of a surrogate pair ({}); remove it",
+        lambda: texts("a.jsonl", '{"text": "a\\ud83d"}\n'),
+        {"remove it": lambda: texts("a.jsonl", '{"text": "a"}\n')},
+        result=["a"],
+    ),
+    Row(
+        "{}:{} is nested too deeply; remove the line",
+        lambda: texts("a.jsonl", '{"text": "a"}\n' + "[" * 100_000 + "\n"),
+        {"remove the line": lambda: texts("a.jsonl", '{"text": "a"}\n')},
+        result=["a"],
+    ),
+    Row(
+        "{}:{} is not UTF-8 text (byte {} of the line: {}); convert it",
+        lambda: texts("a.jsonl", b'{"text": "' + WIDE + b'"}\n'),
+        {"convert it": lambda: texts("a.jsonl", b'{"text": "' + WIDE.decode("latin-1").encode() + b'"}\n')},
+        result=["é"],
+    ),
+    Row(
+        "{} is not UTF-8 text behind line {} ({}); convert it",
+        lambda: texts("a.csv", b"text\n" + WIDE + b"\n"),
+        {"convert it": lambda: texts("a.csv", b"text\n" + WIDE.decode("latin-1").encode() + b"\n")},
+        result=["é"],
+    ),
+    Row(
+        "{} ends without Arrow's end of a stream: it was cut, and rows are missing",
+        lambda: arrow_file(whole=False),
+        {"copy": lambda: arrow_file(whole=True), "write it again": lambda: arrow_file(whole=True)},
+        result=["a", "b"],
+    ),
+    Row(
+        "{}:{} has no text under {}; it has {}: name the key with data.field",
+        lambda: texts("a.jsonl", lines({"text": "a", "body": "a"}, {"body": "b"})),
+        {
+            "name the key with data.field, remove the record": lambda: [
+                *texts("a.jsonl", lines({"text": "a", "body": "a"}, {"body": "b"}), field="body")[:1],
+                *texts("a.jsonl", lines({"text": "a", "body": "a"})),
+            ][:1],
+            "skip such records with data.bad_rows: skip": lambda: texts(
+                "a.jsonl", lines({"text": "a", "body": "a"}, {"body": "b"}), reading=Reading(skip=True)
+            ),
+        },
+        result=["a"],
+    ),
+    Row(
+        "{} has no text under {}; it has {}; name the key with data.field",
+        lambda: pairs({"body": "a", "target": "b"}),
+        {"name the key with data.field": lambda: pairs({"body": "a", "target": "b"}, field="body")},
+        result=[["a", "b"]],
+    ),
+    Row(
+        "{} has no {} under {}; it has {}; name the key with data.{}",
+        lambda: pairs({"text": "a", "sum": "b"}),
+        {"name the key with data.{}": lambda: pairs({"text": "a", "sum": "b"}, output_field="sum")},
+        result=[["a", "b"]],
+    ),
+    Row(
+        "the chat template calls strftime_now with something else than a text",
+        lambda: ChatTemplate(text="{{ strftime_now(f) }}").on(datetime(2026, 1, 2)),
+        {
+            "write the format into the call, strftime_now('{} %b %Y')": lambda: (
+                ChatTemplate(text="{{ strftime_now('%d %b %Y') }}").on(datetime(2026, 1, 2)).text
+            )
+        },
+        result="{{ '02 Jan 2026' }}",
+    ),
+    Row(
+        "the chat template leaves out the tools",
+        lambda: labelled(PLAIN, tools=TOOLS),
+        {
+            "use a template that writes them (data.template: chatml)": lambda: labelled(
+                TEMPLATES["chatml"].text, [SYSTEM, ASKED, SAID], TOOLS
+            ),
+            "remove tools": lambda: labelled(PLAIN),
+        },
+        result=1,
+    ),
+    Row(
+        "the chat template leaves out the {} of turn {}, so the model would not learn it",
+        lambda: labelled(PLAIN, [ASKED, CALL]),
+        {
+            "use a template that writes it{}": lambda: labelled(TEMPLATES["chatml"].text, [ASKED, CALL]),
+            "remove it": lambda: labelled(PLAIN, [ASKED, SAID]),
+        },
+        result=1,
+    ),
+    Row(
+        "the chat template writes {} answers of {}, so those of weight 0 cannot be identified",
+        lambda: labelled(
+            f"{{% for m in messages %}}{{% if loop.last %}}{MARKED}{{% endif %}}{{% endfor %}}",
+            [*TWICE[:1], TWICE[1] | {"weight": 0}, *TWICE[2:]],
+        ),
+        {
+            "remove weight": lambda: labelled(
+                f"{{% for m in messages %}}{{% if loop.last %}}{MARKED}{{% endif %}}{{% endfor %}}", TWICE
+            )
+        },
+        result=1,
+    ),
+    Row(
+        "no token of the conversation would count as a label, because the chat template writes nothing",
+        lambda: labels(GOOD, {"messages": [ASKED, SAID | {"content": ""}]}, template=ChatTemplate(text=PLAIN)),
+        {
+            "remove the conversation": lambda: labels(GOOD, template=ChatTemplate(text=PLAIN))[:1],
+            "use another template": lambda: labels({"messages": [ASKED, SAID | {"content": ""}]}),
+        },
+        result=[1],
+    ),
+    Row(
+        "the tokenizer has no token {}, which the chat template writes",
+        lambda: TEMPLATES["llama3"].check("<|eot_id|>", byte_tokenizer().fast.token_to_id),
+        {
+            "use the template of the tokenizer or a file": lambda: chat_template(
+                file("own.jinja", PLAIN.replace("{{ m.content }}", "{{ m.content }}<|endoftext|>")), byte_tokenizer()
+            ).check("<|endoftext|>", byte_tokenizer().fast.token_to_id),
+            "write tokenizer: bpe, which gets them": lambda: TEMPLATES["llama3"].check(
+                "<|eot_id|>", train_bpe(["text"], 261, TEMPLATES["llama3"].special).fast.token_to_id
+            ),
+        },
+        result=None,
+    ),
+    Tested(
+        "block of the chat template ends before {}",
+        "tests/training/test_chat.py::test_forms_of_conversations_and_tools_pass_through",
+        {"write the token inside the block, in a template of your own": "<|endoftext|>{% endgeneration %}"},
+    ),
+    Row(
+        "the chat template writes no {} behind the assistant's text ({})",
+        lambda: ChatTemplate(text=PLAIN.replace("\n", "<end>\n")).check("<|endoftext|>", None),
+        {
+            "set data.eos to the token that ends a turn": lambda: ChatTemplate(
+                text=PLAIN.replace("\n", "<end>\n")
+            ).check("<end>", None),
+            "write {{ eos_token }} behind it in a template of your own": lambda: ChatTemplate(
+                text=PLAIN.replace("\n", "{{ eos_token }}\n"), variables={"eos_token": "<|endoftext|>"}
+            ).check("<|endoftext|>", None),
+        },
+        result=None,
+    ),
+    Row(
+        "turn {}, the assistant's, cannot be found in the text, because the chat template {}",
+        lambda: labels({"messages": TWICE}, template=ChatTemplate(text=REWRITES)),
+        {
+            "mark the assistant's text with {% generation %} in the template, give data.template: chatml or llama3": (
+                lambda: (
+                    labels(
+                        {"messages": TWICE},
+                        template=ChatTemplate(
+                            text=f"{{% for m in messages %}}<{{{{ m.role }}}}>{MARKED}{{% endfor %}}"
+                        ),
+                    )
+                    and labels({"messages": TWICE}, template=TEMPLATES["llama3"])
+                    and labels({"messages": TWICE})
+                    and [1, 1]
+                )
+            ),
+            "keep one answer in each conversation": lambda: labels(
+                {"messages": TWICE[:2]}, {"messages": TWICE[2:]}, template=ChatTemplate(text=REWRITES)
+            ),
+        },
+        result=[1, 1],
+    ),
+    Row(
+        "the template llama3 has no tool",
+        lambda: labelled(TEMPLATES["llama3"].text, [ASKED, CALL]),
+        {"use the one of the tokenizer') }}": lambda: labelled(TEMPLATES["chatml"].text, [SYSTEM, ASKED, CALL], TOOLS)},
+        result=1,
+    ),
+    Row(
+        "data.template: {} is not UTF-8 text ({}); convert it",
+        lambda: chat_template(file("t.jinja", WIDE), None),
+        {"convert it": lambda: chat_template(file("t.jinja", WIDE.decode("latin-1")), None).text},
+        result="é",
+    ),
+    Row(
+        "the tokenizer has no chat template; write data.template: {}",
+        lambda: chat_template(None, byte_tokenizer()),
+        {
+            "write data.template: {}": lambda: [
+                chat_template(name, byte_tokenizer()) is not None for name in ("chatml", "llama3")
+            ],
+            "a file with one": lambda: [chat_template(file("t.jinja", PLAIN), byte_tokenizer()).text == PLAIN] * 2,
+        },
+        result=[True, True],
+    ),
+    Row(
+        "separator is empty; drop it to make each file one document",
+        lambda: texts("a.txt", "a b", separator=""),
+        {"drop it to make each file one document": lambda: texts("a.txt", "a b")},
+        result=["a b"],
+    ),
+    Row(
+        "; rename it, or write another source (files: text)",
+        lambda: texts("a.text", '{"text": "a"}', suffixes=(".jsonl",)),
+        {
+            "rename it": lambda: len(texts("a.jsonl", '{"text": "a"}', suffixes=(".jsonl",))),
+            "write another source (files: text)": lambda: len(texts("a.text", '{"text": "a"}')),
+        },
+        result=1,
+    ),
+    Row(
+        "{} is a folder of datasets with several splits ({}); name one of them",
+        lambda: TextSource(inputs=(str(Path(file("splits/dataset_dict.json", "{}")).parent),)).files(),
+        {
+            "name one of them: {}/train": lambda: len(
+                TextSource(inputs=(str(Path(file("splits/train/a.txt", "a")).parent),)).files()
+            )
+        },
+        result=1,
+    ),
+    Row(
+        "{} is not UTF-8 text ({}); convert it or remove it from the inputs",
+        lambda: list(TextSource(inputs=(file("a.txt", "é"), file("b.txt", WIDE))).documents()),
+        {
+            "convert it": lambda: set(TextSource(inputs=(file("a.txt", "é"), file("b.txt", "é"))).documents()),
+            "remove it from the inputs": lambda: set(TextSource(inputs=(file("a.txt", "é"),)).documents()),
+        },
+        result={"é"},
+    ),
+    Row(
+        "the tokenizer has no token {} to end a document with",
+        lambda: TextTokenizer(byte_tokenizer().fast, eos="</s>"),
+        {"set data.eos to one of its tokens": lambda: TextTokenizer(byte_tokenizer().fast, eos="a").eos},
+        result="a",
+    ),
+    Row(
+        "the text gives a vocabulary of {}; expected {}",
+        lambda: train_bpe(["ab"], 300),
+        {
+            "lower vocab_size": lambda: train_bpe(["ab"], 258).vocab_size >= 258,
+            "give more text": lambda: (
+                train_bpe([" ".join(f"{place}" * 3 for place in range(99))], 300).vocab_size == 300
+            ),
+        },
+        result=True,
+    ),
+    Row(
+        "there is no tokenizer.json in {}",
+        lambda: load_tokenizer(scratch().name),
+        {
+            "save a fast tokenizer there with transformers' save_pretrained": lambda: (
+                load_tokenizer(of_transformers()).vocab_size
+            ),
+            "with meshpar": lambda: load_tokenizer(bpe("ours")).vocab_size,
+        },
+        result=258,
+    ),
+    Row(
+        "tokenizer_config.json in {} has no eos_token",
+        lambda: load_tokenizer(bpe("bare", configured=False)),
+        {
+            "set data.eos to the token that ends a document": lambda: (
+                load_tokenizer(bpe("bare", configured=False), eos="<|endoftext|>").eos
+            )
+        },
+        result="<|endoftext|>",
+    ),
+    Row(
+        "{} has id {} and a vocab_size of {} in the .json beside it",
+        lambda: checked(ids=(7, 0)),
+        {
+            "correct it": lambda: checked(ids=(7, 0), vocab_size=8),
+            "write the tokens again with their own tokenizer": lambda: checked(ids=(2, 0)),
+        },
+        result=None,
+    ),
+    Row(
+        "the text of {} has {} tokens; expected at least 2",
+        lambda: tokenized(" "),
+        {"give more text{}": lambda: tokenized("some text")},
+        result=True,
+    ),
+    Row(
+        "{} tokens are too few to reserve {} of them for validation",
+        lambda: tokenized("ab", validation_fraction=0.5),
+        {"give more text": lambda: tokenized("some text", validation_fraction=0.5)},
+        result=True,
+    ),
+    Row(
+        "packing='best_fit' keeps documents whole, and documents='joined' makes one text of them",
+        lambda: PackedTokens(TokenFile.open(token_file()), 2, packing="best_fit", documents="joined"),
+        {
+            "use one of the two": lambda: [
+                len(PackedTokens(TokenFile.open(token_file()), 2, packing="best_fit")),
+                len(PackedTokens(TokenFile.open(token_file()), 2, documents="joined")),
+            ]
+        },
+        result=[1, 1],
+    ),
+    Row(
+        "the sources of a mix are of different tokenizers: {}",
+        lambda: tokenizers_problem({"a": (8, 0), "b": (9, 0)}),
+        {"tokenize them with one": lambda: tokenizers_problem({"a": (8, 0), "b": (8, 0)})},
+        result="",
+    ),
+    Row(
+        "adapters on packed weights are added to the weights and see no input, got dropout {}",
+        lambda: LoRA(parameters=("experts.up",), dropout=0.1),
+        {
+            "set dropout to 0": lambda: LoRA(parameters=("experts.up",), dropout=0).rank,
+            "parameters to ()": lambda: LoRA(parameters=(), dropout=0.1).rank,
+        },
+        result=8,
+    ),
+]
+
+
+@pytest.mark.parametrize("row", alone(ROWS))
+def test_the_printed_remedy_helps(row):
+    row.run()

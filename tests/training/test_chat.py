@@ -225,7 +225,7 @@ def test_generation_blocks_are_found_wherever_they_are_or_refused(text, message)
 def test_a_split_without_a_label_is_refused(tmp_path):
     (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": "question " * 9, "completion": "A"}))
     source = ChatSource(inputs=(str(tmp_path / "chat.jsonl"),), template=ChatTemplate(text=PLAIN))
-    with pytest.raises(RecipeError, match=r"no token of .*train.bin counts as a label, .*or give more data"):
+    with pytest.raises(RecipeError, match=r"no token of .*train.bin counts as a label, .*; give more data"):
         prepare_tokens(source, byte_tokenizer(), tmp_path / "cache", validation_fraction=0.2)
 
 

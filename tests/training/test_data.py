@@ -599,7 +599,7 @@ def test_rows_that_cannot_be_used_are_skipped_and_counted_only_if_told_and_unuse
                 f"{tmp_path / name}"
             )
             assert counted.startswith(
-                f"skipped {skipped} of {40 + skipped} rows of the data (data.bad_rows: skip); the first: "
+                f"skipped {skipped} of {40 + skipped} rows of the data (data.bad_rows=skip); the first: "
                 f"{tmp_path / name}:4"
             )
     pairs = RecordSource(
