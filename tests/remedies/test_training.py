@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import json
 import shutil
+import subprocess
+import sys
 from datetime import datetime
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
+from meshpar import ContextParallel, FullyShard, ModelLayout, Plan, TensorParallel
 from meshpar.training.chat import ChatSource
+from meshpar.training.data import Batches, LoaderSettings
+from meshpar.training.elementwise import check_elementwise
+from meshpar.training.evaluation import Samples
+from meshpar.training.examples import prepare_examples
+from meshpar.training.experts import balance_problems
 from meshpar.training.lora import LoRA
+from meshpar.training.objectives import teacher_problems
+from meshpar.training.optimizer import Schedule
 from meshpar.training.records import RecordSource
-from meshpar.training.samples import PackedTokens, tokenizers_problem
-from meshpar.training.tables import Reading
+from meshpar.training.samples import MixedSamples, PackedTokens, tokenizers_problem
+from meshpar.training.settings import TrainSettings
+from meshpar.training.tables import Reading, as_lines
 from meshpar.training.template import TEMPLATES, ChatTemplate, chat_template
 from meshpar.training.text import TextSource
 from meshpar.training.tokenizer import TextTokenizer, byte_tokenizer, load_tokenizer, train_bpe
-from meshpar.training.tokens import TokenFile, prepare_tokens, write_tokens
+from meshpar.training.tokens import TokenFile, prepare_tokenizer, prepare_tokens, write_tokens
+from tests.remedies.plans import transformer
 from tests.remedies.rows import Row, Tested, alone
 
 pytest.importorskip("transformers")
 
-UNTRIED = 65
+UNTRIED = 39
 
 ASKED, SAID = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 SYSTEM = {"role": "system", "content": "S"}
@@ -42,6 +59,7 @@ PLAIN = (
 THINKS = PLAIN.replace("{{ m.content }}", "{{ m.thinking or '' }}{{ m.content }}")
 REWRITES = PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:1] }}")
 TWICE = [ASKED, {"role": "assistant", "content": "AB"}, ASKED, {"role": "assistant", "content": "CD"}]
+SPACED = [ASKED, SAID | {"content": " A "}]
 WIDE = "é".encode("latin-1")
 
 
@@ -110,6 +128,19 @@ def token_file(ids=(1, 2, 0), vocab_size=3, **fields):
     return path
 
 
+def marked_file(marks):
+    path = token_file(marked=True)
+    path.with_suffix(".marks").write_bytes(marks)
+    return path
+
+
+def classes(*records):
+    source = RecordSource(inputs=(file("labels.jsonl", lines(*records)),), kind="labels", output_field="label")
+    shutil.rmtree(Path(scratch().name) / "cache", ignore_errors=True)
+    made = prepare_examples(source, byte_tokenizer(), Path(scratch().name) / "cache")
+    return len(made.train.classes)
+
+
 def checked(**options):
     found = TokenFile.open(token_file(**options))
     found.check_ids(found.ids())
@@ -134,7 +165,209 @@ def arrow_file(*, whole):
     return list(TextSource(inputs=(str(path),)).documents())
 
 
+def packed(count=9, length=2, **fields):
+    return PackedTokens(TokenFile.open(token_file(ids=range(count), vocab_size=count, **fields)), length)
+
+
+def mixed(epochs):
+    rows = Batches(MixedSamples({"one": packed(), "two": packed()}, [1, 1], [epochs, epochs]), micro_batch=2)
+    return len(list(itertools.islice(rows, 6)))
+
+
+def moved(**now):
+    """Whether the position in some data is one in this data as well."""
+    state = Batches(packed(), micro_batch=2, seed=1).state_dict()
+    again = Batches(packed(now.get("count", 9), now.get("length", 2)), micro_batch=2, seed=now.get("seed", 1))
+    again.load_state_dict(state)
+    return again.state_dict() == state
+
+
+class Normed(torch.optim.SGD):
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad /= parameter.grad.norm()
+        super().step(closure)
+
+
+def elementwise(kind, **options):
+    check_elementwise(
+        lambda module: kind(module if kind.__module__.startswith("meshpar") else module.parameters(), **options)
+    )
+
+
+class Routed(nn.Module):
+    """A layer of two experts, and a router with a bias."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 2), nn.Module()
+        self.experts.up = nn.Parameter(torch.zeros(2, 4, 4))
+        self.register_buffer("offset", torch.zeros(2, dtype=dtype))
+
+
+EXPERTS = ModelLayout(experts=("experts",))
+BALANCED = ModelLayout(experts=("experts",), routers=("router",), router_bias=("offset",))
+
+
+def balanced(rate=0.0, loss=0.0, layout=BALANCED, module=None):
+    return list(balance_problems(module or Routed(), layout, rate, loss))
+
+
+def printed_command():
+    """Run the command that the message prints, and read the file that it writes."""
+    path = Path(file("array.json", '[{"text": "a"}]'))
+    subprocess.run(as_lines(path).partition("with: ")[2].replace("python", sys.executable, 1), shell=True, check=True)
+    return list(TextSource(inputs=(str(path.with_suffix(".jsonl")),)).documents())
+
+
+def packed_by_zstd(*, unpacked):
+    zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+    content = b'{"text": "a"}'
+    with mock.patch("importlib.import_module", side_effect=ModuleNotFoundError):
+        return texts("z.jsonl", content) if unpacked else texts("z.jsonl.zst", zstd.compress(content))
+
+
+def shared(plan, student):
+    return list(teacher_problems(plan, transformer(), student, 4))
+
+
 ROWS = [
+    Row(
+        "write one object a line with: python -c",
+        lambda: texts("array.json", '[{"text": "a"}]', suffixes=(".jsonl",)),
+        {"write one object a line with: python": printed_command},
+        result=["a"],
+    ),
+    Row(
+        "import json; [print(json.dumps(each))",
+        lambda: texts("array.json", '[{"text": "a"}]', suffixes=(".jsonl",)),
+        {"import json": printed_command},
+        result=["a"],
+    ),
+    Row(
+        "{} is packed by zstd",
+        lambda: packed_by_zstd(unpacked=False),
+        {"unpack it": lambda: packed_by_zstd(unpacked=True)},
+        result=["a"],
+    ),
+    Row(
+        "the data has no sample; give at least two tokens",
+        lambda: Batches(packed(1), micro_batch=1),
+        {"give at least two tokens": lambda: len(Batches(packed(2, 1), micro_batch=1).samples)},
+        result=1,
+    ),
+    Row(
+        "grow: expected places of at least 1 and sizes that are multiples of {} x {} data ranks",
+        lambda: Batches(packed(), micro_batch=2, data_size=2, grow={1: 6}),
+        {
+            "use other sizes or a smaller micro_batch": lambda: [
+                len(Batches(packed(), micro_batch=2, data_size=2, grow={1: 8}).samples),
+                len(Batches(packed(), micro_batch=1, data_size=2, grow={1: 6}).samples),
+            ]
+        },
+        result=[4, 4],
+    ),
+    Row(
+        "the sources of the mix are used up after {} steps",
+        lambda: str(mixed(1)),
+        {"raise their epochs": lambda: mixed(2)},
+        result=6,
+    ),
+    Row(
+        "the data is a mix of sources, and samples of lost replicas cannot return to its order",
+        lambda: list(Batches(MixedSamples({"a": packed()}, [1], [None]), micro_batch=1).share_problems()),
+        {"train on one source": lambda: list(Batches(packed(), micro_batch=1).share_problems())},
+    ),
+    Row(
+        "the batch grows, and replicas share steps of one size",
+        lambda: list(Batches(packed(), micro_batch=1, grow={2: 2}).share_problems()),
+        {"leave data.grow out": lambda: list(Batches(packed(), micro_batch=1).share_problems())},
+    ),
+    Row(
+        "workers={} read ahead, and which samples come next depends on the replicas",
+        lambda: list(Batches(packed(), micro_batch=1, loader=LoaderSettings(workers=1)).share_problems()),
+        {
+            "set workers=0": lambda: list(
+                Batches(packed(), micro_batch=1, loader=LoaderSettings(workers=0)).share_problems()
+            )
+        },
+    ),
+    Row(
+        "the saved position is one in other data ({})",
+        lambda: str(moved(seed=2)),
+        {"resume with the same text, tokenizer, sequence length and seed": moved},
+        result=True,
+    ),
+    Row(
+        "the optimizer {} cannot be tried on a few numbers, whole and as shards ({})",
+        lambda: elementwise(torch.optim.SparseAdam),
+        {"use another, such as torch.optim.AdamW": lambda: elementwise(torch.optim.AdamW)},
+        result=None,
+    ),
+    Row(
+        "the step of {} on a whole tensor differs from its step on two parts of the tensor",
+        lambda: elementwise(Normed, lr=0.1),
+        {"use a rule for each element alone, torch.optim.Adafactor": lambda: elementwise(torch.optim.SGD, lr=0.1)},
+        result=None,
+    ),
+    Row(
+        "balance_rate={} changes biases of frozen experts, as with adapters",
+        lambda: balanced(0.1, module=Routed().requires_grad_(False)),
+        {"set it to 0": lambda: balanced(0.0, module=Routed().requires_grad_(False))},
+    ),
+    Row(
+        "balance_loss={} needs the logits of each router, and the layout of {} names {} routers",
+        lambda: balanced(0.0, 0.1, EXPERTS),
+        {
+            "name the modules that return them in ModelLayout(routers=...)": lambda: balanced(0.0, 0.1),
+            "set balance_loss to 0": lambda: balanced(0.0, 0.0, EXPERTS),
+        },
+    ),
+    Row(
+        "the student's mesh splits positions over {}, which the teacher would see as whole texts",
+        lambda: shared(Plan("dp_shard=4", [FullyShard()]), Plan("dp_shard=2,cp=2", [ContextParallel(), FullyShard()])),
+        {"leave the axis out": lambda: shared(Plan("dp_shard=4", [FullyShard()]), Plan("dp_shard=4", [FullyShard()]))},
+    ),
+    Row(
+        "the teacher's mesh {} lets ranks {} work on one batch, but the student's mesh {} gives them {} different ones",
+        lambda: shared(Plan("dp_shard=2,tp=2", [TensorParallel(), FullyShard()]), Plan("dp_shard=4", [FullyShard()])),
+        {
+            "shard the teacher over data axes (dp_shard)": lambda: shared(
+                Plan("dp_shard=4", [FullyShard()]), Plan("dp_shard=4", [FullyShard()])
+            ),
+            "give the student the same tp": lambda: shared(
+                *[Plan("dp_shard=2,tp=2", [TensorParallel(), FullyShard()])] * 2
+            ),
+        },
+    ),
+    Row(
+        "set the length of the training",
+        lambda: TrainSettings(),
+        {
+            "set the length of the training: steps=, epochs= or both": lambda: [
+                TrainSettings(steps=2).steps,
+                TrainSettings(epochs=2).epochs,
+                TrainSettings(steps=2, epochs=1).steps,
+            ]
+        },
+        result=[2, 2, 2],
+    ),
+    Row(
+        "the prompt {} has no token",
+        lambda: Samples(byte_tokenizer(), prompts=["a", ""]),
+        {"give each prompt a text": lambda: len(Samples(byte_tokenizer(), prompts=["a", "b"]).prompts)},
+        result=2,
+    ),
+    Row(
+        "tokenizer 'bpe' is trained on text, and the input is tokens",
+        lambda: prepare_tokenizer("bpe", [], Path(scratch().name) / "cache"),
+        {
+            "give the tokenizer's folder instead": lambda: (
+                prepare_tokenizer(str(bpe("given")), [], Path(scratch().name) / "cache").vocab_size
+            )
+        },
+        result=258,
+    ),
     Row(
         "there are {}; expected messages, conversations, prompt and completion, or instruction and output",
         lambda: labels({"ask": "Q", "reply": "A"}),
@@ -378,6 +611,18 @@ ROWS = [
         result=None,
     ),
     Row(
+        "blocks of the chat template cannot be found in the text",
+        lambda: str(
+            labelled(f"{{% for m in messages %}}{{% filter trim %}}{MARKED}{{% endfilter %}}{{% endfor %}}", SPACED)
+        ),
+        {
+            "put the blocks outside of these": lambda: labelled(
+                f"{{% for m in messages %}}{{% filter trim %}} {{% endfilter %}}{MARKED}{{% endfor %}}", SPACED
+            )
+        },
+        result=1,
+    ),
+    Row(
         "turn {}, the assistant's, cannot be found in the text, because the chat template {}",
         lambda: labels({"messages": TWICE}, template=ChatTemplate(text=REWRITES)),
         {
@@ -496,6 +741,12 @@ ROWS = [
         result="<|endoftext|>",
     ),
     Row(
+        "{} is missing or has not {} bytes, one for each id of {}; copy it",
+        lambda: TokenFile.open(token_file(marked=True)),
+        {"copy it": lambda: TokenFile.open(marked_file(b"\1\1\1")).tokens},
+        result=3,
+    ),
+    Row(
         "{} has id {} and a vocab_size of {} in the .json beside it",
         lambda: checked(ids=(7, 0)),
         {
@@ -517,6 +768,12 @@ ROWS = [
         result=True,
     ),
     Row(
+        "{} give {}; give some{}{}",
+        lambda: str(classes({"text": "a", "label": 1})),
+        {"give some{}{}": lambda: classes({"text": "a", "label": 1}, {"text": "b", "label": 2})},
+        result=2,
+    ),
+    Row(
         "packing='best_fit' keeps documents whole, and documents='joined' makes one text of them",
         lambda: PackedTokens(TokenFile.open(token_file()), 2, packing="best_fit", documents="joined"),
         {
@@ -532,6 +789,15 @@ ROWS = [
         lambda: tokenizers_problem({"a": (8, 0), "b": (9, 0)}),
         {"tokenize them with one": lambda: tokenizers_problem({"a": (8, 0), "b": (8, 0)})},
         result="",
+    ),
+    Row(
+        "a schedule without steps has no length of its own",
+        lambda: Schedule(name="cosine").factor(1),
+        {
+            "set steps=": lambda: Schedule(name="cosine", steps=2, warmup_steps=0).factor(1),
+            "use schedule.over(steps)": lambda: Schedule(name="cosine", warmup_steps=0).over(2).factor(1),
+        },
+        result=lambda: Schedule(name="cosine", steps=2, warmup_steps=0).factor(1),
     ),
     Row(
         "adapters on packed weights are added to the weights and see no input, got dropout {}",
