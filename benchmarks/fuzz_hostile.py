@@ -39,16 +39,16 @@ mesh: dp_shard=2
 model: {dim: 16, layers: 1, heads: 2, hidden: 32, max_positions: 32}
 data: {source: stdlib, sequence_length: 32, micro_batch: 2}
 optimizer: {lr: 1e-3}
-trackers: {mlflow: {uri: "http://localhost:9", experiment: x}}
+trackers: {tensorboard: {}}
 evaluations: {samples: {prompts: [once]}}
-training: {steps: 3, objective: next_token, tensorboard: false}
+training: {steps: 3, objective: causal_lm, tensorboard: false}
 """
 MOST_S, MOST_BYTES = 2.0, 256 << 20
 _ROOM_BYTES = 1 << 30  # of addresses above what the process has, so that what asks for more fails at once
 _LIMIT_S = 120  # after which a draw counts as a hang
 _ENGINES = {"squeue", "sacct", "scontrol", "scancel", "kubectl", "sky"}  # `meshpar jobs` asks them, by fixed commands
 COMMANDS: dict[str, list[list[str]]] = {
-    "recipe": [["check", "job.yaml"], ["describe", "job.yaml"], ["plan", "job.yaml"], ["export", "runs/small", "out"]],
+    "recipe": [["check", "job.yaml"], ["describe", "job.yaml"], ["export", "runs/small", "out"]],
     "launch": [["jobs", "ls", "runs"], ["jobs", "status", "runs/small"], ["jobs", "cancel", "runs/small"]],
     "manifest": [["checkpoints", "ls", "runs/small"], ["checkpoints", "show", "runs/small"],
                  ["checkpoints", "verify", "runs/small"], ["export", "runs/small", "out"]],

@@ -187,7 +187,8 @@ def check_habits(mesh, passes):
         words = message_of(habit, other)
         if not words:
             found = other.state_dict(full=True, everywhere=True)
-            assert all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected), mesh
+            same = all(torch.allclose(found[name], expected[name], rtol=0, atol=1e-12) for name in expected)
+            assert same, (mesh, habit.__name__)
         elif habit is average_by_hand:
             assert "gradients are averaged over data ranks already" in words
         else:
@@ -208,7 +209,8 @@ def test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact(mesh):
             average_by_hand: "gradients are averaged over data ranks already",
             read_numpy: "use par.whole(tensor).numpy() on every rank",
         }.items():
-            assert words in said[habit]
+            # Where torch clamps the norms of rows that it splits, the habit is exact as it is.
+            assert words in said[habit] or (habit is clip_by_unit and not said[habit]), (habit.__name__, said[habit])
 
 
 @pytest.mark.nightly

@@ -73,7 +73,7 @@ _MARKED: Final[Mapping[type, type]] = {
     nn.Parameter: _ParameterOfAStage,
     DTensor: _DTensorOfAStage,
 }
-_PLAIN: Final = {marked: plain for plain, marked in _MARKED.items()}
+_PLAIN: Final[Mapping[type, type]] = {marked: plain for plain, marked in _MARKED.items()}
 
 
 def _follow(name: str, given: list[Any], results: list[Any]) -> None:

@@ -203,7 +203,9 @@ def _lanes(group: dist.ProcessGroup) -> dict[tuple[int, int], dist.ProcessGroup]
     counts = [0] * len(ranks)
     dist.all_gather_object(counts, len(open_groups()), group=group)
     lacking = range(max(counts) - counts[dist.get_rank(group)])
-    alone = [dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True) for _ in lacking]
+    alone: list[Any] = [
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True) for _ in lacking
+    ]
     for tag, sender in edges:
         color = 2 if sender and sender == len(ranks) - 1 and sender % 2 == 0 else sender % 2
         if (tag, color) not in made:
