@@ -71,12 +71,6 @@ def train(home: Path, name: str, *overrides: str, ranks: int = 2, **options: Any
         "training.log_every=1",
         *overrides,
     ]
-    given = [override.replace("output=", "output_dir=") for override in given] if "distillation" in name else given
-    given = [
-        override
-        for override in given
-        if "distillation" not in name or not override.startswith(("training.tensorboard", "training.log_every"))
-    ]
     assert train_recipe(name, given, nproc=ranks, quiet=True, **options) == 0
     return load_recipe(name, given)
 
@@ -181,7 +175,7 @@ def test_bert_goes_on_in_mid_epoch_on_another_mesh_as_if_it_had_not_stopped(home
     assert model.config.id2label == {0: "odd", 1: "plain", 2: "rare"}
 
 
-def test_a_student_learns_from_a_frozen_teacher_both_sharded_from_a_trainers_file(home: Path) -> None:
+def test_a_student_learns_from_a_frozen_teacher_both_sharded(home: Path) -> None:
     data = text(home)
     config = (
         "model.config={model_type: qwen3_moe, vocab_size: 320, hidden_size: 32, num_hidden_layers: 1, "
@@ -204,7 +198,13 @@ def test_a_student_learns_from_a_frozen_teacher_both_sharded_from_a_trainers_fil
         PlanError, match=r"teacher\.model\.weights: .*nowhere does not exist; train and export the teacher first"
     ):
         train_recipe("qwen3_moe_distillation", missing, nproc=2, quiet=True)
-    steps = ["max_steps=4", "logging_steps=1", "eval_steps=2", "save_steps=2", "per_device_train_batch_size=2"]
+    steps = [
+        "training.steps=4",
+        "training.log_every=1",
+        "training.validate_every=2",
+        "checkpoint.every=2",
+        "data.micro_batch=2",
+    ]
     recipe = train(home, "qwen3_moe_distillation", *student, *steps)
     assert [next(iter(pass_)) for pass_ in recipe.passes] == ["FullyShard"] and recipe.teacher is not None
     assert len(values(recipe, "val/kl")) == 2

@@ -189,7 +189,7 @@ def test_replicas_of_one_node_have_devices_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     division, devices = divided(MeshSpec("dp_replicate=4,dp_shard=4"), 2, 1), []
     for number in division.here:
-        made = _Replica(number, division, tmp_path, "", tmp_path, 0, tmp_path, quiet=True)
+        made = _Replica(number, division, tmp_path, "", tmp_path, 0, tmp_path)
         for rank in range(division.ranks_here):
             for name, value in {**made._environment, "LOCAL_RANK": str(rank)}.items():
                 monkeypatch.setenv(name, value)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from meshpar import LaunchError, MeshparError, RecipeError
+from meshpar.core import registry
 from meshpar.core.errors import FullMemoryError
 from meshpar.launchers.jobs import forecasting
 from meshpar.launchers.jobs.job import Saver
@@ -189,7 +190,7 @@ def test_options_of_an_objective_are_checked() -> None:
         load_recipe("quickstart", ["teacher={model: {dim: 32, heads: 2}}"])
     with pytest.raises(RecipeError, match=r"distillation needs a teacher; set teacher\.model and its weights"):
         load_recipe("quickstart", ["training.objective=distillation"])
-    assert make_objective("seq2seq", {}).examples == "pairs"
+    assert make_objective(registry.plugin(registry.OBJECTIVES, "seq2seq"), {}).examples == "pairs"
 
 
 def test_a_model_must_suit_its_objective(tmp_path: Path) -> None:
