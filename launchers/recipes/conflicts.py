@@ -146,7 +146,7 @@ def _mix_problems(recipe: Recipe) -> Conflicts:
                 "one or more",
             )
         if part.name and not part.name.replace("-", "").replace("_", "").isalnum():
-            yield ("data", "mix"), f"name {part.name!r} is part of a metric's; use letters, digits, - and _"
+            yield ("data", "mix"), f"the name {part.name!r} is part of a metric's; use letters, digits, - and _"
     if data.mix and (problem := weights_problem([part.weight for part in data.mix])):
         yield ("data", "mix"), problem
 

@@ -2,9 +2,116 @@
 
 from __future__ import annotations
 
-from tests.remedies.rows import Tested
+import copy
+from pathlib import Path
 
-UNTRIED = 193
+import pytest
+from typer.testing import CliRunner
+
+from meshpar import MeshSpec
+from meshpar.core import registry
+from meshpar.core.runtime import default_device_type
+from meshpar.launchers.agent.replicas import divided
+from meshpar.launchers.cli import app
+from meshpar.launchers.commands.train import division_of
+from meshpar.launchers.doctor.checks import all_findings
+from meshpar.launchers.doctor.report import placement_findings
+from meshpar.launchers.jobs.build import check_job, machine_problems
+from meshpar.launchers.jobs.datasets import filling_problem
+from meshpar.launchers.jobs.elastic import replica_problems
+from meshpar.launchers.recipes.yamlfile import parse_document
+from meshpar.launchers.targets.job import Job, make_target
+from meshpar.launchers.targets.launching import launch_job
+from tests.jobs.test_doctor import ORDER, healthy
+from tests.launchers.test_recipe import SMALL, read
+from tests.remedies.rows import Row, Tested, alone
+
+UNTRIED = 96
+
+
+def recipe(*overrides, text=SMALL):
+    """Read a recipe, which has no problem."""
+    read(text, *overrides)
+    return []
+
+
+def file(path, text="text"):
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+    return path
+
+
+def weights(**files):
+    """Write a folder of a published model."""
+    file("base/config.json", '{"model_type": "llama"}')
+    for name, text in files.items():
+        file(f"base/{name}.json", text)
+    return "model={kind: huggingface, weights: base}"
+
+
+def mix(*sources, **fields):
+    more = "".join(f", {name}: {value}" for name, value in fields.items())
+    return f"data={{mix: [{', '.join(f'{{{source}}}' for source in sources)}]{more}}}"
+
+
+def target(name, *options):
+    """Read a target's options, which have no problem."""
+    make_target(name, registry.plugin(registry.LAUNCHERS, name), options)
+    return []
+
+
+def rendered(name, *options, gpus=0, **fields):
+    """Render a job, which has no problem."""
+    job = Job(
+        run=Path("run").absolute(),
+        folder=Path("run/launches/001").absolute(),
+        name="job",
+        script=("train.py",),
+        nodes=2,
+        ranks_per_node=2,
+        gpus_per_node=gpus,
+        elastic="",
+        command=(),
+        **fields,
+    )
+    make_target(name, registry.plugin(registry.LAUNCHERS, name), options).render(job)
+    return []
+
+
+def launched(what, *arguments, **options):
+    """Launch a job, which has no problem."""
+    file("train.py", "import sys\nsys.exit(0)")
+    launch_job("slurm", what, arguments, **{"nodes": 1, "gpus_per_node": 0, "nproc": 2} | options)
+    return []
+
+
+def examined(*changes):
+    """Return what the doctor says of facts of two hosts with changes: (rank, path, value)."""
+    facts = copy.deepcopy(healthy())
+    for ranks, *path, last, value in changes:
+        for fact in facts[ranks]:
+            for part in path:
+                fact = fact[part]
+            fact[last] = value
+    return [str(finding) for finding in all_findings(facts)]
+
+
+def drawn(*command):
+    """Draw a mesh, which has no problem."""
+    done = CliRunner().invoke(app, ["mesh", *command])
+    return [] if done.exit_code == 0 else [f"{done.output}{done.exception}"]
+
+
+def exported(*options):
+    """Export a run that is not there; return whether that is all that is wrong."""
+    done = CliRunner().invoke(app, ["export", "no-run", "out", *options])
+    text = f"{done.output}{done.exception}"
+    return NO_STEP if NO_STEP in text else text
+
+
+NO_STEP = "no-run"
+DOWN = {"up": False, "loopback": False, "address": None}
+EACH, SECOND = slice(None), slice(2, 4)
 
 ROWS = [
     Tested(
@@ -22,4 +129,539 @@ ROWS = [
         "tests/launchers/test_trust.py::test_a_file_without_its_aliases_is_read",
         {"write the value out": "a: 1\\nb: 1"},
     ),
+    Row(
+        "there is no validation data",
+        lambda: recipe("training.validate_every=2"),
+        {
+            "set data.validation_fraction, data.validation_paths or": lambda: [
+                *recipe("training.validate_every=2", "data.validation_fraction=0.1"),
+                *recipe("training.validate_every=2", f"data.validation_paths=[{file('v.txt')}]"),
+                *recipe("training.validate_every=2", "evaluations.samples.prompts=[once]"),
+            ]
+        },
+    ),
+    Row(
+        "set the length of the training",
+        lambda: recipe("training.steps=null"),
+        {
+            "set the length of the training: steps, epochs or both": lambda: [
+                *recipe("training.steps=5"),
+                *recipe("training={epochs: 1}"),
+                *recipe("training={steps: 5, epochs: 1}"),
+            ]
+        },
+    ),
+    Row(
+        "set either warmup_steps or warmup_ratio",
+        lambda: recipe("schedule={warmup_steps: 2, warmup_ratio: 0.1}"),
+        {
+            "set either warmup_steps or": lambda: [
+                *recipe("schedule={warmup_steps: 2}"),
+                *recipe("schedule={warmup_ratio: 0.1}"),
+            ]
+        },
+    ),
+    Row(
+        "a mixture ends with the epochs of its sources",
+        lambda: recipe(mix("source: stdlib"), "training={epochs: 2}"),
+        {
+            "set training.steps, and epochs in data.mix": lambda: recipe(
+                mix("source: stdlib, epochs: 2"), "training={steps: 5}"
+            )
+        },
+    ),
+    Row(
+        "a mixture with a source that repeats without end has no epoch",
+        lambda: recipe(mix("source: stdlib"), "checkpoint.every=epoch"),
+        {"set a number of steps": lambda: recipe(mix("source: stdlib"), "checkpoint.every=5")},
+    ),
+    Row(
+        "set either decay or power, not both",
+        lambda: recipe("averages.ema={decay: 0.9, power: 1}"),
+        {
+            "set either decay or power": lambda: [
+                *recipe("averages.ema={decay: 0.9}"),
+                *recipe("averages.ema={power: 1}"),
+            ]
+        },
+    ),
+    Row(
+        "averages are of whole models, and a run with lora",
+        lambda: recipe(weights(), "data.tokenizer=bytes", "lora={rank: 4}", "averages.ema={decay: 0.9}"),
+        {
+            "drop averages": lambda: recipe(weights(), "data.tokenizer=bytes", "lora={rank: 4}"),
+            "lora": lambda: recipe(weights(), "data.tokenizer=bytes", "averages.ema={decay: 0.9}"),
+        },
+    ),
+    Row(
+        "stdlib needs no paths",
+        lambda: recipe("data={source: stdlib, paths: [a.txt]}"),
+        {"for files of your own write source: files": lambda: recipe("data={source: files, paths: [a.txt]}")},
+    ),
+    Row(
+        "a dataset of your own reads its files itself",
+        lambda: recipe("data={dataset: {class: here.Lines}, paths: [a.txt]}"),
+        {"pass them as keywords of the class": lambda: recipe("data={dataset: {class: here.Lines, paths: [a.txt]}}")},
+    ),
+    Row(
+        "set either validation_paths or validation_fraction",
+        lambda: recipe("data={validation_fraction: 0.1, validation_paths: [v.txt]}"),
+        {
+            "set either validation_paths or": lambda: [
+                *recipe("data={validation_fraction: 0.1}"),
+                *recipe("data={validation_paths: [v.txt]}"),
+            ]
+        },
+    ),
+    Row(
+        "two sources share a name in {}",
+        lambda: recipe(mix("name: a, source: stdlib", "name: a, source: stdlib")),
+        {"give each its own name": lambda: recipe(mix("name: a, source: stdlib", "name: b, source: stdlib"))},
+    ),
+    Row(
+        "is part of a metric's",
+        lambda: recipe(mix("name: a/b, source: stdlib")),
+        {"use letters, digits, - and _": lambda: recipe(mix("name: a-B_2, source: stdlib"))},
+    ),
+    Row(
+        "the conversations have several templates",
+        lambda: recipe(
+            mix(*(f"source: chat, paths: [stdlib], template: {name}" for name in ("chatml", "llama3")), tokenizer="bpe")
+        ),
+        {
+            "set one template for all": lambda: recipe(
+                mix(*["source: chat, paths: [stdlib], template: chatml"] * 2, tokenizer="bpe")
+            )
+        },
+    ),
+    Row(
+        "tokenizer {} has no chat template",
+        lambda: recipe("data={source: chat, paths: [stdlib]}"),
+        {
+            "write template: chatml or llama3": lambda: [
+                *recipe("data={source: chat, paths: [stdlib], template: chatml}"),
+                *recipe("data={source: chat, paths: [stdlib], template: llama3}"),
+            ],
+            "a file": lambda: recipe(f"data={{source: chat, paths: [stdlib], template: {file('own.jinja')}}}"),
+        },
+    ),
+    Row(
+        "best_fit keeps documents whole, and documents: joined makes one text",
+        lambda: recipe("data={packing: best_fit, documents: joined}"),
+        {"use one of the two": lambda: [*recipe("data={packing: best_fit}"), *recipe("data={documents: joined}")]},
+    ),
+    Row(
+        "the input is tokens already",
+        lambda: recipe("data={source: tokens, paths: [a.bin], tokenizer: bpe}"),
+        {
+            "remove data.tokenizer": lambda: recipe("data={source: tokens, paths: [a.bin]}"),
+            "name the folder of their tokenizer": lambda: recipe(
+                "data={source: tokens, paths: [a.bin], tokenizer: base}"
+            ),
+        },
+    ),
+    Row(
+        "missing: {} has no tokenizer.json",
+        lambda: recipe(weights()),
+        {
+            "name the folder of the tokenizer": lambda: recipe(weights(), "data.tokenizer=other"),
+            "write bytes or bpe": lambda: [
+                *recipe(weights(), "data.tokenizer=bytes"),
+                *recipe(weights(), "data.tokenizer=bpe"),
+            ],
+        },
+    ),
+    Row(
+        "tokenizer bytes ends a document with its own token",
+        lambda: recipe("data.eos=x"),
+        {
+            "remove data.eos": lambda: recipe(),
+            "use another tokenizer": lambda: recipe("data.eos=x", "data.tokenizer=bpe"),
+        },
+    ),
+    Row(
+        "needs a teacher",
+        lambda: recipe("training.objective=distillation"),
+        {
+            "set teacher.model and its weights": lambda: recipe(
+                "training.objective=distillation", "teacher.model={dim: 32, layers: 2, heads: 2, weights: teacher}"
+            )
+        },
+    ),
+    Row(
+        "this is a key of transformers' Trainer or of accelerate",
+        lambda: recipe(text=f"{SMALL}learning_rate: 1e-3\n"),
+        {"write the recipe's keys, which docs/migrate.md": lambda: recipe("optimizer.lr=1e-3")},
+    ),
+    Row(
+        "{} must be one of {}, got {}; for a class of your own",
+        lambda: recipe("model={kind: mamba}"),
+        {"for a class of your own write class": lambda: recipe("model={class: package.module.Name}")},
+    ),
+    Row(
+        "{} appears twice (first in line {})",
+        lambda: parse_document("seed: 1\nseed: 2\n", "two.yaml"),
+        {"keep one": lambda: parse_document("seed: 1\n", "one.yaml").data},
+        result={"seed": 1},
+    ),
+    Row(
+        "sbatch: {} in {}; close the quotes",
+        lambda: target("slurm", "sbatch=--comment='a b"),
+        {"close the quotes": lambda: target("slurm", "sbatch=--comment='a b'")},
+    ),
+    Row(
+        "sbatch: {} is not a long option",
+        lambda: target("slurm", "sbatch=-x n7"),
+        {
+            "write --NAME or --NAME=VALUE, such as --mem=0": lambda: target(
+                "slurm", "sbatch=--exclude=n7", "sbatch=--mem=0", "sbatch=--contiguous"
+            )
+        },
+    ),
+    Row(
+        "sbatch: --{} is an option of its own",
+        lambda: target("slurm", "sbatch=--partition=gpu"),
+        {"write -o {}={}": lambda: target("slurm", "partition=gpu")},
+    ),
+    Row(
+        "sbatch: meshpar writes --{}, which its batch script depends on",
+        lambda: target("slurm", "sbatch=--nodes=2 --mem=0"),
+        {"leave it out": lambda: target("slurm", "sbatch=--mem=0")},
+    ),
+    Row(
+        "sbatch: the tasks of --array={} would train in one folder",
+        lambda: target("slurm", "sbatch=--array=1-4"),
+        {"write --array={}%1": lambda: target("slurm", "sbatch=--array=1-4%1")},
+    ),
+    Row(
+        "and SLURM's signal may come {} s earlier",
+        lambda: target("slurm", "time=5", "signal_s=300"),
+        {
+            "raise time": lambda: target("slurm", "time=7", "signal_s=300"),
+            "lower signal_s": lambda: target("slurm", "time=5", "signal_s=120"),
+        },
+    ),
+    Row(
+        "skypilot requires the name of the GPUs",
+        lambda: rendered("skypilot", gpus=8),
+        {
+            "add -o accelerators=H100": lambda: rendered("skypilot", "accelerators=H100", gpus=8),
+            "another name": lambda: rendered("skypilot", "accelerators=A100-80GB", gpus=8),
+        },
+    ),
+    Row(
+        "accelerators={} and --gpus-per-node {} are two numbers",
+        lambda: rendered("skypilot", "accelerators=H100:4", gpus=8),
+        {
+            "write -o accelerators={}": lambda: rendered("skypilot", "accelerators=H100", gpus=8),
+            "--gpus-per-node {}": lambda: rendered("skypilot", "accelerators=H100:4", gpus=4),
+        },
+    ),
+    Row(
+        "kueue and volcano: each starts the job by itself",
+        lambda: target("kubernetes", "kueue=a", "volcano=b"),
+        {"give one of them": lambda: [*target("kubernetes", "kueue=a"), *target("kubernetes", "volcano=b")]},
+    ),
+    Row(
+        "{} is given twice; give it once",
+        lambda: target("slurm", "partition=a", "partition=b"),
+        {"give it once": lambda: target("slurm", "partition=b")},
+    ),
+    Row(
+        "; for an option of sbatch's own write",
+        lambda: target("slurm", "mem=0"),
+        {"for an option of sbatch's own write -o sbatch=": lambda: target("slurm", "sbatch=--mem=0")},
+    ),
+    Row(
+        "; for other fields of the job file write",
+        lambda: target("skypilot", "workdir=."),
+        {
+            "for other fields of the job file write -o patch=FILE": lambda: rendered(
+                "skypilot", f"patch={file('more.yaml', 'workdir: .')}"
+            )
+        },
+    ),
+    Row(
+        "the number of ranks per node is 0",
+        lambda: launched("train.py", nproc=None),
+        {
+            "pass --gpus-per-node": lambda: launched("train.py", nproc=None, gpus_per_node=8),
+            "for CPUs --gpus-per-node 0 --nproc": lambda: launched("train.py", nproc=2, gpus_per_node=0),
+        },
+    ),
+    Row(
+        "--check is for scripts, and {} is a recipe",
+        lambda: launched(file("r.yaml", SMALL), check="--dry-run"),
+        {"leave it out": lambda: launched("r.yaml")},
+    ),
+    Row(
+        "pass --mesh auto, or a --mesh of {} x {} ranks",
+        lambda: launched(file("r.yaml", SMALL), nproc=4),
+        {
+            "pass --mesh auto": lambda: launched("r.yaml", nproc=4, mesh="auto"),
+            "a --mesh of {} x {} ranks": lambda: launched("r.yaml", nproc=4, mesh="dp_shard=4"),
+            "other --nodes and --nproc": lambda: launched("r.yaml", nproc=2),
+        },
+    ),
+    Row(
+        "{} is for recipes, and {} is a {}; leave it out",
+        lambda: launched("train.py", mesh="auto"),
+        {"leave it out": lambda: launched("train.py")},
+    ),
+    Row(
+        "the check {} ended with exit code {}",
+        lambda: launched(file("bad.py", "import sys\nsys.exit(3)"), check=""),
+        {"correct the script or its arguments": lambda: launched(file("bad.py", "pass"), check="")},
+    ),
+    Row(
+        "the recipe has device: {} and the job has no GPUs",
+        lambda: launched(file("r.yaml", SMALL), "device=cuda"),
+        {"pass --gpus-per-node": lambda: launched("r.yaml", "device=cuda", nproc=None, gpus_per_node=2)},
+    ),
+    Row(
+        "set the same value on every node",
+        lambda: examined((SECOND, "settings", "NCCL_DEBUG", "INFO")),
+        {
+            "set the same value on every node": lambda: examined((EACH, "settings", "NCCL_DEBUG", "INFO")),
+            "unset it on all": lambda: examined(),
+        },
+    ),
+    Row(
+        "use nodes of one kind",
+        lambda: examined((SECOND, "device", "kind", "H200")),
+        {"use nodes of one kind": lambda: examined((EACH, "device", "kind", "H200"))},
+    ),
+    Row(
+        "let every host show the same devices",
+        lambda: examined((SECOND, "visible", "CUDA_VISIBLE_DEVICES", "7")),
+        {"let every host show the same": lambda: examined((EACH, "visible", "CUDA_VISIBLE_DEVICES", "0,1"))},
+    ),
+    Row(
+        "set it to one of these",
+        lambda: examined((EACH, "settings", "GLOO_SOCKET_IFNAME", "ib9")),
+        {"set it to one of these": lambda: examined((EACH, "settings", "GLOO_SOCKET_IFNAME", "eth0"))},
+    ),
+    Row(
+        "set it to one that does: {}",
+        lambda: examined((EACH, "settings", "NCCL_SOCKET_IFNAME", "lo")),
+        {"set it to one that does": lambda: examined((EACH, "settings", "NCCL_SOCKET_IFNAME", "eth0"))},
+    ),
+    Row(
+        "bring it up, or choose another of {}",
+        lambda: examined((EACH, "interfaces", "ib0", DOWN), (EACH, "settings", "NCCL_SOCKET_IFNAME", "ib0")),
+        {
+            "bring it up": lambda: examined(
+                (EACH, "interfaces", "ib0", DOWN | {"up": True, "address": "10.1.0.1"}),
+                (EACH, "settings", "NCCL_SOCKET_IFNAME", "ib0"),
+            ),
+            "choose another of {}": lambda: examined(
+                (EACH, "interfaces", "ib0", DOWN), (EACH, "settings", "NCCL_SOCKET_IFNAME", "eth0")
+            ),
+        },
+    ),
+    Row(
+        "add it to DNS or /etc/hosts",
+        lambda: examined((SECOND, "address", None)),
+        {
+            "add it to DNS or /etc/hosts": lambda: examined((SECOND, "address", "10.0.0.1")),
+            "set GLOO_SOCKET_IFNAME": lambda: examined(
+                (SECOND, "address", None), (EACH, "settings", "GLOO_SOCKET_IFNAME", "eth0")
+            ),
+        },
+    ),
+    Row(
+        "remove the name's 127.x entry from /etc/hosts",
+        lambda: examined((SECOND, "address", "127.0.1.1")),
+        {
+            "set GLOO_SOCKET_IFNAME to the interface of": lambda: examined(
+                (SECOND, "address", "127.0.1.1"), (EACH, "settings", "GLOO_SOCKET_IFNAME", "eth0")
+            ),
+            "remove the name's 127.x entry": lambda: examined((SECOND, "address", "10.0.0.1")),
+        },
+    ),
+    Row(
+        "use nodes with the same links",
+        lambda: examined((SECOND, "infiniband", [])),
+        {"use nodes with the same links": lambda: examined((EACH, "infiniband", []))},
+    ),
+    Row(
+        "run chrony or ntpd",
+        lambda: examined((SECOND, "clock", 1009.0)),
+        {"run chrony or ntpd": lambda: examined((SECOND, "clock", 1000.1))},
+    ),
+    Row(
+        "set it unlimited: ulimit -l unlimited",
+        lambda: examined((SECOND, "locked_memory", 65536)),
+        {
+            "set it unlimited: ulimit -l unlimited": lambda: examined((SECOND, "locked_memory", -1)),
+            "LimitMEMLOCK of slurmd's unit": lambda: examined((SECOND, "locked_memory", 2**64 - 1)),
+        },
+    ),
+    Row(
+        "raise it: ulimit -n {}",
+        lambda: examined((SECOND, "open_files", 256)),
+        {"raise it: ulimit -n {}": lambda: examined((SECOND, "open_files", 65536))},
+    ),
+    Row(
+        "enlarge it (docker --shm-size=16g",
+        lambda: examined((SECOND, "shm", {"total": 2**34, "free": 2**20})),
+        {"delete files there": lambda: examined((SECOND, "shm", {"total": 2**34, "free": 2**34}))},
+    ),
+    Row(
+        "make {} and the axes inside it at most {} together",
+        lambda: placement_findings(MeshSpec("tp=4"), ORDER),
+        {"make {} and the axes inside it": lambda: [*placement_findings(MeshSpec("dp_shard=2,tp=2"), ORDER)]},
+    ),
+    Row(
+        "--elastic=replicas: the mesh {} has one replica",
+        lambda: divided(MeshSpec("dp_shard=2"), 2, 0),
+        {"write dp_replicate=2 or more": lambda: divided(MeshSpec("dp_replicate=2,dp_shard=2"), 2, 0).count},
+        result=2,
+    ),
+    Row(
+        "--elastic=replicas: {} replicas on {} nodes",
+        lambda: divided(MeshSpec("dp_replicate=3"), 2, 0),
+        {
+            "use a multiple or a divisor of {}": lambda: [
+                divided(MeshSpec("dp_replicate=2"), 4, 0).count,
+                divided(MeshSpec("dp_replicate=4"), 2, 0).count // 2,
+            ],
+            "other --nodes": lambda: [divided(MeshSpec("dp_replicate=2"), nodes, 0).count for nodes in (1, 2)],
+        },
+        result=[2, 2],
+    ),
+    Row(
+        "sums gradients over replicas, but not the counts of",
+        lambda: replica_problems(read(SMALL, "training.balance_rate=0.1")),
+        {
+            "set balance_rate and balance_loss to 0": lambda: [
+                *replica_problems(read(SMALL, "training.balance_rate=0", "training.balance_loss=0"))
+            ]
+        },
+    ),
+    Row(
+        "sends weights and optimizer to a replica that joins",
+        lambda: replica_problems(read(SMALL, "averages.ema.decay=0.9")),
+        {"remove averages": lambda: [*replica_problems(read(SMALL))]},
+    ),
+    Row(
+        "--elastic=replicas writes no profile",
+        lambda: replica_problems(read(SMALL, "profile=true")),
+        {"set profile: false": lambda: [*replica_problems(read(SMALL, "profile=false"))]},
+    ),
+    Row(
+        "--elastic=replicas reads data in the training process",
+        lambda: replica_problems(read(SMALL, "data.workers=2")),
+        {"set data.workers: 0": lambda: [*replica_problems(read(SMALL, "data.workers=0"))]},
+    ),
+    Row(
+        "a prompt is empty, and has no token",
+        lambda: check_job(read(SMALL, "evaluations.samples.prompts=['']"), 2),
+        {"give each prompt a text": lambda: check_job(read(SMALL, "evaluations.samples.prompts=[once]"), 2)},
+    ),
+    Row(
+        "use a data.sequence_length that is a multiple of {}",
+        lambda: check_job(read(SMALL, "mesh='dp_shard=1,cp=4'", "data.sequence_length=30"), 4),
+        {
+            "use a data.sequence_length that": lambda: check_job(
+                read(SMALL, "mesh='dp_shard=1,cp=4'", "data.sequence_length=32"), 4
+            )
+        },
+    ),
+    Row(
+        "set data.validation_fraction or data.validation_paths",
+        lambda: check_job(read(SMALL, "checkpoint.best=val/loss"), 2),
+        {
+            "set data.validation_fraction or data.validation_paths": lambda: [
+                *check_job(read(SMALL, "checkpoint.best=val/loss", "data.validation_fraction=0.1"), 2),
+                *check_job(read(SMALL, "checkpoint.best=val/loss", f"data.validation_paths=[{file('v.txt')}]"), 2),
+            ]
+        },
+    ),
+    Row(
+        "raise it, or set profile: off",
+        lambda: check_job(read(SMALL, "profile=true"), 2),
+        {
+            "raise it": lambda: check_job(read(SMALL, "profile=true", "training.steps=50"), 2),
+            "set profile: off": lambda: check_job(read(SMALL, "profile=off"), 2),
+        },
+    ),
+    Row(
+        "{} is not available on this machine, which has {}",
+        lambda: machine_problems(read(SMALL, "device=xpu"), 2),
+        {
+            "write device: {}": lambda: machine_problems(read(SMALL, f"device={default_device_type()}"), 1),
+            "auto": lambda: machine_problems(read(SMALL, "device=auto"), 1),
+        },
+    ),
+    Row(
+        "the data has {} different tokens and the model's vocab_size is {}",
+        lambda: check_job(read(SMALL, "model.vocab_size=100"), 2),
+        {"raise it": lambda: check_job(read(SMALL, "model.vocab_size=257"), 2)},
+    ),
+    Row(
+        "data.sequence_length is {} and the model has {} positions",
+        lambda: check_job(read(SMALL, "model.max_positions=64"), 2),
+        {
+            "lower it": lambda: check_job(read(SMALL, "model.max_positions=64", "data.sequence_length=64"), 2),
+            "raise the number of positions": lambda: check_job(read(SMALL, "model.max_positions=256"), 2),
+        },
+    ),
+    Row(
+        "a micro-batch has {} samples{}, and the training data has only {}",
+        lambda: [filling_problem(read(SMALL), 4)],
+        {
+            "lower data.micro_batch": lambda: filling_problem(read(SMALL, "data.micro_batch=4"), 4),
+            "give more data": lambda: filling_problem(read(SMALL), 8),
+        },
+        result="",
+    ),
+    Row(
+        "--elastic=replicas and --nodes MIN:MAX are two kinds",
+        lambda: division_of(read(SMALL), {"nodes": "1:2"}),
+        {"give --nodes a number": lambda: division_of(read(SMALL, "mesh='dp_replicate=2'"), {"nodes": "1"}).count},
+        result=2,
+    ),
+    Row(
+        "--measure compares a quantised export with the step's own weights",
+        lambda: exported("--measure", "v.txt"),
+        {"pass --quantize FORMAT as well": lambda: exported("--measure", "v.txt", "--quantize", "int8")},
+        result=NO_STEP,
+    ),
+    Row(
+        "--measure compares a quantised export with the step's trained weights",
+        lambda: exported("--measure", "v.txt", "--quantize", "int8", "--weights", "ema"),
+        {
+            "drop --measure": lambda: exported("--quantize", "int8", "--weights", "ema"),
+            "--weights": lambda: exported("--measure", "v.txt", "--quantize", "int8"),
+        },
+        result=NO_STEP,
+    ),
+    Row(
+        "--dry-run lists what --push would upload",
+        lambda: exported("--dry-run"),
+        {"pass --push OWNER/NAME as well": lambda: exported("--dry-run", "--push", "us/model")},
+        result=NO_STEP,
+    ),
+    Row(
+        "mesh {} has an axis of size -1",
+        lambda: drawn("dp_shard=-1"),
+        {"give every size to draw it": lambda: drawn("dp_shard=2")},
+    ),
+    Row(
+        "{} ranks do not divide evenly among {} nodes",
+        lambda: drawn("dp_shard=6", "--nodes", "4"),
+        {
+            "change the mesh or --nodes": lambda: [
+                *drawn("dp_shard=8", "--nodes", "4"),
+                *drawn("dp_shard=6", "--nodes", "3"),
+            ]
+        },
+    ),
 ]
+
+
+@pytest.mark.parametrize("row", alone(ROWS))
+def test_the_printed_remedy_helps(row, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    row.run()
