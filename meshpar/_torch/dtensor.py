@@ -12,9 +12,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -158,45 +158,52 @@ def _watch_plans(refuse_unknown: Callable[[Any, Exception], None]) -> Undo:
     return _shadow(dispatcher, "_propagate_op_sharding_dispatch_slow_path", inferred)
 
 
+_VIEWS = ("diagonal", "select", "slice", "split", "split_with_sizes", "squeeze", "unbind", "unfold", "view")
+
+
 def _watch_copies(refuse_lost: Callable[[], NoReturn]) -> Undo:
     """Mark views that are copies, and call ``refuse_lost`` where one is written."""
-    dispatcher: Any = DTensor._op_dispatcher
-    handlers: dict[Any, Any] = dispatcher._custom_op_handlers
-    compute = dispatcher._dispatch_get_local_results_slow_path
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     guards: dict[Any, Any] = {}
 
-    def computed(op: Any, args: tuple[Any, ...], info: Any) -> Any:
-        results = compute(op, args, info)
-        base = args[0] if args else None
-        if (
-            info.output_sharding.needs_redistribute
-            and _is_view(op)
-            and isinstance(base, DTensor)
-            and base.is_leaf
-            and not in_backward()
-        ):
-            for result in results if isinstance(results, list | tuple) else [results]:
-                result.untyped_storage().meshpar_copy = True
-            if not guards:
-                guards.update({written: guard for written in _writes() if written not in handlers})
-                handlers.update(guards)
-        return results
-
-    def guard(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        written = args[0]
-        if isinstance(written, DTensor) and hasattr(written._local_tensor.untyped_storage(), "meshpar_copy"):
-            refuse_lost()
-        handlers.pop(op, None)
+    def unguarded(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handler = handlers.pop(op)
         try:
             return op(*args, **kwargs)
         finally:
-            handlers[op] = guard
+            handlers[op] = handler
 
-    unset = _shadow(dispatcher, "_dispatch_get_local_results_slow_path", computed)
+    def view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        base, results = args[0], unguarded(op, args, kwargs)
+        if isinstance(base, DTensor) and base.is_leaf and not in_backward():
+            for result in results if isinstance(results, list | tuple) else [results]:
+                memory = result._local_tensor.untyped_storage()
+                if memory._cdata != base._local_tensor.untyped_storage()._cdata:
+                    memory.meshpar_copy = True
+                    guard_writes()
+        return results
+
+    def write(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = args[0]
+        if isinstance(written, DTensor) and hasattr(written._local_tensor.untyped_storage(), "meshpar_copy"):
+            refuse_lost()
+        return unguarded(op, args, kwargs)
+
+    def install(ops: Iterable[Any], handler: Callable[..., Any]) -> None:
+        added = {op: handler for op in ops if op not in handlers}
+        guards.update(added)
+        handlers.update(added)
+
+    @cache
+    def guard_writes() -> None:
+        install(_writes(), write)
+
+    packets = [getattr(torch.ops.aten, name) for name in _VIEWS]
+    install([getattr(packet, overload) for packet in packets for overload in packet.overloads()], view)
 
     def undo() -> bool:
         _remove(handlers, guards)
-        return unset()
+        return True
 
     return undo
 
@@ -223,11 +230,6 @@ def _shadow(owner: Any, name: str, value: Any) -> Undo:
         return True
 
     return undo
-
-
-def _is_view(op: Any) -> bool:
-    returned = op._schema.returns[0].alias_info if op._schema.returns else None
-    return returned is not None and not returned.is_write
 
 
 def _writes() -> Iterator[Any]:

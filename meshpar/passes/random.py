@@ -141,15 +141,16 @@ class LossState:
         try:
             if draws:
                 split.part(device, stage)
-            return run()
+            result = run()
         finally:
             split.join()
             self._after = states(device)
-            if not draws and not _equal(before, self._after):
-                raise MeshparError(
-                    "the forward draws random numbers, and the model has no dropout module that does; set "
-                    "ModelLayout(dropout=True), with which each stage of pp draws its own"
-                )
+        if not draws and not _equal(before, self._after):
+            raise MeshparError(
+                "the forward draws random numbers, and the model has no dropout module that does; set "
+                "ModelLayout(dropout=True), with which each stage of pp draws its own"
+            )
+        return result
 
     @eager
     def end(self, device: torch.device) -> None:

@@ -224,7 +224,7 @@ def balance_problems(module: nn.Module, layout: ModelLayout, balance_rate: float
                 "(TransformerConfig(shared_experts=1), DeepSeek-V3, GLM4-MoE), or name them in "
                 "ModelLayout(router_bias=...)"
             )
-        elif wrong := next((bias for bias in biases if bias.dtype.itemsize < 4), None):
+        elif (wrong := next((bias for bias in biases if bias.dtype.itemsize < 4), None)) is not None:
             yield (
                 f"balance_rate={balance_rate} needs biases of routers in float32, got {wrong.dtype}; keep them in "
                 "float32"

@@ -4,12 +4,15 @@ followed, on every mesh and in one process.
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 
 from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, Replicate, TensorParallel
@@ -217,6 +220,18 @@ def test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact(mesh):
 @on_ranks(4)
 def test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact_on_more_axes(mesh):
     check_habits(mesh, PLANS[mesh])
+
+
+@on_ranks(2)
+def test_a_lost_write_is_refused_after_rows_were_read_without_meshpar_and_by_each_later_module():
+    rows = distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)])
+    assert rows[:3].sum().full_tensor() == 6  # torch keeps how it ran this
+    for _ in range(2):
+        par = Plan("dp_shard=2", [FullyShard()]).apply(build())
+        assert "the write would be lost" in message_of(zero_data, par)
+        del par
+        gc.collect()
+    rows[:3].zero_()
 
 
 @on_ranks(1)
