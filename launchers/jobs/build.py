@@ -20,6 +20,7 @@ from meshpar.core.mesh import MeshSpec, default_device_type, is_auto
 from meshpar.core.passes import Role, axes_of
 from meshpar.core.patterns import find_modules, suggestion
 from meshpar.core.registry import layout_for
+from meshpar.exact.separable import check_separable
 from meshpar.homes import expanded
 from meshpar.launchers.jobs.data_checks import data_problems
 from meshpar.launchers.jobs.datasets import examples_of, separates, vocab_size_of, with_local_data
@@ -305,7 +306,10 @@ def _plan_problems(
         yield from _uneven(recipe, plan, world_size)
         if "optimizer" not in unseen:
             yield from _optimizer_problems(
-                recipe, model, shards=spec.size > 1 and any(pass_.shards(model, known) for pass_ in plan.passes)
+                recipe,
+                model,
+                shards=spec.size > 1 and any(pass_.shards(model, known) for pass_ in plan.passes),
+                stages=any(spec.axes[axis] > 1 for axis in axes_of(plan.passes, spec, Role.LAYERS)),
             )
         if recipe.teacher is None or "teacher" in unseen:
             return
@@ -358,9 +362,9 @@ def _objective_problems(recipe: Recipe) -> Iterator[_Problem]:
             yield "training.objective", str(error)
 
 
-def _optimizer_problems(recipe: Recipe, model: nn.Module, *, shards: bool) -> Iterator[_Problem]:
+def _optimizer_problems(recipe: Recipe, model: nn.Module, *, shards: bool, stages: bool) -> Iterator[_Problem]:
     """Yield what is wrong with an optimizer's options, and what one of the user's lacks for a plan that shards
-    parameters.
+    parameters, or has them on ``stages``.
     """
     section = recipe.optimizer
     try:
@@ -369,6 +373,8 @@ def _optimizer_problems(recipe: Recipe, model: nn.Module, *, shards: bool) -> It
         if isinstance(section, OwnOptimizer) and shards and not known:
             kind = recipe.find(registry.OPTIMIZER, section.class_)
             check_elementwise(functools.partial(own_optimizer, kind, {**section.keywords, "lr": section.lr}))
+        if stages:
+            check_separable(optimizer)
     except MeshparError as error:
         yield "optimizer.class" if isinstance(section, OwnOptimizer) else "optimizer", str(error)
 

@@ -31,7 +31,7 @@ class Model(nn.Module):
     def forward(self, input_ids):
         x = self.embed(input_ids)
         for layer in self.layers:
-            x = x + layer(x)
+            x = layer(x)
         return SimpleNamespace(logits=self.head(x))
 
 class Counting(torch.utils.data.Dataset):
@@ -68,6 +68,19 @@ class Signs(torch.optim.Optimizer):
                     state["moment"] = torch.zeros_like(p)
                 state["moment"].lerp_(p.grad, 1 - group["momentum"])
                 p.mul_(1 - group["lr"] * group["weight_decay"]).add_(state["moment"].sign(), alpha=-group["lr"])
+
+class ByNorm(torch.optim.SGD):
+    """Divides each step by the norm of all gradients here."""
+
+    def __init__(self, params, lr: float, weight_decay: float = 0.0):
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        size = sum(p.grad.norm() for p in held)
+        for p in held:
+            p.sub_(p.grad * self.param_groups[0]["lr"] / size)
 
 @dataclass
 class Halved:
@@ -199,6 +212,10 @@ def test_own_classes_train_on_ranks_and_resume_from_the_resolved_recipe(folder: 
         (
             ["optimizer={class: my_parts.Counting, size: 3, sequence_length: 2, lr: 1}"],
             "optimizer.class: my_parts.Counting is a class; expected a subclass of torch.optim.Optimizer",
+        ),
+        (
+            ["mesh=pp=2", "passes=[PipelineParallel]", "optimizer={class: my_parts.ByNorm, lr: 1}"],
+            "optimizer.class: the step that ByNorm makes of one parameter depends on all others",
         ),
         (["training.objective=my_parts.Halve"], "training.objective: my_parts has no Halve; nearest: Halved"),
         (["training.objective_options.facto=1"], "training.objective_options.facto: unknown key; nearest: factor"),
