@@ -103,8 +103,7 @@ class Beside:
         if self._lost:
             raise MeshparError(
                 f"{name}{f' failed on {failure}, and' if failure else ':'} the other ranks did not come to its end "
-                f"({self._lost}); correct what holds or fails them, and start again: the run resumes from its newest "
-                "checkpoint"
+                f"({self._lost}), see their logs; start the job again: the run resumes from its newest checkpoint"
             ) from (error or TimeoutError(self._lost))
         return None if self._left else found
 

@@ -19,7 +19,7 @@ from meshpar.parallelized import Parallelized
 from meshpar.plan import lost_replica_problems
 from meshpar.training import elastic_job
 from meshpar.training.data import Batches, TensorBatch
-from meshpar.training.quorum import Member, Membership, Peers, Quorum, Sum, connect
+from meshpar.training.quorum import GIVE_A_LIGHTHOUSE, Member, Membership, Peers, Quorum, Sum, connect
 from meshpar.training.replica_ranks import Together
 from meshpar.training.replicated import Replicated, Stateful
 from meshpar.training.stop import StopAskedError
@@ -333,8 +333,7 @@ class Replicas:
     def _enter(self, lighthouse: str, name: str, until: float) -> str | None:
         if not lighthouse:
             raise ReplicaError(
-                "the job has no lighthouse, through which replicas find one another; start the job with `meshpar run "
-                "--elastic=replicas`, or set TORCHFT_LIGHTHOUSE=http://HOST:PORT"
+                f"the job has no lighthouse, through which replicas find one another; {GIVE_A_LIGHTHOUSE}"
             )
         try:
             self._membership = Membership(
@@ -386,7 +385,7 @@ class Replicas:
                 raise ReplicaError(
                     f"replica {_plain(self._name)} found no other replicas to train with in {waited:.0f} s after step "
                     f"{self.step}: the lighthouse does not answer, or its quorum leaves this replica out; start the "
-                    "replica again, or the job from its newest checkpoint"
+                    "replica again, or start the job from its newest checkpoint"
                 )
             if reason := self._asked():
                 raise StopAskedError(reason)

@@ -102,10 +102,6 @@ def add_adapters(model: nn.Module, settings: LoRA) -> ModelLayout:
         raise RecipeError(
             f"lora.targets name {odd[0]}, a {type(adapted[odd[0]].base_layer).__name__}; adapters require linear layers"
         )
-    if not adapted:
-        raise RecipeError(
-            f"lora.targets {targets} match no linear layer of the model; give endings of their names, or all-linear"
-        )
     if not any(parameter.is_meta for name, parameter in model.named_parameters() if not _is_adapter(name)):
         _fill_adapters(model, adapted)
     return _adapted(layout, model, adapted)

@@ -25,6 +25,7 @@ sums are larger.
 
 _BEAT_S, _DEAD_S, _SLICE_S = 0.3, 2.5, 5.0
 _FIRST_STEP_S = 600.0
+GIVE_A_LIGHTHOUSE = "start the job with `meshpar run --elastic=replicas`, or set TORCHFT_LIGHTHOUSE=http://HOST:PORT"
 
 
 @final
@@ -238,8 +239,7 @@ def _address_towards(lighthouse: str, wait_s: float) -> str:
 
 def _silent(lighthouse: str, error: Exception) -> ReplicaError:
     return ReplicaError(
-        f"the lighthouse of the job's replicas does not answer at {lighthouse!r} ({error}); start the job with "
-        "`meshpar run --elastic=replicas`, or set TORCHFT_LIGHTHOUSE=http://HOST:PORT"
+        f"the lighthouse of the job's replicas does not answer at {lighthouse!r} ({error}); {GIVE_A_LIGHTHOUSE}"
     )
 
 

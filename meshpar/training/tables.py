@@ -174,7 +174,7 @@ def _lines(path: Path, reading: Reading) -> Iterator[tuple[int, Any]]:
                 continue
             if not begun and isinstance(record, list):
                 raise RecipeError(
-                    f"{path} is not JSON lines{as_lines(path) or '; it is one JSON array: write one object a line'}"
+                    f"{path} is not JSON lines{as_lines(path) or '; it is a JSON array: write one object a line'}"
                 )
             begun = True
             yield number, record
