@@ -41,8 +41,6 @@ from tests.remedies.rows import Row, Tested, alone
 
 pytest.importorskip("transformers")
 
-UNTRIED = 39
-
 ASKED, SAID = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 SYSTEM = {"role": "system", "content": "S"}
 GOOD = {"messages": [ASKED, SAID]}
@@ -152,6 +150,13 @@ def tokenized(text, **options):
     return prepare_tokens(source, byte_tokenizer(), Path(scratch().name) / "cache", **options).train.tokens > 1
 
 
+def validated(*records):
+    shutil.rmtree(Path(scratch().name) / "cache", ignore_errors=True)
+    source = ChatSource(inputs=(file("chat.jsonl", lines(*records)),), template=ChatTemplate(text=PLAIN))
+    prepared = prepare_tokens(source, byte_tokenizer(), Path(scratch().name) / "cache", validation_fraction=0.2)
+    return prepared.validation.tokens > 1
+
+
 def arrow_file(*, whole):
     import pyarrow as arrow
 
@@ -182,13 +187,6 @@ def moved(**now):
     return again.state_dict() == state
 
 
-class Normed(torch.optim.SGD):
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            parameter.grad /= parameter.grad.norm()
-        super().step(closure)
-
-
 def elementwise(kind, **options):
     check_elementwise(
         lambda module: kind(module if kind.__module__.startswith("meshpar") else module.parameters(), **options)
@@ -210,7 +208,8 @@ BALANCED = ModelLayout(experts=("experts",), routers=("router",), router_bias=("
 
 
 def balanced(rate=0.0, loss=0.0, layout=BALANCED, module=None):
-    return list(balance_problems(module or Routed(), layout, rate, loss))
+    module = module or Routed()
+    return list(balance_problems(module, layout or module.meshpar_layout(), rate, loss))
 
 
 def printed_command():
@@ -305,10 +304,20 @@ ROWS = [
         result=None,
     ),
     Row(
-        "the step of {} on a whole tensor differs from its step on two parts of the tensor",
-        lambda: elementwise(Normed, lr=0.1),
-        {"use a rule for each element alone, torch.optim.Adafactor": lambda: elementwise(torch.optim.SGD, lr=0.1)},
-        result=None,
+        "balance_rate={} moves a bias (E,) beside each router, and {} has {} for {} layers of experts",
+        lambda: balanced(0.1, layout=EXPERTS),
+        {
+            "use balance_loss, a model with such biases (TransformerConfig(shared_experts=1)": lambda: [
+                *balanced(0.0, 0.1),
+                *balanced(0.1, layout=None, module=transformer(experts=4, qk_norm=True, shared_experts=1)),
+            ],
+            "name them in ModelLayout(router_bias=...)": lambda: balanced(0.1, layout=BALANCED),
+        },
+    ),
+    Row(
+        "balance_rate={} needs biases of routers in float32, got {}",
+        lambda: balanced(0.1, module=Routed(torch.bfloat16)),
+        {"keep them in float32": lambda: balanced(0.1, module=Routed(torch.float32))},
     ),
     Row(
         "balance_rate={} changes biases of frozen experts, as with adapters",
@@ -759,6 +768,12 @@ ROWS = [
         "the text of {} has {} tokens; expected at least 2",
         lambda: tokenized(" "),
         {"give more text{}": lambda: tokenized("some text")},
+        result=True,
+    ),
+    Row(
+        "no token of {} counts as a label, so nothing would be learned from it",
+        lambda: validated({"prompt": "Q" * 99, "completion": "A"}),
+        {"give more data": lambda: validated(*[{"prompt": "Q", "completion": "A" * 9}] * 20)},
         result=True,
     ),
     Row(
