@@ -66,25 +66,25 @@ def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides
     first = [*common, f"mesh={MESHES[mesh]}", f"training.steps={9 * tenth}"]
     second = [*common, f"mesh={OTHER_MESH}", f"data.micro_batch={OTHER_BATCH}", f"training.steps={10 * tenth}"]
 
-    _title(f"1  Train on {MESHES[mesh]}: {9 * tenth} steps on the source of Python's standard library")
+    _print_title(f"1  Train on {MESHES[mesh]}: {9 * tenth} steps on the source of Python's standard library")
     code = launch(load_recipe("quickstart", first, trust=True), RANKS, quiet=True)
     if code:
         return code
-    _title(f"2  Resume from the checkpoint on another mesh, {OTHER_MESH}, to step {10 * tenth}")
+    _print_title(f"2  Resume from the checkpoint on another mesh, {OTHER_MESH}, to step {10 * tenth}")
     recipe = load_recipe("quickstart", second, trust=True)
     code = launch(recipe, RANKS, quiet=True)
     if code:
         return code
     _tell_losses(out / METRICS)
-    _title("3  Export, and load the export with transformers")
+    _print_title("3  Export, and load the export with transformers")
     export_run(out, out / "export", overwrite=True)
     completer = Completer(out / "export")
     _tell_difference(recipe, completer.model)
-    _title("4  Complete lines of Python")
+    _print_title("4  Complete lines of Python")
     for prompt in _PROMPTS:
         rest = (completer.complete(prompt, Sampling(tokens=24)).splitlines() or [""])[0]
         print(f"  {prompt.splitlines()[-1]} »{rest}")
-    _title(f"Done in {(time.monotonic() - start) / 60:.1f} minutes")
+    _print_title(f"Done in {(time.monotonic() - start) / 60:.1f} minutes")
     print(_farewell(out))
     return 0
 
@@ -126,7 +126,7 @@ def _logits(recipe: Recipe, exported: nn.Module) -> tuple[torch.Tensor, torch.Te
         return par.module.eval()(input_ids=ids).logits, exported(input_ids=ids).logits
 
 
-def _title(text: str) -> None:
+def _print_title(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
@@ -137,15 +137,13 @@ def _farewell(out: Path) -> str:
         (out / METRICS, "every reported number"),
     ]
     commands = [
-        ("show the curves", f"tensorboard --logdir {out / TENSORBOARD}"),
-        ("complete your own beginning", f"meshpar generate {out / 'export'} 'def main('"),
-        (
-            "resume on a third mesh",
-            f"meshpar train {out / 'recipe.yaml'} mesh=dp_replicate=2 passes=auto training.steps=1000",
-        ),
-        ("train on your own text", "meshpar train quickstart data.source=files data.paths=[FOLDER] output=runs/mine"),
-        ("print the bytes of each of 512 ranks", "meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8"),
+        f"tensorboard --logdir {out / TENSORBOARD}    # show the curves",
+        f"meshpar generate {out / 'export'} 'def main('    # complete your own beginning",
+        f"meshpar train {out / 'recipe.yaml'} mesh=dp_replicate=2 passes=auto training.steps=1000    "
+        "# resume on a third mesh",
+        "meshpar train quickstart data.source=files data.paths=[FOLDER] output=runs/mine    # train on your own text",
+        "meshpar describe llama-70b --mesh dp_replicate=8,dp_shard=8,tp=8    # print the bytes of each of 512 ranks",
     ]
     width = max(len(str(place)) for place, _ in places)
     lines = [f"  {place!s:<{width}}  {what}" for place, what in places]
-    return "\n".join([*lines, "", "Try next:", *(f"  {command}    # {what}" for what, command in commands)])
+    return "\n".join([*lines, "", "Try next:", *(f"  {command}" for command in commands)])

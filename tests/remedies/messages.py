@@ -25,13 +25,16 @@ skip sort specify split stack start step stop submit sum switch take tie tokeniz
 update upgrade use verify wait wrap write"""
 """The verbs that a remedy begins with. To read ("see", "look at") mends nothing."""
 
-_VERB = rf"(?:{'|'.join(VERBS.split())})\b(?![=(]|(?:(?<=turn|step) (?:\d|\{{)| (?:is|are|has|requires|makes one|as written)\b))"
+_VERB = rf"(?:{'|'.join(VERBS.split())})\b(?![=(]|(?<=forecast): |(?:(?<=turn|step) (?:\d|\{{)| (?:is|are|has|requires|makes one|as written)\b))"
 _SENTENCE = rf"(?:{'|'.join(VERBS.title().split())})\b(?![=(])"
 _LEAD = r"(?:(?:also|otherwise|instead|then|please|either)\s+|(?:for|in|under|on|to|where|with) (?:(?! is | are )[^,;:.]){1,40}?,? )?"
 _START = re.compile(rf"(?:(?:^|[;:] |\n\s*|, or |, and )({_LEAD}{_VERB})|(?:\.\s+|\n\s*)({_LEAD}{_SENTENCE}))")
 _NEXT = re.compile(rf", or (?:else )?|; or |; (?={_LEAD}{_VERB})| or (?={_VERB})|(?<=[^.])\.\s+(?=[A-Z])|\n")
-_SILENT = {"info", "debug", "print", "echo", "secho", "Option", "Argument", "Typer", "command", "add_argument", "Field"}
+_SILENT = {"info", "debug", "print", "print_title", "echo", "secho", "Option", "Argument", "Typer", "command",
+           "add_argument", "Field"}  # fmt: skip
 """What calls with these names say is no refusal: help, progress, documents."""
+_CODE = re.compile(r"import \w+\n")
+"""A text in Python, which speaks to no reader."""
 _MUTE_KEYWORDS = {"help", "description", "short_help", "epilog", "title", "pattern"}
 
 
@@ -110,7 +113,7 @@ def _texts(node: ast.AST, raised: bool) -> Iterator[tuple[int, str, bool]]:
         for hole in _holes(node):
             yield from _texts(hole, raised)
         return
-    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _SILENT:
+    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2].lstrip("_") in _SILENT:
         return
     for inner in ast.iter_child_nodes(node):
         documents = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
@@ -130,5 +133,5 @@ def messages() -> tuple[Message, ...]:
         for path in sorted((ROOT / folder).rglob("*.py"))
         if not any(parent.is_symlink() for parent in path.parents)
         for line, text, raised in _texts(ast.parse(path.read_text()), False)
-        if " " in text.strip()
+        if " " in text.strip() and not _CODE.match(text)
     )
