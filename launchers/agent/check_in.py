@@ -62,10 +62,11 @@ def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float
             multi_tenant=True,
         )
     except dist.DistError as error:
-        place = "cannot listen" if node_rank == 0 else "node 0 does not answer"
         why = str(error).splitlines()[0]
+        if node_rank:
+            raise _unanswered(head, wait_s, why) from error
         raise LaunchError(
-            f"{place} at {head} within {wait_s:.0f} s; check that node 0 runs, its host name and its port ({why})"
+            f"cannot listen at {head} ({why}); give --head a name of this host, which is node 0, and a free port"
         ) from error
     space = dist.PrefixStore(f"check-in/{run_id}", store)
     if space.add(f"count/{node_rank}", 1) > 1:
@@ -98,10 +99,14 @@ def reach_head(head: str, node_rank: int | None, wait_s: float) -> None:
     """
     host, _, port = head.rpartition(":")
     if node_rank and (why := unreached(host, int(port), wait_s, "node 0")):
-        raise LaunchError(
-            f"node 0 does not answer at {head} within {wait_s:.0f} s; check that node 0 runs, its host name and its "
-            f"port ({why})"
-        )
+        raise _unanswered(head, wait_s, why)
+
+
+def _unanswered(head: str, wait_s: float, why: str) -> LaunchError:
+    return LaunchError(
+        f"node 0 does not answer at {head} within {wait_s:.0f} s; check that node 0 runs, its host name and its port "
+        f"({why})"
+    )
 
 
 @contextmanager
