@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from meshpar.launchers.recipes.recipe import Recipe  # loads all that a job may use
 
 _PORTS, _FIRST_PORT = 10_000, 20_000
+_FREE_PORTS = range(20_000, 32_768)
 _POLL_S = 0.2
 
 
@@ -145,8 +146,9 @@ def free_port() -> int:
     """Return a free port outside the kernel's ephemeral range (32768 and up), so that it stays free for some
     seconds.
     """
-    for port in range(20000 + os.getpid() % 10000, 32768):
+    first = os.getpid() % len(_FREE_PORTS)  # processes that ask at the same time begin at different ports
+    for port in (*_FREE_PORTS[first:], *_FREE_PORTS[:first]):
         with socket.socket() as server, suppress(OSError):  # taken
             server.bind(("", port))
             return port
-    raise LaunchError("all ports from 20000 to 32767 are in use; free one of them")
+    raise LaunchError(f"all ports from {_FREE_PORTS[0]} to {_FREE_PORTS[-1]} are in use; free one of them")
