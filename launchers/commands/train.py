@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from meshpar.core import runtime
 from meshpar.core.errors import LaunchError, PlanError, RecipeError
-from meshpar.core.mesh import MeshSpec
+from meshpar.core.mesh import MeshSpec, is_auto
 from meshpar.launchers.agent.local import launch_local, launch_recipe
 from meshpar.launchers.agent.replicas import Division, check_elastic, divided, launch_replicas
 from meshpar.launchers.agent.starting import adopt_srun, launch_nodes_here
@@ -159,7 +159,10 @@ def _run_replicas(recipe: Recipe, given: Given, logs: Path | None, elastic: str)
     """Run this node's replicas of a recipe."""
     check_elastic(elastic)
     if odd := [f"--{name.replace('_', '-')}" for name in ("rejoin_s", "run_id", "meeting_s") if name in given]:
-        raise LaunchError(f"--elastic=replicas does not support {', '.join(odd)}; set patience in the recipe instead")
+        raise LaunchError(
+            f"--elastic=replicas does not support {', '.join(odd)}; leave out such options: the recipe's patience "
+            "bounds the waits of replicas"
+        )
     division = division_of(recipe, given)
     head, node_rank, nodes = given.get("head", ""), given.get("node_rank", 0), node_range(str(given.get("nodes", 1)))[1]
     if nodes > 1 and not (head or elastic_job.lighthouse()):
@@ -194,8 +197,11 @@ def _ranks_here(recipe: Recipe, nodes: int) -> int:
     if not runtime.on_host(build.device_type(recipe)):
         return accelerators()
     world = build.world_size_of(recipe)
+    if is_auto(recipe.mesh) or -1 in MeshSpec(recipe.mesh).axes.values():
+        return world  # of one node: such a mesh takes as many nodes as there are
     if world % nodes:
         raise LaunchError(
-            f"the mesh {recipe.mesh} has {world} ranks, which {nodes} nodes cannot share evenly; give --nproc"
+            f"the mesh {recipe.mesh} has {world} ranks, which {nodes} nodes cannot share evenly; change the mesh or "
+            "--nodes"
         )
     return world // nodes
