@@ -301,7 +301,7 @@ def _names(found: Found) -> Iterator[Finding]:
 def _infiniband(found: Found) -> Iterator[Finding]:
     first = [members[0] for members in _groups(found, lambda fact: fact["host"]).values()]
     where = _differ(
-        first, lambda fact: ", ".join(f"{port['port']} {port['rate']}" for port in fact["infiniband"]) or "no port"
+        first, lambda fact: ", ".join(f"{port['port']} {port['rate']}" for port in _used_ports(fact)) or "no port"
     )
     if where:
         yield Finding(
@@ -310,13 +310,30 @@ def _infiniband(found: Found) -> Iterator[Finding]:
             do="use nodes with the same links: collectives wait for the slowest",
         )
     for fact in first:
-        down = [port["port"] for port in fact["infiniband"] if "ACTIVE" not in port["state"]]
+        down = [port["port"] for port in _used_ports(fact) if "ACTIVE" not in port["state"]]
         if down:
             yield Finding(
                 what=f"InfiniBand ports that are not active: {', '.join(down)}",
                 where=fact["host"],
                 do="check cables and subnet manager (ibstat), or exclude the ports with NCCL_IB_HCA",
             )
+
+
+def _used_ports(fact: Facts) -> list[Mapping[str, str]]:
+    """Return the InfiniBand ports that NCCL_IB_HCA selects: a list of DEVICE or DEVICE:PORT, each the beginning of a
+    name, after ``=`` the whole name, and after ``^`` what is excluded.
+    """
+    text = fact["settings"].get("NCCL_IB_HCA", "")
+    excludes, exact = text.startswith("^"), text.lstrip("^").startswith("=")
+    named = [name.strip().replace(":", "/") for name in text.lstrip("^=").split(",") if name.strip()]
+
+    def is_named(port: str) -> bool:
+        device = port.partition("/")[0]
+        return any(
+            port == name or device == name if exact or "/" in name else device.startswith(name) for name in named
+        )
+
+    return [port for port in fact["infiniband"] if not named or is_named(port["port"]) is not excludes]
 
 
 def _clocks(found: Found) -> Iterator[Finding]:
