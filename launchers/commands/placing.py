@@ -65,8 +65,8 @@ def refuse_placement(placement: Mapping[str, object]) -> None:
     names = ", ".join("--" + {"meeting_s": "wait"}.get(name, name).replace("_", "-") for name in said(placement))
     if names:
         raise LaunchError(
-            f"{names}: this is already one of {runtime.world_size()} ranks that torchrun or srun started; leave the "
-            "option out, or, to start ranks from one process on each node, also pass --nodes, --node-rank and --head"
+            f"{names}: this is already one of {runtime.world_size()} ranks that torchrun or srun started; leave "
+            f"{names} out; to start ranks from one process on each node, also pass --nodes, --node-rank and --head"
         )
 
 

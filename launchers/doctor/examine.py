@@ -283,7 +283,7 @@ def _folder_findings(
         yield Finding(
             what=f"too little free space for the checkpoints, which take about {folder.bytes / GIB:.1f} GiB",
             where="; ".join(f"{host}: {free / GIB:.1f} GiB free in {folder.path}" for host, free in low),
-            do="free some space, keep fewer checkpoints (checkpoint.keep), or choose another output",
+            do="keep fewer checkpoints (checkpoint.keep), free some space, or choose another output",
         )
 
 

@@ -142,7 +142,8 @@ def held_out(step: Path, file: Path, config: Path | None = None) -> torch.Tensor
         raise CheckpointError(f"--measure: expected a file of text, got {file}")
     if folder is None or not (folder / "tokenizer.json").is_file():
         raise CheckpointError(
-            "--measure needs a tokenizer to read the text, and this run has none; pass --config DIR with tokenizer.json"
+            "--measure needs a tokenizer to read the text, and this run has none; pass --config DIR, a "
+            "folder with config.json and tokenizer.json"
         )
     ids = load_tokenizer(fetched(folder)).encode(file.read_text(encoding="utf-8", errors="replace"))
     length = min(

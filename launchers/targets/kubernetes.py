@@ -80,7 +80,7 @@ def _selected(job: Launched) -> list[str]:
         ours = next(document for document in documents if document["kind"] in _PODS)
         namespace, name = ours["metadata"].get("namespace"), ours["metadata"]["name"]
     except (OSError, yaml.YAMLError, StopIteration, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise LaunchError(f"cannot read the job file {job.file}: {error}; restore it from `meshpar launch`") from error
+        raise LaunchError(f"cannot read the job file {job.file}: {error}; use the commands of its engine") from error
     return [*([f"--namespace={namespace}"] if namespace else []), f"--selector={_PODS[ours['kind']]}={name}"]
 
 
