@@ -586,6 +586,8 @@ def test_a_patch_adds_to_a_kubernetes_job_and_changes_nothing(folder: Path) -> N
     Path("patch.yaml").write_text("spec: {replicatedJobs: [{name: node, template: {spec: {ttlSeconds: 3}}}]}")
     with pytest.raises(LaunchError, match="the patched JobSet is not valid"):
         render("kubernetes", "jobset=true", "patch=patch.yaml")
+    Path("patch.yaml").write_text("spec: {ttlSecondsAfterFinished: 3}")
+    assert checked(render("kubernetes", "patch=patch.yaml") / "job.yaml")["Job"]["spec"]["ttlSecondsAfterFinished"] == 3
 
 
 def test_files_of_the_cluster_are_checked_there_and_the_launch_says_so(folder: Path) -> None:

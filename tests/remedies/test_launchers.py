@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import copy
+import os
+import socket
+import sys
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from meshpar import MeshSpec
 from meshpar.core import registry
 from meshpar.core.runtime import default_device_type
 from meshpar.launchers.agent.replicas import divided
+from meshpar.launchers.agent.starting import free_port
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.train import division_of
+from meshpar.launchers.doctor import devices, examine
 from meshpar.launchers.doctor.checks import all_findings
+from meshpar.launchers.doctor.examine import Folder, Meeting
 from meshpar.launchers.doctor.report import placement_findings
 from meshpar.launchers.jobs.build import check_job, machine_problems
 from meshpar.launchers.jobs.datasets import filling_problem
 from meshpar.launchers.jobs.elastic import replica_problems
 from meshpar.launchers.recipes.yamlfile import parse_document
-from meshpar.launchers.targets.job import Job, make_target
+from meshpar.launchers.targets import launching
+from meshpar.launchers.targets.job import Job, ask, make_target
+from meshpar.launchers.targets.launched import cancel_job, show_logs
 from meshpar.launchers.targets.launching import launch_job
-from tests.jobs.test_doctor import ORDER, healthy
+from tests.jobs.test_doctor import DOWN, ORDER, Nvml, healthy
 from tests.launchers.test_recipe import SMALL, read
 from tests.remedies.rows import Row, Tested, alone
 
-UNTRIED = 96
+UNTRIED = 63
 
 
 def recipe(*overrides, text=SMALL):
@@ -62,6 +75,12 @@ def target(name, *options):
 
 def rendered(name, *options, gpus=0, **fields):
     """Render a job, which has no problem."""
+    files_of(name, *options, gpus=gpus, **fields)
+    return []
+
+
+def files_of(name, *options, gpus=0, **fields):
+    """Return the files of a job."""
     job = Job(
         run=Path("run").absolute(),
         folder=Path("run/launches/001").absolute(),
@@ -70,19 +89,62 @@ def rendered(name, *options, gpus=0, **fields):
         nodes=2,
         ranks_per_node=2,
         gpus_per_node=gpus,
-        elastic="",
         command=(),
-        **fields,
+        **{"elastic": ""} | fields,
     )
-    make_target(name, registry.plugin(registry.LAUNCHERS, name), options).render(job)
-    return []
+    return make_target(name, registry.plugin(registry.LAUNCHERS, name), options).render(job)
 
 
-def launched(what, *arguments, **options):
+def launched(what, *arguments, target="slurm", **options):
     """Launch a job, which has no problem."""
     file("train.py", "import sys\nsys.exit(0)")
-    launch_job("slurm", what, arguments, **{"nodes": 1, "gpus_per_node": 0, "nproc": 2} | options)
+    launch_job(target, what, arguments, **{"nodes": 1, "gpus_per_node": 0, "nproc": 2} | options)
     return []
+
+
+def engine(name, script):
+    """Make a command of an engine, which is the only command that is found."""
+    Path(file(f"bin/{name}", f"#!/bin/bash\n{script}\n")).chmod(0o755)
+    return patch.dict(os.environ, {"PATH": f"{Path('bin').absolute()}"})
+
+
+def without_an_engine():
+    return patch.dict(os.environ, {"PATH": "/nowhere"})
+
+
+def asked(*command, script=None, limit_s=30.0):
+    """Ask an engine, which is installed if it has a script; return its answer."""
+    with without_an_engine() if script is None else engine(command[0], script):
+        return ask(command, limit_s)
+
+
+def cancelled():
+    """Cancel a job whose note is damaged."""
+    launched("train.py")
+    file("runs/train/launches/001/launch.json", "{")
+    return cancel_job(Path("runs/train"))
+
+
+def logs_of_a_job(*, engine_is_here):
+    """Print a job's logs by its engine's command; return the lines that kubectl or a file of a rank has."""
+    launched("train.py", target="kubernetes")
+    logs = file("runs/train/logs/x/rank-0.log", "step 1")
+    if engine_is_here:
+        with without_an_engine():
+            return show_logs(Path("runs/train"), follow=False)
+    return Path(logs).read_text()
+
+
+def checked(script, limit_s):
+    """Launch a job after a check of its script, which has no problem."""
+    with patch.object(launching, "CHECK_S", limit_s):
+        return launched(file("slow.py", script), check="")
+
+
+def submission():
+    """Return the command that a launch prints for its submission."""
+    printed = launch_job("slurm", file("train.py"), [], nodes=1, gpus_per_node=0, nproc=2).splitlines()[-1]
+    return printed.removeprefix("submit it: ").split()
 
 
 def examined(*changes):
@@ -94,6 +156,77 @@ def examined(*changes):
                 fact = fact[part]
             fact[last] = value
     return [str(finding) for finding in all_findings(facts)]
+
+
+def measured(**answers):
+    """Return what the doctor says of a device by what its management library answers."""
+    known = {"nvmlInit": None, "nvmlDeviceGetHandleByUUID": "handle"}
+    facts = healthy()
+    with patch.dict(sys.modules, pynvml=Nvml(answers=known | answers)):
+        facts[3]["device"]["health"] = devices.health("GPU-3")
+    return [str(finding) for finding in devices.health_findings(facts)]
+
+
+def linked(*links_up):
+    """Return what the doctor says of devices with numbers of NVLinks."""
+    facts = healthy()
+    for fact, links in zip(facts, links_up, strict=True):
+        fact["device"]["health"] = dict.fromkeys(
+            ("uncorrected", "rows_pending", "rows_failed", "held_back", "width", "most_width"), 0
+        ) | {"links_up": links}
+    return [str(finding) for finding in devices.health_findings(facts)]
+
+
+def computed(*rates):
+    """Return what the doctor says of devices by their operations a second."""
+    return [str(finding) for finding in devices.product_findings(healthy(), [(rate, "digest") for rate in rates])]
+
+
+def met(rank, wait_s, *others, listens=True):
+    """Let a rank meet rank 0, and others that have come; return the number of ranks that are there."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    port = server.port if listens else free_port()
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with patch.dict(os.environ, {"RANK": str(rank), "WORLD_SIZE": "3", **address}):
+        meeting = Meeting(wait_s)
+        for other in others:
+            meeting._store.set(f"facts/{other}", '{"rank": 1, "ranks_per_node": 1, "host": "n2"}')
+            meeting._store.set(f"facts/read/{other}", "")
+        return (
+            len(meeting.gather("facts", {"rank": 0, "ranks_per_node": 1, "host": "n1"})) if rank == 0 else meeting.world
+        )
+
+
+def connected(*, opened):
+    """Return what the doctor says of two hosts, of which the second has a port that is open or not."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        listens = [{"listens": server.getsockname()}] * 4
+        if not opened:
+            server.close()
+        seen = [{"unreached": examine._unreached(0, {"n1": 0, "n2": 2}, listens)}, *[{"unreached": []}] * 3]
+        return [str(finding) for finding in examine._connection_findings(healthy(), seen)]
+
+
+def saved_in(here, there=None, size=0):
+    """Return what the doctor says of a folder for checkpoints that two hosts have at ``here`` and ``there``."""
+    token = examine._leave_token(Path(here))
+    looked = [examine._looked(Path(path), token) for path in (here, there or here)]
+    seen = [looked[0], None, looked[1], None]
+    return [
+        str(finding)
+        for finding in examine._folder_findings(healthy(), Folder(path=Path(here), bytes=size), token, seen)
+    ]
+
+
+def disks(**free):
+    """Let folders have so many bytes free."""
+    return patch("shutil.disk_usage", lambda path: SimpleNamespace(total=1 << 40, free=free[Path(path).name]))
+
+
+def room_for(folder, keep):
+    with disks(small=10 << 30, large=100 << 30):
+        return saved_in(folder, size=keep * 4 << 30)
 
 
 def drawn(*command):
@@ -110,8 +243,11 @@ def exported(*options):
 
 
 NO_STEP = "no-run"
-DOWN = {"up": False, "loopback": False, "address": None}
+IS_DOWN = {"up": False, "loopback": False, "address": None}
 EACH, SECOND = slice(None), slice(2, 4)
+LINK = healthy()[0]["infiniband"]
+DOWN_2 = [{**DOWN[0], "port": "mlx5_1/1"}]
+IMAGE = "spec: {template: {spec: {containers: [{name: train, image: mine}]}}}"
 
 ROWS = [
     Tested(
@@ -448,14 +584,14 @@ ROWS = [
     ),
     Row(
         "bring it up, or choose another of {}",
-        lambda: examined((EACH, "interfaces", "ib0", DOWN), (EACH, "settings", "NCCL_SOCKET_IFNAME", "ib0")),
+        lambda: examined((EACH, "interfaces", "ib0", IS_DOWN), (EACH, "settings", "NCCL_SOCKET_IFNAME", "ib0")),
         {
             "bring it up": lambda: examined(
-                (EACH, "interfaces", "ib0", DOWN | {"up": True, "address": "10.1.0.1"}),
+                (EACH, "interfaces", "ib0", IS_DOWN | {"up": True, "address": "10.1.0.1"}),
                 (EACH, "settings", "NCCL_SOCKET_IFNAME", "ib0"),
             ),
             "choose another of {}": lambda: examined(
-                (EACH, "interfaces", "ib0", DOWN), (EACH, "settings", "NCCL_SOCKET_IFNAME", "eth0")
+                (EACH, "interfaces", "ib0", IS_DOWN), (EACH, "settings", "NCCL_SOCKET_IFNAME", "eth0")
             ),
         },
     ),
@@ -506,6 +642,132 @@ ROWS = [
         "enlarge it (docker --shm-size=16g",
         lambda: examined((SECOND, "shm", {"total": 2**34, "free": 2**20})),
         {"delete files there": lambda: examined((SECOND, "shm", {"total": 2**34, "free": 2**34}))},
+    ),
+    Row(
+        "check cables and subnet manager (ibstat)",
+        lambda: examined((EACH, "infiniband", [*LINK, *DOWN_2])),
+        {
+            "check cables and subnet manager": lambda: examined(
+                (EACH, "infiniband", [*LINK, {**LINK[0], "port": "mlx5_1/1"}])
+            ),
+            "exclude the ports with NCCL_IB_HCA": lambda: [
+                *examined((EACH, "infiniband", [*LINK, *DOWN_2]), (EACH, "settings", "NCCL_IB_HCA", "^mlx5_1")),
+                *examined((EACH, "infiniband", [*LINK, *DOWN_2]), (EACH, "settings", "NCCL_IB_HCA", "^=mlx5_1:1")),
+                *examined((EACH, "infiniband", [*LINK, *DOWN_2]), (EACH, "settings", "NCCL_IB_HCA", "=mlx5_0")),
+                *examined((EACH, "infiniband", [*LINK, *DOWN_2]), (EACH, "settings", "NCCL_IB_HCA", "mlx5_0:1,mlx5_2")),
+            ],
+        },
+    ),
+    Row(
+        "reset the devices",
+        lambda: measured(nvmlDeviceGetRemappedRows=(1, 1, 1, 0)),
+        {"reset the devices": lambda: measured(nvmlDeviceGetRemappedRows=(1, 1, 0, 0))},
+    ),
+    Row(
+        "check cooling and power of the host",
+        lambda: measured(nvmlDeviceGetCurrentClocksThrottleReasons=0x40),
+        {"check cooling and power of the host": lambda: measured(nvmlDeviceGetCurrentClocksThrottleReasons=0)},
+    ),
+    Row(
+        "check the links (nvidia-smi nvlink -s)",
+        lambda: linked(18, 18, 17, 18),
+        {"check the links": lambda: linked(18, 18, 18, 18)},
+    ),
+    Row(
+        "check clocks, temperature and other processes there",
+        lambda: computed(7e14, 7e14, 5e14, 7e14),
+        {"check clocks, temperature and other processes": lambda: computed(7e14, 7e14, 6.9e14, 7e14)},
+    ),
+    Row(
+        "rank 0 does not answer at {}:{} within {} s",
+        lambda: met(1, 0.2, listens=False),
+        {"check that its node runs, that its name resolves": lambda: met(1, 30.0)},
+        result=3,
+    ),
+    Row(
+        "ranks did not connect within {} s: {}",
+        lambda: met(0, 0.2, 1),
+        {"check that their nodes run, read their logs": lambda: met(0, 30.0, 1, 2)},
+        result=3,
+    ),
+    Row(
+        "open all ports between the nodes",
+        lambda: connected(opened=False),
+        {"open all ports between the nodes": lambda: connected(opened=True)},
+    ),
+    Row(
+        "mount it there, correct its owner and mode",
+        lambda: saved_in("here", file("a-file")),
+        {"choose another output": lambda: saved_in("there")},
+    ),
+    Row(
+        "put the output on a file system that all nodes mount",
+        lambda: saved_in("here", "elsewhere"),
+        {"put the output on a file system": lambda: saved_in("here", "here")},
+    ),
+    Row(
+        "keep fewer checkpoints (checkpoint.keep)",
+        lambda: room_for("small", keep=5),
+        {
+            "keep fewer checkpoints (checkpoint.keep), free some space": lambda: room_for("small", keep=2),
+            "choose another output": lambda: room_for("large", keep=5),
+        },
+    ),
+    Row(
+        "patch {} sets {} to {}, and meshpar writes {}",
+        lambda: rendered("kubernetes", f"patch={file('p.yaml', IMAGE)}"),
+        {
+            "use an option (-o)": lambda: "image: mine" in files_of("kubernetes", "image=mine")["job.yaml"],
+            "edit the job file": lambda: (
+                "image: mine" in files_of("kubernetes")["job.yaml"].replace("image: meshpar:latest", "image: mine")
+            ),
+        },
+        result=True,
+    ),
+    Tested(
+        "the patched {} is not valid",
+        "tests/jobs/test_launch.py::test_a_patch_adds_to_a_kubernetes_job_and_changes_nothing",
+        {"correct the patch": "ttlSecondsAfterFinished: 3"},
+    ),
+    Row(
+        "sbatch: --elastic=replicas makes an array of its own",
+        lambda: rendered("slurm", "sbatch=--array=0-3%1 --mem=0", elastic="replicas"),
+        {"leave --array out": lambda: rendered("slurm", "sbatch=--mem=0", elastic="replicas")},
+    ),
+    Row(
+        "use the commands of its engine",
+        cancelled,
+        {"use the commands of its engine": lambda: asked("scancel", "7", script="echo cancelled $1")},
+        result="cancelled 7",
+    ),
+    Row(
+        "{} is not installed here; on a machine that has it, run: {}",
+        lambda: asked("squeue", "--me"),
+        {"on a machine that has it, run: {}": lambda: asked("squeue", "--me", script="echo jobs of $1")},
+        result="jobs of --me",
+    ),
+    Row(
+        "{} did not answer within {} s",
+        lambda: asked("squeue", "--me", script="exec /bin/sleep 60", limit_s=0.2),
+        {"check that its server runs, then repeat: {}": lambda: asked("squeue", "--me", script="echo jobs of $1")},
+        result="jobs of --me",
+    ),
+    Row(
+        "{} is not installed here; read the ranks' logs in {}",
+        lambda: logs_of_a_job(engine_is_here=True),
+        {"read the ranks' logs in {}": lambda: logs_of_a_job(engine_is_here=False)},
+        result="step 1",
+    ),
+    Row(
+        "submit it: {}",
+        lambda: launch_job("slurm", file("train.py"), [], nodes=1, gpus_per_node=0, nproc=2),
+        {"submit it: {}": lambda: asked(*submission(), script="echo job 7 of ${1##*/}")},
+        result="job 7 of job.sbatch",
+    ),
+    Row(
+        "the check {} did not end within {} s",
+        lambda: checked("import time; time.sleep(60)", 0.2),
+        {"give it less to do": lambda: checked("pass", 60), "leave out --check": lambda: launched("train.py")},
     ),
     Row(
         "make {} and the axes inside it at most {} together",
