@@ -19,7 +19,7 @@ from meshpar.checkpoints.export.published import Digest, bytes_of, clean_name, i
 from meshpar.checkpoints.export.quantizing import Quantization, Quantized
 from meshpar.checkpoints.export.safetensors import MAX_SHARD_BYTES, tiles_of, written_as
 from meshpar.checkpoints.steps.checkpointable import Checkpointable
-from meshpar.checkpoints.steps.state import model_state
+from meshpar.checkpoints.steps.state import check_have_memory, model_state
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError
 from meshpar.core.waiting import reads_of
@@ -168,10 +168,7 @@ class Published:
         self._par.reshard()
         state = model_state(self._par.module, {group[0] for group in self._par.layout.tied}).tensors
         averages = {} if self._averaged is None else self._averaged.state_dict()["averages"]
-        if unmade := [name for name, tensor in state.items() if tensor.is_meta]:
-            raise CheckpointError(
-                f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before"
-            )
+        check_have_memory(state, "published")
         own = {clean_name(name): _Held(averages.get(name, state[name]), state[name].dtype) for name in in_order(state)}
         if self._known is None:
             return own

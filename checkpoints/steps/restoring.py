@@ -16,6 +16,7 @@ from meshpar.checkpoints.steps.state import (
     Group,
     Optimizers,
     averaged_tensors,
+    check_have_memory,
     differences,
     group_differences,
     group_names,
@@ -156,10 +157,7 @@ class Restoring:
         wanted = {MODEL + self._saved_name(name): tensor for name, tensor in self._model.tensors.items()}
         self._averaged = averaged_tensors(self._averages, self._saved_name)
         wanted |= self._averaged
-        if unmade := [name for name, tensor in wanted.items() if tensor.is_meta]:
-            raise CheckpointError(
-                f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before restore"
-            )
+        check_have_memory(wanted, "restore")
         stored = self._source.tensors
         missing, wrong = differences(wanted, stored, cast=cast)
         same = {

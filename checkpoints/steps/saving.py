@@ -23,6 +23,7 @@ from meshpar.checkpoints.steps.staging import Samples, Stager, beside, ready_eve
 from meshpar.checkpoints.steps.state import (
     Optimizers,
     averaged_tensors,
+    check_have_memory,
     merged_tables,
     model_state,
     optimizer_state,
@@ -186,10 +187,7 @@ class Saving:
         tensors |= trained.tensors if trained else {}
         tensors |= averaged_tensors(self._noted.averages, model.first)
         tensors |= random_state(self._ranks.rank, par.device)
-        if unmade := [name for name, tensor in tensors.items() if tensor.is_meta]:
-            raise CheckpointError(
-                f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before save"
-            )
+        check_have_memory(tensors, "save")
         if (began := step_of(self._folder.name.partition(".")[0])) not in (None, self._noted.step):
             raise CheckpointError(
                 f"this rank saves step {self._noted.step}, rank 0 step {began}; pass the same step on every rank"

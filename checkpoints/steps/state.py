@@ -76,6 +76,14 @@ def model_state(module: nn.Module, owners: Collection[str] = ()) -> ModelState:
     return ModelState({first: state[first] for first, *_ in names}, {group[0]: tuple(group) for group in names})
 
 
+def check_have_memory(tensors: Mapping[str, Tensor], verb: str) -> None:
+    """Raise CheckpointError for tensors on the meta device, which ``verb`` cannot read or write."""
+    if unmade := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise CheckpointError(
+            f"{len(unmade)} tensors have no memory yet ({unmade[0]}, ...); call par.materialize() before {verb}"
+        )
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
