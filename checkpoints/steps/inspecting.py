@@ -10,17 +10,17 @@ from typing import Any
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint
 from meshpar.checkpoints.format.manifest import MODEL, Manifest, read_manifest
 from meshpar.checkpoints.format.verify import Sums, verify_files
-from meshpar.checkpoints.steps.steps import Steps, open_step
+from meshpar.checkpoints.steps.steps import Steps, checkpoints_in, open_step
 from meshpar.checkpoints.storage.place import PlaceLike, place
 from meshpar.core.errors import CheckpointError
 
 
 def list_steps(root: PlaceLike) -> str:
     """Return a table of the committed steps, followed by other folders and the reason why they are not steps."""
-    steps = Steps(root)
+    steps = Steps(checkpoints_in(root))
     committed, pinned = steps.committed(), steps.pinned()
     if not committed and not steps.ignored():
-        raise CheckpointError(f"{root} has no checkpoints; give a run's folder, or its folder of checkpoints")
+        raise _no_steps(root)
     rows = [("step", "saved at (UTC)", "size", "mesh", "metrics", "")]
     for step in committed:
         try:
@@ -112,15 +112,15 @@ def prune_steps(root: PlaceLike, keep: int, *, best: str | None = None) -> str:
     return a summary.
 
     Args:
-        root: the folder of steps.
+        root: a run's folder, or the folder of its steps.
         keep: number of newest steps to keep.
         best: as for :class:`CheckpointManager`; None: do not keep a best step.
     """
     if keep < 1:
         raise CheckpointError(f"keep is {keep}; expected at least 1")
-    steps = Steps(root)
+    steps = Steps(checkpoints_in(root))
     if not steps.committed():
-        raise CheckpointError(f"{root} holds no committed step; give a folder of checkpoints")
+        raise _no_steps(root)
     leftovers = len(steps.ignored())
     steps.reap()
     gone = steps.retain(keep, steps.best_or_unknown(best) if best else ())
@@ -153,6 +153,10 @@ def remove_step(path: PlaceLike) -> str:
         )
     steps.delete(step)
     return f"removed step {step} from {folder.parent}; left: {', '.join(map(str, steps.committed())) or 'none'}"
+
+
+def _no_steps(root: PlaceLike) -> CheckpointError:
+    return CheckpointError(f"{root} has no checkpoints; give a run's folder, or its folder of checkpoints")
 
 
 def _difference(

@@ -192,12 +192,13 @@ def checkpoints_in(run: PlaceLike) -> Place:
 
 
 def open_step(path: PlaceLike) -> Place:
-    """Return the folder of a step. ``path`` is a step, ``.../latest``, or a folder of steps (its newest step).
+    """Return the folder of a step. ``path`` is a step, ``.../latest``, or the folder of a run or of its steps (the
+    newest step).
 
     Raises:
         CheckpointError: there is no committed step.
     """
-    path = place(path)
+    path = checkpoints_in(path)
     if (path / MANIFEST_NAME).is_file():
         return path.resolve()
     steps = Steps(path.parent if path.name == LATEST_LINK and not path.is_dir() else path)
@@ -205,5 +206,5 @@ def open_step(path: PlaceLike) -> Place:
         return steps.folder(committed[-1])
     if (step := step_of(path.name)) is not None and step in (around := Steps(path.parent)).committed():
         return around.folder(step)
-    read_manifest(path)
-    raise CheckpointError(f"{path} holds no committed step; give a step's folder, or a folder with steps")
+    read_manifest(path)  # which says what is wrong with it
+    return path.resolve()

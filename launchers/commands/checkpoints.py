@@ -13,7 +13,6 @@ import typer
 from meshpar.launchers.commands.options import Debug, Reported
 
 if TYPE_CHECKING:
-    from meshpar.checkpoints.storage.place import Place
     from meshpar.weights import WeightMap
 
 Root = Annotated[Path, typer.Argument(help="A run's folder, or the folder of its checkpoints.")]
@@ -41,28 +40,28 @@ def ls(root: Root, debug: Debug = False) -> None:
     """List the committed steps and unfinished folders."""
     from meshpar.checkpoints import list_steps
 
-    print(list_steps(_steps_in(root)))
+    print(list_steps(root))
 
 
 def show(step: Step, debug: Debug = False) -> None:
     """Print the origin of a step and a table of its tensors."""
     from meshpar.checkpoints import show_step
 
-    print(show_step(_steps_in(step)))
+    print(show_step(step))
 
 
 def verify(step: Step, debug: Debug = False) -> None:
     """Verify every byte of a step against the saved checksums."""
     from meshpar.checkpoints import verify_step
 
-    print(verify_step(_steps_in(step)))
+    print(verify_step(step))
 
 
 def diff(one: Step, other: Step, debug: Debug = False) -> None:
     """Print the differences between two steps."""
     from meshpar.checkpoints import diff_steps
 
-    print(diff_steps(_steps_in(one), _steps_in(other)))
+    print(diff_steps(one, other))
 
 
 def prune(
@@ -76,7 +75,7 @@ def prune(
     """Delete old steps and the leftovers of dead processes."""
     from meshpar.checkpoints import prune_steps
 
-    print(prune_steps(_steps_in(root), keep, best=best))
+    print(prune_steps(root, keep, best=best))
 
 
 def pin(
@@ -87,14 +86,14 @@ def pin(
     """Protect a step from being deleted by retention or prune."""
     from meshpar.checkpoints import pin_step
 
-    print(pin_step(_steps_in(step), pinned=not unpin))
+    print(pin_step(step, pinned=not unpin))
 
 
 def rm(step: Step, debug: Debug = False) -> None:
     """Delete one step, unless it is pinned."""
     from meshpar.checkpoints import remove_step
 
-    print(remove_step(_steps_in(step)))
+    print(remove_step(step))
 
 
 def import_model(
@@ -131,12 +130,6 @@ def import_model(
         )
     rules = _rules(config or src, published, model)
     print(f"imported to {import_safetensors(src, dst, weights=rules, dtype=kind, step=step, config=published)}")
-
-
-def _steps_in(path: Path) -> Place:
-    from meshpar.checkpoints.steps.steps import checkpoints_in
-
-    return checkpoints_in(path)
 
 
 def _rules(src: Path, config: Mapping[str, Any], model: str) -> WeightMap:
