@@ -44,8 +44,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 _SHARDING_INFO = "DCP_SHARDING_INFO"  # of torch's HuggingFaceStorageWriter: name -> {"saved_offsets": [...]}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_COPY = "; copy or download it again"
-_AGAIN = "copy or download the folder again, or remove the index to read the files that are there"
+_COPY = "; copy it again from its source"
+_AGAIN = "copy the folder again from its source, or remove the index to read the files that are there"
 _LONGEST_HEADER = 100_000_000  # the bound of the reference implementation
 
 
@@ -227,7 +227,12 @@ def write_header(
     offsets: dict[str, int] = {}
     for name, shape in shapes.items():
         if dtypes[name] not in _NAMES:
-            raise CheckpointError(f"safetensors does not support {dtypes[name]} ({name!r}); export with another dtype")
+            way = (
+                "export with dtype=torch.bfloat16 (--dtype bfloat16)"
+                if dtypes[name].is_floating_point
+                else "convert it in the module, such as to torch.complex64, and save the step again"
+            )
+            raise CheckpointError(f"safetensors does not support {dtypes[name]} ({name!r}); {way}")
         offsets[name] = offset
         end = offset + math.prod(shape) * dtypes[name].itemsize
         entries[name] = {"dtype": _NAMES[dtypes[name]], "shape": list(shape), "data_offsets": [offset, end]}

@@ -199,14 +199,13 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("bin", ""),
         (
             "missing",
-            "lists 2 files, and 1 of them are missing: model-00002-of-00002.safetensors; copy or download the folder "
-            "again",
+            "lists 2 files, and 1 of them are missing: model-00002-of-00002.safetensors; copy the folder again",
         ),
         (
             "old",
             "lists 2 files, and 2 of them are missing: model-00001-of-00002.safetensors, "
-            "model-00002-of-00002.safetensors; copy or download the folder again, or remove the index to read the "
-            "files that are there",
+            "model-00002-of-00002.safetensors; copy the folder again from its source, or remove the "
+            "index to read the files that are there",
         ),
         ("stale", "stale/model-00001-of-00002.safetensors lacks 5 tensors of the index"),
         ("torn", "torn/model-00001-of-00002.safetensors is not a complete safetensors file"),
