@@ -34,6 +34,7 @@ Kind = Literal["f16", "q8_0", "q4_0"]
 KINDS: tuple[Kind, ...] = ("f16", "q8_0", "q4_0")
 _TILE_BYTES = 2 << 20  # of float32 values; a multiple of every block
 _NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers of old transformers
+_CONVERT = "for others, export plain safetensors and run llama.cpp's convert_hf_to_gguf.py on the folder"
 _EXPERTS = ("num_experts", "num_local_experts")  # of checkpoints, and of transformers' own configs
 _COMPUTED = {
     "use_sliding_window": False,
@@ -176,8 +177,7 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
     kind, rope = str(config.get("model_type")), _rope(config)
     if kind not in ARCHITECTURES:
         raise CheckpointError(
-            f"GGUF: the architecture is {kind!r}; this export knows {', '.join(ARCHITECTURES)}; for others, export "
-            "plain safetensors and run llama.cpp's convert_hf_to_gguf.py on the folder"
+            f"GGUF: the architecture is {kind!r}; this export knows {', '.join(ARCHITECTURES)}; {_CONVERT}"
         )
     if (scaling := rope.get("rope_type", rope.get("type", "default"))) not in ("default", "llama3", "linear"):
         raise CheckpointError(f"GGUF: the rotary scaling is {scaling!r}; this export knows default, linear and llama3")
@@ -415,6 +415,5 @@ def _pre(path: Path, data: Mapping[str, Any], merges: object) -> str:
             return _REGEXES[cuts[0]]
     raise CheckpointError(
         f"GGUF: {path} is a {data['model'].get('type')} that cuts text by {json.dumps(steps)[:160]}; this export "
-        f"writes byte-level BPE with the cuts of {', '.join(_REGEXES.values())}; for others, export plain safetensors "
-        "and run llama.cpp's convert_hf_to_gguf.py"
+        f"writes byte-level BPE with the cuts of {', '.join(_REGEXES.values())}; {_CONVERT}"
     )

@@ -302,7 +302,7 @@ class CheckpointManager:
                 values = ", ".join(
                     f"{name}={asked[0][name]!r} on rank 0 and {other[name]!r} on rank {rank}" for name in differing
                 )
-                raise CheckpointError(f"restore got {values}; pass the same arguments on every rank")
+                raise CheckpointError(f"restore() got {values}; pass the same arguments on every rank")
         folders = ranks.share("finding the step", lambda: self._find(step))
         damaged: list[str] = []
         for folder in folders if fallback else folders[:1]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import PosixPath
 from typing import Any, ClassVar
 
-from meshpar.checkpoints.storage.files import ReadFile
+from meshpar.checkpoints.storage.files import COPY_FILES, ReadFile
 from meshpar.checkpoints.storage.writeback import WrittenBehind
 from meshpar.core.errors import CheckpointError
 from meshpar.leftovers import fsync, untouched_s, write_durably
@@ -34,9 +34,7 @@ class DiskPath(PosixPath):
         """
         found = self.lstat()
         if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(
-                "expected a file, found a link or a device; copy the checkpoint with its files, such as by cp -L"
-            )
+            raise CheckpointError(f"expected a file, found a link or a device; {COPY_FILES}")
         return found.st_size
 
     def read_small(self) -> bytes | None:

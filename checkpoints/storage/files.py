@@ -37,6 +37,7 @@ ALIGNMENT = (
     64  # of payloads in files, as torch.save has it: unlike places in a cache line make copies half as slow again
 )
 
+COPY_FILES = "copy the checkpoint with its files, such as by cp -L"  # where a link is
 _LONGEST_NAME = 255  # bytes, of all usual file systems
 _Into = Callable[[torch.Tensor, int], None]  # fills a tensor from a position of a file
 T = TypeVar("T")
@@ -116,7 +117,7 @@ class ReadFile(Readable):
                 path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
             )
         except OSError as error:
-            remedy = "; copy the checkpoint with its files, such as by cp -L" if error.errno == errno.ELOOP else ""
+            remedy = f"; {COPY_FILES}" if error.errno == errno.ELOOP else ""
             if not path.parent.is_dir():
                 remedy = (
                     "; its folder does not exist: retention or prune deletes steps that are not pinned (meshpar "

@@ -101,7 +101,7 @@ def restore_different_steps(root: str) -> None:
     manager = CheckpointManager(root, timeout_s=patient(30))
     for step in (1, 2):
         manager.save(step, par)
-    with pytest.raises(CheckpointError, match=r"restore got step=1 on rank 0 and 2 on rank 1; pass the same"):
+    with pytest.raises(CheckpointError, match=r"restore\(\) got step=1 on rank 0 and 2 on rank 1; pass the same"):
         manager.restore(par, step=dist.get_rank() + 1)
     read = restoring.read_manifest
     with pytest.MonkeyPatch.context() as patch:
