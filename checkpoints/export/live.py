@@ -200,7 +200,7 @@ class Published:
         if adapted:
             raise CheckpointError(
                 "the module has adapters, and pp divides its layers: no rank can merge those of others; save a step "
-                "and export it (export_safetensors), or train adapters on a mesh without pp"
+                "and restore it on a mesh without pp, or train adapters on a mesh without pp"
             )
         return found
 

@@ -94,8 +94,8 @@ def export_safetensors(
         ``dst``.
 
     Raises:
-        CheckpointError: no committed checkpoint, a damaged file, different values of tied tensors, an existing folder,
-            or a full disk.
+        CheckpointError: no committed checkpoint, adapters, a damaged file, different values of tied tensors, an
+            existing folder, or a full disk.
         LayoutError: the weight map does not fit the tensors, or gives two tensors the same name.
     """
     target = free_target(dst, overwrite=overwrite)
@@ -164,6 +164,11 @@ def opened(
     if isinstance(src, TypedSource):
         return (src if weights is None else weights.publish(src)), config
     published = published_model(src, weights, verify, averaged)
+    if adapters := [name for name in published.shapes() if ".lora_A." in name]:
+        raise CheckpointError(
+            f"{src} has adapters ({adapters[0]}, ...), and a step does not have the scale that merges them; restore "
+            "the step on a mesh without pp, and write the tensors that par.published() yields"
+        )
     return published, published.config if config is None else config
 
 
