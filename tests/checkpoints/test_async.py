@@ -191,9 +191,15 @@ def change_a_shard_while_it_is_saved(root: str, change: str) -> None:
         with torch.no_grad():
             CHANGES[change](next(par.module.parameters()))
         changed.set()
-        with pytest.raises(CheckpointError, match=r"changed while the save in the background copied them"):
+        with pytest.raises(CheckpointError, match=r"tensors were changed while the save in the background copied them"):
             manager.close()
     assert manager.steps() == []
+    manager.save(2, par, optimizer)
+    manager.before_step()
+    with torch.no_grad():
+        CHANGES[change](next(par.module.parameters()))
+    manager.close()
+    assert manager.steps() == [2]
 
 
 @pytest.mark.parametrize("change", CHANGES)

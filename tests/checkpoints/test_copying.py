@@ -91,6 +91,9 @@ def test_a_file_that_is_written_during_the_copy_is_an_error_although_its_sum_may
     ):
         Copier(overwritten, lambda _: None).copy(box, torch.float32, 328)
     assert (bytes(out) != bytes(memory_of(tensor))) == way.mapped, "a buffer keeps what was read"
+    again = bytearray()
+    Copier(again.extend, lambda _: None).copy(replace(box, file=ReadFile(path)), torch.float32, 328)
+    assert bytes(again) == bytes(memory_of(tensor))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

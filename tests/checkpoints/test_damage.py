@@ -472,8 +472,12 @@ def test_a_link_in_the_place_of_a_file_is_refused(step, tmp_path, file):
     (step / file).rename(tmp_path / "elsewhere")
     (step / file).symlink_to(tmp_path / "elsewhere")
     for level in ("none", "size", "full"):
-        with pytest.raises(CheckpointError, match=rf"{re.escape(file)}.* link.*cp -L"):
+        with pytest.raises(
+            CheckpointError, match=rf"{re.escape(file)}.* link.*; copy the checkpoint with its files, such as by cp -L"
+        ):
             CheckpointManager(step.parent).restore(linear(), verify=level)
+    subprocess.run(["cp", "-rL", step.parent, tmp_path / "copy"], check=True)
+    assert "is whole" in verify_step(tmp_path / "copy")
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", MANIFEST_NAME])

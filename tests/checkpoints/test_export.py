@@ -229,6 +229,8 @@ def test_a_second_export_to_one_target_is_told_who_writes_it(runs, tmp_path, ove
         with pytest.raises(CheckpointError, match=rf"another export to .*hf is running.*: process {other.pid} on "):
             export_safetensors(runs / "llama", tmp_path / "hf", overwrite=overwrite)
         assert [path.name for path in tmp_path.iterdir()] == [theirs.name]
+        if overwrite:
+            other.kill()
         other.communicate(b"\n")
     export_safetensors(runs / "llama", tmp_path / "hf")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -91,6 +91,9 @@ def test_safetensors_in_a_distributed_checkpoint_are_named(tmp_path: Path) -> No
         CheckpointError, match=r"saved with SerializationFormat\.SAFETENSORS, which is not read: save it as TORCH_SAVE"
     ):
         source.read("0.weight", (), torch.empty(2, 3))
+    writer = FileSystemWriter(tmp_path / "again", serialization_format=SerializationFormat.TORCH_SAVE)
+    dcp.save(dict(VALUES), storage_writer=writer, no_dist=True)
+    assert equal(linear(DistributedCheckpoint(tmp_path / "again")))
 
 
 def test_a_checkpoint_of_trainers_fsdp_is_read_and_imported_as_the_error_says(

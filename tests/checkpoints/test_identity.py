@@ -47,6 +47,7 @@ def test_an_export_does_not_replace_what_it_reads(run: Path, target: str) -> Non
     with pytest.raises(CheckpointError, match="choose a folder beside it"):
         export_safetensors(run / "checkpoints", run / target, overwrite=True)
     assert sorted(run.rglob("*")) == before
+    assert export_safetensors(run / "checkpoints", run / "hf", overwrite=True).is_dir()
 
 
 def test_a_url_that_names_no_store_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +110,8 @@ def restore_different_steps(root: str) -> None:
             patch.setattr(restoring, "read_manifest", lambda folder: replace(read(folder), seed=7))
         with pytest.raises(CheckpointError, match=r"not the same step on rank 0 and on rank 1"):
             manager.restore(par)
+    assert manager.restore(par).step == 2
+    assert manager.restore(par, step=1).step == 1
 
 
 def test_ranks_that_restore_different_steps_are_told(tmp_path: Path) -> None:
@@ -126,3 +129,5 @@ def differing(root: str) -> None:
     with pytest.raises(CheckpointError, match="this rank saves step 4, rank 0 step 3"):
         manager.save(3 + dist.get_rank(), par)
     assert manager.steps() == []
+    manager.save(3, par)
+    assert manager.steps() == [3]

@@ -45,6 +45,8 @@ def test_a_second_job_is_told_who_writes_the_folder_and_gets_it_when_that_one_is
             CheckpointError, match=rf"is written by another job: process {other.pid} on .* since 2.*; end that job"
         ):
             manager.own()
+        with CheckpointManager(tmp_path / "other") as free:
+            free.own()
         other.kill()
         other.wait()
         manager.own()

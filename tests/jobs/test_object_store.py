@@ -534,16 +534,20 @@ def test_a_store_that_refuses_is_no_damage_that_is_passed_over(store, bucket, mo
     def expired(store: Any, key: str, **options: Any) -> Any:
         if "step-00000002" in key and key.endswith(".distcp"):
             for name, value in wrong.items():
-                monkeypatch.setenv(name, value)
+                patch.setenv(name, value)
             store = obstore.store.from_url(bucket, client_options={"allow_http": True})
         return get(store, key, **options)
 
-    monkeypatch.setattr(obstore, "get", expired)
-    with pytest.raises(
-        StoreError,
-        match=r"__0_\d.distcp failed: the store answered 403 .*check the credentials in the store's usual environment",
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(
+            StoreError,
+            match=r"__0_\d.distcp failed: the store answered 403 .*check the credentials in the store's usual environment",
+        ),
     ):
+        patch.setattr(obstore, "get", expired)
         manager.restore(Job(Filled(0.0)), fallback=True)
+    assert manager.restore(Job(Filled(0.0)), fallback=True).step == 2, "with the right credentials"
 
 
 @pytest.mark.parametrize("store", ["s3"], indirect=True)
@@ -602,16 +606,23 @@ def test_a_key_that_stores_or_disks_change_is_refused(key):
 
 
 def test_a_save_whose_program_ended_without_close_is_told_as_lost():
-    program = """
+    program, ways = (
+        """
 import time
 from concurrent.futures import ThreadPoolExecutor
 from meshpar.checkpoints.steps.background import Background
 from meshpar.core.waiting import Reads
 work = [lambda: time.sleep(0.5), lambda: ThreadPoolExecutor(1).submit(print)]
-Background().start(*work, trains=True, reads=Reads(), what="a save")
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "save in the background is lost" in done.stderr and "call close()" in done.stderr
+background = Background()
+background.start(*work, trains=True, reads=Reads(), what="a save")
+""",
+        ("", "background.close()"),
+    )
+    lost, closed = (
+        subprocess.run([sys.executable, "-c", program + way], capture_output=True, text=True) for way in ways
+    )
+    assert "save in the background is lost" in lost.stderr and "call close()" in lost.stderr
+    assert closed.returncode == 0 and not closed.stderr
 
 
 def test_an_object_that_is_replaced_is_not_read_as_a_mixture(bucket):
@@ -625,6 +636,8 @@ def test_an_object_that_is_replaced_is_not_read_as_a_mixture(bucket):
         for start in range(0, file.size, len(block)):
             run.fill(block, start)
             assert not any(block)
+    again = objects.ReadObject(path)
+    assert again.bytes(0, again.size) == b"1" * (40 << 20)
 
 
 def test_data_is_copied_once_with_what_belongs_to_it_and_again_when_it_has_changed(bucket, tmp_path):

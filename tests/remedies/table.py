@@ -20,6 +20,7 @@ OUTSIDE = {
     r"free (some )?space|mount|enlarge|write to another disk": "a machine's disks",
     r"start|launch|restart|.*\bsrun\b": "another start of the job, by a person or a scheduler",
     r"run `?wandb login": "an account",
+    r"convert it (by its zero_to_fp32\.py|to Hugging Face's format)": "programs of DeepSpeed and Megatron, which are not installed",
     r"simulate in a process of its own": "another process, which has no group yet",
     r"correct what failed|check that the hosts": "a cause that the first error names, or a network",
 }
