@@ -474,11 +474,19 @@ def test_the_split_is_tried_with_nothing_gathered():
     assert len(held) >= 4 and not any(held)
 
 
+class Featured(Net):
+    def features(self, x):
+        return self.blocks[0].ff(x)
+
+
 @on_ranks(4)
 def test_layers_and_blocks_called_from_outside_are_refused():
-    par = applied(Net(), "dp_shard=2,tp=2", [TensorParallel(), FullyShard(min_params=10**6)])
+    par = applied(net := Featured(), "dp_shard=2,tp=2", [TensorParallel(), FullyShard(min_params=10**6)])
     with pytest.raises(ParallelError, match="a layer is called where its weights are not gathered"):
         par.module.blocks[0].ff[0](x_of())
+    torch.testing.assert_close(par.module(x_of()), net(x_of()))
+    par.register_method("features")
+    torch.testing.assert_close(par.module.features(x_of()), net.features(x_of()))
     with pytest.raises(MeshparError, match=r"blocks\.0 \(Block\) is called from outside of the module"):
         par.module.blocks[0](x_of())
 

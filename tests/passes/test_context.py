@@ -4,6 +4,7 @@ one process.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from types import SimpleNamespace
@@ -480,12 +481,18 @@ def named_mixers(compiled):
     context = ContextParallel(mixers=("layers.*",))
     steps = token_steps(VOCAB, parts=2)
     more = [ActivationCheckpoint(), Compile(backend="aot_eager")] if compiled else []
-    assert_parity(Mixed, "dp_shard=1,cp=2,tp=2", [context, TensorParallel(), *more, FullyShard()], steps)
+    passes = [context, TensorParallel(sequence_parallel=False), *more, FullyShard()]
+    assert_parity(Mixed, "dp_shard=1,cp=2,tp=2", passes, steps)
     par = Plan("dp_shard=1,cp=2,tp=2", [context, TensorParallel(sequence_parallel=True), FullyShard()]).apply(Mixed())
     with pytest.raises(
         MeshparError, match=r"Sums computes whole sequences of 16 .* use TensorParallel\(sequence_parallel=False\)"
     ):
         par.module(**par.split({"input_ids": torch.arange(16)[None]}))
+    torch.manual_seed(0)
+    alone = Mixed()
+    par = Plan("dp_shard=2,tp=2", [TensorParallel(sequence_parallel=True), FullyShard()]).apply(copy.deepcopy(alone))
+    ids = torch.arange(16)[None]
+    torch.testing.assert_close(par.module(ids).logits, alone(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_what_cannot_be_split_is_refused():

@@ -77,7 +77,7 @@ class Header:
         if (self.number, self.stage) != (number, stage):
             raise MeshparError(
                 f"values of micro-batch {self.number} came from stage {self.stage}, expected those of micro-batch "
-                f"{number} from stage {stage}; run the same version of meshpar on all ranks of pp"
+                f"{number} from stage {stage}; install the same version of meshpar on all ranks of pp"
             )
 
     def keep(self, headers: dict[object, Header], form: object) -> None:
