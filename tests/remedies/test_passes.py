@@ -28,8 +28,6 @@ from tests.passes.test_experts import OWN, Buffered, Dense, Own, OwnMixture, Tie
 from tests.remedies.plans import TwoLayers, problems, transformer, warned
 from tests.remedies.rows import Row, Tested, alone, heard_from
 
-UNTRIED = 48
-
 EP = [ExpertParallel(), FullyShard()]
 EP_MESH = "dp_shard=1,ep=2"
 
