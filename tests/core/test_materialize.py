@@ -131,6 +131,8 @@ def test_a_tied_tensor_may_come_under_each_of_its_names_but_with_one_value():
         parallel(lambda: Transformer(tied)).materialize(weights=Given(both))
     par = parallel(lambda: Transformer(tied)).materialize(weights=Given(both), ignore=["lm_head"])
     assert torch.equal(par.module.head.weight, weights["model.embed_tokens.weight"])
+    par = parallel(lambda: Transformer(replace(QWEN3, tied=False))).materialize(weights=Given(both))
+    assert torch.equal(par.module.head.weight, both["lm_head.weight"])
     both["lm_head.weight"] = torch.ones(3, 3)
     with pytest.raises(MeshparError, match=r"shape of head.weight: expected \(32, 16\), got \(3, 3\)"):
         parallel(lambda: Transformer(tied)).materialize(weights=Given(both))
