@@ -63,7 +63,7 @@ class SharedWeights:
             if (name := self._units.written_since_kept()) is not None:
                 raise MeshparError(
                     f"{name} was written between two micro-batches of a step, which share gathered weights; write "
-                    "after par.backward, or use reshard_after_forward=True"
+                    "after par.backward"
                 )
             return True
         kept, self.kept = self.kept, False
