@@ -337,7 +337,7 @@ class Agreement(Guard):
             raise MeshparError(
                 f"data ranks hold different values of the buffers {', '.join(odd[:6])}, each computed from its own "
                 "part of the batch, while one process computes them from the whole; sum their input over the ranks "
-                "(par.data_sum), or, where ranks may differ, register the buffers with persistent=False; calibrate "
+                "(par.data_sum), or register the buffers with persistent=False where ranks may differ; or calibrate "
                 "observers of quantization before plan.apply, and then module.apply(disable_observer)"
             )
 

@@ -47,14 +47,14 @@ _OUTSIDE_BLOCK: _Cause = (
     r"mixed torch\.Tensor and DTensor",
     "a parameter is used where its weights are not gathered: outside of its block, or of a call of the outermost "
     "module",
-    "call the module that owns it (x = self.head(x)), or par.module; let a method of the model's own enter by "
-    "par.register_method(name)",
+    "call the block that owns it (x = self.block(x)) in the model's forward, or call par.module from outside; let a "
+    "method of the model's own enter by par.register_method(name)",
 )
 _GATHERED = r"mixed torch\.Tensor and DTensor|setStorage|storage of size 0|must be 2-D|size mismatch"
 _DTYPES: _Cause = (
     r"expected (?:m1 and m2|mat1 and mat2|self and mat2|.*) to have the same dtype|must have the same dtype",
     "mixed precision gathers parameters in another dtype than this input's",
-    "cast the input to the parameter's dtype, keep cast_forward_inputs=True, or list the module in layout.fp32",
+    "cast the input to the parameter's dtype, or keep cast_forward_inputs=True, or list the module in layout.fp32",
 )
 
 

@@ -112,16 +112,16 @@ class Meeting:
             here, *agree = _spans(mine, self.hosts)
         except RuntimeError as error:
             raise MeshparError(
-                f"this rank is at {place} ({line_of_user()}), and the other ranks did not come there in time: every "
-                "rank must call the module, and train and evaluate with it, equally often. The wait ended with: "
+                f"this rank is at {place} ({line_of_user()}), and the other ranks did not come there in time; call the "
+                "module equally often on every rank, in training and in evaluation. The wait ended with: "
                 f"{first_line(error)}"
             ) from error
         if here[0] != here[1]:  # on every rank alike, so that they can say more
             raise MeshparError(
-                f"ranks are at different places of their loops: {self._all_places(place)}. Every rank must run the "
-                "same calls in the same order: as many batches (also in evaluation: drop or pad the rest), steps and "
-                "sums. All data ranks gather and reduce a block together: call every block on every rank, or make a "
-                "skipped part one block with its neighbours (blocks=...)"
+                f"ranks are at different places of their loops: {self._all_places(place)}. Run the same calls in the "
+                "same order on every rank: as many batches, steps and sums, also in evaluation. Call every block on "
+                "every rank, because data ranks gather and reduce a block together, or make a skipped part one block "
+                "with its neighbours (blocks=...)"
             )
         return [high == low for high, low in agree[: len(numbers)]]
 

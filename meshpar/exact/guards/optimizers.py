@@ -52,14 +52,13 @@ def _refuse_flattening(optimizer: Optimizer, held: list[Tensor]) -> None:
     if isinstance(optimizer, torch.optim.LBFGS) and any(unevenly_split(parameter) for parameter in held):
         raise MeshparError(
             "LBFGS flattens all parameters into one vector, which torch cannot do with parameters that are split "
-            "unevenly over ranks; use Replicate(), or an optimizer that updates each element, or each parameter, "
-            "alone"
+            "unevenly over ranks; use Replicate(), or another optimizer, such as AdamW or SGD"
         )
     if isinstance(optimizer, torch.optim.LBFGS) and not all(map(flattens, held)):
         raise MeshparError(
             "LBFGS flattens all parameters into one vector, which torch before 2.13 cannot do with parameters "
-            "that are split along another dimension than the first; use a newer torch, AdamW or SGD, or a mesh "
-            "without tp"
+            "that are split along another dimension than the first; use a mesh without tp, or another optimizer, "
+            "such as AdamW or SGD, or install a newer torch"
         )
     if (
         isinstance(optimizer, torch.optim.LBFGS)
@@ -67,8 +66,8 @@ def _refuse_flattening(optimizer: Optimizer, held: list[Tensor]) -> None:
     ):
         raise MeshparError(
             "LBFGS flattens all parameters into one vector, which torch cannot do with parameters on several "
-            "meshes, such as divided experts and the rest; use a mesh without ep, or an optimizer that updates "
-            "each element, or each parameter, alone"
+            "meshes, such as divided experts and the rest; use a mesh without ep, or another optimizer, such as "
+            "AdamW or SGD"
         )
 
 
