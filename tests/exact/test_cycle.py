@@ -213,10 +213,23 @@ def test_a_loss_of_ones_own_is_refused_also_after_an_error_in_a_forward():
 
 @on_ranks(1)
 def test_selective_recomputation_of_a_compiled_block_that_changes_buffers_is_explained():
-    passes = [ActivationCheckpoint(mode="selective"), Compile(backend="aot_eager"), FullyShard()]
-    par = applied(Net(norm=lambda: nn.BatchNorm1d(8)), "dp_shard=1", passes)
-    with pytest.raises(ParallelError, match=r"HigherOrderOperator(.|\n)*mode='full'"):
-        par.module(x_of()).sum().backward()
+    def gradients(net):
+        net(x_of()).square().mean().backward()
+        return [whole(parameter.grad) for parameter in net.blocks[0].parameters()]
+
+    net, compiled = Net(norm=norm, order=(0,)), Compile(backend="aot_eager")
+    selective = ActivationCheckpoint(mode="selective")
+    with pytest.raises(
+        ParallelError,
+        match=r"HigherOrderOperator(.|\n)*use ActivationCheckpoint\(mode='full'\), or leave such blocks out: Compile",
+    ):
+        gradients(applied(net, "dp_shard=1", [selective, compiled, FullyShard()]).module)
+    expected = gradients(copy.deepcopy(net))
+    for passes in (
+        [ActivationCheckpoint(mode="full"), compiled],
+        [selective, Compile(backend="aot_eager", blocks=("blocks.*.ff",))],
+    ):
+        torch.testing.assert_close(gradients(applied(net, "dp_shard=1", [*passes, FullyShard()]).module), expected)
 
 
 @on_ranks(2)
@@ -242,13 +255,15 @@ def test_a_part_that_is_called_from_outside_of_its_block_is_named_and_exact_as_a
         mesh = f"{unit().axes[0]}=2"
         with pytest.raises(
             ParallelError,
-            match=rf"blocks\.0\.ff is called from outside of blocks\.0.*\n.*{unit.__name__}.*'blocks\.0\.ff'",
+            match=r"blocks\.0\.ff is called from outside of blocks\.0.*\n.*make it a block of its own too, "
+            rf"{unit.__name__}.*'blocks\.0\.ff'\)\), beside the layout's blocks; or {unit.__name__}\(blocks=\(\)\)",
         ):
             applied(net, mesh, [unit()]).module(x_of())
-        par = applied(net, mesh, [unit(blocks=("blocks.*", "blocks.0.ff"))])
-        par.module(x_of()[par.data_rank :: 2]).square().mean().backward()
-        for name, parameter in par.module.named_parameters():
-            torch.testing.assert_close(whole(parameter.grad), net.get_parameter(name).grad, msg=name)
+        for passes in ([unit(blocks=("blocks.*", "blocks.0.ff"))], [unit(blocks=())]):
+            par = applied(net, mesh, passes)
+            par.module(x_of()[par.data_rank :: 2]).square().mean().backward()
+            for name, parameter in par.module.named_parameters():
+                torch.testing.assert_close(whole(parameter.grad), net.get_parameter(name).grad, msg=name)
 
 
 class Fails(nn.Identity):
@@ -550,7 +565,8 @@ def test_a_forward_mode_derivative_equals_one_process_without_tensor_parallelism
     torch.testing.assert_close(torch.func.jvp(par.module, (x,), (x.sin(),))[1], want)
     par = applied(Net(), "tp=2", [TensorParallel(styles={"blocks.*.gain": None})])
     with pytest.raises(
-        ParallelError, match=r"likely cause: torch.func \(jvp, vmap, grad\)(.|\n)*use a mesh without tp"
+        ParallelError,
+        match=r"likely cause: torch.func \(jvp, vmap, grad\)(.|\n)*use a mesh without tp, on which they equal one process's",
     ):
         torch.func.jvp(par.module, (x,), (x.sin(),))
 

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from tests.remedies.rows import Tested
+import pytest
+import torch
+import torch.nn.functional as F
 
-UNTRIED = 105
+from meshpar import ActivationCheckpoint, FullyShard, TensorParallel, token_loss
+from meshpar.testing import on_ranks
+from tests.passes.test_context import Counted
+from tests.remedies import exact_loops as loops
+from tests.remedies import exact_models as models
+from tests.remedies.exact_loops import exact, fsdp, refused, tp
+from tests.remedies.rows import Row, Tested, alone, run_together
+from tests.support import loop_habits as habits
+from tests.support.loop_sides import Net, adamw, sgd
+from tests.support.models_for_parity import transformer
+
+UNTRIED = 0
+
+FSDP = "FSDP"
 
 ROWS = [
     Tested(
@@ -41,7 +56,612 @@ ROWS = [
         "ive collectives of your own in a loss or a hook group=par.data_group",
         "tests/exact/test_calls.py::test_values_gathered_over_the_data_group_are_exact_beside_tp",
         {
-            "give collectives of your own in a loss or a hook group=par.data_group": "next_ones(features, par.data_group)"
+            "give collectives of your own in a loss or a hook group=par.data_group": "next_ones(features, par.data_group)",
+            "Give collectives of your own in a loss or a hook group=par.data_group": "next_ones(features, par.data_group)",
+        },
+    ),
+    Tested(
+        "was built for",
+        "tests/passes/test_lora.py::test_adapters_that_peft_builds_after_apply_are_refused_and_what_the_message_says_is_exact",
+        {
+            "build it before plan.apply": "apply(model, add_adapters(model, settings))",
+            "where no pass splits layers, peft.get_peft_model": "[FullyShard()]).apply(peft_model(seeded()).double())",
+        },
+    ),
+    Tested(
+        "calibrate observers",
+        "tests/passes/test_traps.py::test_calibrated_observers_of_quantization_train_as_in_one_process",
+        {"calibrate observers": "net.apply(quant.disable_observer)"},
+    ),
+    Tested(
+        "build it again with the change, apply a plan to it, and load",
+        "tests/exact/test_after_apply.py::test_a_model_that_is_built_again_with_a_change_as_a_message_says_is_exact",
+        {"to change a model that was trained, build it again": "again.load_state_dict(fitting, strict=False)"},
+    ),
+    Tested(
+        "starts from different losses",
+        "tests/exact/test_verify.py::test_a_loss_that_takes_in_what_a_rank_has_a_part_of_is_refused_and_exact_where_it_is_whole",
+        {"leave that module and the layers in it whole": "TensorParallel(styles=whole)"},
+    ),
+    Tested(
+        "use a mesh without tp, on which they equal one process's",
+        "tests/exact/test_cycle.py::test_a_forward_mode_derivative_equals_one_process_without_tensor_parallelism_and_is_refused_with_its_reason_under_it",
+        {"use a mesh without tp": 'applied(Net(), "dp_shard=2", [FullyShard()])'},
+    ),
+    Tested(
+        "use ActivationCheckpoint(mode='full'), or leave such blocks out",
+        "tests/exact/test_cycle.py::test_selective_recomputation_of_a_compiled_block_that_changes_buffers_is_explained",
+        {
+            "use ActivationCheckpoint(mode='full')": 'ActivationCheckpoint(mode="full"), compiled',
+            "leave such blocks out: Compile(blocks=...)": 'Compile(backend="aot_eager", blocks=("blocks.*.ff",))',
+        },
+    ),
+    Tested(
+        "make it a block of its own too",
+        "tests/exact/test_cycle.py::test_a_part_that_is_called_from_outside_of_its_block_is_named_and_exact_as_a_block_of_its_own",
+        {"make it a block of its own too": 'blocks=("blocks.*", "blocks.0.ff")', "{}(blocks=())": "blocks=()"},
+    ),
+    Row(
+        "Adafactor's {} has shape {}, and of a parameter of shape {} it has {}",
+        refused(FSDP, loops.factored("other")),
+        {
+            "restore the optimizer by CheckpointManager": exact(FSDP, loops.factored("restored")),
+            "load the state of an Adafactor of this model": exact(FSDP, loops.factored("loaded")),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "ranks of {} have different random states, and the model draws random numbers",
+        lambda: loops.dropped(lambda par: torch.manual_seed(torch.distributed.get_rank())),
+        {"call par.manual_seed(seed) before training": lambda: loops.dropped(lambda par: par.manual_seed(3))},
+        result=True,
+        ranks=2,
+    ),
+    Row(
+        "data ranks train different parameters in {}: requires_grad differs",
+        refused(FSDP, loops.frozen(alike=False)),
+        {"set it alike on every rank": exact(FSDP, loops.frozen(alike=True))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "ranks have different numbers of micro-batches in one step",
+        refused(FSDP, loops.micro_batches(rest=True)),
+        {"pass the same number to par.accumulate on every rank": exact(FSDP, loops.micro_batches(rest=False))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "ranks step {} with different settings, this rank with {}",
+        refused(FSDP, loops.rate_of_loss(mean=False)),
+        {"set them alike on every rank": exact(FSDP, loops.rate_of_loss(mean=True))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "data ranks hold different values of the buffers {}",
+        refused(FSDP, loops.running_mean()),
+        {
+            "sum their input over the ranks (par.data_sum)": exact(FSDP, loops.running_mean(summed=True)),
+            "register the buffers with persistent=False": exact(FSDP, loops.running_mean(persistent=False, used=False)),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "call the module, or a method by par.register_method(name)",
+        refused(FSDP, loops.scored("method")),
+        {
+            "call the module": exact(FSDP, loops.scored("module")),
+            "a method by par.register_method(name)": exact(FSDP, loops.scored("registered")),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "its weights are gathered with those of a larger unit; {}, or name it",
+        refused(FSDP, loops.scored("method")),
+        {"name it in the pass's blocks": exact(fsdp(blocks=("blocks.*", "embed", "head")), loops.scored("method"))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "it would treat this rank's positions as the whole sequence; {}, or use",
+        lambda: loops.sequence(sequence_parallel=True),
+        {"use TensorParallel(sequence_parallel=False)": lambda: loops.sequence(sequence_parallel=False)},
+        result=loops.sequence,
+        ranks=2,
+    ),
+    Row(
+        "weights changed between a forward and its backward",
+        refused(FSDP, loops.stale("kept")),
+        {
+            "run the backward before the change": exact(FSDP, loops.stale("backward first")),
+            "the forward again after it": exact(FSDP, loops.stale("forward again")),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "requires_grad of {} changed between a forward and its backward",
+        refused(FSDP, loops.turned("between")),
+        {
+            "freeze and unfreeze parameters before the forward": exact(FSDP, loops.turned("before")),
+            "after the backward": exact(FSDP, loops.turned("after")),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "{} was written between a forward and the end of its backward",
+        refused(FSDP, loops.written("between")),
+        {"write after the backward": exact(FSDP, loops.written("after"), loops.written("averaged"))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "whose weights data parallelism has freed; add the losses",
+        refused(FSDP, loops.two_losses("kept")),
+        {
+            "add the losses and run one backward": exact(FSDP, loops.two_losses("one backward")),
+            "run the forward again": exact(FSDP, loops.two_losses("forward again")),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "an error ended an earlier backward, and the forward of this one came before it",
+        refused(FSDP, loops.failed("earlier")),
+        {
+            "clear the gradients by optimizer.zero_grad() and run the forward again": exact(
+                FSDP, loops.failed("cleared")
+            )
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "whose saved results selective recomputation has freed",
+        refused(tp(ActivationCheckpoint(mode="selective")), loops.two_losses("kept")),
+        {
+            "add the losses and run one backward": exact(
+                tp(ActivationCheckpoint(mode="selective")), loops.two_losses("one backward")
+            ),
+            "use ActivationCheckpoint(mode='full')": exact(
+                tp(ActivationCheckpoint(mode="full")), loops.two_losses("kept")
+            ),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "a gradient of a gradient (create_graph=True) needs weights",
+        refused(FSDP, habits.gradient_penalty),
+        {
+            "use a mesh of tensor parallelism alone": exact("TP", habits.gradient_penalty),
+            "compute the penalty from finite differences": exact(FSDP, loops.differences()),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "{} has no method {}; give the name of one",
+        refused(FSDP, loops.named_method("scores")),
+        {"give the name of one": exact(FSDP, loops.named_method("score"))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "have different gradients for parameters that each keeps whole",
+        refused("TP", loops.dithered(same=False)),
+        {"where it draws random numbers, draw them from a generator": exact("TP", loops.dithered(same=True))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "{} has no values yet; call par.materialize",
+        loops.valued,
+        {
+            "call par.materialize(seed=...) or (weights=...)": lambda: (
+                loops.valued(seed=0) and loops.valued(weights=True)
+            )
+        },
+        result=True,
+        ranks=2,
+    ),
+    Row(
+        "{} was written in a backward, by a hook",
+        refused(FSDP, loops.written_by_hook(inside=True)),
+        {"write after it, outside of the module's calls": exact(FSDP, loops.written_by_hook(inside=False))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "take the count from the tensor: x.unflatten(-1, (-1, head_dim))",
+        refused("TP", models.heads("view")),
+        {"take the count from the tensor": exact("TP", models.heads("unflatten"), models.heads("chunk"))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "use TensorParallel(sequence_parallel=False), or batches without attention_mask",
+        lambda: models.padded(True, TensorParallel(sequence_parallel=True)),
+        {
+            "use TensorParallel(sequence_parallel=False)": lambda: models.padded(True, TensorParallel()),
+            "batches without attention_mask and without packed documents": lambda: models.padded(
+                False, TensorParallel(sequence_parallel=True)
+            ),
+        },
+        result=lambda: models.padded(True),
+        ranks=2,
+    ),
+    Row(
+        "give it the style 'rowwise' in the tensor-parallel table ('{}': 'rowwise')",
+        lambda: models.layers(_1=None),
+        {
+            "give it the style 'rowwise' in the tensor-parallel table": lambda: models.layers(_1="rowwise"),
+            "leave the layer before it whole": lambda: models.layers(_0=None, _1=None),
+        },
+    ),
+    Row(
+        "call the module that owns the weight (x = self.head(x)) instead of using its weight directly",
+        refused("TP", models.tied(calls=False)),
+        {
+            "call the module that owns the weight": exact("TP", models.tied(calls=True)),
+            "take that module out of the tensor-parallel table": exact(
+                tp(styles={"head": None}), models.tied(calls=False)
+            ),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "call the block that owns it (x = self.block(x))",
+        refused(FSDP, models.linears(calls=False)),
+        {
+            "call the block that owns it": exact(FSDP, models.linears(calls=True)),
+            "call par.module from outside": exact(FSDP, models.logits_of("module")),
+            "let a method of the model's own enter by par.register_method(name)": exact(
+                FSDP, models.logits_of("registered")
+            ),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "cast the input to the parameter's dtype, or keep cast_forward_inputs=True",
+        lambda: models.narrow(cast_forward_inputs=False),
+        {
+            "cast the input to the parameter's dtype": lambda: models.narrow(cast=True, cast_forward_inputs=False),
+            "keep cast_forward_inputs=True": models.narrow,
+            "list the module in layout.fp32": lambda: models.narrow(
+                fp32=("layers.*", "head"), cast_forward_inputs=False
+            ),
+        },
+        result=True,
+        ranks=2,
+    ),
+    Row(
+        "write x = x + y instead of x += y, and F.relu(x) instead of F.relu(x, inplace=True)",
+        refused(FSDP, models.changing(lambda x: x.add_(x))),
+        {
+            "write x = x + y instead of x += y": exact(
+                FSDP, models.changing(lambda x: x + x), models.changing(lambda x: F.relu(x))
+            )
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "put such code on the module before plan.apply (torch.nn.utils.parametrizations)",
+        refused(FSDP, models.normalized("assigned")),
+        {
+            "put such code on the module before plan.apply": exact(FSDP, models.normalized("parametrized")),
+            "keep what a loss reads in a list or a dict": exact(FSDP, models.normalized("kept")),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "run the same number of steps on every rank, and look at the first error",
+        lambda: models.explained(RuntimeError("[../third_party/gloo] Connection closed by peer [127.0.0.1]:30151")),
+        {
+            "run the same number of steps on every rank": exact(FSDP, loops.trained()),
+            "cut the data to the same length, DistributedSampler(..., drop_last=True)": exact(FSDP, loops.dealt()),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "run the model without the plan: if it fails in the same way, the model is at fault",
+        lambda: models.grouped({"0.q": "colwise", "0.k": "colwise_gather", "0.out": "rowwise"}),
+        {
+            "run the model without the plan": models.grouped,
+            "otherwise correct the styles": lambda: models.grouped(
+                {"0.q": "colwise", "0.k": "colwise", "0.out": "rowwise"}
+            ),
+            "keep the layers there whole (the style None)": lambda: models.grouped({}),
+        },
+        result=models.grouped,
+        ranks=2,
+    ),
+    Row(
+        "{} changes its buffer {} in forward, which recomputation would do twice",
+        refused(("dp_shard=2", [ActivationCheckpoint(), FullyShard()]), loops.trained(loops.CountsFirst)),
+        {
+            "leave such blocks out: ActivationCheckpoint(blocks=...)": exact(
+                ("dp_shard=2", [ActivationCheckpoint(blocks=("blocks.1",)), FullyShard()]),
+                loops.trained(loops.CountsFirst),
+            )
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "but their backward starts from different losses",
+        refused("TP", loops.random_loss(alike=False)),
+        {"draw random numbers of the loss alike on these ranks": exact("TP", loops.random_loss(alike=True))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "holds {} parameters from before plan.apply",
+        refused(FSDP, loops.built(first=True)),
+        {"build the optimizer after plan.apply, from par.module.parameters()": exact(FSDP, loops.built(first=False))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "which torch cannot do with parameters that are split unevenly over ranks",
+        refused(FSDP, loops.stepped_by(loops.lbfgs)),
+        {
+            "use Replicate()": exact("Replicate", loops.stepped_by(loops.lbfgs)),
+            "another optimizer, such as AdamW or SGD": exact(FSDP, loops.stepped_by(adamw), loops.stepped_by(sgd)),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "which torch before 2.13 cannot do with parameters",
+        refused("TP", loops.before_2_13(loops.lbfgs)),
+        {
+            "use a mesh without tp": exact("Replicate", loops.before_2_13(loops.lbfgs)),
+            "another optimizer, such as AdamW or SGD": exact("TP", loops.before_2_13(adamw), loops.before_2_13(sgd)),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "which torch cannot do with parameters on several meshes",
+        lambda: loops.experts(loops.lbfgs),
+        {
+            "use a mesh without ep": lambda: loops.experts(loops.lbfgs, "dp_shard=2") - loops.experts(loops.lbfgs, ""),
+            "another optimizer, such as AdamW or SGD": lambda: max(
+                abs(loops.experts(kind) - loops.experts(kind, "")) for kind in (adamw, sgd)
+            ),
+        },
+        result=0.0,
+        ranks=2,
+    ),
+    Row(
+        "the module got labels, but each rank has only a part of the positions",
+        lambda: models.labelled(inside=True),
+        {"compute the sum of the loss from the logits and aligned labels": lambda: models.labelled(inside=False)},
+        result=lambda: float(token_loss(models.seeded(transformer)(input_ids=loops.IDS).logits, loops.IDS)),
+        ranks=2,
+    ),
+    Row(
+        "the module got {} positions, and par.split gave parts of {}",
+        lambda: models.evaluated_whole(split=False),
+        {"pass every batch through par.split, also in evaluation": lambda: models.evaluated_whole(split=True)},
+        result=True,
+        ranks=2,
+    ),
+    Row(
+        "every rank got the same positions, which are not this rank's part",
+        lambda: models.logits(transformer, split=False, position_ids=loops.IDS),
+        {"call the model with par.split(batch)": lambda: models.logits(transformer)},
+        result=True,
+        ranks=2,
+    ),
+    Row(
+        "use a mesh without cp for this model, or name the module",
+        lambda: models.logits(models.Summing, position_ids=loops.IDS),
+        {
+            "use a mesh without cp for this model": lambda: models.logits(
+                models.Summing, position_ids=loops.IDS, mesh="dp_shard=2"
+            ),
+            "name the module, ContextParallel(mixers=(...))": lambda: models.logits(
+                models.Summing, position_ids=loops.IDS, mixers=("embed.1",)
+            ),
+        },
+        result=True,
+        ranks=2,
+    ),
+    Row(
+        "{} computes other values without position_ids than with the 0, 1, 2, ... of par.split",
+        lambda: models.logits(Counted),
+        {
+            "put its positions into the batch as position_ids": lambda: models.logits(
+                Counted, position_ids=loops.IDS + 2
+            ),
+            "use a mesh without cp": lambda: models.logits(Counted, mesh="dp_shard=2"),
+        },
+        result=True,
+        ranks=2,
+    ),
+    Row(
+        "the model recomputes a block by torch.utils.checkpoint(use_reentrant=True)",
+        refused(FSDP, loops.two_forwards(habits.Reentrant)),
+        {
+            "use checkpoint(..., use_reentrant=False)": exact(FSDP, loops.two_forwards(habits.Checkpointed)),
+            "ActivationCheckpoint() in the plan": exact(
+                ("dp_shard=2", [ActivationCheckpoint(), FullyShard()]), loops.two_forwards(Net)
+            ),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "a post-accumulate-grad hook ran for a parameter that no rank used in this backward",
+        refused(FSDP, loops.doubled(used=False, hooked=True)),
+        {
+            "use every parameter in each step": exact(FSDP, loops.doubled(used=True, hooked=True)),
+            "change gradients between backward and step instead": exact(FSDP, loops.doubled(used=False, hooked=False)),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "a hook on a parameter gets the gradient of one backward, but here several are added up",
+        refused(FSDP, loops.squashed("hooked")),
+        {
+            "change gradients between the last backward and the step instead": exact(FSDP, loops.squashed("between")),
+            "run one backward a step": exact(FSDP, loops.squashed("one backward")),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "an error ended a backward, so the gradients are incomplete",
+        refused(FSDP, loops.failed("not cleared")),
+        {"call optimizer.zero_grad() after such an error": exact(FSDP, loops.failed("cleared"))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "par.accumulate was left before its last micro-batch",
+        refused(FSDP, habits.breaking_without_zero),
+        {
+            "call optimizer.zero_grad() after leaving it": exact(FSDP, habits.breaking),
+            "run all micro-batches": exact(FSDP, habits.accumulating),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "and the other ranks did not come there in time; call the module equally often",
+        refused(FSDP, loops.timed_out(alike=False)),
+        {"call the module equally often on every rank": exact(FSDP, loops.timed_out(alike=True))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "ranks are at different places of their loops",
+        refused(FSDP, loops.evaluated(alike=False)),
+        {
+            "Run the same calls in the same order on every rank": exact(FSDP, loops.evaluated(alike=True)),
+            "Call every block on every rank": exact(FSDP, loops.skipping("zero")),
+            "make a skipped part one block with its neighbours": exact(fsdp(blocks=("body",)), loops.skipping("skip")),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "data ranks have gradients for different parameters; here these have none",
+        loops.different_gradients,
+        {
+            "call the same blocks on every rank": exact(FSDP, loops.skipping("all")),
+            "to leave out a block, multiply its output by 0": exact(FSDP, loops.skipping("zero")),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "ranks took different steps",
+        refused(FSDP, loops.stepped(alike=False)),
+        {"step on every rank alike": exact(FSDP, loops.stepped(alike=True))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "parameter.data was assigned a {}, and the parameter is a {}",
+        refused(FSDP, loops.assigned("plain")),
+        {
+            "assign a tensor made from it (parameter.data * 0.9)": exact(FSDP, loops.assigned("made from it")),
+            "par.like(parameter, values) of a whole one": exact(FSDP, loops.assigned("placed")),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "draws random numbers for a tensor that ranks hold together",
+        refused(FSDP, loops.drawn(alike=False)),
+        {"call torch.manual_seed(seed) with one seed on every rank before it": exact(FSDP, loops.drawn(alike=True))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "Put {} into the model before plan.apply and materialize; {}",
+        refused(FSDP, loops.new_module(before=False)),
+        {"Put {} into the model before plan.apply and materialize": exact(FSDP, loops.new_module(before=True))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "Put a parameter into the model before plan.apply; copy values",
+        refused(FSDP, loops.new_parameter("after")),
+        {
+            "Put a parameter into the model before plan.apply": exact(FSDP, loops.new_parameter("before")),
+            "copy values into the parameters that are there": exact(FSDP, loops.new_parameter("loaded")),
+            "register as a buffer what forward assigns": exact(FSDP, loops.trained(loops.Remembers)),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "left the module after plan.apply, or became another's",
+        refused(FSDP, loops.without_head(stays=False)),
+        {"leave it in the module and do not call it": exact(FSDP, loops.without_head(stays=True))},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "the class of a {} in the module was replaced after plan.apply",
+        refused(FSDP, loops.other_class("after")),
+        {
+            "give it its class before plan.apply": exact(FSDP, loops.other_class("before")),
+            "replace its forward": exact(FSDP, loops.other_class("forward")),
+        },
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "a parameter was written through .data between two forwards of an evaluation",
+        lambda: loops.evaluations(through_data=True),
+        {"write through the parameter itself, under torch.no_grad()": lambda: loops.evaluations(through_data=False)},
+        result=loops.evaluated_alone,
+        ranks=2,
+    ),
+    Row(
+        "{} was written between two micro-batches of a step, which share gathered weights",
+        lambda: loops.halved_on_stages(between=True),
+        {"write after par.backward": lambda: loops.halved_on_stages(between=False)},
+        result=None,
+        ranks=2,
+    ),
+    Row(
+        "these modules compute other values split over ranks than whole",
+        lambda: models.sparse({}),
+        {
+            "check their styles in the layout's tensor-parallel table": lambda: (
+                models.sparse({"blocks.*.up": "colwise_gather", "blocks.*.down": "colwise_gather"})
+                + models.sparse({"blocks.*.up": None, "blocks.*.down": None, "head": "head"})
+                + models.sparse({"blocks.*.scale": "grad_sum"}, scale=True)
+                + models.sparse({"blocks.*.gain": None}, gain=True)
+            )
         },
     ),
 ]
+
+
+@pytest.mark.parametrize("row", alone(ROWS))
+def test_the_printed_remedy_helps(row):
+    row.run()
+
+
+@pytest.mark.parametrize("part", range(3))
+@on_ranks(2)
+def test_the_printed_remedies_help_on_two_ranks(part):
+    run_together(ROWS[part::3], 2)
