@@ -10,7 +10,9 @@ what has a gradient on this rank, which may be something else on another rank; t
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -27,6 +29,33 @@ from meshpar._torch.recompute import unseen
 
 
 @final
+@dataclass(eq=False, slots=True)
+class Run:
+    """A forward of a unit. The nodes from ``first`` on, to before ``last``, are its own and those of runs inside it.
+
+    Attributes:
+        around: the run in which it is.
+        inside: the runs in it.
+        reached: whether the backward that runs, or is about to, reaches it.
+        done: whether it is reduced in that backward, or needs no gradients.
+    """
+
+    unit: nn.Module
+    around: Run | None
+    first: int
+    last: int = -1
+    inside: list[Run] = field(default_factory=list)
+    reached: bool = False
+    done: bool = False
+
+    def in_backward(self) -> Iterator[Run]:
+        """Yield this run and those inside it in the order in which a backward comes to them."""
+        yield self
+        for run in reversed(self.inside):
+            yield from run.in_backward()
+
+
+@final
 class Units:
     """The modules that FSDP2 shards or replicates as one, inside one outermost module."""
 
@@ -39,6 +68,9 @@ class Units:
         self._ran: dict[int, str] = {}
         self._lost: str | None = None
         self._kept: list[tuple[Any, Any, tuple[int, int, int]]] = []
+        self._outermost: list[Run] = []
+        self._idle = False
+        self._passed: set[int] = set()
 
     def watch(self, run: Callable[[], None]) -> None:
         """Call ``run`` in every backward that reaches a unit, and let ranks reduce alike: what other ranks may have
@@ -49,11 +81,76 @@ class Units:
         """
         for child in self.modules:
             child.register_forward_hook(_returned, prepend=True, with_kwargs=True)  # FSDP2's own hook comes next
-        for group in self._groups:
-            group.post_backward = functools.partial(self._after_backward, group, group.post_backward, run)
-            group.unshard, group.wait_for_unshard = unseen(group.unshard), unseen(group.wait_for_unshard)
+        for child in self.modules:
+            state: Any = child._get_fsdp_state()
+            end = state._root_post_backward_final_callback
+            state._root_post_backward_final_callback = functools.partial(self._at_end, end)
+            for group in param_groups(child):
+                group.pre_backward = functools.partial(self._before_backward, child, group.pre_backward)
+                group.post_backward = functools.partial(self._after_backward, child, group, group.post_backward, run)
+                group.unshard, group.wait_for_unshard = unseen(group.unshard), unseen(group.wait_for_unshard)
 
-    def _after_backward(self, group: Any, inner: Callable[..., None], run: Callable[[], None], *args: Any) -> None:
+    def expect(self, outermost: list[Run]) -> None:
+        """Expect a backward that reaches these runs, latest last.
+
+        Ranks gather and reduce in one order. Where a backward does not reach a run, because its output was dropped,
+        other ranks may reach it: its unit is gathered and reduced in its place here, too, with zeros.
+        """
+        self._outermost = outermost
+        self._idle = any(not run.reached and not run.done for run in self._in_backward())
+
+    def _in_backward(self) -> Iterator[Run]:
+        return (run for outer in reversed(self._outermost) for run in outer.in_backward())
+
+    def _before_backward(self, unit: nn.Module, inner: Callable[..., None], *args: Any) -> None:
+        if self._idle:
+            self._pass_by(unit, ends=False)
+        inner(*args)
+
+    def _pass_by(self, unit: nn.Module, *, ends: bool) -> None:
+        """Gather and reduce what the backward does not reach before it comes to ``unit``, or ``ends`` it."""
+        here = next((run for run in self._in_backward() if run.unit is unit and run.reached and not run.done), None)
+        if here is None:
+            return
+        before = itertools.takewhile(lambda run: run is not here, self._in_backward())
+        for run in [*before, *(here.in_backward() if ends else ())]:
+            if not run.reached and not run.done:
+                self._pass(run)
+        here.done = ends
+
+    def _pass(self, run: Run) -> None:
+        run.done = True
+        groups = param_groups(run.unit)
+        self._passed.update(map(id, groups))
+        self.enters_backward(run.unit)
+        for inner in reversed(run.inside):
+            self._pass(inner)
+        for group in reversed(groups):
+            group.post_backward()
+
+    def _at_end(self, inner: Callable[[], None]) -> None:
+        """End a backward: what it has not reduced yet is reduced in the order of backward, which all ranks have."""
+        for run in reversed(self._outermost):
+            self._finish(run)
+        inner()
+
+    def _finish(self, run: Run) -> None:
+        if run.done:
+            return
+        if not run.reached:
+            self._pass(run)
+            return
+        for inner in reversed(run.inside):
+            self._finish(inner)
+        for group in reversed(param_groups(run.unit)):
+            if group._training_state != TrainingState.POST_BACKWARD:
+                group.post_backward()
+
+    def _after_backward(
+        self, unit: nn.Module, group: Any, inner: Callable[..., None], run: Callable[[], None], *args: Any
+    ) -> None:
+        if self._idle:
+            self._pass_by(unit, ends=True)
         run()
         for parameter in group.fsdp_params:
             grad = parameter.sharded_param.grad  # of operators on the parameter itself
@@ -80,8 +177,10 @@ class Units:
             for parameter in trained
             if parameter.unsharded_accumulated_grad is None and parameter._unsharded_param.grad is None
         ]
-        if len(unused) < len(trained) or (
-            id(group) in self._ran and trained and accumulates(trained[0]._unsharded_param)
+        if (
+            len(unused) < len(trained)
+            or id(group) in self._passed
+            or (id(group) in self._ran and trained and accumulates(trained[0]._unsharded_param))
         ):
             known = set(map(id, unused))
             self._used.update(id(parameter.sharded_param) for parameter in trained if id(parameter) not in known)
@@ -104,6 +203,8 @@ class Units:
         self._filled.clear()
         self._used.clear()
         self._ran.clear()
+        self._passed.clear()
+        self._outermost, self._idle = [], False
         return filled
 
     def take_lost(self) -> str | None:

@@ -21,6 +21,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from meshpar._torch.autograd import Node, next_node
+from meshpar._torch.units import Run
 from meshpar.core.errors import MeshparError
 from meshpar.leaves import leaves
 
@@ -43,10 +44,11 @@ class Entrances:
     def __init__(self, enter: Callable[[nn.Module], None]) -> None:
         self._enter = enter
         self._numbers: list[int] = []
-        self._owners: list[nn.Module | None] = []  # of the nodes from each of the numbers on
+        self._owners: list[Run | None] = []  # of the nodes from each of the numbers on
+        self._outermost: list[Run] = []
         self._exits: set[int] = set()
         self._hooked: set[int] = set()
-        self._open: list[nn.Module] = []
+        self._open: list[Run] = []
         self._stepped = 0
         self._thread = threading.get_ident()
 
@@ -56,21 +58,23 @@ class Entrances:
 
     def opens(self, unit: nn.Module) -> None:
         """Remember that the nodes from here on are ``unit``'s own."""
-        self._open.append(unit)
-        self._mark(unit)
+        run = Run(unit, self._open[-1] if self._open else None, next_node())
+        (self._outermost if run.around is None else run.around.inside).append(run)
+        self._open.append(run)
+        self._mark(run)
 
     def closes(self, unit: nn.Module, output: object) -> None:
         """Remember that ``unit`` returns ``output``."""
-        if not self._open or self._open[-1] is not unit:
+        if not self._open or self._open[-1].unit is not unit:
             return  # an error came before its own forward
-        self._open.pop()
+        self._open.pop().last = next_node()
         self._mark(self._open[-1] if self._open else None)
         self._exits.update(node._sequence_nr() for node in _nodes(leaves(output, objects=True)))
 
-    def _mark(self, owner: nn.Module | None) -> None:
+    def _mark(self, owner: Run | None) -> None:
         if self._thread != threading.get_ident():  # each thread numbers its own nodes
             self._thread, self._stepped = threading.get_ident(), 0
-            for known in (self._numbers, self._owners, self._exits, self._hooked):
+            for known in (self._numbers, self._owners, self._outermost, self._exits, self._hooked):
                 known.clear()
         number = next_node()
         if self._numbers and self._numbers[-1] == number:  # no node came between
@@ -91,30 +95,46 @@ class Entrances:
     def _forget(self, number: int) -> None:
         first = bisect_right(self._numbers, number - 1)
         del self._numbers[:first], self._owners[:first]
+        self._outermost = [run for run in self._outermost if run.last >= number or run in self._open]
         self._exits = {exit_number for exit_number in self._exits if exit_number >= number}
         self._hooked = {exit_number for exit_number in self._hooked if exit_number >= number}
 
-    def look(self, roots: Iterable[object]) -> None:
+    def look(self, roots: Iterable[object]) -> list[Run]:
         """Look through the graph of a backward that is about to run from ``roots``, tensors or nodes.
+
+        Returns:
+            The outermost runs that it reaches, which know now which of the runs inside it reaches.
 
         Raises:
             MeshparError: it comes into a unit that ran before the last optimizer step.
         """
         if not self._known():
-            return
+            return []
         exits = self._exits
         seen: set[Any] = set()
-        stack: list[tuple[nn.Module | None, list[Any]]] = [(None, list(_nodes(roots)))]
+        reached: set[Run] = set()
+        stack: list[tuple[Run | None, list[Any]]] = [(None, list(_nodes(roots)))]
         while stack:
             here, nodes = stack.pop()
             for node in nodes:
                 number = node._sequence_nr()
                 owner = self._owner(number)
-                if owner is not here and owner is not None and number not in exits and number not in self._hooked:
-                    self._hook(node, number, owner)
+                if owner is not here and owner is not None:
+                    reached.add(owner)
+                    if number not in exits and number not in self._hooked:
+                        self._hook(node, number, owner.unit)
                 if node not in seen:
                     seen.add(node)
                     stack.append((owner, [function for function, _ in node.next_functions if function is not None]))
+        for run in list(reached):
+            while (run := run.around) is not None:
+                reached.add(run)
+        outermost = [run for run in self._outermost if run in reached]
+        for outer in outermost:
+            for run in outer.in_backward():
+                # Before its forward has made a node, a run needs no gradients on any rank.
+                run.reached, run.done = run in reached, run.last <= outer.first
+        return outermost
 
     def reached(self, roots: Iterable[object]) -> bool:
         """Tell whether a backward from ``roots``, tensors or nodes, reaches a forward of the module."""
@@ -134,7 +154,7 @@ class Entrances:
         """Tell whether nodes of this thread may be a unit's; a compiler traces a block's backward in its forward."""
         return bool(self._numbers) and not self._open and self._thread == threading.get_ident()
 
-    def _owner(self, number: int) -> nn.Module | None:
+    def _owner(self, number: int) -> Run | None:
         place = bisect_right(self._numbers, number) - 1
         return self._owners[place] if place >= 0 else None
 

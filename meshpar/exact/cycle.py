@@ -254,7 +254,7 @@ class Cycle:
             self._units.reshard()  # of this rank alone: the ranks still ask
         reaches = functools.cache(functools.partial(self._entrances.reached, roots))
         if self._units.modules:
-            self._entrances.look(roots)
+            self._units.expect(self._entrances.look(roots))
             if self._on and (self._backwards.turned or self._backwards.written) and reaches():
                 self._backwards.refuse_changed()
         for guard in self.watching:
