@@ -49,10 +49,7 @@ def widened(one: Trace, two: Trace, times: int) -> Trace:
     phases = []
     for first, second in _pairs(one, two):
         if len(first.events) != len(second.events):
-            raise MeshparError(
-                f"the {first.name} of one sample and of two differ in more than amounts; simulate the micro-batch "
-                "itself"
-            )
+            raise MeshparError(f"the {first.name} of one sample and of two differ in more than amounts")
         phases.append(
             Phase(name=first.name, events=tuple(_grown(a, b, times - 1) for a, b in zip(first.events, second.events)))
         )
@@ -76,7 +73,7 @@ def _pairs(one: Trace, other: Trace) -> list[tuple[Phase, Phase]]:
 def _stretched(few: Sequence[Event], more: Sequence[Event], times: int, places: _Places) -> tuple[Event, ...]:
     period = len(more) - len(few)
     if period < 0:
-        raise MeshparError("more blocks ran fewer operators; replay the full depth")
+        raise MeshparError("more blocks ran fewer operators, which cannot be extrapolated")
     cut = _cut(few, more, period) if period else len(few)
     base, start = places.old, places.new
     head = [_grown(a, b, times) for a, b in zip(few[:cut], more[:cut])]
@@ -115,7 +112,7 @@ def _cut(few: Sequence[Event], more: Sequence[Event], period: int) -> int:
     alike_tail = _misfits(zip(reversed(few), reversed(more)))
     best = min(range(count + 1), key=lambda cut: (alike_head[cut] + alike_tail[count - cut], cut))
     if alike_head[best] + alike_tail[count - best] >= _IMPOSSIBLE:
-        raise MeshparError("two probes differ by more than whole blocks; replay the full depth")
+        raise MeshparError("two probes differ by more than whole blocks")
     return best
 
 
@@ -158,7 +155,7 @@ def _kind(event: Event) -> tuple[Any, ...]:
 def _grown(a: Event, b: Event, times: int) -> Event:
     """Return ``a`` after ``times`` of the steps that make it ``b``."""
     if _kind(a) != _kind(b):
-        raise MeshparError(f"two probes do different things: {a.name} and {b.name}; replay the full depth")
+        raise MeshparError(f"two probes do different things: {a.name} and {b.name}")
     if (a.memory, a.flops, a.moved, a.fused, a.collective) == (b.memory, b.flops, b.moved, b.fused, b.collective):
         return replace(b, shape=_between(a.shape, b.shape, times)) if a.shape != b.shape else b
     return replace(

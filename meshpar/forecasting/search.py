@@ -25,7 +25,7 @@ from meshpar.forecasting.cost import cost, sending_time
 from meshpar.forecasting.extrapolate import deepened, widened
 from meshpar.forecasting.hardware import Hardware, reserved_range
 from meshpar.forecasting.ranking import Candidate, Ranking, Settings, alike, axes_of, gib_reserved
-from meshpar.forecasting.simulate import Depths, Simulation, simulate, stages_of
+from meshpar.forecasting.simulate import ONE_BY_ONE, Depths, Simulation, simulate, stages_of
 from meshpar.forecasting.staged import Shape, Stages, costs_of_blocks, even_stages
 from meshpar.forecasting.step import Batch
 from meshpar.forecasting.trace import Collective, Event, Memory, Phase, Trace
@@ -262,9 +262,7 @@ def _probed(
 ) -> dict[tuple[_Family, int], tuple[Trace, Trace]]:
     pairs = [probes(_typical(asked, *family), asked.depths) for family in wanted]
     if any(len(pair) != 2 for pair in pairs):
-        raise MeshparError(
-            f"a model of {asked.depths.blocks} blocks has none to spare for probes; forecast its plans one by one"
-        )
+        raise MeshparError(f"a model of {asked.depths.blocks} blocks has none to spare for probes; {ONE_BY_ONE}")
     traces = iter(simulates([job for pair in pairs for job in pair]) if pairs else [])
     return {family: (next(traces), next(traces)) for family in wanted}
 

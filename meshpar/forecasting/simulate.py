@@ -42,6 +42,9 @@ from meshpar.state import initialize
 ALLOCATOR_ROUNDING = 512
 """Bytes to which torch's CUDA allocator rounds every request."""
 
+ONE_BY_ONE = "forecast its plans one by one"
+"""What helps where a few blocks do not represent a model: a forecast then simulates all of them."""
+
 _LOOK_S = 0.5
 
 PROCESS = "meshpar-forecast"
@@ -238,14 +241,12 @@ def like_blocks(model: nn.Module, layout: ModelLayout) -> tuple[str, int]:
     lists = {name.rpartition(".")[0] for name, _ in blocks}
     if len(lists) != 1 or not isinstance(model.get_submodule(next(iter(lists))), nn.ModuleList):
         where = sorted(lists) or "no list"
-        raise MeshparError(
-            f"blocks are in {where}; only those of one nn.ModuleList can be extrapolated: replay the full depth"
-        )
+        raise MeshparError(f"blocks are in {where}; only those of one nn.ModuleList can be extrapolated: {ONE_BY_ONE}")
     kinds = {kind_of(block) for _, block in blocks}
     if len(kinds) > 1:
         raise MeshparError(
-            f"the blocks of {next(iter(lists))} are of {len(kinds)} kinds, so a few do not represent the rest: replay "
-            "the full depth"
+            f"the blocks of {next(iter(lists))} are of {len(kinds)} kinds, so a few do not represent the rest: "
+            f"{ONE_BY_ONE}"
         )
     return next(iter(lists)), len(blocks)
 

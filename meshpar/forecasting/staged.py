@@ -17,7 +17,7 @@ from meshpar.core.mesh import MeshSpec
 from meshpar.forecasting.cost import Clock
 from meshpar.forecasting.extrapolate import deepened
 from meshpar.forecasting.hardware import Hardware
-from meshpar.forecasting.simulate import Depths, Simulation
+from meshpar.forecasting.simulate import ONE_BY_ONE, Depths, Simulation
 from meshpar.forecasting.trace import Collective, Event, Phase, Trace
 from meshpar.passes import PipelineParallel
 from meshpar.passes.pipeline.cuts import even_cuts, examine
@@ -43,8 +43,7 @@ def probes(job: Simulation, depths: Depths) -> list[Simulation]:
     least = FEWEST + max(0, max(pass_.blocks_ahead for pass_ in job.plan.passes) - 1)
     if depths.blocks < stages * (least + 1):
         raise MeshparError(
-            f"{depths.blocks} blocks are too few to estimate stages from probes of {stages * (least + 1)}; forecast "
-            "plans with pp one by one"
+            f"{depths.blocks} blocks are too few to estimate stages from probes of {stages * (least + 1)}; {ONE_BY_ONE}"
         )
     if any(pass_.period > 1 for pass_ in job.plan.passes):
         raise MeshparError("a pass treats blocks differently, so that few do not represent a stage")

@@ -670,7 +670,9 @@ def test_a_script_that_forecasts_when_it_is_imported_is_told(tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(SCRIPT + "main()\n")
     done = run_script(script)
-    assert done.returncode and 'under if __name__ == "__main__"' in done.stderr
+    assert done.returncode and 'put what it does under if __name__ == "__main__"' in done.stderr
+    script.write_text(SCRIPT + 'if __name__ == "__main__":\n    main()\n')
+    assert run_script(script).stdout.split() == [str(3 * (32 * 32 + 32))]
 
 
 @pytest.mark.parametrize(
