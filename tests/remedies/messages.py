@@ -25,7 +25,8 @@ skip sort specify split stack start step stop submit sum switch take tie tokeniz
 update upgrade use verify wait wrap write"""
 """The verbs that a remedy begins with. To read ("see", "look at") mends nothing."""
 
-_VERB = rf"(?:{'|'.join(VERBS.split())})\b(?![=(]|(?<=forecast): |(?:(?<=turn|step) (?:\d|\{{)| (?:is|are|has|requires|makes one|as written)\b))"
+_NO_VERB = r"[=(]|(?<=forecast): |(?<=forecast) \{|(?<=step)[:,]|(?<=turn|step) (?:\d|\{)| (?:is|are|has|waits|requires|makes one|as written)\b"
+_VERB = rf"(?:{'|'.join(VERBS.split())})\b(?!{_NO_VERB})"
 _SENTENCE = rf"(?:{'|'.join(VERBS.title().split())})\b(?![=(])"
 _LEAD = r"(?:(?:also|otherwise|instead|then|please|either)\s+|(?:for|in|under|on|to|where|with) (?:(?! is | are )[^,;:.]){1,40}?,? )?"
 _START = re.compile(rf"(?:(?:^|[;:] |\n\s*|, or |, and )({_LEAD}{_VERB})|(?:\.\s+|\n\s*)({_LEAD}{_SENTENCE}))")
