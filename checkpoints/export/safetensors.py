@@ -166,8 +166,8 @@ def opened(
     published = published_model(src, weights, verify, averaged)
     if adapters := [name for name in published.shapes() if ".lora_A." in name]:
         raise CheckpointError(
-            f"{src} has adapters ({adapters[0]}, ...), and a step does not have the scale that merges them; restore "
-            "the step on a mesh without pp, and write the tensors that par.published() yields"
+            f"{src} has adapters ({adapters[0]}, ...), and a step does not have the scale that merges them; write "
+            "the tensors that par.published() yields, of a model that restored the step"
         )
     return published, published.config if config is None else config
 

@@ -230,7 +230,7 @@ ROWS = [
     Row(
         "has adapters ({}, ...), and a step does not have the scale",
         adapters_exported,
-        {"restore the step on a mesh without pp, and write the tensors": written_from_a_stream},
+        {"write the tensors that par.published() yields": written_from_a_stream},
         result=merged,
     ),
     # GGUF
