@@ -260,7 +260,7 @@ ROWS = [
         ranks=2,
     ),
     Row(
-        "{} has no values yet; call par.materialize",
+        "has no values yet; call par.materialize(seed=...) or (weights=...) before the first forward",
         loops.valued,
         {
             "call par.materialize(seed=...) or (weights=...)": lambda: (

@@ -287,7 +287,7 @@ ROWS = [
         result=[0, 0],
     ),
     Row(
-        "has no values yet; call par.materialize",
+        "has no values yet; call par.materialize(seed=...) or (weights=...) before averaging",
         averaged_of_meta,
         {
             "call par.materialize(seed=...) or (weights=...)": lambda: [
