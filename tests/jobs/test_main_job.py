@@ -554,7 +554,8 @@ def test_a_resume_with_other_data_or_another_batch_says_so(tmp_path: Path, monke
     kept = Path("runs/job/recipe.yaml").read_bytes()
     assert train("training.steps=2", "training.log_every=2").exit_code == 0
     assert Path("runs/job/recipe.yaml").read_bytes() == kept, "a complete run keeps the recipe that made it"
-    done = train("training.steps=3", "data.micro_batch=2")
+    assert "WARNING" not in train("training.steps=3", "data.micro_batch=2", "data.accumulate=4").stderr
+    done = train("training.steps=4", "data.micro_batch=2")
     assert "WARNING: a step had 8 samples before and has 4 from now on, on 1 data ranks" in done.stderr
     assert (
         "to keep it, set data.micro_batch=2 data.accumulate=4; the 1 steps that are left of training.steps have 4 "
@@ -562,7 +563,7 @@ def test_a_resume_with_other_data_or_another_batch_says_so(tmp_path: Path, monke
     )
     with Path("text.txt").open("a") as file:
         file.write("more\n")
-    other = train("training.steps=4")
+    other = train("training.steps=5")
     assert other.exit_code == 78
     assert re.search(
         r"data: the checkpoint .* was saved with other data: text.txt has changed \(it had [\d,]+ bytes and has",

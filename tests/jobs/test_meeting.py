@@ -166,6 +166,9 @@ def test_a_second_process_with_the_number_of_a_node_takes_its_place(
     assert replica.meetings[2].gather(lambda: False, 30.0) is None
     assert "another process came as node 5 of replica 1" in capfd.readouterr().err
     leave(twin, *replica.meetings)
+    again = Replica(replica.file.with_name("again"), 3)  # each node has its own number, and starts once
+    assert None not in again.gather()
+    leave(*again.meetings)
 
 
 def test_one_node_needs_nobody(tmp_path: Path) -> None:

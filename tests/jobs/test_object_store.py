@@ -195,6 +195,8 @@ def test_a_recipe_trains_resumes_and_exports_from_urls_alone_as_on_a_disk(bucket
         assert place(f"{bucket}/hf/{name}").read_small() == (tmp_path / "hf" / name).read_bytes(), name
     with pytest.raises(CheckpointError, match="already exists and is not empty"):
         export_run(run, f"{bucket}/hf")
+    refused = CliRunner().invoke(app, ["export", run, "pushed", "--push", "me/model"])
+    assert "--watch, --push and --measure work on a disk; export without them" in refused.stderr
     for words, said in (
         ("ls", "val/loss"),
         ("verify", "is whole"),

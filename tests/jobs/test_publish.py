@@ -180,6 +180,9 @@ def test_a_push_that_is_refused_keeps_the_export_and_says_why(run, tmp_path, hub
         and "the export is complete: push it again" in done.stderr
     )
     assert hub.commit is None and Safetensors(tmp_path / "hf").shapes() and "secret-of-a-test" not in done.output
+    hub.refuses, hf = "", pytest.importorskip("huggingface_hub.cli.hf")
+    hf.app(["upload", "me/tiny", str(tmp_path / "hf")], standalone_mode=False)
+    assert hub.commit is not None
 
 
 def test_a_dry_run_names_what_it_would_push_and_calls_nobody(run, tmp_path, hub):

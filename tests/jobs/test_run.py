@@ -34,7 +34,9 @@ from meshpar.launchers.agent.rank_logs import Shown
 from meshpar.launchers.agent.starting import free_port
 from meshpar.launchers.agent.terms import NO_USE, RankTask, at_work
 from meshpar.launchers.commands.placing import from_kubeflow, placed
+from meshpar.launchers.commands.train import _ranks_here
 from meshpar.launchers.jobs.job import _new_steps_noted
+from meshpar.launchers.recipes.loading import load_recipe
 from tests.support.patience import patient, until
 
 RUN = [sys.executable, "-m", "meshpar.launchers", "run"]
@@ -210,7 +212,10 @@ def test_two_groups_of_one_process_meet_apart(tmp_path: Path) -> None:
 
 def test_a_script_that_does_not_listen_is_no_job_that_stopped_in_time(tmp_path: Path) -> None:
     deaf = "open(f'{os.environ[\"RANK\"]}', 'w').close()\nwhile True: time.sleep(0.1)\n"
-    listening = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(138))\n" + deaf
+    listening = (
+        "def save(*_):\n    open('saved', 'w').close(); sys.exit(128 + signal.SIGUSR1)\n"
+        "signal.signal(signal.SIGUSR1, save)\n" + deaf
+    )
     codes = []
     for number, script in enumerate((deaf, listening)):
         folder = tmp_path / str(number)
@@ -222,6 +227,7 @@ def test_a_script_that_does_not_listen_is_no_job_that_stopped_in_time(tmp_path: 
         _, output = process.communicate(timeout=90)
         codes.append(process.returncode)
         assert ("the script has no handler for it" in output) == (script is deaf), output
+        assert (folder / "saved").exists() == (script is listening)
     assert codes == [1, 138]
 
 
@@ -553,12 +559,18 @@ def test_of_several_srun_tasks_the_first_to_fail_shows_its_traceback(tmp_path: P
 def test_options_that_start_ranks_are_refused_in_a_rank(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("")
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for command in (["run", "--nproc", "2", "job.py"], ["doctor", "--nproc", "2"]):
+    head = f"127.0.0.1:{free_port()}"
+    for command, code in (
+        (["run", "--nproc", "2", "job.py"], 1),
+        (["doctor", "--nproc", "2"], 1),
+        (["run", "job.py"], 0),
+        (["run", "--nproc", "2", "--nodes", "1", "--node-rank", "0", "--head", head, "job.py"], 0),
+    ):
         done = subprocess.run(
             [*RUN[:-1], *command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 1
-        assert "--nproc: this is already one of 8 ranks that torchrun or srun started" in done.stderr
+        said = "--nproc: this is already one of 8 ranks that torchrun or srun started" in done.stderr
+        assert (done.returncode, said) == (code, code == 1), done.stderr
 
 
 def test_a_rank_that_ignores_sigterm_does_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
@@ -599,6 +611,13 @@ def test_placements() -> None:
     assert placed({"nproc": 2, "nodes": "1:3", "head": "a:1"}) == Placement(ranks=2, nodes=3, least_nodes=1, head="a:1")
     kubeflow = {"NNODES": "2", "NPROC_PER_NODE": "4", "NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "3"}
     assert placed(from_kubeflow(kubeflow)) == Placement(ranks=4, nodes=2, least_nodes=2, node_rank=1, head="a:3")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks"), [("auto", 1), ("dp_shard=-1", 1), ("dp_shard=-1,tp=2", 2), ("dp_shard=8", 4)]
+)
+def test_a_mesh_for_any_number_of_nodes_has_the_ranks_of_one_on_each(mesh: str, ranks: int) -> None:
+    assert _ranks_here(load_recipe("quickstart", [f"mesh='{mesh}'", "device=cpu"]), 2) == ranks
 
 
 @pytest.mark.parametrize(
