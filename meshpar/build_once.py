@@ -38,9 +38,9 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> Path:
         RecipeError: the folder cannot be written: the disk is full, or its parent is not writable; or the process that
             builds it has stopped.
     """
-    if folder.is_dir():
-        return folder
     try:
+        if folder.is_dir():
+            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder.with_name(folder.name + ".lock")):
             if folder.is_dir():
@@ -83,7 +83,7 @@ def _room(folder: Path) -> Iterator[None]:
 
 def _unwritable(folder: Path, error: Exception) -> RecipeError:
     free = ""
-    if folder.parent.is_dir():
+    with suppress(OSError):  # the folder is closed, or does not exist
         free = f" ({shutil.disk_usage(folder.parent).free / 1e6:,.0f} MB free)"
     return RecipeError(
         f"cannot write to {folder.parent}{free}: {brief(error)}; free some space or correct the folder's mode, or "
