@@ -18,6 +18,10 @@ from meshpar.core.errors import MeshparError
 from meshpar.passes.installed import installed
 from meshpar.passes.position_exchange import BLOCK, Exchange, run_by_run
 
+NO_POSITIONS = (
+    "the model got no position_ids, and each rank has a part of the positions; call the model with par.split(batch), "
+    "a mapping"
+)
 _FLEX = ("cuda",)
 """Devices that train through torch's flex attention, which reads a mask of blocks and skips those that no query
 sees.
@@ -87,10 +91,7 @@ def attention_mask(
     exchange = exchange_of(module)
     if position_ids is None:
         if exchange is not None:
-            raise MeshparError(
-                "the model got no position_ids, and each rank has a part of the positions; call the model with "
-                "par.split(batch), a mapping"
-            )
+            raise MeshparError(NO_POSITIONS)
         if window is not None:
             raise MeshparError(
                 "attention_mask with a window needs position_ids; hand over torch.arange(length)[None] where there "

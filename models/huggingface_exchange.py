@@ -23,7 +23,7 @@ from meshpar.core.errors import MeshparError
 from meshpar.models.huggingface_tensor import HEAD_RATIO
 from meshpar.passes.installed import record
 from meshpar.passes.position_exchange import Exchange
-from meshpar.positions import added, causal_mask, documents
+from meshpar.positions import NO_POSITIONS, added, causal_mask, documents
 
 _SERVED = ("sdpa", "eager")
 _OWN = ("indexer", "compressor", "prepare_dynamic_mask", "rel_logits_proj")
@@ -223,10 +223,7 @@ class _Sequence:
             ids = self._counted_from(args[0] if args else kwargs.get("input_ids"))
             kwargs = {**kwargs, "position_ids": ids} if self._counting is not None else kwargs
         if ids is None:
-            raise MeshparError(
-                "the model got no position_ids, and each rank has a part of the positions; call the model with "
-                "par.split(batch), a mapping"
-            )
+            raise MeshparError(NO_POSITIONS)
         if ids.ndim != 2:
             raise MeshparError(f"position_ids must be (B, L) where positions are split, got shape {tuple(ids.shape)}")
         given = kwargs.get("attention_mask")

@@ -52,7 +52,9 @@ def made(make):
 
 
 def logits(output):
-    return getattr(output, "logits", output)
+    if isinstance(output, torch.Tensor):
+        return output
+    return output.logits if hasattr(output, "logits") else output.last_hidden_state
 
 
 def exact(make, mesh, passes, layout=None, given=IDS, *, as_does=None, verify=True):

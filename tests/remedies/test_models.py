@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import transformers
+from torch import nn
 
-from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, ModelLayout, TensorParallel
+from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, ModelLayout, Plan, TensorParallel
 from meshpar.models import GPT2Config, Transformer, TransformerConfig
 from meshpar.models.huggingface import layout_for
 from meshpar.models.huggingface_styles import FullPositions
 from meshpar.passes.tensor.context import Context
+from meshpar.testing import on_ranks
+from meshpar.training.lora import LoRA, add_adapters
 from tests.remedies.plans import problems
-from tests.remedies.rows import Row, alone
+from tests.remedies.rows import Row, alone, run_together
+from tests.remedies.test_forwards import exact
 from tests.support.models_for_parity import VOCAB, huggingface
-
-UNTRIED = 9
 
 CP, EP = [ContextParallel(), FullyShard()], [ExpertParallel(), FullyShard()]
 CP_MESH, EP_MESH, FSDP_MESH = "dp_shard=1,cp=2", "dp_shard=1,ep=2", "dp_shard=2"
@@ -116,7 +120,132 @@ def padded(*, mask, sequence_parallel=True):
     return tuple(model(input_ids=ids, **({"attention_mask": torch.ones_like(ids)} if mask else {})).logits.shape)
 
 
+def with_own_plan():
+    """A model whose plan has a style that nobody knows."""
+    model = llama()
+    model._tp_plan = {**model.tp_plan, **dict.fromkeys(PROJECTIONS, "diagonal")}
+    return model
+
+
+PROJECTIONS = [f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up", "down")]
+
+
+def by_peft():
+    import peft
+
+    config = peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj"])
+    return peft.get_peft_model(mixture(), config).base_model.model
+
+
+def by_meshpar():
+    model = mixture()
+    return problems(EP_MESH, EP, model, add_adapters(model, LoRA(targets=(), parameters=("experts.gate_up_proj",))))
+
+
+class OwnExpert(nn.Module):
+    """Holds all experts in one matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(64, 32, device="meta"))
+
+
+def in_one_matrix():
+    model = llama()
+    model.model.layers[0].mlp.joint = OwnExpert()
+    return model
+
+
+def generated(mesh, passes):
+    torch.manual_seed(0)
+    model = Plan(mesh, passes).apply(huggingface("Llama")).module
+    return model.generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
+
+
+def of_one_process():
+    torch.manual_seed(0)
+    return huggingface("Llama").generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
+
+
+IDS = torch.arange(8)[None]
+EMBEDDINGS = torch.linspace(-1, 1, 8 * 32).view(1, 8, 32)
+
+
+def roberta():
+    return huggingface("Roberta", is_decoder=True, max_position_embeddings=64, hidden_dropout_prob=0.0).eval()
+
+
+def by_kinds(mesh, passes):
+    """A model whose mask looks at a kind of each token."""
+    kinds, make = torch.zeros(1, 8), transformers.masking_utils.create_causal_mask
+
+    def mask(**given):
+        return make(**given, and_mask_function=lambda batch, head, query, key: kinds[batch, key] == 0)
+
+    with mock.patch("transformers.models.llama.modeling_llama.create_causal_mask", mask):
+        return exact(lambda: huggingface("Llama"), mesh, passes)
+
+
+def encoder():
+    sizes = dict(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=32, num_heads=4, num_layers=2, dropout_rate=0.0)
+    return transformers.T5EncoderModel(transformers.T5Config(**sizes))
+
+
 ROWS = [
+    Row(
+        "leave it whole: TensorParallel(styles={pattern: None})",
+        lambda: checked("tp=2", [TensorParallel()], with_own_plan()),
+        {
+            "leave it whole: TensorParallel(styles={pattern: None})": lambda: checked(
+                "tp=2", [TensorParallel(styles=dict.fromkeys(PROJECTIONS))], with_own_plan()
+            )
+        },
+    ),
+    Row(
+        "{} is below peft's own adapters, which add to whole weights",
+        lambda: checked(EP_MESH, EP, by_peft()),
+        {
+            "add adapters that ranks can divide by meshpar.training.add_adapters": by_meshpar,
+            "use a mesh without ep": lambda: on_fsdp(by_peft()),
+        },
+    ),
+    Row(
+        "{} holds its experts as {} in {}, and ExpertParallel divides parameters whose first dim counts experts",
+        lambda: checked(EP_MESH, EP, in_one_matrix()),
+        {"use a mesh without ep": lambda: on_fsdp(in_one_matrix())},
+    ),
+    Row(
+        "generate makes one position after another, and each rank has a part of them",
+        lambda: generated(CP_MESH, CP),
+        {"generate on a mesh without cp": lambda: generated(FSDP_MESH, [FullyShard()])},
+        result=of_one_process,
+        ranks=2,
+    ),
+    Row(
+        "a model that counts its positions itself is split by its input_ids, got none",
+        lambda: exact(roberta, CP_MESH, CP, given={"inputs_embeds": EMBEDDINGS}),
+        {
+            "use a mesh without cp": lambda: exact(
+                roberta, FSDP_MESH, [FullyShard()], given={"inputs_embeds": EMBEDDINGS}
+            )
+        },
+        result=True,
+        ranks=2,
+    ),
+    Row(
+        "the model's mask looks at more than positions (kinds of tokens, blocks)",
+        lambda: by_kinds(CP_MESH, CP),
+        {"use a mesh without cp": lambda: by_kinds(FSDP_MESH, [FullyShard()])},
+        result=True,
+        ranks=2,
+    ),
+    Row(
+        "{} adds a bias of its own to its scores, of a rank's positions",
+        lambda: exact(encoder, CP_MESH, [ContextParallel(mixers=("encoder.block.0",)), FullyShard()]),
+        {"use a mesh without cp": lambda: exact(encoder, FSDP_MESH, [FullyShard()])},
+        result=True,
+        ranks=2,
+    ),
     Row(
         "{} got an attention_mask; transformers applies it to the embeddings",
         lambda: padded(mask=True),
@@ -253,3 +382,8 @@ ROWS = [
 @pytest.mark.parametrize("row", alone(ROWS))
 def test_the_printed_remedy_helps(row):
     row.run()
+
+
+@on_ranks(2)
+def test_the_printed_remedies_help_on_two_ranks():
+    run_together(ROWS, 2)
