@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from meshpar import FullyShard, MeshSpec, ModelLayout, Plan, attention, attention_mask, token_loss
-from meshpar.build_once import _room
+from meshpar import FullyShard, MeshSpec, ModelLayout, PipelineParallel, Plan, attention, attention_mask, token_loss
+from meshpar.build_once import _room, build_once
 from meshpar.chunked import chunked_token_loss
 from meshpar.drawing import mesh_svg
 from meshpar.homes import expanded
 from meshpar.optim import Muon
-from meshpar.placements import local_gradient
+from meshpar.placements import local_gradient, whole_tensor
 from meshpar.positions import Mask, documents
 from meshpar.testing import on_ranks, one_process
 from meshpar.weights.maps import average_called
 from tests.remedies.rows import Row, Tested, alone, run_together
 from tests.remedies.sides import difference, on
-
-UNTRIED = 7
+from tests.remedies.test_forwards import LINE, MICRO, Line, made, staged
 
 LABELS = torch.arange(16).view(2, 8)
 
@@ -151,7 +153,96 @@ def clipping(where):
     return loop
 
 
+@contextmanager
+def as_somebody():
+    """Write as a user who is not root, who may write everywhere."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def built(*, mode=0o500, inside="closed"):
+    """Build a folder in one that is closed, or in another, and return its files."""
+    with TemporaryDirectory() as root:
+        os.chmod(root, 0o755)
+        for name in ("closed", "open"):
+            place = Path(root) / name
+            place.mkdir()
+            place.chmod(mode if name == "closed" else 0o777)
+        with as_somebody():
+            made = build_once(Path(root) / inside / "made", lambda folder: (folder / "file").touch())
+        return [path.name for path in made.iterdir()]
+
+
+def sparse_adam():
+    """How far a step moves the row that was looked up."""
+    layer = nn.Embedding(4, 2, sparse=True)
+    before = layer.weight.detach().clone()
+    layer(torch.tensor([1])).sum().backward()
+    torch.optim.SparseAdam(layer.parameters(), lr=0.5).step()
+    return before - layer.weight.detach()
+
+
+def apart(*kinds):
+    """Apply a plan to a model that is on ``kinds[rank]``, and return the values of a weight that is drawn then."""
+    torch.manual_seed(0)
+    with torch.device(kinds[dist.get_rank() % len(kinds)]):
+        module = nn.Sequential(nn.Linear(4, 4))
+    par = Plan("dp_shard=2", [FullyShard()]).apply(module, ModelLayout())
+    if kinds == ("meta",):
+        par.materialize(seed=0)
+    return bool(whole_tensor(par.module[0].weight.detach()).abs().sum() > 0)
+
+
 ROWS = [
+    Row(
+        "free some space or correct the folder's mode, or name another folder",
+        built,
+        {
+            "correct the folder's mode": lambda: built(mode=0o777),
+            "name another folder, in a recipe by data.cache": lambda: built(inside="open"),
+        },
+        result=["file"],
+    ),
+    Row(
+        "the optimizer does not support sparse gradients",
+        lambda: sparse_gradient(True),
+        {"use SparseAdam": sparse_adam},
+        result=lambda: torch.tensor([[0.0, 0.0], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]),
+    ),
+    Row(
+        "par.accumulate needs every layer on every rank, and {} divides them",
+        lambda: list(Plan("pp=2", [PipelineParallel()]).apply(made(Line), LINE).accumulate(MICRO)),
+        {"run a step by par.backward(micro_batches, loss)": staged},
+        result=True,
+        ranks=2,
+    ),
+    Row(
+        "{} have other names or dtypes on ranks {} than on rank 0",
+        lambda: apart("cpu", "meta"),
+        {
+            "build the same model on every rank, everywhere on the meta device or everywhere with weights": lambda: (
+                apart("meta") and apart("cpu")
+            )
+        },
+        result=True,
+        ranks=2,
+    ),
+    Tested(
+        "got no position_ids, and each rank has a part",
+        "tests/passes/test_context.py::refused",
+        {"call the model with par.split(batch), a mapping": "par.module(**par.split({"},
+    ),
+    Tested(
+        "fresh='the reason'",
+        "tests/passes/test_parity.py::test_ranks_find_what_the_last_test_found_and_a_patch_that_is_left_is_refused",
+        {"write @on_ranks(..., fresh='the reason')": 'on_ranks(1, fresh="leaves a patch")'},
+    ),
     Tested(
         "has given no sign of life for {} s; end that process, or name another folder, in a recipe by data.cache",
         "tests/training/test_data.py::test_who_waits_for_a_build_says_for_whom_and_not_for_ever",
