@@ -6,7 +6,7 @@ import atexit
 import functools
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -89,6 +89,12 @@ def queues(device: torch.device | str) -> bool:
     without holding the host, sums are added in another order each time, and kernels may know 16 bits alone.
     """
     return not on_host(device)
+
+
+def numbers_on(device: torch.device, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Return numbers of the host, (N,), on a device, which nothing waits for."""
+    here = torch.tensor(numbers, dtype=dtype, device="cpu")
+    return here if on_host(device) else here.pin_memory().to(device, non_blocking=True)
 
 
 def over_hosts(device: torch.device | str) -> bool:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshpar import MeshparError, ModelLayout, PipelineParallel
+from meshpar.core import runtime
 from meshpar.loss import Totals
 from meshpar.passes.applied import applied
 from meshpar.passes.pipeline import messages, parallel
@@ -24,6 +25,12 @@ from meshpar.passes.pipeline.schedule import SCHEDULES
 from tests.accelerator.ranks_in_turns import Broken, Group, Hang, Network, Work
 
 LAYOUT = ModelLayout(blocks=("layers.*",))
+
+
+@pytest.fixture(params=["as beside a CPU", "as beside a device"])
+def device(request, monkeypatch):
+    """Stages that read what comes where it comes, and those that never wait for a device."""
+    monkeypatch.setattr(runtime, "queues", lambda device: "device" in request.param)
 
 
 class Model(nn.Module):
@@ -162,7 +169,7 @@ def test_the_rules_are_kept():
         network.run(lambda rank: network.call(network.world, ("send", "recv")[rank], torch.zeros(rank + 1), 1 - rank))
 
 
-def test_threads_in_turns_have_the_numbers_of_one_process():
+def test_threads_in_turns_have_the_numbers_of_one_process(device):
     for tied in (False, True):
         torch.manual_seed(0)
         alone = Model(4, tied)
@@ -192,14 +199,14 @@ ENDS = {
 
 
 @pytest.mark.parametrize("ends", ENDS)
-def test_no_schedule_waits_for_itself(ends):
+def test_no_schedule_waits_for_itself(ends, device):
     assert hung(DAILY, **ENDS[ends]) == []
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ends", [*ENDS, "tied, a communicator a pair"])
 @pytest.mark.parametrize("ranks", range(2, 9))
-def test_no_schedule_of_any_number_of_stages_waits_for_itself(ranks, ends):
+def test_no_schedule_of_any_number_of_stages_waits_for_itself(ranks, ends, device):
     rules = ENDS["tied"] | ENDS["a communicator a pair"] if "," in ends else ENDS[ends]
     assert hung(combinations([ranks]), **rules) == []
 
@@ -219,7 +226,7 @@ def errors_of(network, program):
     return network.run(run)
 
 
-def test_a_stage_without_memory_between_a_header_and_its_values_is_told_and_the_next_step_is_exact(monkeypatch):
+def test_a_stage_without_memory_between_a_header_and_its_values_is_told_and_the_next_step_is_exact(monkeypatch, device):
     """Also where the values are known, and where they have another form than the last ones."""
     empty = torch.empty
     expected = run_stages(3, 1, 3, "1f1b")
@@ -245,7 +252,7 @@ def test_a_stage_without_memory_between_a_header_and_its_values_is_told_and_the_
             torch.testing.assert_close(total, expected[rank][0])
 
 
-def test_values_of_another_micro_batch_are_refused_on_all_stages():
+def test_values_of_another_micro_batch_are_refused_on_all_stages(device):
     def program(layers):
         if layers.rank == 0:
             begin = layers.edges.begin
@@ -256,7 +263,7 @@ def test_values_of_another_micro_batch_are_refused_on_all_stages():
         assert "values of micro-batch 1 came from stage 0, expected those of micro-batch 0 from stage 0" in str(error)
 
 
-def test_stages_forget_forms_of_micro_batches_together(monkeypatch):
+def test_stages_forget_forms_of_micro_batches_together(monkeypatch, device):
     monkeypatch.setattr(messages, "MOST_SHAPES", 2)
     network = Network(2)
     anatomy(4, False)
@@ -309,7 +316,7 @@ def test_a_failure_of_one_rank_alone_is_forgotten_where_it_goes_on(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 3)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     layers = object.__new__(Layers)
-    layers.rank, layers.ranks, layers.edges, layers._error = 1, 1, SimpleNamespace(failed=False), None
+    layers.rank, layers.ranks, layers.edges, layers._error = 1, 1, SimpleNamespace(begin_step=lambda: None), None
     layers._acting, layers._told = lambda: "stage 1, a forward", False
     for _ in range(2):
         with pytest.raises(KeyError):
@@ -350,3 +357,67 @@ def test_a_rank_names_the_message_that_has_not_come_where_the_host_goes_on(monke
     with pytest.raises(Hang):
         network.run(program)
     assert said == ["stage 1, forward of micro-batch 0 of 3, waits for stage 0"]
+
+
+class Fails(Exception):
+    pass
+
+
+def failing(call, backward):
+    """A hook of a layer that fails in one of its calls, or in the backward of it."""
+    calls = itertools.count()
+
+    def fail(*_):
+        raise Fails("the sensor is broken")
+
+    def hook(module, args, output):
+        if next(calls) == call:
+            if not backward:
+                fail()
+            output.register_hook(fail)
+
+    return hook
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_an_error_in_the_second_step_ends_it_on_all_stages_and_the_next_one_is_exact(virtual, backward, device):
+    expected = run_stages(3, virtual, 3, "1f1b")
+    for stage, call in itertools.product((0, 1, 2), (0, 1, 2)):
+        network = Network(3)
+
+        def run(rank, network=network, stage=stage, call=call):
+            layers, module = layers_of(network, rank, virtual)
+            train(layers, ids(3))
+            module.zero_grad()
+            hook = module.layers[stage].register_forward_hook(failing(call, backward)) if rank == stage else None
+            with pytest.raises((MeshparError, Fails)) as raised:
+                train(layers, ids(3))
+            if hook is not None:
+                hook.remove()
+            module.zero_grad()
+            return raised.value, train(layers, ids(3))
+
+        for rank, (error, total) in enumerate(network.run(run)):
+            assert "the sensor is broken" in str(error) and isinstance(error, Fails if rank == stage else MeshparError)
+            torch.testing.assert_close(total, expected[rank][0])
+
+
+def test_shapes_that_follow_from_values_are_refused_beside_a_device_alone(monkeypatch):
+    def run(queues):
+        monkeypatch.setattr(runtime, "queues", lambda device: queues)
+        network = Network(2)
+        anatomy(2, False)
+
+        def program(rank):
+            layers, module = layers_of(network, rank)
+            module.layers[0].register_forward_hook(
+                lambda layer, args, output: output[:, : 1 + int(layers.edges.number == 1)]
+            )
+            return train(layers, [torch.zeros(1, 2, dtype=torch.int64)] * 3)
+
+        return network.run(program)
+
+    assert run(False)[0].isfinite()
+    with pytest.raises(MeshparError, match=r"shapes \(1, 2, 2\), expected \(1, 1, 2\).*pad to shapes that follow from"):
+        run(True)

@@ -20,8 +20,10 @@ from meshpar import (
     TensorParallel,
 )
 from meshpar.forecasting.private import Assumed
+from meshpar.passes import random
 from meshpar.passes.applied import applied
 from meshpar.passes.batches import selected
+from meshpar.passes.pipeline.messages import Header
 from meshpar.passes.routing import Routing
 from meshpar.training.loop import Trainer
 from meshpar.training.objectives import CausalLM
@@ -64,18 +66,16 @@ STEPS = {
         [FullyShard(param_dtype=torch.float16)],
         {"training.loop.Trainer._may_step": 1},  # whether the step counts decides the next one's scale
     ),
-    # of the first stage, which hands on values and takes gradients
-    "stages": (
-        transformer,
-        "pp=2,dp_shard=4",
-        [PipelineParallel(), FullyShard(**BF16)],
-        {
-            "passes.unused.Unused.drop": 1,  # whether another rank used what this one did not
-            "training.experts.ExpertLoad.take": 2,  # the report, which stages exchange
-        },
-    ),
 }
 """Model, mesh, passes -> the places, and how often a step of two micro-batches waits there."""
+WAITS_OF_STAGES = {
+    # as many micro-batches of one shape; whether a stage failed
+    "passes.pipeline.messages.Messages.exchanged (hosts)": 2,
+    "training.experts.ExpertLoad.take": 2,  # the report, which stages exchange
+}
+LONG_AGO = "passes.reads.beside"
+"""Where the host looks at a copy that began a micro-batch or a step ago."""
+STAGES = transformer, "pp=2,dp_shard=4", [PipelineParallel(), FullyShard(**BF16)]
 
 
 class Data:
@@ -102,20 +102,20 @@ class Watched(Routing):
         return Assumed().exchanged(counts, rows, rank)
 
 
-def waits_of(name):
+def waits_of(build, mesh, passes, *, rank=0, half=False, fused=True):
     """Where the second step of a training loop waits, and which streams race in it, with a report that is not read."""
-    build, mesh, passes, _ = STEPS[name]
     with torch.device("meta"):
         model = build()
-    with simulated(8):
+    with simulated(8, as_rank=rank):
         par = allocate(Plan(mesh, passes).apply(model, device_type=device.NAME))
         if (layers := applied(par.module).layers) is not None:
-            layers.edges.supposed, layers._form = {}, (True, [("loss", (), torch.float32)])
+            header = Header(-1, 0, 0, ((torch.bfloat16, (2, 16, model.config.dim)),))
+            layers.edges.supposed, layers._form = {None: header}, (True, [("loss", (), torch.float32)])
             layers.gathered = lambda mine: [mine, mine]
         if applied(par.module).divided:
             applied(par.module).routing = Watched()
-        optimizer = build_adamw(par.module, AdamWSettings(fused=name != "host"))
-        schedule, scaler = Schedule(name="constant", lr=1e-3, steps=9), LossScaler() if name == "float16" else None
+        optimizer = build_adamw(par.module, AdamWSettings(fused=fused))
+        schedule, scaler = Schedule(name="constant", lr=1e-3, steps=9), LossScaler() if half else None
         trainer = Trainer(par, CausalLM(), Data(), optimizer, schedule, TrainSettings(steps=9), scaler=scaler)
         tensor = torch.ones(2, 16, dtype=torch.int64, device="cpu")
         for watch in (contextlib.nullcontext(), races := Races()):
@@ -135,8 +135,24 @@ OTHERS = tuple(name for name in STEPS if name not in DAILY)
 def test_a_step_waits_at_the_listed_places_alone_and_its_streams_do_not_race(names):
     install().manual_seed = lambda value: None
     CausalLM.tokens = lambda self, batch: 32  # counted on the host, before the batch is moved
-    found = {name: waits_of(name) for name in names}
-    assert found == {name: (HOSTS if name != "stages" else {}) | STEPS[name][-1] for name in found}, found
+    found = {name: waits_of(*STEPS[name][:3], half=name == "float16", fused=name != "host") for name in names}
+    assert found == {name: HOSTS | STEPS[name][-1] for name in found}, found
+
+
+@pytest.mark.parametrize(
+    ("rank", "looks"),
+    [
+        pytest.param(0, 1, id="the first stage looks at the inputs of the step before"),
+        pytest.param(4, 3, id="the last stage also at the header of each micro-batch before"),
+    ],
+)
+@alone
+def test_a_steady_step_of_a_stage_waits_for_no_device(rank, looks):
+    install().manual_seed = lambda value: None
+    random._equal = lambda one, other: True  # states of generators, which have no values here
+    CausalLM.tokens = lambda self, batch: 32
+    found = waits_of(*STAGES, rank=rank)
+    assert found == {**WAITS_OF_STAGES, LONG_AGO: looks}, found
 
 
 def test_a_split_batch_stays_in_page_locked_memory(monkeypatch):

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshpar._torch.calls import eager, enter_by
+from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, first_line
 from meshpar.passes.installed import set_forward
 from meshpar.passes.pipeline.cuts import Result
 from meshpar.passes.pipeline.messages import BACK, FAILED, FORTH, Header, Messages
 from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, TailStandIn, tell_hooks_of, tensors, with_result
 from meshpar.passes.random import LossState
+from meshpar.passes.reads import beside
 from meshpar.same_values import FACTOR, digest
 
 _WRITES = (
@@ -120,6 +122,7 @@ class Edges:
         # Headers of the last values that came and went in each chunk for a micro-batch of one form.
         self._got, self._given = ([dict[object, Header]() for _ in self._chunks] for _ in range(2))
         self._come: Header | None = None  # whose values have yet to
+        self._unread = list[tuple[int, int, Callable[[], Tensor]]]()  # numbers behind values: micro-batch and stage
         self._versions = list[int]()  # of what it has handed on
         # The number of the block that the forward has to call next.
         self._draws, self._line, self._next = portion.draws, portion.line, 0
@@ -136,6 +139,20 @@ class Edges:
     def last(self) -> int:
         """The stage with the last blocks, which has the loss."""
         return self.ranks * len(self._chunks) - 1
+
+    @property
+    def late(self) -> bool:
+        """Whether the numbers behind values are read one micro-batch later, so that the host never waits for a device.
+
+        Then messages of a known form are exchanged whatever fails, with zeros in the place of values.
+        """
+        return runtime.queues(self.device)
+
+    def begin_step(self) -> None:
+        """Begin a step, or an evaluation; what an earlier one that failed left is forgotten."""
+        if self.failed:
+            self._unread.clear()
+        self.failed = False
 
     def begin(self, chunk: int, number: int, form: object) -> None:
         """Begin a forward of a micro-batch that has tensors of these shapes."""
@@ -372,6 +389,8 @@ class Edges:
         if self.supposed is not None:
             one = self.supposed[None]
             known = replace(one, forms=tuple(self.supposed.get(result, one).forms[0] for result in results))
+        if known is not None and header is None and self.late:
+            header, found = known, self._receive_known(known)
         if header is None:
             if known is None:
                 numbers = torch.empty(Header.size(len(results)), dtype=torch.int64, device=self.device)
@@ -394,8 +413,36 @@ class Edges:
         header.keep(self._got[self.chunk], self._form)
         self._carried.dtype, self._carried.width = header.forms[0][0], header.width
         self.arrived = [value.requires_grad_() for value in found] if torch.is_grad_enabled() else found
-        if self.supposed is None and not self.failed:  # with what has come noted: its gradients go back
+        if self.late and header is known:
+            self._read(1)
+        elif self.supposed is None and not self.failed:  # with what has come noted: its gradients go back
             header.check(self.number, self.stage - 1)
+
+    def _receive_known(self, known: Header) -> list[Tensor]:
+        """Receive values of a known form, and begin to read the numbers behind them."""
+        whole, found, numbers = known.room(self.device)
+        self.messages.receive(whole, self.stage - 1, FORTH)
+        with beside(self.device) as to_host:
+            self._unread.append((self.number, self.stage - 1, to_host(numbers)))
+        return found
+
+    def _read(self, most: int) -> None:
+        """Read the numbers of what came, but for ``most`` of the last ones.
+
+        Raises:
+            FailedBeforeError: an error came before the values.
+        """
+        while len(self._unread) > most:
+            number, stage, read = self._unread.pop(0)
+            numbers = read()
+            if self.failed or self.supposed is not None:
+                continue
+            header = Header.of_numbers(numbers.tolist())
+            if header.width == FAILED:
+                error = FailedBeforeError()
+                self._fail(error)
+                raise error
+            header.check(number, stage)
 
     @eager
     def _take(self, chunk: int, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -427,6 +474,9 @@ class Edges:
         if self.supposed is not None:
             known, pairs = header, zip((None, *gives), forms, strict=True)
             self.supposed |= {result: replace(header, forms=(form,)) for result, form in pairs}
+        if self.late and known is not None:
+            self._send_known(known, header, values)
+            return
         numbers = header.tensor(1 + len(gives), self.device)
         parts = [numbers, *(values or ())]
         if known is not None:
@@ -441,6 +491,29 @@ class Edges:
         if values is not None:  # behind all that needs memory: the next stage keeps what it has got
             header.keep(self._given[self.chunk], self._form)
         self.messages.send(parts, self.stage + 1, FORTH)
+        self.sends = False
+
+    def _send_known(self, known: Header, header: Header, values: Sequence[Tensor] | None) -> None:
+        """Send values of a known form; after an error zeros, for which gradients come like for the others.
+
+        Raises:
+            MeshparError: they have another form.
+        """
+        if values is not None and header.forms != known.forms:
+            shapes = (", ".join(str(shape) for _, shape in forms) for forms in (header.forms, known.forms))
+            raise MeshparError(
+                "what stage {} hands on has the shapes {}, expected {} as for earlier inputs of the same shapes: on an "
+                "accelerator the next stage does not wait to be told; pad to shapes that follow from those of the "
+                "inputs, or use a mesh without pp".format(self.stage, *shapes)
+            )
+        whole, rooms, behind = known.room(self.device)
+        if values is None:
+            whole.zero_()
+            self.left = [torch.zeros_like(room) for room in rooms]
+        for room, value in zip(rooms, values or (), strict=values is not None):
+            room.copy_(value)
+        behind.copy_(header.tensor(len(rooms), self.device))
+        self.messages.send([whole], self.stage + 1, FORTH)
         self.sends = False
 
 

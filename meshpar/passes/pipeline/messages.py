@@ -63,7 +63,7 @@ class Header:
         for dtype, shape in self.forms:
             found += [DTYPES.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
         found += [0] * (self.size(values) - len(found))
-        return torch.tensor(found, pin_memory=not runtime.on_host(device)).to(device, non_blocking=True)
+        return runtime.numbers_on(device, found)
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Header:
@@ -108,6 +108,7 @@ class Messages:
         doing: returns which stage runs, in which action; empty outside of a step.
 
     Attributes:
+        hosts: the group in which the ranks exchange what their hosts know, without a wait for a device.
         sent: messages that are on their way by their tags, the first that was sent first.
     """
 
@@ -115,7 +116,7 @@ class Messages:
         self._chunks, self._doing = chunks, doing
         self._coming = deque[tuple[dist.Work, str]]()  # calls that receive, and what the watchdog says of them
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._lanes = _lanes(group)
+        self._lanes, self.hosts = _lanes(group)
         self.sent: dict[int, list[list[tuple[dist.Work, Tensor]]]] = {FORTH: [], BACK: []}
 
     def exchanged(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -182,8 +183,8 @@ class Messages:
                 self.exchanged(work.wait)
 
 
-def _lanes(group: dist.ProcessGroup) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """Return the groups by which each kind of message travels, by its tag and sender.
+def _lanes(group: dist.ProcessGroup) -> tuple[dict[tuple[int, int], dist.ProcessGroup], dist.ProcessGroup]:
+    """Return the groups by which each kind of message travels, by its tag and sender, and the group of the hosts.
 
     NCCL runs what a rank exchanges in a group in the order of its calls, whatever the tags and the other ranks. Along
     the ring of stages two senders share a group only where neither sends to the other: in each group a rank has one
@@ -196,7 +197,7 @@ def _lanes(group: dist.ProcessGroup) -> dict[tuple[int, int], dist.ProcessGroup]
     ranks = dist.get_process_group_ranks(group)
     edges = list(product((FORTH, BACK), range(len(ranks))))
     if dist.get_backend(group) in TAGGED:
-        return dict.fromkeys(edges, group)
+        return dict.fromkeys(edges, group), group
     made, found = dict[tuple[int, int], Any](), dict[tuple[int, int], dist.ProcessGroup]()
     # torch names a group by its ranks and the number of groups that this rank has: without a number in common, the
     # ranks would wait for one another under different names.
@@ -212,9 +213,10 @@ def _lanes(group: dist.ProcessGroup) -> dict[tuple[int, int], dist.ProcessGroup]
             title = f"pp {'back' if tag == BACK else 'forth'} {color}"
             made[tag, color] = dist.new_group(ranks, use_local_synchronization=True, group_desc=title)
         found[tag, sender] = made[tag, color]
+    hosts: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="pp hosts")
     for one in alone:
         dist.destroy_process_group(one)
-    share_timeout(made.values())
+    share_timeout([*made.values(), hosts])
     rank, first = dist.get_rank(group), torch.zeros(1, device=runtime.device())
     for (tag, sender), lane in found.items():
         receiver = (sender + (1 if tag == FORTH else -1)) % len(ranks)
@@ -222,7 +224,7 @@ def _lanes(group: dist.ProcessGroup) -> dict[tuple[int, int], dist.ProcessGroup]
             dist.send(first, group=lane, group_dst=receiver)
         elif rank == receiver:
             dist.recv(first, group=lane, group_src=sender)
-    return found
+    return found, hosts
 
 
 def _lost(where: str, error: RuntimeError) -> LostError:

@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from meshpar._torch.groups import all_gather
+from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, brief
 from meshpar.loss import Found, Totals
 from meshpar.passes.pipeline.edges import Edges, FailedBeforeError, Portion
 from meshpar.passes.pipeline.messages import BACK, FORTH, LostError, all_fail, failed_alone, forget_alone, tell_alone
 from meshpar.passes.pipeline.schedule import Action, actions
 from meshpar.passes.pipeline.stand_ins import tensors
+from meshpar.passes.reads import beside
 from meshpar.placements import local_tensor
-from meshpar.same_values import digest_of_several
+from meshpar.same_values import Looks, digest_of_several
 
 Micro = TypeVar("Micro")
 _EXACT = (1 << 48) - 1
@@ -57,6 +59,9 @@ class Layers:
         self._cause = ""  # where and what it was, where it is this stage's own
         self._told = False  # the other ranks that this one failed alone
         self._action: Action | None = None  # that runs
+        self._looks = Looks()
+        # Digests of the inputs of the step before, which are not read yet.
+        self._later: tuple[Callable[[], Tensor], list[list[Tensor]]] | None = None
         self._form: tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]] = (False, [])  # of the last totals
         self.begins: Callable[[Action], object] = lambda action: None
 
@@ -123,7 +128,8 @@ class Layers:
 
     def _begin_step(self, before: int) -> None:
         self._before, self._cause, self._action, self.goes_on = before, "", None, False
-        self._error, self.edges.failed = None, False
+        self._error = None
+        self.edges.begin_step()
         if self._told:
             forget_alone()
             self._told = False
@@ -146,11 +152,10 @@ class Layers:
         self._shapes = [tuple(tuple(leaf.shape) for leaf in tensors(batch)) for batch in batches]
         mine = 0
         if self.edges.supposed is None and self._error is None:
-            mine = hash((len(batches), _digest(batches), *self._shapes))
-        every = torch.empty(self.ranks, dtype=torch.int64, device=self.edges.device)
-        # full: a tensor made of a list of Python numbers waits for the device
-        own = torch.full((1,), mine, dtype=torch.int64, device=self.edges.device)
-        self._messages.exchanged(all_gather, every, own, group=self.group)
+            mine = hash((len(batches), _digest(batches, waits=not self.edges.late), *self._shapes))
+        every = torch.empty(self.ranks, dtype=torch.int64, device="cpu")
+        own = torch.tensor([mine], device="cpu")
+        self._messages.exchanged(all_gather, every, own, group=self._messages.hosts)
         if self.edges.supposed is None and (self._error is not None or every.tolist() != [mine] * self.ranks):
             self._refuse([_digest(batch) for batch in batches])
         return batches
@@ -160,6 +165,7 @@ class Layers:
         differ. Collective over the stages.
         """
         own, cause = self._error, self._cause
+        self.edges.failed = True  # the step, on all stages
         self._begin_step(self._before)
         every = self.gathered((cause, digests))
         if own is not None and cause:
@@ -240,22 +246,20 @@ class Layers:
         # Digests of 48 bits are exact in float64. The others' losses are 0.
         inputs = [torch.stack(given).sum() & _EXACT for given in self.edges.inputs if given]
         inputs += [inputs[0]] * (self._chunks - len(inputs)) if inputs else [totals.loss] * self._chunks
-        flags = (form != self._form, self._error is not None)
-        noted = [totals.loss, *(torch.full_like(totals.loss, float(flag)) for flag in flags), *inputs]
+        flags = [float(form != self._form), float(self._error is not None)]
+        noted = [totals.loss, *(torch.full_like(totals.loss, flag) for flag in flags), *inputs]
         mine = torch.stack([number.double() for number in noted])
         numbers = mine.new_empty(self.ranks * len(mine))
         self._messages.exchanged(all_gather, numbers, mine, group=self.group)
         numbers = numbers.view(self.ranks, -1)
-        if self.edges.supposed is None:
-            stages = numbers.tolist()
-            if any(failed for _, _, failed, *_ in stages):
-                self._refuse(())
-            if len({digest for _, _, _, *digests in stages for digest in digests}) > 1:
-                self._refuse_inputs()
-            if any(changed for _, changed, *_ in stages):
-                forms = [form]
-                dist.broadcast_object_list(forms, group=self.group, group_src=self.ranks - 1, device=self.edges.device)
-                self._form = forms[0]
+        changed, failed = self._flags(flags, numbers)
+        if failed:
+            self._refuse(())
+        self._compare_inputs(numbers[:, 1 + len(flags) :])
+        if changed:
+            forms = [form]
+            dist.broadcast_object_list(forms, group=self.group, group_src=self.ranks - 1, device=self.edges.device)
+            self._form = forms[0]
         flat = totals.flat()
         if self._form[1]:
             if not has:
@@ -263,15 +267,40 @@ class Layers:
             dist.broadcast(flat, group=self.group, group_src=self.ranks - 1)
         totals.take(numbers[:, 0].sum().to(totals.loss.dtype), self._form, flat)
 
-    def _refuse_inputs(self) -> NoReturn:
+    def _flags(self, mine: list[float], numbers: Tensor) -> list[bool]:
+        """Return of each flag whether a stage has it: from the ``numbers`` of all, or by the hosts beside a device."""
+        every = numbers[:, 1 : 1 + len(mine)]
+        if self.edges.late:
+            every = torch.empty(self.ranks * len(mine), device="cpu")
+            self._messages.exchanged(all_gather, every, torch.tensor(mine, device="cpu"), group=self._messages.hosts)
+            every = every.view(self.ranks, -1)
+        return [False] * len(mine) if self.edges.supposed is not None else every.bool().any(0).tolist()
+
+    def _compare_inputs(self, digests: Tensor) -> None:
+        """Compare what ``loss`` gave the module on each stage, (stages, chunks): now, or beside a device after the
+        first steps one step later.
+        """
+        read, given = (lambda: digests), self.edges.inputs
+        if not self._looks.now("inputs", self.edges.device):
+            with beside(self.edges.device) as to_host:
+                later = to_host(digests), given
+            if self._later is None:
+                self._later = later
+                return
+            (read, given), self._later = self._later, later
+        every = read()
+        if self.edges.supposed is None and len(set(every.flatten().tolist())) > 1:
+            self._refuse_inputs(given)
+
+    def _refuse_inputs(self, given: Sequence[Sequence[Tensor]]) -> NoReturn:
         """Raise an error for micro-batches in which stages got other arguments. Collective over the stages."""
-        every = self.gathered([list(map(int, given)) for given in self.edges.inputs])
+        every = self.gathered([list(map(int, digests)) for digests in given])
         first = every[0][0]
         rank, number = next(
             (rank, number)
             for rank, chunks in enumerate(every)
-            for given in chunks
-            for number, (one, two) in enumerate(zip_longest(first, given))
+            for digests in chunks
+            for number, (one, two) in enumerate(zip_longest(first, digests))
             if one != two
         )
         raise MeshparError(
@@ -357,9 +386,15 @@ class Layers:
                 parameter.grad += kept
 
 
-def _digest(batches: object) -> int:
-    """Return a number that differs where tensors in ``batches`` have other bytes: one look for each kind."""
+def _digest(batches: object, *, waits: bool = True) -> int:
+    """Return a number that differs where tensors in ``batches`` have other bytes: one look for each kind.
+
+    Args:
+        batches: nested values.
+        waits: also read those on a device.
+    """
     kinds = dict[Any, list[Tensor]]()
     for leaf in tensors(batches):
-        kinds.setdefault((leaf.device, leaf.dtype), []).append(leaf.detach().reshape(-1))
+        if waits or runtime.on_host(leaf.device):
+            kinds.setdefault((leaf.device, leaf.dtype), []).append(leaf.detach().reshape(-1))
     return int(digest_of_several(map(torch.cat, kinds.values())))
