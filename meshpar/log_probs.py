@@ -13,10 +13,14 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from meshpar.chunked import CHUNK, Gradients, run_with
+from meshpar.chunked import CHUNK, LARGE_LOGITS, Gradients, run_with
+from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.loss import IGNORE_INDEX
 from meshpar.passes.installed import Step
+
+FULL_SPEED = 512
+"""Positions of a chunk with which a matrix product runs at a device's full speed: fewer wait for the head's weight."""
 
 
 class TokenLogProbs(NamedTuple):
@@ -42,9 +46,10 @@ def token_log_probs(
 ) -> TokenLogProbs:
     """Run ``model`` and return the log-probability of each label and the entropy of each position, with gradients.
 
-    The logits of at most ``chunk`` positions, and of no more than a 64th of the batch, exist at a time, in forward
-    and in backward, which computes them again. Over a split vocabulary three numbers of each position cross the axis.
-    See :meth:`meshpar.Parallelized.token_log_probs`.
+    The logits of at most ``chunk`` positions exist at a time, in forward and in backward, which computes them again:
+    on a CPU a 64th of the batch at a time, on an accelerator 512 positions or more, as many as fit into 256 MiB of
+    float32. Over a split vocabulary three numbers of each position cross the axis. See
+    :meth:`meshpar.Parallelized.token_log_probs`.
 
     Args:
         model: as for :func:`meshpar.chunked_token_loss`, as are ``head`` and ``ignore_index``.
@@ -62,8 +67,7 @@ def token_log_probs(
     if not temperature > 0 or chunk < 1:
         raise MeshparError(f"temperature={temperature} and chunk={chunk} must be positive")
     labels_BL: Tensor = batch["labels"]
-    part = min(chunk, max(16, labels_BL.numel() // 64))
-    compute = functools.partial(_of, part, ignore_index, 1.0 / temperature, labels_BL.flatten())
+    compute = functools.partial(_of, chunk, ignore_index, 1.0 / temperature, labels_BL.flatten())
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     both_2N = run_with(model, inputs, labels_BL, head, compute)
     return TokenLogProbs(*(row.view(labels_BL.shape) for row in both_2N.unbind()))
@@ -79,6 +83,10 @@ def _of(
     weight: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
+    if runtime.queues(weight.device):
+        chunk = min(chunk, max(FULL_SPEED, LARGE_LOGITS // (4 * len(weight))))
+    else:
+        chunk = min(chunk, max(16, len(labels_N) // 64))
     return _TokenLogProbs.apply(finish, chunk, ignore_index, scale, labels_N, hidden_ND, weight, bias)
 
 

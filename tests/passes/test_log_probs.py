@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import meshpar
-from meshpar import ContextParallel, FullyShard, HybridShard, TensorParallel
+from benchmarks.chunked_loss import Head
+from meshpar import ContextParallel, FullyShard, HybridShard, TensorParallel, log_probs
 from meshpar.log_probs import token_log_probs
 from meshpar.placements import whole_tensor
 from meshpar.testing import assert_parity, on_ranks, token_steps
+from tests.accelerator.accelerated import accelerated
 from tests.passes.test_parity import PLANS as EVERY_PLAN
 from tests.passes.test_parity import ranks_of
 from tests.support.models_for_parity import VOCAB, huggingface, transformer
@@ -66,6 +72,21 @@ def test_values_and_gradients_are_those_of_whole_logits(temperature):
     grads = [torch.autograd.grad(objective(*outputs), list(model.parameters())) for outputs in (found, expected)]
     for one, other in zip(*grads):
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("queued", "vocabulary", "chunk", "rows"),
+    [(False, 32, 1024, {32}), (True, 32, 1024, {1024}), (True, 1 << 17, 1024, {512}), (True, 32, 64, {64})],
+)
+def test_an_accelerators_products_have_512_rows_or_more(monkeypatch, queued, vocabulary, chunk, rows):
+    """2,048 positions: on a CPU a 64th of them at a time, beside an accelerator what bytes allow."""
+    seen, linear = [], log_probs.F.linear
+    products = SimpleNamespace(linear=lambda hidden_ND, *rest: seen.append(len(hidden_ND)) or linear(hidden_ND, *rest))
+    monkeypatch.setattr(log_probs, "F", products)
+    with FakeTensorMode(allow_non_fake_inputs=True), accelerated() if queued else nullcontext():
+        head, labels = Head(2048, 4, vocabulary, torch.bfloat16), torch.zeros(1, 2048, dtype=torch.long)
+        sum(token_log_probs(head, {"labels": labels}, chunk=chunk)).sum().backward()
+    assert {*seen} == rows and len(seen) == 2 * 2048 // min(rows), "forward, and once more in backward"
 
 
 def test_a_batch_without_labels_is_refused():
