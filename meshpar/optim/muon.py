@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from meshpar.optim.matrices import Matrices, matrices_of
 from meshpar.optim.owners import Owners, Piece, Place, Round, shares
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied, first_covering
-from meshpar.placements import local_gradient, local_tensor
+from meshpar.placements import held_by_this_rank, local_gradient, local_tensor
 
 _ROUND_BYTES = 64 << 20  # that an owner gets in one exchange; a single matrix may be larger
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -34,7 +35,8 @@ class Muon(torch.optim.Optimizer):
 
     The rule, its defaults and ``adjust_lr_fn`` are those of ``torch.optim.Muon`` (Jordan et al. 2024,
     https://kellerjordan.github.io/posts/muon). In a step, each matrix goes whole to one of the ranks that hold its
-    parts, which orthogonalises it, and the parts of the result go back. AdamW trains embeddings, the layer that makes
+    parts, which orthogonalises it, and the parts of the result go back. Replicas orthogonalise different matrices, and
+    gather the results. AdamW trains embeddings, the layer that makes
     logits, norms, biases, vectors and scalars. The layout says what a matrix is: a fused projection is several, each
     expert is one, a convolution is flattened to (output channels, rest).
 
@@ -112,13 +114,14 @@ class Muon(torch.optim.Optimizer):
         # which holds its parameters: the number of one that is gone may be another's
         self._planned: tuple[list[Tensor], list[_Exchange]] = ([], [])
         super().__init__(found, {})
+        self._shares = functools.cache(shares)  # of a layout, of which many parameters have the same
         for parameter in (one for group in self.param_groups if group["rule"] == "muon" for one in group["params"]):
-            shares(parameter)
+            self._owners(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Make one step, after ``closure``, if given, computed the loss and gradients again. Collective over the ranks
-        that split a parameter.
+        that hold a parameter.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         matrices: list[tuple[Tensor, dict[str, Any]]] = []
@@ -176,16 +179,23 @@ class Muon(torch.optim.Optimizer):
         for owners, one_round, like in self._plan(matrices):
             owners.run(one_round, part_of, compute, put, like)
 
+    def _owners(self, parameter: Tensor) -> tuple[Owners, list[Place]]:
+        if not isinstance(parameter, DTensor):
+            return Owners((0,), None, None), [held_by_this_rank(parameter)]
+        return self._shares(parameter.shape, parameter.device_mesh, parameter.placements)
+
     def _plan(self, matrices: Sequence[tuple[Tensor, dict[str, Any]]]) -> list[_Exchange]:
         """Return who computes what, kept while the same parameters are trained."""
         trained = [parameter for parameter, _ in matrices]
         if [*map(id, self._planned[0])] != [*map(id, trained)]:
             sets: dict[tuple[Any, ...], tuple[Owners, list[Piece], Tensor]] = {}
             for number, (parameter, group) in enumerate(matrices):
-                owners, held = shares(parameter)
+                owners, held = self._owners(parameter)
                 kind = Matrices(**{name: group[name] for name in _SHAPES})
                 like = torch.empty(0, device=_device(parameter), dtype=_DTYPES[group["ns_dtype"]])
-                _, pieces, _ = sets.setdefault((owners.ranks, like.device, like.dtype), (owners, [], like))
+                _, pieces, _ = sets.setdefault(
+                    (owners.ranks, owners.replicas, like.device, like.dtype), (owners, [], like)
+                )
                 pieces += [
                     Piece(parameter=number, place=place, shape=kind.shape_of(place), held=held)
                     for place in kind.of(parameter.shape)

@@ -1,27 +1,30 @@
 """Bring each matrix of sharded parameters whole to one rank, and its result back as parts.
 
 The layout of a parameter says which part of a matrix each rank holds, so no rank asks another: a round is one
-all-to-all to the owners and one back.
+all-to-all to the owners and one back, inside of a replica. Replicas compute different matrices and gather the parts
+of the others' results.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
 
 from meshpar._torch.calls import without_modes
-from meshpar._torch.groups import flattened
-from meshpar.placements import held_by_this_rank, local_index, shard_dim
+from meshpar._torch.groups import all_gather, flattened
+from meshpar.placements import local_index, shard_dim
 
 Place = tuple[slice, ...]
+_LEAST = 1 << 17  # elements that a replica sends in a turn, so that many replicas do not make many turns
 
 
 @final
@@ -47,24 +50,48 @@ class Piece:
         return tuple(both) if all(span.start < span.stop for span in both) else None
 
 
-Round = list[list[Piece]]
-"""The matrices of each owner that are computed at a time."""
+Parts = list[tuple[Piece, Place]]
+"""Parts of matrices, each a place in the whole parameter."""
+
+
+class Round(NamedTuple):
+    """Matrices that are computed at a time, and what this rank exchanges for them.
+
+    Attributes:
+        owned: the matrices that this rank computes.
+        came: the parts of these, by rank, and ``to_me`` the elements of each rank's.
+        going: this rank's parts of its replica's matrices, by owner, and ``to_owners`` the elements of each owner's.
+        turns: this rank's parts of all matrices, by turn of the exchange between replicas, and by replica.
+    """
+
+    owned: list[Piece]
+    came: Parts
+    going: Parts
+    to_me: list[int]
+    to_owners: list[int]
+    turns: list[list[Parts]]
 
 
 @final
 class Owners:
-    """The ranks among which one parameter is split.
+    """The ranks that divide the computation for one parameter: those among which it is split, in each of its replicas.
 
     Args:
-        ranks: global ranks, in the order of ``group``.
+        ranks: global ranks among which it is split, in the order of ``group``.
         group: their process group; None: this rank alone.
+        replicas: the process group of the ranks that hold the same part; None: no other rank does.
 
     Attributes:
-        rank: this rank's place in the group.
+        rank: this rank's place in ``group``.
+        replica: this rank's place in ``replicas``, which has ``copies`` ranks.
     """
 
-    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, ranks: Sequence[int], group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None
+    ) -> None:
         self.ranks, self.group, self.rank = tuple(ranks), group, 0 if group is None else group.rank()
+        self.replicas = replicas
+        self.replica, self.copies = (0, 1) if replicas is None else (replicas.rank(), replicas.size())
 
     def rounds(self, pieces: Sequence[Piece], most: int) -> list[Round]:
         """Return the matrices of each round: the largest first, round robin.
@@ -73,7 +100,7 @@ class Owners:
             pieces: all matrices, in the same order on every rank.
             most: elements that an owner gets in a round, except that a single matrix may be larger.
         """
-        found, load = list[Round](), [0] * len(self.ranks)
+        found, load = list[list[list[Piece]]](), [0] * (len(self.ranks) * self.copies)
         # by the multiplications of one product
         for turn, piece in enumerate(sorted(pieces, key=lambda piece: -math.prod(piece.shape) * min(piece.shape))):
             owner, elements = turn % len(load), math.prod(piece.shape)
@@ -82,7 +109,18 @@ class Owners:
                 load = [0] * len(load)
             found[-1][owner].append(piece)
             load[owner] += elements
-        return found
+        return [self._round(work, most) for work in found]
+
+    def _round(self, work: list[list[Piece]], most: int) -> Round:
+        """Return a round of the matrices of each owner: the first rank's in every replica, the second one's, ..."""
+        owned, copies = work[self.rank * self.copies + self.replica], range(self.copies)
+        theirs = [_parts(owned, rank) for rank in range(len(self.ranks))]
+        mine = [[_parts(pieces, self.rank) for pieces in work[copy :: self.copies]] for copy in copies]
+        few = max(most // self.copies, _LEAST)
+        turns = itertools.zip_longest(*(_in_turns(_joined(parts), few) for parts in mine), fillvalue=Parts())
+        to_me, to_owners = ([*map(_total, parts)] for parts in (theirs, mine[self.replica]))
+        going = _joined(mine[self.replica])
+        return Round(owned, _joined(theirs), going, to_me, to_owners, [*map(list, turns)])
 
     def run(
         self,
@@ -92,32 +130,32 @@ class Owners:
         put: Callable[[Piece, Place, Tensor], None],
         like: Tensor,
     ) -> None:
-        """Compute the matrices of one round, each on its owner. Collective over the group.
+        """Compute the matrices of one round, each on its owner. Collective over the ranks among which the parameters
+        are split, and over their replicas.
 
         Args:
-            work: the matrices of each owner.
+            work: the round.
             part_of: returns the part of a matrix at a place of this rank's share.
             compute: returns the result for a whole matrix, of its shape.
             put: takes the part of a result at a place of this rank's share.
             like: has the dtype of the parts, and the device of the exchange.
         """
-        here, owned = self.rank, work[self.rank]
-        theirs = [[(piece, part) for piece in owned if (part := piece.of_rank(rank))] for rank in range(len(work))]
-        mine = [[(piece, part) for piece in pieces if (part := piece.of_rank(here))] for pieces in work]
-        to_me, to_owners = ([sum(_count(part) for _, part in parts) for parts in side] for side in (theirs, mine))
-        came, going = (list(itertools.chain.from_iterable(side)) for side in (theirs, mine))
-        sent = [part_of(piece, _within(part, piece.held[here])).to(like) for piece, part in going]
-        received = self._exchange(sent, to_owners, to_me, like)
-        whole = {id(piece): like.new_empty(_shape(piece.place)) for piece in owned}
-        for (piece, part), values in zip(came, received.split([_count(part) for _, part in came])):
+        here = self.rank
+        sent = [part_of(piece, _within(part, piece.held[here])).to(like) for piece, part in work.going]
+        received = self._exchange(sent, work.to_owners, work.to_me, like)
+        whole = {id(piece): like.new_empty(_shape(piece.place)) for piece in work.owned}
+        for (piece, part), values in zip(work.came, received.split([_count(part) for _, part in work.came])):
             whole[id(piece)][_within(part, piece.place)] = values.view(_shape(part))
-        for piece in owned:
+        for piece in work.owned:
             found = compute(piece, whole.pop(id(piece)).view(piece.shape))
             whole[id(piece)] = found.reshape(_shape(piece.place))
-        back = [whole[id(piece)][_within(part, piece.place)] for piece, part in came]
-        results = self._exchange(back, to_me, to_owners, like)
-        for (piece, part), values in zip(going, results.split([_count(part) for _, part in going])):
-            put(piece, _within(part, piece.held[here]), values.view(_shape(part)))
+        back = [whole[id(piece)][_within(part, piece.place)] for piece, part in work.came]
+        results = self._exchange(back, work.to_me, work.to_owners, like)
+        for turn, own in zip(work.turns, results.split([_total(turn[self.replica]) for turn in work.turns])):
+            for parts, values in zip(turn, self._over_replicas(own, max(map(_total, turn)))):
+                sizes = [_count(part) for _, part in parts]
+                for (piece, part), update in zip(parts, values[: sum(sizes)].split(sizes)):
+                    put(piece, _within(part, piece.held[here]), update.view(_shape(part)))
 
     def _exchange(self, parts: Sequence[Tensor], outgoing: list[int], incoming: list[int], like: Tensor) -> Tensor:
         flat = torch.cat([tensor.reshape(-1) for tensor in parts]) if parts else like.new_empty(0)
@@ -126,6 +164,40 @@ class Owners:
         received = like.new_empty(sum(incoming))
         dist.all_to_all_single(received, flat, incoming, outgoing, group=self.group)
         return received
+
+    def _over_replicas(self, own: Tensor, longest: int) -> Sequence[Tensor]:
+        """Return what each replica gives, ``longest`` elements of each where there are several."""
+        if self.replicas is None:
+            return (own,)
+        every = own.new_empty(self.copies * longest)
+        all_gather(every, torch.cat([own, own.new_zeros(longest - len(own))]), group=self.replicas)
+        return every.view(self.copies, longest).unbind()
+
+
+def _in_turns(parts: Parts, most: int) -> list[Parts]:
+    """Divide parts, in order, among turns of ``most`` elements, or of one row."""
+    found, left = list[Parts](), 0
+    for piece, part in parts:
+        # what is before the first dim of several has one element: consecutive rows of it have consecutive elements
+        dim = next((dim for dim, size in enumerate(_shape(part)) if size > 1), 0)
+        start, stop, row = part[dim].start, part[dim].stop, _count(part[dim + 1 :])
+        while start < stop:
+            if left < row:
+                found.append([])
+                left = max(most, row)
+            end = min(stop, start + left // row)
+            found[-1].append((piece, (*part[:dim], slice(start, end), *part[dim + 1 :])))
+            start, left = end, left - (end - start) * row
+    return found
+
+
+def _parts(pieces: Sequence[Piece], rank: int) -> Parts:
+    """Return the parts of matrices that a rank holds."""
+    return [(piece, part) for piece in pieces if (part := piece.of_rank(rank))]
+
+
+def _joined(parts: Iterable[Parts]) -> Parts:
+    return [*itertools.chain.from_iterable(parts)]
 
 
 def _shape(place: Place) -> list[int]:
@@ -136,21 +208,26 @@ def _count(place: Place) -> int:
     return math.prod(_shape(place))
 
 
+def _total(parts: Parts) -> int:
+    return sum(_count(part) for _, part in parts)
+
+
 def _within(part: Place, origin: Place) -> Place:
     """Return ``part`` as a slice of the tensor at ``origin``."""
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, origin))
 
 
-def shares(parameter: Tensor) -> tuple[Owners, list[Place]]:
-    """Return the ranks among which a parameter is split, and the part of the whole that each holds; replicas of its
-    parts have owners of their own. Collective over the mesh where several axes split it for the first time.
+def shares(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Owners, list[Place]]:
+    """Return the ranks that divide the computation for a DTensor, and the part of the whole that each of those holds
+    among which it is split. Of several axes that repeat it, the largest divides the computation. Collective over the
+    mesh where several axes split a parameter for the first time.
     """
-    if not isinstance(parameter, DTensor):
-        return Owners((0,), None), [held_by_this_rank(parameter)]
-    mesh, placements = parameter.device_mesh, parameter.placements
-    split = [axis for axis, how in enumerate(placements) if shard_dim(how) is not None and mesh.shape[axis] > 1]
+    several = [axis for axis, size in enumerate(mesh.shape) if size > 1]
+    split = [axis for axis in several if shard_dim(placements[axis]) is not None]
+    repeats = max((axis for axis in several if axis not in split), key=lambda axis: mesh.shape[axis], default=None)
+    replicas = None if repeats is None else mesh.get_group(repeats)
     if not split:
-        return Owners((0,), None), [held_by_this_rank(parameter)]
+        return Owners((0,), None, replicas), [tuple(slice(0, size) for size in shape)]
     if len(split) == 1:
         group = mesh.get_group(split[0])
     else:
@@ -160,4 +237,4 @@ def shares(parameter: Tensor) -> tuple[Owners, list[Place]]:
         every = mesh.mesh.flatten().tolist()
     places = dict(zip(every, itertools.product(*map(range, mesh.shape)), strict=True))
     ranks = dist.get_process_group_ranks(group)
-    return Owners(ranks, group), [local_index(parameter.shape, placements, mesh.shape, places[rank]) for rank in ranks]
+    return Owners(ranks, group, replicas), [local_index(shape, placements, mesh.shape, places[rank]) for rank in ranks]

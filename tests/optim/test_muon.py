@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from meshpar import (
     ContextParallel,
@@ -21,12 +22,12 @@ from meshpar import (
     Replicate,
     TensorParallel,
 )
-from meshpar.optim import Muon
+from meshpar.optim import Muon, muon, owners
 from meshpar.optim.matrices import Matrices
 from meshpar.testing import assert_records_match, on_ranks, token_steps
 from meshpar.testing.parity import _alone, train_steps
 from meshpar.training import Schedule
-from tests.optim.given import Uneven, advance, go_on_with_the_same_bits, initial, trained
+from tests.optim.given import Uneven, advance, bits, give, go_on_with_the_same_bits, initial, on, same, trained
 from tests.passes.test_lora import SETTINGS, check, qwen3, shared_folder
 from tests.passes.test_world import MIXTURE, ODD, WORLD
 from tests.support.models_for_parity import VOCAB, gpt2
@@ -204,10 +205,66 @@ def test_one_process_has_the_bits_of_torchs():
         assert torch.equal(parameter, ours.get_parameter(name)), name
 
 
+REPLICAS = {
+    "dp_replicate=4": [Replicate()],
+    "dp_replicate=2,dp_shard=2": [HybridShard()],
+    "dp_replicate=2,tp=2": [TensorParallel(), Replicate()],
+}
+
+
+def counted(optimizer, module, step):
+    """The multiplications of one step."""
+    give(module, step)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    return counter.get_total_flops()
+
+
+@on_ranks(4)
+def test_replicas_divide_the_iterations_and_have_the_bits_of_one_process():
+    module = initial(ODD)
+    optimizer = HALF(module)
+    total, single = [counted(optimizer, module, step) for step in range(2)][-1], largest_iteration(module)
+    expected = bits(module, optimizer)
+    for (mesh, passes), most in zip(REPLICAS.items(), (muon._ROUND_BYTES, 1 << 13, 1 << 12), strict=True):
+        par = on(mesh, passes, ODD)
+        with mock.patch.object(owners, "_LEAST", most // 8), mock.patch.object(muon, "_ROUND_BYTES", most):
+            divided = HALF(par)
+            flops = [counted(divided, par.module, step) for step in range(2)]
+        assert max(flops) <= total / 4 + single, (mesh, flops, total)
+        everywhere = torch.tensor(flops[-1])
+        dist.all_reduce(everywhere)
+        assert everywhere == total, "each matrix is computed once"
+        same(expected, bits(par.module, divided))
+
+
+def largest_iteration(module):
+    """The multiplications for the largest matrix of the blocks."""
+    with FlopCounterMode(display=False) as counter:
+        matrix = max((value for name, value in module.named_parameters() if "layers" in name), key=torch.numel)
+        muon.orthogonal(matrix.detach().clone(), (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    return counter.get_total_flops()
+
+
+@on_ranks(2)
+def test_the_rounds_of_a_step_are_planned_once_and_ranks_listed_once_a_layout():
+    par = on("dp_shard=2", [FullyShard()], ODD)
+    layouts = {
+        tuple(value.shape) for name, value in par.module.named_parameters() if "layers" in name and value.ndim > 1
+    }
+    with (
+        mock.patch.object(muon, "shares", wraps=owners.shares) as listed,
+        mock.patch.object(owners.Owners, "rounds", autospec=True, side_effect=owners.Owners.rounds) as planned,
+    ):
+        advance(par.module, HALF(par), range(3))
+    assert (listed.call_count, planned.call_count) == (len(layouts), 1)
+
+
 EXPERTS = [
     ("dp_shard=4", [FullyShard()]),
     ("dp_shard=2,ep=2", [ExpertParallel(), FullyShard()]),
     ("dp_shard=1,ep=2,tp=2", [ExpertParallel(), TensorParallel(), FullyShard()]),
+    ("dp_replicate=2,dp_shard=1,ep=2", [ExpertParallel(), HybridShard()]),
 ]
 
 
