@@ -27,6 +27,8 @@ BLOCK = 256
 SMALLEST = 4096
 """Elements of the smallest parameter whose moments are small; those of others, and of vectors, are in float32."""
 _CHUNK = 1 << 16  # elements whose moments are in float32 at a time: what stays in a core's cache
+_Chunk = list[tuple[int, slice]]
+"""Numbers of parameters, and some rows of each."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _DTYPES = {"8bit": torch.uint8, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -38,7 +40,9 @@ class SmallAdamW(torch.optim.Optimizer):
     Parameters with two dims or more and 4,096 elements or more, counted over all shards, have small moments. In 8 bits,
     256 consecutive numbers of a row share a scale, their largest, and each is the nearest of 256 values that are dense
     around zero (dynamic tree quantisation, Dettmers et al. 2022, arXiv 2110.02861). Ranks that hold parts of one block
-    exchange its largest number, all blocks in one exchange a step. A step computes in float32.
+    exchange its largest number, all blocks in one exchange a step. A step computes in float32, some elements at a time,
+    with up to 25 bytes for each, 52 with ``stochastic``: 65,536 on a CPU; on an accelerator a parameter's, at most 16.8
+    million, or those of several parameters of the same columns, as many as the largest has or a million.
 
     >>> from torch import nn
     >>> from meshpar.optim import SmallAdamW
@@ -99,167 +103,208 @@ class SmallAdamW(torch.optim.Optimizer):
         that hold parts of a row.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        work = [
-            _Parameter(parameter, group, self.state[parameter], self._names.get(id(parameter), ""), self._codes_of)
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        for update in work:
-            update.begin()
-        _share_largest([update for update in work if update.cut])
-        for update in work:
-            update.step()
+        together: dict[tuple[Any, ...], _Rows] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._add(parameter, group, together)
+        cut = [rows for rows in together.values() if rows.cut]
+        for rows in cut:
+            rows.find_largest()
+        _share_largest(cut)
+        for rows in together.values():
+            rows.step()
         return loss
+
+    def _add(self, parameter: Tensor, group: dict[str, Any], together: dict[tuple[Any, ...], _Rows]) -> None:
+        """Count the step of a parameter, and put its rows below those of others with the same columns."""
+        state, cut, placed = self.state[parameter], list[dist.ProcessGroup](), None
+        kind = group["states"] if parameter.ndim > 1 and parameter.numel() >= SMALLEST else "float32"
+        if "exp_avg" not in state:
+            state |= _zeros(parameter, kind)
+        state["step"] += 1
+        if kind == "8bit" and isinstance(parameter, DTensor):
+            mesh, placed, last = parameter.device_mesh, parameter.placements, parameter.ndim - 1
+            split = (axis for axis, how in enumerate(placed) if shard_dim(how) == last)
+            cut = [mesh.get_group(axis) for axis in split if mesh.shape[axis] > 1]
+        *leading, columns = held_by_this_rank(parameter) or (slice(0, 1),)
+        tensors = {"parameter": parameter, "grad": local_gradient(parameter).contiguous(), **state}
+        tensors.pop("step")
+        parts = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in tensors.items()}
+        held, width = parts["parameter"], parameter.shape[-1] if parameter.ndim else 1
+        options = (id(group), kind, state["step"], parameter.ndim == 1, held.dtype, parts["exp_avg"].dtype, held.device)
+        # with placements, so that ranks that exchange the largest of blocks have those of the same rows
+        alike = (*options, width, columns.start, columns.stop, placed if cut else None, *cut)
+        if alike not in together:
+            together[alike] = _Rows(group, kind, state["step"], width, columns, cut, self._codes_of)
+        rows, runs, done = together[alike], _runs(leading, parameter.shape), 0
+        for first, count in runs:
+            rows.names.append(self._names.get(id(parameter), ""))
+            rows.first.append(first)
+            for key, part in parts.items():
+                flat = part if part.ndim in (1, 2) else part.view(part.shape[:-1].numel(), part.shape[-1:].numel())
+                rows.parts.setdefault(key, []).append(flat if len(runs) == 1 else flat[done : done + count])
+            done += count
 
 
 @final
 @dataclass
-class _Parameter:
-    """One parameter in one step: this rank's part of it, as rows.
+class _Rows:
+    """The rows of parameters with the same columns, one below another, in one step: many small parameters cost as many
+    operations as one, and each number is what it would be alone.
 
     Attributes:
-        cut: axes of the mesh that divide its blocks.
-        largest: of a parameter with ``cut``: the largest number of each block of both moments, over those axes.
+        count: number of the step.
+        width: columns of the whole parameters.
+        columns: those of this rank.
+        cut: process groups of the axes that divide blocks.
+        parts: of parameters what this rank has, as vectors or consecutive rows; so of gradients and states.
+        names: the parameter of each part.
+        first: the number of each part's first row in the whole parameter.
+        largest: with ``cut``: the largest number of each block of both moments, over those axes.
     """
 
-    parameter: Tensor
     group: dict[str, Any]
-    state: dict[str, Any]
-    name: str
+    kind: str
+    count: int
+    width: int
+    columns: slice
+    cut: list[dist.ProcessGroup]
     codes_of: Callable[..., _Codes]
-    kind: str = "float32"
-    cut: list[int] = field(default_factory=list)
-    largest: list[Tensor] | None = None
+    parts: dict[str, list[Tensor]] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    largest: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        parameter = self.parameter
-        if parameter.ndim > 1 and parameter.numel() >= SMALLEST:
-            self.kind = self.group["states"]
-        if self.kind == "8bit" and isinstance(parameter, DTensor):
-            last, sizes, placed = parameter.ndim - 1, parameter.device_mesh.shape, enumerate(parameter.placements)
-            self.cut = [axis for axis, placement in placed if shard_dim(placement) == last and sizes[axis] > 1]
-
-    def begin(self) -> None:
-        """Make the state, count the step, and find the largest numbers of blocks that others hold parts of."""
-        if "exp_avg" not in self.state:
-            self._make()
-        self.state["step"] += 1
-        self._grad = self._rows(local_gradient(self.parameter).contiguous())
-        held = held_by_this_rank(self.parameter) or (slice(0, 1),)
-        self._leading, self._columns = held[:-1], held[-1]
-        if self.cut:
-            self.largest = [torch.zeros_like(self._blocks(key)) for key in _MOMENTS]
-            for rows in self._chunks():
-                for largest, moment in zip(self.largest, self._moments(rows)):
-                    largest[rows] = self._largest_of(moment)
+    def find_largest(self) -> None:
+        """Find the largest numbers of this rank's part of each block."""
+        blocks, done = self.parts["exp_avg" + BLOCKS], 0
+        self.largest = blocks[0].new_zeros(len(_MOMENTS), sum(map(len, blocks)), blocks[0].shape[1])
+        for chunk in self._chunks():
+            moments = self._moments(chunk)
+            for largest, moment in zip(self.largest, moments):
+                largest[done : done + len(moment)] = self._largest_of(moment)
+            done += len(moments[0])
 
     def step(self) -> None:
-        """Update the parameter and its moments."""
-        lr, (beta1, beta2), count = float(self.group["lr"]), self.group["betas"], self.state["step"]
-        first, second = 1 - beta1**count, math.sqrt(1 - beta2**count)
-        values = self._rows(local_tensor(self.parameter))
-        for rows in self._chunks():
-            moments = self._moments(rows)
-            part = values[rows].to(torch.float32, copy=True)
+        """Update the parameters and their moments."""
+        lr, (beta1, beta2), done = float(self.group["lr"]), self.group["betas"], 0
+        first, second = 1 - beta1**self.count, math.sqrt(1 - beta2**self.count)
+        for chunk in self._chunks():
+            moments = self._moments(chunk)
+            part = self._joined("parameter", chunk).to(torch.float32)
             part.mul_(1 - lr * self.group["weight_decay"])
             part.sub_(moments[0].div(moments[1].sqrt().div_(second).add_(self.group["eps"])).mul_(lr / first))
-            values[rows] = self._rounded(part, values.dtype, "parameter", rows)
+            self._write("parameter", chunk, self._rounded(part, "parameter", chunk))
             for number, (key, moment) in enumerate(zip(_MOMENTS, moments)):
-                stored = self._rows(local_tensor(self.state[key]))
                 if self.kind != "8bit":
-                    stored[rows] = self._rounded(moment, stored.dtype, key, rows)
+                    self._write(key, chunk, self._rounded(moment, key, chunk))
                     continue
-                scales = self._largest_of(moment) if self.largest is None else self.largest[number][rows]
-                self._blocks(key)[rows] = scales
-                stored[rows] = self._coded(moment, scales, key, rows)
-        for key, largest in zip(_MOMENTS, self.largest or ()):  # a rank without columns has them, too
-            self._blocks(key).copy_(largest)
+                scales = self._largest_of(moment) if self.largest is None else self.largest[number, done:][: len(part)]
+                self._write(key + BLOCKS, chunk, scales)
+                self._write(key, chunk, self._coded(moment, scales, key, chunk))
+            done += len(part)
+        for key, largest in () if self.largest is None else zip(_MOMENTS, self.largest):
+            blocks = self.parts[key + BLOCKS]  # a rank without columns has them, too
+            torch._foreach_copy_(blocks, largest.split([*map(len, blocks)]))
 
-    def _make(self) -> None:
-        self.state["step"] = 0
-        for key in _MOMENTS:
-            self.state[key] = torch.zeros_like(self.parameter, dtype=_DTYPES[self.kind])
-            if self.kind == "8bit":
-                local_tensor(self.state[key]).fill_(_tree(key == "exp_avg").index(0.0))
-                *rows, columns = self.parameter.shape
-                scales = torch.zeros(*rows, -(-columns // BLOCK), device=local_tensor(self.parameter).device)
-                if isinstance(self.parameter, DTensor):
-                    scales = placed_like(scales, self.parameter, {self.parameter.ndim - 1})
-                self.state[key + BLOCKS] = scales
+    def _chunks(self) -> Iterator[_Chunk]:
+        """Yield rows of this rank's parts a few at a time."""
+        parts = self.parts["parameter"]
+        elements = min(256, max(16, *(part.numel() // _CHUNK for part in parts))) * _CHUNK
+        elements = elements if runtime.queues(parts[0].device) else _CHUNK
+        few = max(1, elements // max(1, self.columns.stop - self.columns.start))
+        found, left = list[tuple[int, slice]](), few
+        for number, part in enumerate(parts):
+            start, end = 0, (len(part) if part.ndim > 1 else 1) if part.numel() else 0
+            while start < end:
+                stop = min(end, start + left)
+                found.append((number, slice(start, stop)))
+                left, start = left - (stop - start), stop
+                if not left:
+                    yield found
+                    found, left = [], few
+        if found:
+            yield found
 
-    def _rows(self, part: Tensor) -> Tensor:
-        return part.view(math.prod(part.shape[:-1]), part.shape[-1] if part.ndim else 1)
+    def _of(self, key: str, chunk: _Chunk) -> list[Tensor]:
+        """Return the memory of rows, parameter by parameter."""
+        chosen = ((self.parts[key][number], rows) for number, rows in chunk)
+        return [part if part.ndim == 1 or rows == slice(0, len(part)) else part[rows] for part, rows in chosen]
 
-    def _blocks(self, key: str) -> Tensor:
-        return self._rows(local_tensor(self.state[key + BLOCKS]))
+    def _joined(self, key: str, chunk: _Chunk) -> Tensor:
+        """Return a copy of rows."""
+        joined = torch.cat(self._of(key, chunk))
+        return joined if joined.ndim > 1 else joined.view(len(chunk), -1)
 
-    def _chunks(self) -> Iterator[slice]:
-        """Yield rows of this rank's part a few at a time."""
-        part = self._rows(local_tensor(self.parameter))
-        few = max(1, (_CHUNK if runtime.on_host(part.device) else 256 * _CHUNK) // max(1, part.shape[1]))
-        yield from (slice(start, start + few) for start in range(0, len(part) if part.numel() else 0, few))
+    def _write(self, key: str, chunk: _Chunk, values: Tensor) -> None:
+        parts = self._of(key, chunk)
+        torch._foreach_copy_(parts, values.unbind() if parts[0].ndim == 1 else values.split([*map(len, parts)]))
 
-    def _moments(self, rows: slice) -> list[Tensor]:
+    def _moments(self, chunk: _Chunk) -> list[Tensor]:
         """Return the moments after this step, in float32, by operations that round once, each alone."""
-        grad = self._grad[rows].to(torch.float32)
+        grad = self._joined("grad", chunk).to(torch.float32)
         beta1, beta2 = self.group["betas"]
-        first = self._read("exp_avg", rows).mul_(beta1).add_(grad.mul(1 - beta1))
-        return [first, self._read("exp_avg_sq", rows).mul_(beta2).add_(grad.mul(grad).mul_(1 - beta2))]
+        first = self._read("exp_avg", chunk).mul_(beta1).add_(grad.mul(1 - beta1))
+        return [first, self._read("exp_avg_sq", chunk).mul_(beta2).add_(grad.mul_(grad).mul_(1 - beta2))]
 
-    def _read(self, key: str, rows: slice) -> Tensor:
-        stored = self._rows(local_tensor(self.state[key]))[rows]
+    def _read(self, key: str, chunk: _Chunk) -> Tensor:
+        stored = self._joined(key, chunk)
         if self.kind != "8bit":
-            return stored.to(torch.float32, copy=True)
-        return self._codes(key).values[stored.to(torch.int32)].mul_(self._spread(self._blocks(key)[rows]))
+            return stored.to(torch.float32)
+        scales = self._joined(key + BLOCKS, chunk)
+        return self._codes(key).values[stored.to(torch.int32)].mul_(self._spread(scales))
 
     def _largest_of(self, moment: Tensor) -> Tensor:
         """Return the largest absolute number of each block of whole rows, (rows, blocks); 0 for what others hold."""
-        found = moment.new_zeros(len(moment), self.state["exp_avg" + BLOCKS].shape[-1])
-        first, start = divmod(self._columns.start, BLOCK)
-        whole = nn.functional.pad(moment.abs(), (start, -self._columns.stop % BLOCK))
+        found = moment.new_zeros(len(moment), -(-self.width // BLOCK))
+        first, start = divmod(self.columns.start, BLOCK)
+        whole = nn.functional.pad(moment.abs(), (start, -self.columns.stop % BLOCK))
         found[:, first : first + whole.shape[1] // BLOCK] = whole.view(len(moment), -1, BLOCK).amax(2)
         return found
 
-    def _coded(self, moment: Tensor, scales: Tensor, key: str, rows: slice) -> Tensor:
+    def _coded(self, moment: Tensor, scales: Tensor, key: str, chunk: _Chunk) -> Tensor:
         codes = self._codes(key)
         scaled = moment.div(self._spread(scales).clamp_(min=torch.finfo(torch.float32).tiny))
         if not self.group["stochastic"]:
             return codes.smaller(scaled, middles=True).to(torch.uint8)  # the nearest; of two, the smaller
         below = codes.smaller(scaled, middles=False).sub_(1).clamp_(0, len(codes.values) - 2)  # has a next one
         low, high = codes.values[below], codes.values[below + 1]
-        chance = self._bits(key, rows).bitwise_and_((1 << 24) - 1).to(torch.float32).mul_(2.0**-24)
+        chance = self._bits(key, chunk).bitwise_and_((1 << 24) - 1).to(torch.float32).mul_(2.0**-24)
         return below.add_(chance < (scaled - low).div_(high - low)).to(torch.uint8)
 
-    def _rounded(self, values: Tensor, dtype: torch.dtype, key: str, rows: slice) -> Tensor:
+    def _rounded(self, values: Tensor, key: str, chunk: _Chunk) -> Tensor:
+        dtype = self.parts[key][0].dtype
         if dtype != torch.bfloat16 or not self.group["stochastic"]:
             return values.to(dtype)
         bits = values.view(torch.int32)
-        added = bits.add(self._bits(key, rows).bitwise_and_(0xFFFF).to(torch.int32)).bitwise_and_(-65536)
+        added = bits.add(self._bits(key, chunk).bitwise_and_(0xFFFF).to(torch.int32)).bitwise_and_(-65536)
         return torch.where(values.isfinite(), added.view(torch.float32), values).to(dtype)
 
     def _spread(self, scales: Tensor) -> Tensor:
         """Return the scale of each number, (rows, columns), of the blocks' scales (rows, blocks)."""
-        start, end = self._columns.start, self._columns.stop
+        start, end = self.columns.start, self.columns.stop
         held = scales[:, start // BLOCK : -(-end // BLOCK)].repeat_interleave(BLOCK, 1)
         return held[:, start % BLOCK :][:, : end - start]
 
     def _codes(self, key: str) -> _Codes:
-        return self.codes_of(key == "exp_avg", local_tensor(self.parameter).device)
+        return self.codes_of(key == "exp_avg", self.parts["parameter"][0].device)
 
-    def _bits(self, key: str, rows: slice) -> Tensor:
+    def _bits(self, key: str, chunk: _Chunk) -> Tensor:
         """Return 64 random bits for each number of some rows, a function of the seed, the step, the name, and the place
         in the whole (SplitMix64; Steele et al. 2014).
         """
-        text = f"{self.group['seed']} {self.state['step']} {key} {self.name}".encode()
-        start = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
-        device = local_tensor(self.parameter).device
-        index = torch.zeros((), dtype=torch.int64, device=device)
-        for place, size in zip(self._leading, self.parameter.shape):
-            index = index.unsqueeze(-1) * size + torch.arange(place.start, place.stop, device=device)
-        index = index.reshape(-1, 1)[rows] * (self.parameter.shape[-1] if self.parameter.ndim else 1)
-        index = index + torch.arange(self._columns.start, self._columns.stop, device=device)
-        mixed = index.mul_(-0x61C8864680B583EB).add_(start)  # SplitMix64's constants, as signed numbers
+        factor, starts, done = -0x61C8864680B583EB, list[int](), 0  # SplitMix64's constants, as signed numbers
+        for number, rows in chunk:
+            text = f"{self.group['seed']} {self.count} {key} {self.names[number]}".encode()
+            seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+            start = seed + (self.first[number] + rows.start - done) * self.width * factor
+            starts.append((start + (1 << 63)) % (1 << 64) - (1 << 63))
+            done += rows.stop - rows.start
+        device = self.parts["parameter"][0].device
+        index = torch.arange(done, device=device).mul_(self.width).mul_(factor)
+        torch._foreach_add_(index.split([rows.stop - rows.start for _, rows in chunk]), starts)
+        mixed = index[:, None] + torch.arange(self.columns.start, self.columns.stop, device=device).mul_(factor)
         for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
             mixed = mixed.bitwise_xor_((mixed >> shift) & ((1 << (64 - shift)) - 1)).mul_(factor)
         return mixed
@@ -289,18 +334,43 @@ class _Codes:
         return first.add_(self._bounds[middles][first] < numbers)
 
 
-def _share_largest(parameters: Sequence[_Parameter]) -> None:
+def _share_largest(cut: Sequence[_Rows]) -> None:
     """Join the largest numbers of blocks that several ranks hold parts of, one exchange for each axis."""
-    by_group: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
-        assert isinstance(parameter.parameter, DTensor) and parameter.largest is not None
-        for axis in parameter.cut:
-            by_group.setdefault(parameter.parameter.device_mesh.get_group(axis), []).extend(parameter.largest)
+    by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for rows in cut:
+        assert rows.largest is not None
+        for group in rows.cut:
+            by_group.setdefault(group, []).append(rows.largest)
     for group, largest in by_group.items():
-        joined = torch.cat([part.reshape(-1) for part in largest])
+        joined = torch.cat([part.flatten() for part in largest])
         dist.all_reduce(joined, dist.ReduceOp.MAX, group=group)
         for part, values in zip(largest, joined.split([part.numel() for part in largest])):
             part.copy_(values.view_as(part))
+
+
+def _runs(leading: Sequence[slice], shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Return first and number of consecutive rows of the whole, of a slice of each dim before the last."""
+    found = [(0, 1)]
+    for place, size in zip(leading, shape):
+        held = place.stop - place.start
+        if held == size:
+            found = [(first * size, count * size) for first, count in found]
+        else:
+            found = [((first + row) * size + place.start, held) for first, count in found for row in range(count)]
+    return found or [(0, 0)]
+
+
+def _zeros(parameter: Tensor, kind: str) -> dict[str, Any]:
+    """Return the state before the first step."""
+    state: dict[str, Any] = {"step": 0, **{key: torch.zeros_like(parameter, dtype=_DTYPES[kind]) for key in _MOMENTS}}
+    for key in _MOMENTS if kind == "8bit" else ():
+        local_tensor(state[key]).fill_(_tree(key == "exp_avg").index(0.0))
+        *rows, columns = parameter.shape
+        scales = torch.zeros(*rows, -(-columns // BLOCK), device=local_tensor(parameter).device)
+        if isinstance(parameter, DTensor):
+            scales = placed_like(scales, parameter, {parameter.ndim - 1})
+        state[key + BLOCKS] = scales
+    return state
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def drawn(name, shape, step):
 def give(module, step):
     """Set the gradients of a step, this rank's parts of them."""
     for name, parameter in module.named_parameters():
-        part = drawn(name, parameter.shape, step)[held_by_this_rank(parameter)].clone()
+        part = drawn(name, parameter.shape, step)[held_by_this_rank(parameter)].to(parameter.dtype, copy=True)
         parameter.grad = part if type(parameter.data) is torch.Tensor else part_like(part, parameter)
 
 

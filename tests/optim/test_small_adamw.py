@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshpar import FullyShard, HybridShard, MeshparError, TensorParallel
 from meshpar.optim import SmallAdamW
 from meshpar.optim.small_adamw import _Codes
 from meshpar.testing import on_ranks
+from tests.accelerator.accelerated import accelerated
 from tests.optim.given import alone, bits, drawn, give, go_on_with_the_same_bits, on, reset, same, trained
 from tests.passes.test_world import WORLD
 from tests.support.tiers import daily
@@ -136,3 +138,51 @@ def test_options_that_it_does_not_know_are_refused():
         SmallAdamW(nn.Linear(2, 2), states="int4")
     with pytest.raises(MeshparError, match="betas from 0 to 1"):
         SmallAdamW(nn.Linear(2, 2), betas=(0.9, 1.0))
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that are dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize(
+    "layer", [lambda: nn.Linear(64, 64, bias=False), lambda: nn.LayerNorm(64, bias=False)], ids=["matrices", "vectors"]
+)
+def test_many_small_parameters_cost_three_operators_each_at_most(make, layer):
+    module = nn.ModuleList(layer() for _ in range(200))
+    with accelerated():
+        optimizer = trained(module, make, 1)
+        give(module, 1)
+        with Operators() as operators:
+            optimizer.step()
+    assert operators.count <= 3 * 200
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_parameters_that_step_together_have_the_bits_of_each_alone(make):
+    """Of several shapes, dtypes and steps, in chunks of which one holds several parameters, and parts of them."""
+    shapes = [(64, 96), (70, 96), (1, 96), (5, 7, 300), (300, 300), (1000, 300), (96,), (96,), (), (1,), (0, 300)]
+    module = nn.ParameterDict({f"{n}": nn.Parameter(drawn("initial", shape, n)) for n, shape in enumerate(shapes * 2)})
+    for name, parameter in module.items():
+        parameter.data = parameter.data.bfloat16() if int(name) >= len(shapes) else parameter.data
+    apart = {name: nn.ParameterDict({name: nn.Parameter(one.detach().clone())}) for name, one in module.items()}
+    optimizers = [make(one) for one in (module, *apart.values())]
+    for step in range(3):
+        for one in (module, *apart.values()):
+            give(one, step)
+        if step == 1:
+            module["3"].grad = apart["3"]["3"].grad = None
+        for optimizer in optimizers:
+            optimizer.step()
+    alone_ = {}
+    for one, optimizer in zip(apart.values(), optimizers[1:], strict=True):
+        alone_ |= bits(one, optimizer)
+    same(alone_, bits(module, optimizers[0]))
