@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
+from typer.testing import CliRunner
 
+import meshpar.forecasting.search as search_module
 from meshpar.core.errors import RecipeError
+from meshpar.forecasting.hardware import Hardware
 from meshpar.forecasting.step import ObjectiveLoss, record_step
 from meshpar.forecasting.trace import Trace
+from meshpar.launchers.cli import app
 from meshpar.launchers.commands.inspecting import describe_recipe
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.forecasting import batch_of, forecast_job
@@ -207,3 +213,38 @@ def test_a_teacher_that_is_not_there_is_named():
     )
     with pytest.raises(RecipeError, match=r"teacher.model.*nowhere/export.*train and export the teacher first"):
         forecast_job(recipe, "h100", 2)
+
+
+SEARCHED = """\
+name: job
+mesh: dp_shard=2
+model: {dim: 32, layers: 6, heads: 2, hidden: 48, vocab_size: 257}
+data: {source: stdlib, sequence_length: 32, micro_batch: 1}
+training: {steps: 5}
+"""
+
+
+def plan_command(folder, *options):
+    (folder / "job.yaml").write_text(SEARCHED)
+    return CliRunner().invoke(app, ["plan", str(folder / "job.yaml"), *options])
+
+
+@pytest.mark.long
+def test_where_no_setting_fits_more_nodes_do(tmp_path, monkeypatch):
+    few = partial(search_module.search, stages=(), micro_batches=(1,), recompute=("none",), workers=1)
+    monkeypatch.setattr(search_module, "search", few)
+    tiny = replace(Hardware.load("h100"), node=2, memory=4e5, reserved=0.0)
+    monkeypatch.setattr(Hardware, "load", lambda source: tiny)
+    done = plan_command(tmp_path, "--search", "--nodes", "1")
+    assert done.exit_code and "no setting fits 2 x h100; nearest: " in done.stderr and "; use more nodes" in done.stderr
+    done = plan_command(tmp_path, "--search", "--nodes", "4")
+    assert done.exit_code == 0 and "on 8 x h100" in done.stdout, done.output
+
+
+@pytest.mark.long
+def test_a_recipe_that_no_search_is_for_is_forecast_without(tmp_path):
+    own = ("optimizer={class: torch.optim.SGD, lr: 0.1}", "--trust")
+    done = plan_command(tmp_path, *own, "--search")
+    assert done.exit_code and "--search trains a whole model on packed text with AdamW" in done.stderr
+    done = plan_command(tmp_path, *own)
+    assert done.exit_code == 0 and "on 2 x h100" in done.stdout, done.output

@@ -39,7 +39,7 @@ from tests.jobs.test_doctor import DOWN, ORDER, Nvml, healthy
 from tests.launchers.test_recipe import SMALL, read
 from tests.remedies.rows import Row, Tested, alone
 
-UNTRIED = 2
+UNTRIED = 0
 
 
 def recipe(*overrides, text=SMALL):

@@ -603,6 +603,16 @@ ROWS = [
             )
         },
     ),
+    Tested(
+        "--search trains a whole model on packed text with AdamW",
+        "tests/forecasting/test_planned.py::test_a_recipe_that_no_search_is_for_is_forecast_without",
+        {"forecast this recipe's plans one by one, without --search": "plan_command(tmp_path, *own)\n"},
+    ),
+    Tested(
+        "no setting fits {} x {}; nearest: ",
+        "tests/forecasting/test_planned.py::test_where_no_setting_fits_more_nodes_do",
+        {"use more nodes": '"--search", "--nodes", "4"'},
+    ),
     Row(
         "there is no file {}; give the path of a script",
         lambda: launched("absent.py"),
