@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from meshpar._torch.fsdp import output_dtype
 from meshpar.core.errors import MeshparError
-from meshpar.core.patterns import class_name, find_modules
+from meshpar.core.patterns import class_name, matches
 from meshpar.core.registry import layout_for
 from meshpar.loss import IGNORE_INDEX, reduction_of, token_loss
 from meshpar.passes.applied import applied
 from meshpar.passes.installed import Step, in_place_of, installed, own_forward
+from meshpar.passes.pipeline.stand_ins import StandIn
 
 CHUNK = 1024
 """Positions whose logits are held at once, unless told: enough for a matrix product to run at its full speed."""
@@ -94,8 +95,11 @@ def run_with(
     Raises:
         MeshparError: as for :func:`chunked_token_loss`.
     """
-    made: list[Tensor] = []
-    with _in_place_of_logits(head or head_of(model), labels_BL, compute, made):
+    made, head = list[Tensor](), head or head_of(model)
+    if isinstance(head, StandIn):
+        model(**inputs)  # ends with the stage
+        raise AssertionError("another stage has the head")
+    with _in_place_of_logits(head, labels_BL, compute, made):
         output = model(**inputs)
     if not made or getattr(output, "logits", None) is not made[0]:
         what = (
@@ -120,7 +124,8 @@ def head_of(model: nn.Module) -> nn.Module:
     found = ask() if callable(ask) else None
     if found is None:
         named = [pattern for pattern, style in layout_for(model).tensor.items() if style == "head"]
-        found = next((child for pattern in named for _, child in find_modules(model, pattern)), None)
+        every = [*model.named_modules()]  # that of another stage among them
+        found = next((child for pattern in named for name, child in every if matches(pattern, name)), None)
     if found is None:
         raise MeshparError(
             f"{class_name(model)} does not say which module makes its logits; name it (head=), give it the style "

@@ -611,8 +611,9 @@ class Parallelized:
         """Return the log-probability of each label of ``batch`` and the entropy of each position, with gradients.
 
         Values are those of one process, on every mesh, and no rank holds all logits. Where positions are split, pass a
-        part of :meth:`split`: values are of these positions. See :func:`meshpar.log_probs.token_log_probs`, whose other
-        arguments are the ``options``.
+        part of :meth:`split`: values are of these positions. Where layers are divided, call it in the ``loss`` of
+        :meth:`backward`; a call under ``torch.no_grad()`` gives all stages the values. See
+        :func:`meshpar.log_probs.token_log_probs`, whose other arguments are the ``options``.
 
         Args:
             batch: the keyword arguments of the module, and ``labels`` (B, L): the token that each position predicts,
@@ -624,7 +625,14 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
-        return token_log_probs(self.module, batch, temperature=temperature, **options)
+
+        def compute(module: nn.Module, given: Mapping[str, Any]) -> TokenLogProbs:
+            return token_log_probs(module, given, temperature=temperature, **options)
+
+        layers = applied(self.module).layers
+        if layers is not None and not layers.edges.runs and not torch.is_grad_enabled():
+            return self.forward([batch], compute)[0]
+        return compute(self.module, batch)
 
     def offloaded(self, optimizer: Optimizer | Collection[Optimizer] = ()) -> AbstractContextManager[None]:
         """Give the memory of parameters, buffers, gradients and the optimizers' state to others for a ``with`` block,

@@ -80,6 +80,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         exchange=exchange_positions,
         counts_positions=counts_positions(model),
         carries=("**",),
+        example=_example(model),
         refusals=_refusals(model, table),
     )
 
@@ -129,6 +130,15 @@ def for_training(auto: Any, config: Any) -> nn.Module:
         model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
     model.meshpar_use_cache = published
     return model
+
+
+def _example(model: Any) -> dict[str, torch.Tensor] | None:
+    """Return the inputs of a forward of a model of images; None for one of token ids."""
+    size = getattr(model.config, "image_size", None)
+    if model.main_input_name != "pixel_values" or size is None:
+        return None
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    return {"pixel_values": torch.zeros(2, getattr(model.config, "num_channels", 3), *sides, dtype=model.dtype)}
 
 
 def _blocks(model: Any) -> tuple[str, ...]:

@@ -63,6 +63,9 @@ class ModelLayout:
             ``position_ids``.
         carries: patterns of blocks, and of modules before them, whose results later blocks use beside the value that
             passes from block to block: an embedding that each block adds again, a skip over blocks.
+        example: inputs of a forward by which :class:`meshpar.PipelineParallel` finds what runs when, if they are not
+            token ids alone: keyword arguments as a mapping, arguments as a list or tuple, or the one argument. Shapes
+            and dtypes of tensors are used, values are not.
         hidden_inputs: keyword names of the hidden states that a ``region`` receives.
         refusals: technique (``"tp"``, ``"cp"``, ``"cp without mixers"``, ``"ep"``, ``"documents"``, ``"recompute"``,
             ``"balance"``) -> reason why the model does not support it, and the remedy.
@@ -91,5 +94,6 @@ class ModelLayout:
     exchange: Callable[[nn.Module, Any], None] | None = None
     counts_positions: bool = False
     carries: tuple[str, ...] = ()
+    example: Any = field(default=None, compare=False, repr=False)
     hidden_inputs: tuple[str, ...] = ("hidden_states",)
     refusals: Mapping[str, str] = field(default_factory=dict)

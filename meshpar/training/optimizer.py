@@ -13,11 +13,10 @@ from torch import nn
 from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
-from meshpar.core.patterns import suggestion
+from meshpar.core.patterns import suggestion, tied_names
 from meshpar.core.registry import layout_for
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied, first_covering
-from meshpar.passes.pipeline.stand_ins import BlockStandIn
 from meshpar.placements import by_device, local_tensor
 from meshpar.training.settings import Bound, Count, Part, bound_problems
 
@@ -128,7 +127,7 @@ def scale_rates(
     rates, known = dict(rates or {}), applied(module)
     if wrong := [factor for factor in (*rates.values(), 1.0 if layer_decay is None else layer_decay) if not factor > 0]:
         raise MeshparError(f"a factor of a learning rate must be above 0, got {wrong[0]}")
-    if known.layers is not None and known.layers.shared:
+    if known.layers is not None and any(known.layers.shared.keys() & group for group in tied_names(module)):
         raise MeshparError(
             "scale_rates: embedding and head are tied over stages of pp, where each stage names the weight in its own "
             "way; use a mesh without pp, or a model whose weights are not tied"
@@ -153,7 +152,8 @@ def scale_rates(
 def _depths(module: nn.Module, layout: ModelLayout) -> dict[int, int]:
     """Return by ``id`` of a parameter how many blocks are behind it, its own included; one more before all blocks."""
     found = {name for name, _ in find_blocks(module, layout)}
-    blocks = [name for name, child in module.named_modules() if name in found or isinstance(child, BlockStandIn)]
+    found |= {*layers.line} if (layers := applied(module).layers) is not None else set()
+    blocks = [name for name, _ in module.named_modules() if name in found]
     if not blocks:
         raise MeshparError(
             "layer_decay: the model's layout names no blocks; give ModelLayout(blocks=...), or use rates"

@@ -31,7 +31,6 @@ from meshpar.placements import local_tensor, whole_tensor
 from meshpar.testing import on_ranks
 from tests.exact.test_cycle import LAYOUT, Net, ids_of, x_of
 from tests.passes.test_experts import OWN, Elsewhere, Own, OwnMixture, Paired, Residual, Scaled, dropped
-from tests.passes.test_pipeline import Sees
 from tests.passes.test_traps import CROSS, CrossAttention
 from tests.remedies.plans import TwoLayers, problems
 from tests.remedies.rows import Row, Tested, alone, run_together
@@ -574,11 +573,6 @@ ROWS = [
         ranks=2,
     ),
     Row(
-        "PipelineParallel cannot cut the model: {}; use a mesh without pp",
-        lambda: problems(PP, [PipelineParallel()], Line("lends"), LINE),
-        {"use a mesh without pp": lambda: problems(*SHARDED, Line("lends"), LINE)},
-    ),
-    Row(
         "the ranks of pp cut the model differently",
         other_versions,
         {
@@ -603,17 +597,6 @@ ROWS = [
             "one and values to report": lambda: staged(
                 lambda module, ids: ((loss := square(module, ids)), {"twice": 2 * loss.detach()})
             ),
-        },
-        result=True,
-        ranks=2,
-    ),
-    Row(
-        "PipelineParallel cut the model by a forward of token ids, which does not call {}",
-        lambda: Plan(PP, [PipelineParallel()]).apply(made(Sees)).module.tower(torch.ones(1, 8, 32)),
-        {
-            "use a mesh without pp for them": lambda: exact(
-                Sees, *SHARDED, ModelLayout(), {"input_ids": IDS, "image": torch.ones(1, 8, 32)}
-            )
         },
         result=True,
         ranks=2,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from meshpar import (
     MeshSpec,
     ModelLayout,
     PipelineParallel,
+    Plan,
     Replicate,
     TensorParallel,
     attention,
@@ -24,9 +27,13 @@ from meshpar.passes import Style
 from meshpar.passes.batches import positions, with_positions
 from meshpar.passes.pipeline.schedule import SCHEDULES
 from meshpar.passes.tensor.parts import Parts, Shared
+from meshpar.testing import on_ranks
 from tests.passes.test_experts import OWN, Buffered, Dense, Own, OwnMixture, Tied
+from tests.passes.test_pipeline import Skips
+from tests.passes.test_stage_habits import Model as LanguageModel
+from tests.passes.test_stage_models import DiT, Flat, Keeps, Towered, Twice, UNet, ViT, Written
 from tests.remedies.plans import TwoLayers, problems, transformer, warned
-from tests.remedies.rows import Row, Tested, alone, heard_from
+from tests.remedies.rows import Row, Tested, alone, heard_from, run_together
 
 EP = [ExpertParallel(), FullyShard()]
 EP_MESH = "dp_shard=1,ep=2"
@@ -150,6 +157,53 @@ class Scale(Own):
 
 def pipeline(mesh="pp=2", **options):
     return problems(mesh, [PipelineParallel(**options)], transformer())
+
+
+def cut(module, layout=None, **options):
+    return problems("pp=2", [PipelineParallel(**options)], module, layout)
+
+
+def whole(module):
+    return problems("dp_shard=2", [FullyShard()], module)
+
+
+def again():
+    module = LanguageModel()
+    module.order = (0, 1, 2, 3, 0)
+    return module
+
+
+def counting():
+    module = Flat()
+    module.norm = nn.BatchNorm2d(module.norm.num_channels)
+    return module
+
+
+def chooses():
+    module = Skips()
+    module.skips, module.needs = "", True
+    return module
+
+
+def tied_blocks():
+    module = ViT()
+    module.blocks[0].norm1.weight = module.blocks[1].norm1.weight
+    return module
+
+
+class Frozen(ViT):
+    def forward(self, images):
+        with torch.no_grad():
+            return super().forward(images)
+
+
+def trained(plan, layout=None):
+    """Train a step on inputs that some stage calls a tower for; return the shares of gradients that are none."""
+    torch.manual_seed(0)
+    par = plan.apply(Towered(), layout)
+    par.backward([Towered().inputs(sides=True)] * 2, lambda module, batch: module(*batch).square().mean())
+    held = [one for name, one in par.module.named_parameters() if "unused" not in name]
+    return [float(sum(one.grad is None for one in held))]
 
 
 def replicas(**options):
@@ -407,6 +461,85 @@ ROWS = [
         lambda: pipeline(stages=(2, 1)),
         {"leave it out for an even cut": lambda: pipeline()},
     ),
+    Row(
+        "a forward of {} cannot be looked at",
+        lambda: cut(ViT(), ModelLayout(blocks=("blocks.*",))),
+        {
+            "give the inputs of a forward as ModelLayout(example=...)": lambda: cut(ViT()),
+            "use a mesh without pp": lambda: whole(ViT()),
+        },
+    ),
+    Row(
+        "it calls none of its blocks",
+        lambda: cut(Towered(), ModelLayout(blocks=("towers.*",), example=Towered().inputs())),
+        {
+            "name those that a forward calls in ModelLayout(blocks=...)": lambda: cut(
+                Towered(), ModelLayout(blocks=("blocks.*",), example=Towered().inputs())
+            )
+        },
+    ),
+    Row("it calls {} again", lambda: cut(again()), {"use a mesh without pp": lambda: whole(again())}),
+    Row(
+        "{} runs in several places, before, between or behind its blocks",
+        lambda: cut(counting()),
+        {"use a mesh without pp": lambda: whole(counting())},
+    ),
+    Row(
+        "ModelLayout.carries={} names no block, and no module that runs before the last one",
+        lambda: cut(DiT(("t_embedder", "y_*", "final_layer"))),
+        {"leave it out": lambda: cut(DiT(("t_embedder", "y_*")))},
+    ),
+    Row(
+        "its forward needs more of the blocks before {} than their result",
+        lambda: cut(chooses(), ModelLayout(blocks=("layers.*",))),
+        {"use a mesh without pp": lambda: whole(chooses())},
+    ),
+    Row(
+        "its forward returns no tensor that depends on its parameters",
+        lambda: cut(Frozen()),
+        {"use a mesh without pp": lambda: whole(Frozen())},
+    ),
+    Row(
+        "its output uses results of {} beside what each block hands to the next one",
+        lambda: cut(UNet(("time",))),
+        {
+            "write ModelLayout(carries={})": lambda: cut(UNet(("time", "conv_in", "downs.*"))),
+            "use a mesh without pp": lambda: whole(UNet(("time",))),
+        },
+    ),
+    Row(
+        "its output uses results of {}, which runs several times",
+        lambda: cut(Twice(("t_embedder",))),
+        {"use a mesh without pp": lambda: whole(Twice(("t_embedder",)))},
+    ),
+    Row(
+        "its output uses something of {} beside what {} hands to the next block, and does not return it",
+        lambda: cut(Keeps()),
+        {"use a mesh without pp": lambda: whole(Keeps())},
+    ),
+    Row(
+        "the model writes into what {} returns, which later blocks use, too",
+        lambda: cut(Written()),
+        {"compute a new tensor": lambda: cut(DiT()), "use a mesh without pp": lambda: whole(Written())},
+    ),
+    Row(
+        "a parameter of {} ({}) is tied to one of another stage",
+        lambda: cut(tied_blocks(), stages=(1, 3)),
+        {"put both on one stage by PipelineParallel(stages=...)": lambda: cut(tied_blocks(), stages=(2, 2))},
+    ),
+    Row(
+        "PipelineParallel cut the model by a forward that does not call {}",
+        lambda: Plan("pp=2", [PipelineParallel()]).apply(Towered()).module.towers[0](torch.zeros(2, 8)),
+        {
+            "give such inputs as ModelLayout(example=...)": lambda: trained(
+                Plan("pp=2", [PipelineParallel()]),
+                replace(Towered().meshpar_layout(), example=Towered().inputs(sides=True)),
+            ),
+            "use a mesh without pp": lambda: trained(Plan("dp_replicate=2", [Replicate()])),
+        },
+        result=[0.0],
+        ranks=2,
+    ),
     # Tensor parallelism
     Row(
         "leave it whole: {}, or give it a style of your own",
@@ -660,3 +793,8 @@ def heard_of(warnings):
 @pytest.mark.parametrize("row", alone(ROWS))
 def test_the_printed_remedy_helps(row):
     row.run()
+
+
+@on_ranks(2)
+def test_the_printed_remedy_helps_on_two_ranks():
+    run_together(ROWS, 2)

@@ -20,7 +20,7 @@ from meshpar._torch.shapes import groups_of_any_dtype
 from meshpar.core.errors import brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
-from meshpar.core.patterns import matches
+from meshpar.core.patterns import matches, shortest_patterns
 from meshpar.passes.pipeline.stand_ins import (
     BlockStandIn,
     Carried,
@@ -32,8 +32,7 @@ from meshpar.passes.pipeline.stand_ins import (
     with_result,
 )
 
-_CARRIES = ", and ModelLayout.carries does not name it"
-_SAMPLE = (2, 8)  # sequences and positions of the forward that is looked at
+_SAMPLE = (2, 8)  # sequences and positions of the forward that is looked at, where the layout has no example
 _POSITIONS = 4096  # of a sequence for which blocks cost the same as the head
 _INTENSITY = 200  # operations in which an accelerator moves a byte
 _LOSS = 24  # bytes that a loss moves for each score: a third of those of its forward and backward
@@ -65,8 +64,13 @@ class Anatomy:
     Attributes:
         blocks: names of the blocks, in the order of their calls.
         head: names of the modules with parameters that run before the first block.
-        tail: names of those that run behind the last one.
+        between: names of those that run between two blocks -> the number of the second one, whose stage has them.
+        tail: names of those that run behind the last block.
         idle: names of those that do not run, such as a tower for images, and the blocks in them.
+        shared: names of parameters that several places have or read -> the places: numbers of blocks, with what runs
+            before each, and behind the last one. Modules around the blocks, such as the outermost one with its class
+            token, and those that run in several places, are in none of the above, and in all places.
+        reshaping: names of blocks that return another form of value than their first argument.
         width: number of further values that a block returns beside the one that it hands on; -1: it returns that alone.
         written: names of those of ``head`` into whose results the model writes.
         costs: of each block, in operations: those of a token, and the bytes that it moves. What runs before the first
@@ -77,8 +81,11 @@ class Anatomy:
 
     blocks: tuple[str, ...]
     head: tuple[str, ...]
+    between: Mapping[str, int]
     tail: tuple[str, ...]
     idle: tuple[str, ...]
+    shared: Mapping[str, frozenset[int]]
+    reshaping: frozenset[str]
     width: int
     written: frozenset[str]
     costs: tuple[int, ...]
@@ -87,11 +94,15 @@ class Anatomy:
 
 @final
 class _Count(TorchDispatchMode):
-    """Count what each block costs in a forward, by the operators that the forecast knows, too."""
+    """Count what each block costs in a forward, by the operators that the forecast knows, too.
 
-    def __init__(self) -> None:
+    Args:
+        attention: of a longer sequence: what it costs that many times, halved because it is causal.
+    """
+
+    def __init__(self, attention: int) -> None:
         super().__init__()
-        self.costs, self.begun = [0], 0
+        self.costs, self.begun, self._attention = [0], 0, attention
 
     def begins(self) -> None:
         """Count what follows for the next block; what runs before the first one is the first one's."""
@@ -102,8 +113,8 @@ class _Count(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         shape = operators.matrix_shape(func, args, kwargs or {})
         flops = operators.floating_point(func, shape)
-        if operators.is_attention(func):
-            flops = flops * _POSITIONS // (2 * _SAMPLE[1])  # causal
+        if self._attention and operators.is_attention(func):
+            flops = flops * self._attention // 2
         moved = 0 if shape else operators.moved_bytes(func, args, kwargs or {}, tensors(result))
         self.costs[-1] += flops + _INTENSITY * moved
         return result
@@ -119,14 +130,29 @@ def blocks_in_line(module: nn.Module, layout: ModelLayout) -> list[str]:
 def examine(module: nn.Module, layout: ModelLayout) -> tuple[Anatomy | None, list[str]]:
     """Return the order in which a model calls its modules, and why it cannot be cut between its blocks.
 
-    Pure: a copy without values computes a forward of integers, as a language model gets them.
+    Pure: a copy without values computes a forward of the layout's example, or of integers, as a language model gets
+    them.
     """
     names = blocks_in_line(module, layout)
     with _without_memory(), torch.enable_grad():
         try:
-            return _examined(twin_of(module, None), names, layout.carries)
+            return _examined(twin_of(module, None), names, layout)
         except Exception as error:  # noqa: BLE001 - the code of a user
-            return None, [f"a forward of integers {_SAMPLE} cannot be looked at ({brief(error)})"]
+            what = "ModelLayout.example" if layout.example is not None else f"integers {_SAMPLE}"
+            return None, [
+                f"a forward of {what} cannot be looked at ({brief(error)}); give the inputs of a forward as "
+                "ModelLayout(example=...), or use a mesh without pp"
+            ]
+
+
+def _run(twin: nn.Module, layout: ModelLayout) -> Any:
+    """Return what a model without values returns for inputs in the form of the layout's example."""
+    given = torch.zeros(_SAMPLE, dtype=torch.int64) if layout.example is None else layout.example
+    given = dict(given) if isinstance(given, Mapping) else given
+    given = tree_map_only(Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), given)
+    if isinstance(given, dict):
+        return twin(**given)
+    return twin(*given) if isinstance(given, list | tuple) else twin(given)
 
 
 @contextmanager
@@ -147,44 +173,52 @@ class _Look:
 
     Attributes:
         blocks: all of the model, by name.
-        owners: modules outside of blocks that have parameters of their own.
+        owners: modules outside of blocks that have parameters of their own; ``""`` is the outermost one.
         calls: names of both, in the order of their calls.
+        ran: names of the modules outside of blocks -> the numbers of blocks that began before they returned.
         taken: the first argument of each call of a block; None: it is no tensor.
         carried: what it returned first.
         widths: numbers of further values that it returned; -1: it returned one value alone.
-        returned: values that owners returned before the first block, with the owner's name and the value's version
-            then.
-        beginnings: nodes of the graph that made them, with the owner's name.
+        returned: values that owners returned before the first block, and that carried results are, with the module's
+            name and the value's version then.
+        beginnings: nodes of the graph that made what owners returned, with the number of blocks that began before and
+            the owner's name.
         results: edges of the graph -> the number of their block, -1 before the first one, and the result that may
-            cross cuts.
+            cross cuts. Of a module between blocks, the number of the block behind it.
         counted: costs of the blocks.
         output: tensors that the model returned.
     """
 
-    def __init__(self, twin: nn.Module, names: Sequence[str], carries: Sequence[str]) -> None:
-        self._carries = carries
+    def __init__(self, twin: nn.Module, names: Sequence[str], layout: ModelLayout) -> None:
+        self.carries = layout.carries
         self.blocks = {name: twin.get_submodule(name) for name in names}
-        self.owners = {
+        outside = {
             name: child
             for name, child in twin.named_modules()
             if not any(name == block or name.startswith(f"{block}.") for block in names)
-            and any(True for _ in child.parameters(recurse=False))
-            and name
         }
-        self.calls, self.widths, self.counted = list[str](), list[int](), _Count()
+        self.owners = {
+            name: child for name, child in outside.items() if any(True for _ in child.parameters(recurse=False))
+        }
+        long = layout.example is None  # as sequences are
+        self.calls, self.ran, self.widths = list[str](), dict[str, list[int]](), list[int]()
+        self.counted = _Count(_POSITIONS // _SAMPLE[1] if long else 0)
         self.taken, self.carried = list[Tensor | None](), list[Tensor]()
-        self.returned, self.beginnings = list[tuple[str, Tensor, int]](), dict[Any, str]()
+        self.returned, self.beginnings = list[tuple[str, Tensor, int]](), dict[Any, tuple[int, str]]()
         self.results = dict[Any, tuple[int, Result]]()
         with ExitStack() as stack:
-            for name, child in self.owners.items():
+            for name, child in outside.items():
                 stack.callback(child.register_forward_hook(partial(self._begin, name)).remove)
             for name, child in {**self.blocks, **self.owners}.items():
                 stack.callback(child.register_forward_pre_hook(partial(self._call, name)).remove)
             for name, child in self.blocks.items():
                 stack.callback(child.register_forward_hook(partial(self._hand_on, name)).remove)
-            ids = torch.zeros(_SAMPLE, dtype=torch.int64)
             with self.counted:
-                output = twin(ids)
+                output = _run(twin, layout)
+        # A result is known by its module: of one that runs several times, the calls are not told apart.
+        self.results = {
+            edge: found for edge, found in self.results.items() if len(self.ran.get(found[1].module, ())) < 2
+        }
         if hasattr(output, "__dict__") and not isinstance(output, Tensor | list | tuple | Mapping):
             output = vars(output)  # a class of the model's own
         # Of a cache of keys and values among them, no tensor.
@@ -203,67 +237,101 @@ class _Look:
         self.carried.append(value if isinstance(value, Tensor) else torch.empty(0))
 
     def _begin(self, name: str, child: nn.Module, args: object, output: Any) -> Any:
-        if not self.taken:
-            output = tree_map_only(Tensor, _in_graph, output)
-            self.beginnings.update((leaf.grad_fn, name) for leaf in tensors(output))
-            self.returned.extend((name, leaf, leaf._version) for leaf in tensors(output))
-            self._keep(name, -1, output)
+        begun = len(self.taken)
+        self.ran.setdefault(name, []).append(begun)
+        if name in self.owners:
+            if not begun:
+                output = tree_map_only(Tensor, _in_graph, output)
+                self.returned.extend((name, leaf, leaf._version) for leaf in tensors(output))
+            for leaf in tensors(output):
+                self.beginnings.setdefault(leaf.grad_fn, (begun, name))
+        self._keep(name, begun or -1, output)
         return output
 
     def _keep(self, name: str, at: int, output: Any) -> None:
-        if any(matches(pattern, name) for pattern in self._carries):
+        if any(matches(pattern, name) for pattern in self.carries):
             for place, leaf in enumerate(output if isinstance(output, tuple | list) else [output]):
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                    result = Result(name, place, tuple(leaf.shape), leaf.dtype)
-                    self.results[leaf.grad_fn, leaf.output_nr] = at, result
+                    edge, result = (leaf.grad_fn, leaf.output_nr), Result(name, place, tuple(leaf.shape), leaf.dtype)
+                    if name in self.blocks or edge not in self.results:  # what is inside of a module comes first
+                        self.results[edge] = at, result
+                        self.returned.append((name, leaf, leaf._version))
+
+    @property
+    def names(self) -> list[str]:
+        """The blocks that were called."""
+        return [name for name in self.calls if name in self.blocks]
+
+    def gaps(self) -> dict[str, set[int]]:
+        """Return the owners that were called -> the numbers of blocks that began before their calls."""
+        found, begun = dict[str, set[int]](), 0
+        for name in self.calls:
+            if name in self.blocks:
+                begun += 1
+            else:
+                found.setdefault(name, set()).add(begun)
+        return found
 
 
-def _examined(twin: nn.Module, every: Sequence[str], carries: Sequence[str]) -> tuple[Anatomy | None, list[str]]:
-    look = _Look(twin, every, carries)
-    blocks, calls = look.blocks, look.calls
-    order = [name for name in calls if name in blocks]
-    names = [name for name in every if name in order]
+def _examined(twin: nn.Module, every: Sequence[str], layout: ModelLayout) -> tuple[Anatomy | None, list[str]]:
+    look = _Look(twin, every, layout)
+    names, gaps = look.names, look.gaps()
     if not names:
-        return None, ["it calls none of its blocks"]
-    problems = list[str]()
-    if order != names:
-        place = next((at for at, (one, two) in enumerate(zip(order, names)) if one != two), len(names))
-        again = order[place] in order[:place]
-        how = " again" if again else f", and {names[place]} is the next one in the model"
-        problems.append(f"it calls {order[place]}{how}; stages run every block once, in the order of the model")
-    if any(value is None for value in look.taken):
-        problems.append("its blocks do not get the value that passes from block to block as their first argument")
-    if problems:
-        return None, problems
-    first, last = calls.index(names[0]), calls.index(names[-1])
-    head = tuple(dict.fromkeys(calls[:first]))
-    tail = tuple(name for name in dict.fromkeys(calls[last + 1 :]) if name not in blocks)
-    idle = tuple(name for name in {**blocks, **look.owners} if name not in calls)
-    if between := [name for name in calls[first : last + 1] if name not in blocks]:
-        problems.append(f"{between[0]} runs between its blocks")
-    if both := sorted(set(head) & set(tail)):
-        problems.append(f"{both[0]} runs before and behind its blocks")
-    if needed := [name for name in idle if _is_used(twin, name, calls)]:
-        problems.append(f"{needed[0]} has parameters that other modules use, and is not called")
-    if any(True for _ in twin.parameters(recurse=False)):
-        problems.append("the outermost module has parameters of its own")
-    if around := [name for name in (*head, *tail) if any(block.startswith(f"{name}.") for block in names)]:
-        problems.append(f"{around[0]}, which has its blocks inside, has parameters of its own")
-    for pattern in carries:
-        if not any(matches(pattern, name) for name in (*names, *head)):
-            problems.append(f"ModelLayout.carries={pattern!r} names no block and no module with parameters before them")
-    carried, crossings = _crossings(twin, names, idle, look)
-    problems += crossings
+        return None, ["it calls none of its blocks; name those that a forward calls in ModelLayout(blocks=...)"]
+    if len(set(names)) < len(names):
+        again = next(name for place, name in enumerate(names) if name in names[:place])
+        return None, [f"it calls {again} again, and stages run every block once; use a mesh without pp"]
+    idle = [name for name in {**look.blocks, **look.owners} if name not in look.calls]
+    used = {id(one) for name in look.calls for one in twin.get_submodule(name).parameters(recurse=name in look.blocks)}
+    several = {
+        *(name for name, found in gaps.items() if len(found) > 1),
+        *(name for name in look.owners if not name or any(block.startswith(f"{name}.") for block in names)),
+        # not called, but a part of it is, or another module with the same parameters
+        *(name for name in idle if any(other.startswith(f"{name}.") for other in look.calls)),
+        *(name for name in idle if any(id(one) in used for one in twin.get_submodule(name).parameters())),
+    }
+    idle = [name for name in idle if name not in several]
+    places = {name: min(found) for name, found in gaps.items() if name not in several}
+    last = len(names) - 1
+    held = dict.fromkeys(idle, 0) | {name: min(begun, last) for name, begun in places.items()}
+    held |= {name: place for place, name in enumerate(names)}
+    carried, read, problems = _crossings(twin, held, several, look)
+    problems += [
+        f"{name} runs in several places, before, between or behind its blocks, and has buffers, which each stage would "
+        "write; use a mesh without pp"
+        for name, found in gaps.items()
+        if len(found) > 1 and any(True for _ in twin.get_submodule(name).buffers(recurse=False))
+    ]
+    problems += [
+        f"ModelLayout.carries={pattern!r} names no block, and no module that runs before the last one; leave it out"
+        for pattern in layout.carries
+        if not any(
+            matches(pattern, name)
+            for name in (*names, *(name for name, begun in look.ran.items() if begun[0] < len(names)))
+        )
+    ]
+    for name in several:
+        for one in twin.get_submodule(name).parameters(recurse=name in look.blocks):
+            read[id(one)] = {*range(len(names))} if id(one) in read else set()
     scores = max((leaf.numel() for leaf in look.output), default=0)  # numbers that a loss reads
+    forms = [
+        tuple(one is not None and (one.shape, one.dtype) for one in pair) for pair in zip(look.taken, look.carried)
+    ]
+    many = len(set(look.widths)) > 1
     return Anatomy(
         blocks=tuple(names),
-        head=head,
-        tail=tail,
-        idle=idle,
+        head=tuple(name for name, begun in places.items() if not begun),
+        between={name: begun for name, begun in places.items() if 0 < begun < len(names)},
+        tail=tuple(name for name, begun in places.items() if begun == len(names)),
+        idle=tuple(idle),
+        shared={
+            name: frozenset(found) for name, one in twin.named_parameters() if len(found := read.get(id(one), ())) > 1
+        },
+        reshaping=frozenset(name for name, (taken, handed) in zip(names, forms) if many or taken != handed),
         width=look.widths[0],
         written=frozenset(name for name, value, version in look.returned if value._version != version),
         costs=(*look.counted.costs[:-1], look.counted.costs[-1] + _INTENSITY * _LOSS * scores),
-        carried=carried,
+        carried=tuple(tuple(sorted(one, key=lambda result: (result.module, result.place))) for one in carried),
     ), problems
 
 
@@ -272,75 +340,115 @@ def _in_graph(tensor: Tensor) -> Tensor:
     return tensor if tensor.grad_fn is not None or not tensor.is_floating_point() else tensor.requires_grad_().clone()
 
 
-def _is_used(twin: nn.Module, name: str, calls: Collection[str]) -> bool:
-    """Tell whether a module that is not called has parts that are, or parameters that a called one has, too."""
-    if any(other.startswith(f"{name}.") for other in calls):
-        return True
-    called = {id(parameter) for other in calls for parameter in twin.get_submodule(other).parameters()}
-    return any(id(parameter) in called for parameter in twin.get_submodule(name).parameters())
-
-
-def check_stages(module: nn.Module, anatomy: Anatomy, firsts: Sequence[int]) -> list[str]:
+def check_stages(module: nn.Module, layout: ModelLayout, anatomy: Anatomy, firsts: Sequence[int]) -> list[str]:
     """Return why the forward does not run on one of the stages behind the first, where other blocks are stand-ins.
 
     Args:
         module: the model.
+        layout: its description.
         anatomy: what :func:`examine` returned of it.
         firsts: the first block of each stage.
     """
     form = Carried()
-    form.width = anatomy.width
+    form.width, form.device = anatomy.width, torch.device("cpu")
     for first, end in zip(firsts[1:], [*firsts[2:], len(anatomy.blocks)]):
         with _without_memory():
             twin = twin_of(module, None)
             for old in [twin.get_submodule(name) for name in anatomy.idle]:
-                stand_in(IdleStandIn, old, ())
-            for name in (*anatomy.blocks[:first], *anatomy.blocks[end:]):
+                stand_in(IdleStandIn, old, (), form)
+            for name in {*anatomy.blocks[:first], *anatomy.blocks[end:]} - anatomy.reshaping:
                 put(twin, name, BlockStandIn(form, twin.get_submodule(name)))
             for result in anatomy.carried[first - 1]:
                 twin.get_submodule(result.module).register_forward_hook(partial(_answers, result))
             try:
-                twin(torch.zeros(_SAMPLE, dtype=torch.int64))
+                _run(twin, layout)
             except Exception as error:  # noqa: BLE001 - the code of a user
                 last = anatomy.blocks[first]
-                return [f"its forward needs more of the blocks before {last} than their result ({brief(error)})"]
+                return [
+                    f"its forward needs more of the blocks before {last} than their result ({brief(error)}); use a "
+                    "mesh without pp"
+                ]
     return []
 
 
 def _crossings(
-    twin: nn.Module, names: Sequence[str], idle: Sequence[str], look: _Look
-) -> tuple[tuple[tuple[Result, ...], ...], list[str]]:
-    """Return of each block but the last which results the output needs from before its end, and what leads from there
-    to the output otherwise than by them and by the value that the block hands on.
+    twin: nn.Module, places: Mapping[str, int], several: Collection[str], look: _Look
+) -> tuple[list[dict[Result, None]], dict[int, set[int]], list[str]]:
+    """Return which results cross the cut behind each block but the last; by ``id`` of a parameter the places that have
+    or read it; and why what leads from one place to another are not these results and what the blocks hand on alone.
+
+    A place is the number of a block, with what runs before it, and behind the last one.
     """
-    edges = [(leaf.grad_fn, leaf.output_nr) for leaf in look.output if leaf.grad_fn is not None]
-    if not edges:
-        return (), ["its forward returns no tensor that depends on its parameters"]
-    owner: dict[int, tuple[int, str]] = {}
-    for place, name in [*enumerate(names), *((-1, name) for name in idle)]:
-        owner.update({id(parameter): (place, name) for parameter in twin.get_submodule(name).parameters()})
-    named, carried = {result.module for _, result in look.results.values()}, list[tuple[Result, ...]]()
-    for place in range(len(names) - 1):
-        needed = dict[Result, None]()
-        seen, stack = {look.carried[place].grad_fn}, list[Any](edges)
-        while stack:
-            node, number = stack.pop()
-            at, result = look.results.get((node, number), (place + 1, None))
-            if result is not None and at <= place and (at, result.place) != (place, 0):
-                needed[result] = None
-                continue
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if begins := look.beginnings.get(node):
-                return (), [f"its output uses what {begins} returns beside what its blocks hand on{_CARRIES}"]
-            at, name = owner.get(id(getattr(node, "variable", None)), (place + 1, ""))
-            if at <= place:
-                why = ", and does not return it" if name in named else _CARRIES
-                return (), [f"its output uses something of {name} beside what {name} hands to the next block{why}"]
-            stack += node.next_functions
-        carried.append(tuple(sorted(needed, key=lambda result: (result.module, result.place))))
-    return tuple(carried), []
+    last, ends = len(look.carried) - 1, [leaf for leaf in look.output if leaf.grad_fn is not None]
+    if not ends:
+        return [], {}, ["its forward returns no tensor that depends on its parameters; use a mesh without pp"]
+    has, read, handed = dict[int, set[int]](), dict[int, set[int]](), dict[Any, list[int]]()
+    owner = dict[int, str]()
+    for name, place in places.items():
+        for one in twin.get_submodule(name).parameters(recurse=name in look.blocks):
+            has.setdefault(id(one), set()).add(place)
+            owner |= {id(one): name} if name in look.blocks else {}
+    for place, value in enumerate(look.carried):
+        handed.setdefault((value.grad_fn, value.output_nr), []).append(place)
+    carried, seen = [dict[Result, None]() for _ in range(last)], set[tuple[Any, int]]()
+    lacking, kept = dict[str, None](), dict[str, None]()
+    named = {result.module for _, result in look.results.values()}
+    stack: list[tuple[Any, int, int]] = [(leaf.grad_fn, leaf.output_nr, last) for leaf in ends]
+    while stack:
+        node, number, came = stack.pop()
+        if node is None:
+            continue
+        at, result = look.results.get((node, number), (came, None))
+        begun, name = look.beginnings.get(node, (came, ""))
+        if found := handed.get((node, number)):
+            name, first, place = look.names[found[0]], found[-1] + 1, found[0]
+        elif result is not None:
+            first = place = min(max(at, 0), last)
+        else:
+            first = place = came if name in several else min(begun, last)
+        for cut in range(first, came):
+            if result is None:
+                lacking[name] = None
+            else:
+                carried[cut][result] = None
+        if (node, place) in seen:
+            continue
+        seen.add((node, place))
+        if (variable := getattr(node, "variable", None)) is not None:
+            read.setdefault(id(variable), set()).add(place)
+            block = owner.get(id(variable), "")
+            if block and place not in has[id(variable)]:
+                (kept if block in named else lacking)[block] = None
+        stack += [(following, number, place) for following, number in node.next_functions]
+    problems = [
+        f"its output uses results of {name}, which runs several times, beside what each block hands to the next one; "
+        "use a mesh without pp"
+        for name in lacking
+        if len(look.ran.get(name, ())) > 1
+    ]
+    if lacking and not problems:
+        known = [name for name, _ in twin.named_modules()]
+        patterns = [*shortest_patterns([name for name in known if name in lacking], known)]
+        problems.append(
+            f"its output uses results of {', '.join(patterns)} beside what each block hands to the next one; write "
+            f"ModelLayout(carries={(*look.carries, *patterns)}), so that they are sent to the stages that use them, or "
+            "use a mesh without pp"
+        )
+    problems += [
+        f"its output uses something of {name} beside what {name} hands to the next block, and does not return it; "
+        f"return it from {name}, or use a mesh without pp"
+        for name in kept
+    ]
+    written = {name for name, value, version in look.returned if value._version != version}
+    problems += [
+        f"the model writes into what {name} returns, which later blocks use, too; compute a new tensor, such as by "
+        "x = x * scale, or use a mesh without pp"
+        for name in dict.fromkeys(result.module for results in carried for result in results)
+        if name in written
+    ]
+    for number, where in has.items():
+        read[number] = where | read.get(number, where)
+    return carried, read, problems
 
 
 def _answers(result: Result, module: nn.Module, args: object, output: Any) -> Any:

@@ -20,7 +20,7 @@ from meshpar.core.errors import MeshparError, first_line
 from meshpar.passes.installed import set_forward
 from meshpar.passes.pipeline.cuts import Result
 from meshpar.passes.pipeline.messages import BACK, FAILED, FORTH, Header, Messages
-from meshpar.passes.pipeline.stand_ins import BlockStandIn, Carried, TailStandIn, tell_hooks_of, tensors, with_result
+from meshpar.passes.pipeline.stand_ins import Carried, TailStandIn, tell_hooks_of, tensors, with_result
 from meshpar.passes.random import LossState
 from meshpar.passes.reads import beside
 from meshpar.same_values import FACTOR, digest
@@ -70,7 +70,8 @@ class Portion:
     Attributes:
         module: the outermost module.
         chunks: of this rank's blocks: stage ``chunk * ranks + rank`` of the model.
-        tail: this rank's modules behind the last block.
+        only: modules of this rank that compute in one of its stages -> the number of this one, and what answers their
+            calls in its other stages.
         group: the ranks that have the stages.
         carried: the form of the value that passes from block to block, which the stand-ins return.
         line: names of all blocks of the model, in the order of their calls.
@@ -79,7 +80,7 @@ class Portion:
 
     module: nn.Module
     chunks: tuple[Chunk, ...]
-    tail: tuple[nn.Module, ...]
+    only: tuple[tuple[int, nn.Module, nn.Module], ...]
     group: dist.ProcessGroup
     carried: Carried
     line: tuple[str, ...]
@@ -102,6 +103,7 @@ class Edges:
         arrived: the value that the stage before has handed on, and what came beside it.
         left: likewise to the next stage; the loss on the last one.
         calls: of the module in the forward that runs.
+        runs: a forward of a step or of an evaluation does.
         takes: the action that runs has something to receive.
         sends: it has something to send.
         failed: an error has ended an action of this step.
@@ -110,13 +112,13 @@ class Edges:
     """
 
     def __init__(self, portion: Portion, doing: Callable[[], str], fail: Callable[[Exception], None]) -> None:
-        self._module, self._chunks, self._tail = portion.module, portion.chunks, portion.tail
+        self._module, self._chunks, self._only = portion.module, portion.chunks, portion.only
         self._carried, self._fail, group = portion.carried, fail, portion.group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.messages = Messages(group, len(self._chunks), doing)
         self.device, self.chunk, self.number = torch.device("cpu"), 0, 0
         self.arrived, self.left = list[Tensor](), list[Tensor]()
-        self.calls, self._runs, self.takes, self.sends, self.failed = 0, False, False, False, False
+        self.calls, self.runs, self.takes, self.sends, self.failed = 0, False, False, False, False
         self._results = dict[Result, Tensor]()  # of the forward that runs, which later stages need
         self._form: object = None  # of the micro-batch
         # Headers of the last values that came and went in each chunk for a micro-batch of one form.
@@ -162,7 +164,7 @@ class Edges:
 
     def forward(self, function: Callable[[nn.Module, Any], Any], batch: object) -> Any:
         """Return what a function of the module and a micro-batch returns; None where it ends with the stage."""
-        self._runs, self._carried.device, last = True, self.device, len(self._chunks) - 1
+        self.runs, self._carried.device, last = True, self.device, len(self._chunks) - 1
         self._state.begin(self.device, self.number, first=not self.chunk, last=self.chunk == last)
         try:
             value = function(self._module, batch)
@@ -178,7 +180,7 @@ class Edges:
                 raise MeshparError(f"{_WRITES}. torch says: {first_line(error)}") from error
             raise
         finally:
-            self._runs, self._carried.device = False, None
+            self.runs, self._carried.device = False, None
 
     def pass_forth(self) -> None:
         """Exchange what a forward that an error has ended has yet to."""
@@ -241,7 +243,7 @@ class Edges:
             except MeshparError:  # of an order that is not the plan's
                 raise
             except Exception:
-                if not self._runs or self.stage == self.last or not self.left or self.failed:
+                if not self.runs or self.stage == self.last or not self.left or self.failed:
                     raise
                 return self.left[0].detach()
 
@@ -253,7 +255,7 @@ class Edges:
         inner = module._call_impl
 
         def enter(*args: Any, **kwargs: Any) -> Any:
-            if not self._runs:
+            if not self.runs:
                 raise refused()
             self.calls += 1
             if self.calls > 1:
@@ -280,15 +282,13 @@ class Edges:
         for place, chunk in enumerate(self._chunks):
             if chunk.before is not None:
                 chunk.before.register_forward_hook(partial(self._take, place))
-            for block in chunk.blocks if len(self._chunks) > 1 else ():
-                self._only_in(place, block, BlockStandIn(self._carried, block))
+        for place, child, otherwise in self._only:
+            self._only_in(place, child, otherwise)
         crossing = dict.fromkeys(result for chunk in self._chunks for result in (*chunk.takes, *chunk.gives))
         for name in dict.fromkeys(result.module for result in crossing):
             self._carries(module.get_submodule(name), [result for result in crossing if result.module == name])
         for number, name in enumerate(self._line):
             self._calls_in_line(number, module.get_submodule(name))
-        for child in self._tail if len(self._chunks) > 1 else ():
-            self._only_in(len(self._chunks) - 1, child, TailStandIn())
         for child in self._module.modules():
             if isinstance(child, TailStandIn):  # its hooks run on the last stage, which tells of their errors
                 self._only_in(-1, child, child)
@@ -303,7 +303,7 @@ class Edges:
             try:
                 return inner(*args, **kwargs)
             except Exception as error:
-                if self._runs and ran:
+                if self.runs and ran:
                     self._fail(error)
                 raise
 
@@ -327,7 +327,7 @@ class Edges:
 
         def enter(*args: Any, **kwargs: Any) -> Any:
             output = inner(*args, **kwargs)
-            return carried(output) if self._runs else output
+            return carried(output) if self.runs else output
 
         enter_by(child, enter)
 
@@ -338,7 +338,7 @@ class Edges:
         inner = _calls_of(block)
 
         def enter(*args: Any, **kwargs: Any) -> Any:
-            if not self._runs:
+            if not self.runs:
                 return inner(*args, **kwargs)
             self._expect(number)
             output = inner(*args, **kwargs)
@@ -373,7 +373,7 @@ class Edges:
         inner = _calls_of(child)
 
         def enter(*args: Any, **kwargs: Any) -> Any:
-            if not self._runs or self.chunk == chunk:
+            if not self.runs or self.chunk == chunk:
                 return inner(*args, **kwargs)
             output = otherwise.forward(*args, **kwargs)
             if otherwise is not child:
@@ -447,7 +447,7 @@ class Edges:
     @eager
     def _take(self, chunk: int, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return what the stage before has handed on, as the stand-in of its last block returns it."""
-        if not self._runs or self.chunk != chunk:
+        if not self.runs or self.chunk != chunk:
             return output
         return with_result(output, {0: self.arrived[0]})
 

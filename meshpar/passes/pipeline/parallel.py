@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -32,6 +33,7 @@ from meshpar.passes.pipeline.stand_ins import (
     put,
     refuse_idle,
     stand_in,
+    standing_for,
     twin_of,
 )
 from meshpar.passes.random import draws_random
@@ -100,9 +102,10 @@ class PipelineParallel(Pass):  # type: ignore[override]
             )
             return
         if anatomy is not None and not problems:
-            problems = check_stages(module, anatomy, self._firsts(anatomy, ranks * self.virtual))
+            problems = check_stages(module, layout, anatomy, self._firsts(anatomy, ranks * self.virtual))
+            problems += _apart(module, anatomy, self._places(anatomy, ranks), ranks)
         for problem in problems:
-            yield f"PipelineParallel cannot cut the model: {problem}; use a mesh without pp"
+            yield f"PipelineParallel cannot cut the model: {problem}"
         if anatomy is not None and not problems:
             _EXAMINED[module] = layout, anatomy
 
@@ -116,27 +119,42 @@ class PipelineParallel(Pass):  # type: ignore[override]
         assert anatomy is not None, "problems() has found it"
         bounds = [*self._firsts(anatomy, ranks * self.virtual), len(anatomy.blocks)]
         _compare_cuts(group, anatomy.blocks, bounds)
-        shared = _shared(module, anatomy, ranks)
+        at = self._places(anatomy, ranks)
+        shared = {name: _ranks_with(anatomy, name, at, ranks) for name in anatomy.shared}
+        shared = {name: found for name, found in shared.items() if len(found) > 1}
         mine_of = range(rank, ranks * self.virtual, ranks)
         chunks = [anatomy.blocks[bounds[stage] : bounds[stage + 1]] for stage in mine_of]
         mine = {name for names in chunks for name in names}
         before = {**dict(module.named_parameters(remove_duplicate=False)), **_stored_buffers(module)}
         carried, draws = Carried(), layout.dropout or draws_random(module)
+        kept = {id(module.get_parameter(name)) for name, found in shared.items() if rank in found}
+        outside = {**dict.fromkeys(anatomy.head, 0), **anatomy.between}
         for name in anatomy.blocks:
-            if name not in mine:
+            if name not in mine and name not in anatomy.reshaping:
                 put(module, name, BlockStandIn(carried, module.get_submodule(name)))
-        kept = {id(module.get_parameter(name)) for name, at in shared.items() if rank in at}
-        for name, old in [(name, module.get_submodule(name)) for name in anatomy.head if rank > 0]:
-            twin = twin_of(old)
-            stand_in(HeadStandIn, old, kept)
-            old.carried, old.twin, old.written = carried, (twin,), name in anatomy.written  # type: ignore[assignment]
+        away = [name for name, place in outside.items() if at[place] != rank]
+        away += [name for name in anatomy.blocks if name in anatomy.reshaping and name not in mine]
+        for name, old in [(name, module.get_submodule(name)) for name in away]:
+            old.twin, old.written = (twin_of(old),), name in anatomy.written  # type: ignore[assignment]
+            stand_in(HeadStandIn, old, kept, carried)
         for old in [module.get_submodule(name) for name in anatomy.idle]:
             if rank > 0:
-                stand_in(IdleStandIn, old, ())
+                stand_in(IdleStandIn, old, kept, carried)
             else:
                 old.register_forward_pre_hook(refuse_idle)
         for old in [module.get_submodule(name) for name in anatomy.tail if rank < ranks - 1]:
-            stand_in(TailStandIn, old, kept)
+            stand_in(TailStandIn, old, kept, carried)
+        only = list[tuple[int, nn.Module, nn.Module]]()
+        for place, names in enumerate(chunks if self.virtual > 1 else ()):
+            first = bounds[mine_of[place]]
+            inside = {name for name, number in outside.items() if first <= number < first + len(names)}
+            for name in (*names, *inside, *(anatomy.tail if mine_of[place] == ranks * self.virtual - 1 else ())):
+                child = module.get_submodule(name)
+                if name in anatomy.reshaping or name in inside:
+                    otherwise: nn.Module = standing_for(carried, twin_of(child), name in anatomy.written)
+                else:
+                    otherwise = TailStandIn() if name in anatomy.tail else BlockStandIn(carried, child)
+                only.append((place, child, otherwise))
         stages = tuple(
             Chunk(
                 tuple(map(module.get_submodule, names)),
@@ -147,14 +165,18 @@ class PipelineParallel(Pass):  # type: ignore[override]
             )
             for stage, names in zip(mine_of, chunks, strict=True)
         )
-        tail = tuple(module.get_submodule(name) for name in anatomy.tail if rank == ranks - 1)
-        portion = Portion(module, stages, tail, group, carried, anatomy.blocks, draws)
-        layers = Layers(portion, self.schedule, {name: at for name, at in shared.items() if rank in at})
+        portion = Portion(module, stages, tuple(only), group, carried, anatomy.blocks, draws)
+        layers = Layers(portion, self.schedule, {name: found for name, found in shared.items() if rank in found})
         kept_here = {*dict(module.named_parameters(remove_duplicate=False)), *_stored_buffers(module)}
         applied(module).elsewhere = _shapes({name: one for name, one in before.items() if name not in kept_here})
         layers.edges.end_early()
         applied(module).layers = layers
         applied(module).outermost.append(layers.edges.install)
+
+    def _places(self, anatomy: Anatomy, ranks: int) -> list[int]:
+        """Return the rank of each block."""
+        firsts = self._firsts(anatomy, ranks * self.virtual)
+        return [(bisect_right(firsts, place) - 1) % ranks for place in range(len(anatomy.blocks))]
 
     def _firsts(self, anatomy: Anatomy, stages: int) -> list[int]:
         if self.stages is not None:
@@ -177,11 +199,21 @@ def _compare_cuts(group: dist.ProcessGroup, blocks: Sequence[str], bounds: Seque
         )
 
 
-def _shared(module: nn.Module, anatomy: Anatomy, ranks: int) -> dict[str, tuple[int, ...]]:
-    """Return the parameters that both ends have, by their first names -> the ranks that have them."""
-    tail = {id(parameter) for name in anatomy.tail for parameter in module.get_submodule(name).parameters()}
-    head = {id(parameter) for name in anatomy.head for parameter in module.get_submodule(name).parameters()}
-    return {name: (0, ranks - 1) for name, parameter in module.named_parameters() if id(parameter) in tail & head}
+def _ranks_with(anatomy: Anatomy, name: str, at: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Return the ranks that have a parameter which several places use: one, the two ends, or all."""
+    found = {at[place] for place in anatomy.shared[name]}
+    return tuple(sorted(found)) if len(found) == 1 or found == {0, ranks - 1} else tuple(range(ranks))
+
+
+def _apart(module: nn.Module, anatomy: Anatomy, at: Sequence[int], ranks: int) -> Iterator[str]:
+    """Yield parameters of blocks that other stages have, too."""
+    of = {id(one): name for name in anatomy.blocks for one in module.get_submodule(name).parameters()}
+    for name in anatomy.shared:
+        if (block := of.get(id(module.get_parameter(name)))) and len(_ranks_with(anatomy, name, at, ranks)) > 1:
+            yield (
+                f"a parameter of {block} ({name}) is tied to one of another stage; put both on one stage by "
+                "PipelineParallel(stages=...)"
+            )
 
 
 def _stored_buffers(module: nn.Module) -> dict[str, Tensor]:

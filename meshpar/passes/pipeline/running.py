@@ -42,6 +42,7 @@ class Layers:
         shared: parameters that other stages have, too -> the ranks of the group that do.
 
     Attributes:
+        line: names of all blocks of the model.
         edges: what the stages take and hand on.
         begins: is called with each action of a backward before it runs.
         goes_on: a forward of the step that runs has ended.
@@ -49,7 +50,7 @@ class Layers:
 
     def __init__(self, portion: Portion, schedule: str, shared: dict[str, tuple[int, ...]]) -> None:
         self._module, self._chunks, self._schedule = portion.module, len(portion.chunks), schedule
-        self.group, self.shared = portion.group, shared
+        self.group, self.line, self.shared = portion.group, portion.line, shared
         self.edges = Edges(portion, self._acting, self._fail)
         self.rank, self.ranks, self._messages = self.edges.rank, self.edges.ranks, self.edges.messages
         self._count = self._before = 0
@@ -366,7 +367,7 @@ class Layers:
 
     @torch.no_grad()
     def _add_shared(self, before: dict[str, Tensor | None]) -> None:
-        """Add up the gradients of parameters that the first and the last stage have: each saw its own uses alone."""
+        """Add up the gradients of parameters that the two ends or all ranks have: each saw its own uses alone."""
         self.edges.chunk = 0
         # the first stage is behind the last one in the ring of their messages
         other, to, back = (self.edges.last, BACK, FORTH) if self.rank == 0 else (0, FORTH, BACK)
@@ -377,11 +378,16 @@ class Layers:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             mine = local_tensor(parameter.grad)
-            theirs = torch.empty_like(mine, memory_format=torch.contiguous_format)
-            self._messages.send([mine.contiguous()], other, to)
-            self._messages.receive(theirs, other, back)
-            self._messages.settle_all()
-            mine += theirs
+            if len(self.shared[name]) > 2:
+                total = mine.contiguous()
+                self._messages.exchanged(dist.all_reduce, total, group=self.group)
+                mine.copy_(total)
+            else:
+                theirs = torch.empty_like(mine, memory_format=torch.contiguous_format)
+                self._messages.send([mine.contiguous()], other, to)
+                self._messages.receive(theirs, other, back)
+                self._messages.settle_all()
+                mine += theirs
             if kept is not None:
                 parameter.grad += kept
 

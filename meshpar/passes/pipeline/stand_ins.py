@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -89,9 +90,25 @@ def tell_hooks_of(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Non
 
 
 class StandIn(nn.Module):
-    """A module whose values another stage computes, and where the user's hooks get no values."""
+    """A module whose values another stage computes, and where the user's hooks get no values.
+
+    Attributes:
+        carried: tells whether a forward runs, and where.
+        absent: the module's own parameters that this rank lacks -> their shapes without memory.
+    """
 
     stands_in = True
+    carried: Carried
+    absent: Mapping[str, Tensor] = MappingProxyType({})
+
+    def __getattr__(self, name: str) -> Any:
+        """Return NaN in the shape of a parameter to a forward that asks for its device or dtype, and the shape alone,
+        into which nothing is written, to a loop over modules that fills parameters.
+        """
+        if (was := self.absent.get(name)) is None or self._parameters.get(name) is not None:
+            return super().__getattr__(name)
+        device = self.carried.device
+        return was if device is None else torch.full((), torch.nan, dtype=was.dtype, device=device).expand(was.shape)
 
     def take_hooks(self, module: nn.Module) -> None:
         """Take over the user's hooks of a module, which may be this one."""
@@ -138,32 +155,28 @@ class HeadStandIn(StandIn):
     """Return NaN in the shape of what a module before the blocks returns, without memory: a loss that uses it is NaN.
 
     Attributes:
-        carried: the dtype of what passes from block to block, which the NaN has.
         twin: the module as it was, without values, which finds the shapes.
         written: the model writes into what it returns, which then has memory.
     """
 
-    carried: Carried
     twin: tuple[nn.Module]
     written: bool
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a stand-in of a part, for a model that asks for the dtype of its parameters."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            part = self.__dict__["twin"][0]._modules.get(name) if "twin" in self.__dict__ else None
+            if part is None:
+                raise
+            return standing_for(self.carried, part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         empty = self._empty(args, kwargs)
         if isinstance(empty, Tensor):
             return empty.clone() if self.written else empty.detach()
         return tree_map_only(Tensor, torch.clone if self.written else torch.detach, empty)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return NaN in the shape of a parameter to a forward that asks for its device or dtype."""
-        value = super().__getattr__(name)
-        if value is None and self.carried.device is not None and name in self.twin[0]._parameters:
-            was: Any = self.twin[0]._parameters[name]
-            return (
-                None
-                if was is None
-                else torch.full((), torch.nan, dtype=was.dtype, device=self.carried.device).expand(was.shape)
-            )
-        return value
 
     def _empty(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return NaN in the shapes of what the module returns, found once for inputs of the same shapes."""
@@ -182,6 +195,14 @@ class HeadStandIn(StandIn):
                 returned = self.twin[0](*given[0], **given[1])
                 known[key] = tree_map_only(Tensor, lambda tensor: value.expand(tensor.shape), returned)
         return known[key]
+
+
+def standing_for(carried: Carried, twin: nn.Module, written: bool = False) -> HeadStandIn:
+    """Return a stand-in beside the module that it answers for, which ``twin`` is without values."""
+    found = HeadStandIn()
+    found.carried, found.twin, found.written = carried, (twin,), written
+    found.absent = {name: one for name, one in twin._parameters.items() if one is not None}
+    return found
 
 
 class TailStandIn(StandIn):
@@ -208,8 +229,8 @@ def refuse_idle(module: nn.Module, *_: object) -> None:
     """
     kind = type(module).__name__.removesuffix("StandIn")
     raise MeshparError(
-        f"PipelineParallel cut the model by a forward of token ids, which does not call {kind}, and this batch does: "
-        "its inputs are more than token ids; use a mesh without pp for them"
+        f"PipelineParallel cut the model by a forward that does not call {kind}, and this batch calls it; give such "
+        "inputs as ModelLayout(example=...), or use a mesh without pp"
     )
 
 
@@ -231,13 +252,14 @@ def put(module: nn.Module, name: str, child: nn.Module) -> None:
         setattr(owner, leaf, child)
 
 
-def stand_in(kind: type[nn.Module], old: nn.Module, kept: Collection[int]) -> None:
+def stand_in(kind: type[nn.Module], old: nn.Module, kept: Collection[int], carried: Carried) -> None:
     """Turn a module into its stand-in, which is of its class and draws its first weights, without parameters but those
     whose numbers are ``kept``, because another module of this stage has them.
     """
-    for name, parameter in old._parameters.items():
-        if id(parameter) not in kept:
-            old._parameters[name] = None
+    lacks = {name: one for name, one in old._parameters.items() if one is not None and id(one) not in kept}
+    old._parameters.update(dict.fromkeys(lacks))
+    old.__dict__["carried"] = carried
+    old.__dict__["absent"] = {name: torch.empty_like(one, device="meta") for name, one in lacks.items()}
     old._buffers.clear()
     for name, child in list(old.named_children()):
         if not any(id(parameter) in kept for parameter in child.parameters()):
