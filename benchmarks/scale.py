@@ -23,8 +23,8 @@ from meshpar._torch.groups import open_groups
 from meshpar.core.runtime import simulated
 from meshpar.forecasting import Batch, Trace
 from meshpar.forecasting.simulate import Simulation, simulate
+from meshpar.host_messages import FAN_OUT, hops
 from meshpar.models import Transformer, TransformerConfig
-from meshpar.same_values import Largest
 
 PER_NODE, LENGTH = 8, 4096
 BF16 = {"param_dtype": torch.bfloat16}
@@ -111,11 +111,12 @@ def main() -> None:
             )
             print(f"| {row} |", flush=True)
     print()
-    print("| ranks | sockets of a rank between hosts: every group connected | now |")
-    print("| --- | --- | --- |")
+    print("| ranks | sockets of a rank between hosts: every group connected | now | hops to compare: a ring | now |")
+    print("| --- | --- | --- | --- | --- |")
     for size in given.ranks:
-        now = size - 1 if size <= Largest.ONE_HOP else 2 + math.ceil(math.log2(size))
-        print(f"| {size} | {3 * (size - 1)} | {now} |")
+        peers = {one % size for hop in hops(size) for far in hop for one in (far, -far)}
+        now = size - 1 if size <= FAN_OUT else 2 + math.ceil(math.log2(size)) + len(peers)
+        print(f"| {size} | {3 * (size - 1)} | {now} | {2 * (size - 1)} | {len(hops(size))} |")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -56,9 +57,13 @@ all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else d
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
+EXCHANGES: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many exchanges by messages the ranks of a group have begun, which torch does not count."""
+
+
 def collective_counts() -> dict[str, int]:
-    """Return how many collectives the process groups of this rank have begun, by their axis and ranks; groups of
-    several models may share them.
+    """Return how many collectives the process groups of this rank have begun, by their axis and ranks, and how many
+    exchanges by messages; groups of several models may share them.
     """
     if not dist.is_initialized():
         return {}
@@ -68,6 +73,8 @@ def collective_counts() -> dict[str, int]:
         with suppress(RuntimeError, KeyError, ValueError):
             title = group_title(group)
             found[title] = found.get(title, 0) + group._get_sequence_number_for_group()
+            if number := EXCHANGES.get(group, 0):
+                found[f"messages of {title}"] = found.get(f"messages of {title}", 0) + number
     return found
 
 

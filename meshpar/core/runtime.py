@@ -222,15 +222,22 @@ def new_host_group(name: str, timeout_s: float | None = None) -> dist.ProcessGro
     """
     from meshpar._torch.groups import shared_timeout
 
+    bound = shared_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
+    with connecting_lazily():
+        made: Any = dist.new_group(backend="gloo", group_desc=name, timeout=bound)
+    return made
+
+
+@contextmanager
+def connecting_lazily() -> Iterator[None]:
+    """Let each two ranks of the gloo groups that are made in the block connect when they first exchange something."""
     given = _LAZILY in os.environ
     os.environ.setdefault(_LAZILY, "1")
     try:
-        bound = shared_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
-        made: Any = dist.new_group(backend="gloo", group_desc=name, timeout=bound)
+        yield
     finally:
         if not given:
             os.environ.pop(_LAZILY, None)
-    return made
 
 
 def _need_address() -> None:

@@ -31,7 +31,10 @@ FLOORS = [
     {"core.errors", "imports", "core.patterns", "leftovers", "homes", "patches", "signals"},
     {"core.waiting"},
     {"build_once"},
-    {"core.mesh", "drawing", "weights", "loss", "_torch", "placements", "same_values", "leaves", "core.runtime"},
+    {
+        *("core.mesh", "drawing", "weights", "loss", "_torch", "placements", "host_messages", "same_values"),
+        *("leaves", "core.runtime"),
+    },
     {"core.layout"},
     {"core.passes"},
     {"core.resolved", "core.registry"},
@@ -125,7 +128,7 @@ MEASURED = {
         "meshpar._torch.groups",
         "meshpar.forecasting.simulate",
         "meshpar.core.runtime",
-        "meshpar.same_values",
+        "meshpar.host_messages",
     },
     "stages.py": {
         "meshpar.forecasting.api",

@@ -1,0 +1,125 @@
+"""Hosts of thousands of ranks exchange small things in a few hops, whatever their number."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshpar import host_messages
+from meshpar._torch.groups import collective_counts
+from meshpar.host_messages import FAN_OUT, hops
+from meshpar.same_values import Largest
+from meshpar.testing import on_ranks
+from tests.support.tiers import daily
+
+
+def test_the_largest_of_1024_and_8192_ranks_is_known_after_three_and_four_hops():
+    for ranks, count in ((1024, 3), (8192, 4)):
+        distances = hops(ranks)
+        assert len(distances) == count and all(len(hop) < FAN_OUT for hop in distances)
+        assert sum(map(len, distances)) <= 36, "messages that a rank sends"
+    assert [len(hops(ranks, 2)) for ranks in (2, 3, 4, 5, 8, 9)] == [1, 2, 2, 3, 3, 4]
+
+
+def test_every_rank_hears_of_every_other_whatever_their_number():
+    for most in (2, 3, FAN_OUT):
+        for ranks in range(1, 301):
+            knows = torch.eye(ranks, dtype=torch.bool)  # whom each rank has heard of
+            for distances in hops(ranks, most):
+                knows = torch.stack([knows, *(knows.roll(far, 0) for far in distances)]).any(0)
+            assert knows.all(), (ranks, most)
+
+
+class Network:
+    """Messages of ranks that are threads; the sender waits for nobody."""
+
+    def __init__(self):
+        self.boxes, self.sent = defaultdict(queue.SimpleQueue), defaultdict(int)
+
+    def messages(self, name, group):
+        return At(self, group.rank(), group.size())
+
+
+class At:
+    def __init__(self, network, rank, size):
+        self.network, self.rank, self.size = network, rank, size
+
+    def send(self, tensor, to, tag=0):
+        assert to != self.rank
+        self.network.sent[self.rank] += 1
+        self.network.boxes[self.rank, to, tag].put(tensor.clone())
+        return Done()
+
+    def receive(self, into, source, tag=0):
+        return Done(lambda: into.copy_(self.network.boxes[source, self.rank, tag].get(timeout=100)))
+
+
+class Done:
+    def __init__(self, act=lambda: None):
+        self.wait = act
+
+
+class Group:
+    def __init__(self, rank, size):
+        self.rank, self.size = lambda: rank, lambda: size
+
+
+@pytest.mark.parametrize("ranks", [17, 100, 257, 300])
+def test_threads_in_the_place_of_many_ranks_get_the_largest(monkeypatch, ranks):
+    network = Network()
+    monkeypatch.setattr(host_messages, "Messages", network.messages)
+    groups = [Group(rank, ranks) for rank in range(ranks)]
+    numbers = torch.randint(-(1 << 62), 1 << 62, (3, ranks, 5), generator=torch.Generator().manual_seed(ranks))
+
+    def begun(rank):
+        return [Largest(mine[rank], groups[rank]) for mine in numbers]
+
+    with ThreadPoolExecutor(8) as pool:
+        exchanges = list(pool.map(begun, range(ranks)))
+    for rank in range(ranks):
+        assert all(map(torch.equal, [one.read() for one in exchanges[rank]], numbers.amax(1))), rank
+    assert set(network.sent.values()) == {3 * sum(map(len, hops(ranks)))}
+
+
+def largest_by_hops(most):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group, one_hop = dist.new_group(), Largest.ONE_HOP
+    Largest.ONE_HOP = most
+    try:
+        if rank == 1:
+            time.sleep(0.5)
+        began = time.monotonic()
+        begun = [Largest(torch.tensor([rank, -rank, number * (rank == 2)]), group) for number in range(5)]
+        assert rank != 0 or time.monotonic() - began < 0.4, "the exchange goes on beside this rank"
+        dist.barrier(group)  # collectives of the same ranks beside it
+        for number, one in reversed(list(enumerate(begun))):
+            assert one.read().tolist() == one.read().tolist() == [ranks - 1, 0, number * (ranks > 2)]
+        assert {count for title, count in collective_counts().items() if title.startswith("messages of ")} >= {5}
+        floats = Largest(torch.tensor([float("nan") if rank == 1 else 1.0, 0.5 * rank]), group).read()
+        assert floats.isnan().tolist() == [True, False] and floats[1] == 0.5 * (ranks - 1)
+    finally:
+        Largest.ONE_HOP = one_hop
+
+
+@pytest.mark.parametrize(("ranks", "most"), daily([(3, 2), (4, 2), (5, 2), (5, 3)], (4, 2)))
+def test_ranks_get_the_largest_by_hops(ranks, most):
+    on_ranks(ranks)(largest_by_hops)(most)
+
+
+@on_ranks(3, fresh="ends a rank")
+def lose_a_rank():
+    Largest.ONE_HOP, host_messages.shared_timeout = 2, lambda: timedelta(seconds=2)
+    if dist.get_rank() < 2:
+        with pytest.raises(RuntimeError):
+            Largest(torch.ones(3), dist.group.WORLD).read()
+
+
+def test_a_rank_that_does_not_come_is_an_error_in_the_time_of_the_group():
+    lose_a_rank()
