@@ -531,6 +531,30 @@ class Twice(DiT):
         return self.unpatchify(self.final_layer(x, c))
 
 
+class Reads(ViT):
+    def forward(self, images):
+        return super().forward(images if images.sum() > 1 else -images)
+
+
+class Numbering(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids), ids + 1
+
+
+class Numbered(Tied):
+    """Embeds twice, by numbers that its first embedding returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.other = Numbering(CLASSES, WIDTH), nn.Embedding(CLASSES + 1, WIDTH)
+
+    def forward(self, ids):
+        x, numbers = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x + self.other(numbers), self.embed.weight)
+
+
 class Keeping(Residual):
     def forward(self, h, emb):
         self.kept = self.conv1(h)
@@ -554,6 +578,7 @@ def test_what_is_refused_says_what_would_help():
         r"ModelLayout\(example=\.\.\.\)",
         refusals(ViT(), layout=ModelLayout(blocks=("blocks.*",))),
     )
+    assert "its forward reads values of tensors on the host (DataDependentOutput" in refusals(Reads())
     said = refusals(DiT(carries=()))
     assert "its output uses results of t_embedder.mlp.2, y_embedder beside what" in said
     assert "write ModelLayout(carries=('t_embedder.mlp.2', 'y_embedder'))" in said
@@ -561,6 +586,7 @@ def test_what_is_refused_says_what_would_help():
     said = refusals(UNet(carries=("time",)))
     assert "write ModelLayout(carries=('time', 'conv_in', 'downs.*'))" in said
     assert not refusals(UNet(carries=("time", "conv_in", "downs.*")))
+    assert "embed returns a tensor of torch.int64, of which other stages have no values" in refusals(Numbered())
     assert "the model writes into what t_embedder returns" in refusals(Written())
     assert "results of t_embedder.mlp.2, which runs several times, beside" in refusals(Twice(("t_embedder",)))
     assert "something of blocks.0 beside what blocks.0 hands to the next block, and does not return it" in refusals(

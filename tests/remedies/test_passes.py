@@ -31,7 +31,7 @@ from meshpar.testing import on_ranks
 from tests.passes.test_experts import OWN, Buffered, Dense, Own, OwnMixture, Tied
 from tests.passes.test_pipeline import Skips
 from tests.passes.test_stage_habits import Model as LanguageModel
-from tests.passes.test_stage_models import DiT, Flat, Keeps, Towered, Twice, UNet, ViT, Written
+from tests.passes.test_stage_models import DiT, Flat, Keeps, Numbered, Reads, Towered, Twice, UNet, ViT, Written
 from tests.remedies.plans import TwoLayers, problems, transformer, warned
 from tests.remedies.rows import Row, Tested, alone, heard_from, run_together
 
@@ -470,6 +470,11 @@ ROWS = [
         },
     ),
     Row(
+        "its forward reads values of tensors on the host",
+        lambda: cut(Reads()),
+        {"use a mesh without pp": lambda: whole(Reads())},
+    ),
+    Row(
         "it calls none of its blocks",
         lambda: cut(Towered(), ModelLayout(blocks=("towers.*",), example=Towered().inputs())),
         {
@@ -516,6 +521,11 @@ ROWS = [
         "its output uses something of {} beside what {} hands to the next block, and does not return it",
         lambda: cut(Keeps()),
         {"use a mesh without pp": lambda: whole(Keeps())},
+    ),
+    Row(
+        "{} returns a tensor of {}, of which other stages have no values",
+        lambda: cut(Numbered()),
+        {"use a mesh without pp": lambda: whole(Numbered())},
     ),
     Row(
         "the model writes into what {} returns, which later blocks use, too",

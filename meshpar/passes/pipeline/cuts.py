@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -137,6 +137,8 @@ def examine(module: nn.Module, layout: ModelLayout) -> tuple[Anatomy | None, lis
     with _without_memory(), torch.enable_grad():
         try:
             return _examined(twin_of(module, None), names, layout)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            return None, [f"its forward reads values of tensors on the host ({brief(error)}); use a mesh without pp"]
         except Exception as error:  # noqa: BLE001 - the code of a user
             what = "ModelLayout.example" if layout.example is not None else f"integers {_SAMPLE}"
             return None, [
@@ -185,6 +187,7 @@ class _Look:
             the owner's name.
         results: edges of the graph -> the number of their block, -1 before the first one, and the result that may
             cross cuts. Of a module between blocks, the number of the block behind it.
+        numbers: modules that return tensors of other than floating dtypes -> one of these.
         counted: costs of the blocks.
         output: tensors that the model returned.
     """
@@ -205,7 +208,7 @@ class _Look:
         self.counted = _Count(_POSITIONS // _SAMPLE[1] if long else 0)
         self.taken, self.carried = list[Tensor | None](), list[Tensor]()
         self.returned, self.beginnings = list[tuple[str, Tensor, int]](), dict[Any, tuple[int, str]]()
-        self.results = dict[Any, tuple[int, Result]]()
+        self.results, self.numbers = dict[Any, tuple[int, Result]](), dict[str, torch.dtype]()
         with ExitStack() as stack:
             for name, child in outside.items():
                 stack.callback(child.register_forward_hook(partial(self._begin, name)).remove)
@@ -249,6 +252,7 @@ class _Look:
         return output
 
     def _keep(self, name: str, at: int, output: Any) -> None:
+        self.numbers.update((name, leaf.dtype) for leaf in tensors(output) if not leaf.is_floating_point())
         if any(matches(pattern, name) for pattern in self.carries):
             for place, leaf in enumerate(output if isinstance(output, tuple | list) else [output]):
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
@@ -318,6 +322,13 @@ def _examined(twin: nn.Module, every: Sequence[str], layout: ModelLayout) -> tup
         tuple(one is not None and (one.shape, one.dtype) for one in pair) for pair in zip(look.taken, look.carried)
     ]
     many = len(set(look.widths)) > 1
+    reshaping = [name for name, (taken, handed) in zip(names, forms) if many or taken != handed]
+    problems += [
+        f"{name} returns a tensor of {look.numbers[name]}, of which other stages have no values; return it from a "
+        "module without parameters, or use a mesh without pp"
+        for name in (*places, *reshaping)
+        if name in look.numbers and places.get(name) != len(names)
+    ]
     return Anatomy(
         blocks=tuple(names),
         head=tuple(name for name, begun in places.items() if not begun),
@@ -327,7 +338,7 @@ def _examined(twin: nn.Module, every: Sequence[str], layout: ModelLayout) -> tup
         shared={
             name: frozenset(found) for name, one in twin.named_parameters() if len(found := read.get(id(one), ())) > 1
         },
-        reshaping=frozenset(name for name, (taken, handed) in zip(names, forms) if many or taken != handed),
+        reshaping=frozenset(reshaping),
         width=look.widths[0],
         written=frozenset(name for name, value, version in look.returned if value._version != version),
         costs=(*look.counted.costs[:-1], look.counted.costs[-1] + _INTENSITY * _LOSS * scores),
