@@ -347,7 +347,14 @@ class Parallelized:
         totals, module = Totals(self.device), self._called()
         if (stage := applied(self.module).layers) is not None:
             reduces = partial(self._reduces, reduce_each)
-            stage.backward(micro_batches, loss, reduces, partial(self._abandon, reduces), totals)
+            stage.backward(
+                micro_batches,
+                loss,
+                reduces,
+                partial(self._abandon, reduces),
+                totals,
+                partial(self._agree_on_count, "par.backward"),
+            )
         else:
             for batch in self.accumulate(micro_batches, reduce_each=reduce_each):
                 totals.add(loss(module, batch)).backward()  # type: ignore[no-untyped-call]
@@ -364,7 +371,7 @@ class Parallelized:
         """
         module = self._called()
         if (stage := applied(self.module).layers) is not None:
-            return stage.forward(micro_batches, function, self.device)
+            return stage.forward(micro_batches, function, self.device, partial(self._agree_on_count, "par.forward"))
         with torch.no_grad():
             return [function(module, batch) for batch in micro_batches]
 
@@ -381,6 +388,15 @@ class Parallelized:
         """Check that every rank comes to ``place``, whose exchange would meet another one elsewhere."""
         if self.cycle is not None and self.cycle.agreement is not None:
             self.cycle.agreement.meet(place)
+
+    def _agree_on_count(self, place: str, count: int) -> None:
+        """Check that the data ranks of a stage run as many micro-batches."""
+        agreement = None if self.cycle is None else self.cycle.agreement
+        if agreement is not None and not all(agreement.meet(place, [count])):
+            raise MeshparError(
+                f"data ranks give {place} different numbers of micro-batches, this one {count}, so that some would "
+                "wait forever; give it the same number on every rank, for instance by dropping the rest of an epoch"
+            )
 
     def _agree_on_rest(self, left: int) -> None:
         for guard in () if self.cycle is None else self.cycle.watching:

@@ -204,14 +204,26 @@ class ReadFile(Readable):
             self.close()
 
 
+_LEVELS = 100
+
+
 def read_json(file: Readable) -> Any:  # noqa: ANN401 - plain data
-    """Return what a JSON file says, whoever wrote it: of a regular file, however deep; raises CheckpointError."""
+    """Return what a JSON file says, whoever wrote it: of a regular file, with at most a hundred levels; raises
+    CheckpointError.
+    """
     try:
-        return json.loads(file.bytes(0, file.size))
+        found = json.loads(file.bytes(0, file.size))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file.path} cannot be read as JSON: {brief(error)}") from error
     finally:
         file.close()
+    level = [found]
+    for _ in range(_LEVELS + 1):
+        nested = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
+        if not nested:
+            return found
+        level = [child for children in nested for child in children]
+    raise CheckpointError(f"{file.path} cannot be read as JSON: its lists and objects have more than {_LEVELS} levels")
 
 
 @final

@@ -224,16 +224,22 @@ class Units:
         self.take_filled()
         self.take_lost()
         for unit in self.modules:
-            state: Any = unit._get_fsdp_state()
-            state._training_state = TrainingState.IDLE
-            state._state_ctx.iter_forward_root = None
-            state._state_ctx.post_backward_final_callback_queued = False
-            getattr(state, "_modules_to_run_forward", set[nn.Module]()).clear()
+            unit._get_fsdp_state()._state_ctx.post_backward_final_callback_queued = False  # type: ignore[operator]
         for group in self._groups:
-            group._training_state = TrainingState.IDLE
             group.finalize_backward()
             group.comm_ctx.post_forward_order.clear()
         self.drop_unreduced_gradients()
+        self.leave()
+
+    def leave(self) -> None:
+        """Bring units back from a call that an error ended, and let go of gathered weights."""
+        for unit in self.modules:
+            state: Any = unit._get_fsdp_state()
+            state._training_state = TrainingState.IDLE
+            state._state_ctx.iter_forward_root = None
+            getattr(state, "_modules_to_run_forward", set[nn.Module]()).clear()
+        for group in self._groups:
+            group._training_state = TrainingState.IDLE
         self.reshard()
 
     def drop_unreduced_gradients(self) -> None:

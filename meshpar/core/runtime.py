@@ -211,20 +211,22 @@ def hosts() -> dist.ProcessGroup:
     return known or new_host_group(_HOSTS)
 
 
-def new_host_group(name: str, timeout_s: float | None = None) -> dist.ProcessGroup:
-    """Return a new group of all ranks for tensors in host memory. Two ranks connect when they first exchange something.
+def new_host_group(name: str, timeout_s: float | None = None, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Return a new group of all or some ranks for tensors in host memory. Two ranks connect when they first exchange
+    something.
 
     Collective: every rank calls it.
 
     Args:
         name: what it is for.
         timeout_s: bound in seconds on its collectives; None: that of the default group.
+        ranks: of the group; None: all.
     """
     from meshpar._torch.groups import shared_timeout
 
     bound = shared_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
     with connecting_lazily():
-        made: Any = dist.new_group(backend="gloo", group_desc=name, timeout=bound)
+        made: Any = dist.new_group(ranks, backend="gloo", group_desc=name, timeout=bound)
     return made
 
 

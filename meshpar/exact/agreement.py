@@ -49,6 +49,7 @@ class Agreement(Guard):
         always: compare in every step; False: in the first ones.
         predicts: ranks that exchange more than weights inside of a unit compute the same there, so that ranks whose
             forwards call the same units each time need not meet before each unit on a CPU.
+        stages: the ranks of each, where ranks have other layers: then stages keep their units in one order.
     """
 
     def __init__(
@@ -63,16 +64,17 @@ class Agreement(Guard):
         *,
         always: bool = True,
         predicts: bool = False,
+        stages: Sequence[Sequence[int]] = (),
     ) -> None:
         self._always = always
-        self.predicts = predicts and always and bool(data_axes)
+        self.predicts, self._ordered = predicts and always and bool(data_axes) and not stages, bool(stages)
         self._schedule: Schedule | None = None
         self._module, self._units, self._mesh, self._device, self._draws = module, units, mesh, device, False
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
         self._split = split
         self._batches, self._wholes, self._looks = (Looks(always=always) for _ in range(3))
         self._backwards = 0
-        self._meeting = Meeting.of(module)
+        self._meeting = Meeting.of(module, stages)
         self._unused = Unused(module, self._meeting.exchange if data_axes and dist.get_world_size() > 1 else None)
         self._later: Later | None = None
 
@@ -188,7 +190,7 @@ class Agreement(Guard):
             numbers = [_number_of(predicted, self._units)] if predicted else [0]
             if schedule.expects(unit):
                 return
-        elif not self._looks.now(name, self._device):
+        elif not (self._looks.first(name) if self._ordered else self._looks.now(name, self._device)):
             return
         place = f"the forward of {name}" if name else "a forward of the module"
         alike, *same_prediction = self._meeting.meet(place, [zlib.crc32(self._units.trained(unit).encode()), *numbers])

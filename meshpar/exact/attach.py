@@ -94,14 +94,11 @@ def _comparisons(guarded: Guarded, units: Units) -> tuple[Comparisons, Sequence[
     """Return what ranks exchange, and the guards that compare their loops and losses."""
     module, resolved, device = guarded.module, guarded.resolved, guarded.device
     held_on, layers = guarded.meshes[resolved.held], resolved.divided(Role.LAYERS)
-    if guarded.guards == "off" or layers:  # ranks of other layers call other units, and have no loss
-        exchange = None
-        if resolved.reduced and dist.get_world_size() > 1:
-            alike = [axis for axis, size in resolved.held.axes.items() if size > 1 and axis not in layers]
-            stage = [held_on.get_group(axis) for axis in alike]
-            exchange = (lambda: (stage, device)) if layers else Meeting.of(module).exchange
-        return NoComparisons(module, exchange), ()
     always, mesh = guarded.guards == "always", guarded.meshes[resolved.spec]
+    stages = _stages(resolved.spec, layers[0]) if layers else ()
+    if guarded.guards == "off":
+        compares = resolved.reduced and dist.get_world_size() > 1
+        return NoComparisons(module, Meeting.of(module, stages).exchange if compares else None), ()
     agreement = Agreement(
         module,
         units,
@@ -112,10 +109,19 @@ def _comparisons(guarded: Guarded, units: Units) -> tuple[Comparisons, Sequence[
         device,
         always=always,
         predicts=_predictable(module, resolved),
+        stages=stages,
     )
     compared = () if resolved.splits_sequence else resolved.same
     losses = Losses({axis: held_on.get_group(axis) for axis in compared}, device, always=always)
     return agreement, (agreement, losses)
+
+
+def _stages(spec: MeshSpec, axis: str) -> list[list[int]]:
+    """Return the ranks that have each stage's layers."""
+    stages: list[list[int]] = [[] for _ in range(spec.axes[axis])]
+    for rank in range(spec.size):
+        stages[spec.coordinates(rank)[axis]].append(rank)
+    return stages
 
 
 def _check_first_runs(cycle: Cycle, resolved: Resolved, device: torch.device, *, verify: bool) -> None:

@@ -127,8 +127,10 @@ class Entrances:
                     seen.add(node)
                     stack.append((owner, [function for function, _ in node.next_functions if function is not None]))
         for run in list(reached):
-            while (run := run.around) is not None:
-                reached.add(run)
+            around = run.around
+            while around is not None:
+                reached.add(around)
+                around = around.around
         outermost = [run for run in self._outermost if run in reached]
         for outer in outermost:
             for run in outer.in_backward():

@@ -192,6 +192,8 @@ class Cycle:
         for guard in reversed(self.watching):
             with suppress(Exception):  # of ranks that do not come; the error of the call is the one to tell
                 guard.after_error()
+        if not torch.is_grad_enabled():
+            self._shared.failed()
 
     @eager
     def _returned(self, output: object) -> None:

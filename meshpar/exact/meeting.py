@@ -29,9 +29,11 @@ def models_made() -> int:
     return 0 if dist.group.WORLD is None else _NUMBERS.get(dist.group.WORLD, 0)
 
 
-def own_group(number: int) -> dist.ProcessGroup:
-    """Return a new group of all ranks for one model's exchanges through the hosts. Collective: every rank calls it."""
-    return runtime.new_host_group(f"meshpar model {number}")
+def own_group(number: int, ranks: tuple[int, ...] | None = None) -> dist.ProcessGroup:
+    """Return a new group of all or some ranks for one model's exchanges through the hosts. Collective: every rank calls
+    it.
+    """
+    return runtime.new_host_group(f"meshpar model {number}" + (f", ranks {ranks}" if ranks else ""), ranks=ranks)
 
 
 def count_models_anew() -> None:
@@ -49,7 +51,7 @@ def next_number() -> int:
 
 @final
 class Meeting:
-    """Small exchanges of all ranks, through the hosts where a process group joins them; each tells where its rank is.
+    """Small exchanges of the ranks that have the same layers, through the hosts; each tells where its rank is.
 
     Every exchange has the same size and is a maximum, so that ranks at different places learn of it, whatever they came
     for.
@@ -58,20 +60,34 @@ class Meeting:
         model: the name of the module's class.
         number: of the model among those of this process, equal on all ranks: models of one class differ by it.
         own: a group for this model alone.
+        stage: the group of this rank's stage; None: all ranks have all layers.
     """
 
     NUMBERS = 2
 
-    def __init__(self, model: str, number: int, own: dist.ProcessGroup | None = None) -> None:
-        self._model, self.own = f"{number} {model}", own
+    def __init__(
+        self, model: str, number: int, own: dist.ProcessGroup | None = None, stage: dist.ProcessGroup | None = None
+    ) -> None:
+        self._model, self.own, self._stage = f"{number} {model}", own, stage
         self._history = 0
 
     @classmethod
-    def of(cls, module: nn.Module) -> Meeting:
-        """Return the exchanges of a module to which a plan was applied last. Collective: every rank calls it."""
+    def of(cls, module: nn.Module, stages: Sequence[Sequence[int]] = ()) -> Meeting:
+        """Return the exchanges of a module to which a plan was applied last. Collective: every rank calls it.
+
+        Args:
+            module: the outermost one.
+            stages: the ranks of each, where ranks have other layers.
+        """
         number = models_made() - 1
-        alone = number > 0 and dist.get_world_size() > 1 and not runtime.is_simulated()
-        return cls(class_name(module), number, own_group(number) if alone else None)
+        own = stage = None
+        if dist.get_world_size() > 1 and not runtime.is_simulated():
+            if stages:
+                groups = [own_group(number, tuple(ranks)) for ranks in stages]
+                stage = next(group for group, ranks in zip(groups, stages, strict=True) if dist.get_rank() in ranks)
+            elif number > 0:
+                own = own_group(number)
+        return cls(class_name(module), number, own, stage)
 
     def exchange(self) -> tuple[list[dist.ProcessGroup], torch.device]:
         """Return the group of all ranks' exchanges, and their device."""
@@ -87,6 +103,8 @@ class Meeting:
         """The group of the exchanges: all models' in the main thread, which sees when ranks call them in different
         orders; in another one the model's own, where it has one.
         """
+        if self._stage is not None:
+            return self._stage
         here = threading.current_thread() is threading.main_thread()
         return runtime.hosts() if here or self.own is None else self.own
 
@@ -96,15 +114,16 @@ class Meeting:
     def _all_places(self, place: str) -> str:
         """Return where this rank is, and the others that are elsewhere, each with the line of the user's code."""
         here = f"{place} (model {self._model}, {line_of_user()})"
-        places: list[Any] = [here] * dist.get_world_size()
+        ranks = dist.get_process_group_ranks(self.hosts)
+        places: list[Any] = [here] * len(ranks)
         with suppress(RuntimeError):  # of a rank that met this one by another exchange
             dist.all_gather_object(places, here, self.hosts)
-        others = {said: rank for rank, said in reversed(list(enumerate(places))) if said != here}
+        others = {said: rank for rank, said in reversed(list(zip(ranks, places, strict=True))) if said != here}
         return ", ".join([f"this rank is at {here}", *(f"rank {rank} at {said}" for said, rank in others.items())])
 
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """See :meth:`meshpar.exact.agreement.Agreement.meet`."""
-        if dist.get_world_size() == 1:
+        if self.hosts.size() == 1:
             return [True] * len(numbers)
         tag = self._tag(place)
         mine = torch.tensor([tag, *numbers, *[0] * (self.NUMBERS - len(numbers))], device="cpu")

@@ -110,18 +110,26 @@ class SharedWeights:
         if self._shards is not None:
             # an evaluation's weights may be swapped back before the backward of an earlier forward
             self._shards.changed()
-        if self._keeps and not self._module.training and self._trains:
+        if self._evaluates:
             self._units.keep()
             self.kept = True
         else:
             self._units.release(leaf for leaf in leaves(output, objects=True) if isinstance(leaf, Tensor))
 
-    @property
-    def _trains(self) -> bool:
-        """The module is trained. Backwards of other models, such as a student, would free what a frozen teacher
-        keeps.
+    def failed(self) -> None:
+        """Free gathered weights after a forward without gradients that an error ended here; other ranks may have kept
+        them, and learn of it before the next one.
         """
-        return any(parameter.requires_grad for parameter in self._module.parameters())
+        self.kept = self._evaluates
+        self._units.leave()
+
+    @property
+    def _evaluates(self) -> bool:
+        """Gathered weights are kept for the next evaluation. Those of a module that is not trained are not: backwards
+        of other models, such as a student, would free what a frozen teacher keeps.
+        """
+        trains = any(parameter.requires_grad for parameter in self._module.parameters())
+        return self._keeps and trains and not self._module.training
 
 
 def _train(inner: Callable[..., nn.Module], free: Callable[[], None], mode: bool = True) -> nn.Module:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from meshpar import MeshparError, ModelLayout, PipelineParallel
@@ -404,20 +405,36 @@ def test_an_error_in_the_second_step_ends_it_on_all_stages_and_the_next_one_is_e
 
 
 def test_shapes_that_follow_from_values_are_refused_beside_a_device_alone(monkeypatch):
-    def run(queues):
+    batches = [torch.zeros(1, 2, dtype=torch.int64)] * 3
+
+    def cut(number, padded=False):
+        """Keep as many positions as the number of the micro-batch says, the others as zeros where it is ``padded``."""
+        keep = 1 + int(number == 1)
+        return lambda layer, args, output: F.pad(output[:, :keep], (0, 0, 0, 2 - keep if padded else 0))
+
+    def run(queues, **how):
         monkeypatch.setattr(runtime, "queues", lambda device: queues)
         network = Network(2)
         anatomy(2, False)
 
         def program(rank):
             layers, module = layers_of(network, rank)
-            module.layers[0].register_forward_hook(
-                lambda layer, args, output: output[:, : 1 + int(layers.edges.number == 1)]
-            )
-            return train(layers, [torch.zeros(1, 2, dtype=torch.int64)] * 3)
+            hook = lambda *given: cut(layers.edges.number, **how)(*given)  # noqa: E731
+            module.layers[0].register_forward_hook(hook)
+            return train(layers, batches)
 
-        return network.run(program)
+        return network.run(program)[0]
 
-    assert run(False)[0].isfinite()
-    with pytest.raises(MeshparError, match=r"shapes \(1, 2, 2\), expected \(1, 1, 2\).*pad to shapes that follow from"):
+    def without_pp(**how):
+        torch.manual_seed(0)
+        module, total = Model(2, False), 0
+        for number, batch in enumerate(batches):
+            hook = module.layers[0].register_forward_hook(cut(number, **how))
+            total += loss(module, batch).detach()
+            hook.remove()
+        return total
+
+    torch.testing.assert_close(run(False), without_pp())
+    with pytest.raises(MeshparError, match=r"hands on has the shapes \(1, 2, 2\), expected \(1, 1, 2\) as for earlier"):
         run(True)
+    torch.testing.assert_close(run(True, padded=True), without_pp(padded=True))

@@ -152,7 +152,7 @@ def test_a_steady_step_of_a_stage_waits_for_no_device(rank, looks):
     random._equal = lambda one, other: True  # states of generators, which have no values here
     CausalLM.tokens = lambda self, batch: 32
     found = waits_of(*STAGES, rank=rank)
-    assert found == {**WAITS_OF_STAGES, LONG_AGO: looks}, found
+    assert found == {**HOSTS, **WAITS_OF_STAGES, LONG_AGO: looks}, found
 
 
 def test_a_split_batch_stays_in_page_locked_memory(monkeypatch):

@@ -32,6 +32,7 @@ from meshpar.checkpoints import (
     verify_step,
 )
 from meshpar.checkpoints.format.manifest import MANIFEST_NAME
+from meshpar.checkpoints.steps.importing import config_beside
 from meshpar.checkpoints.storage.place import Place, entries, place
 from meshpar.core.errors import CheckpointError
 from meshpar.testing import on_ranks
@@ -448,6 +449,16 @@ def test_a_safetensors_header_or_index_nested_too_deep_is_refused(tmp_path, file
     (tmp_path / file).write_bytes(text if file.endswith("json") else len(text).to_bytes(8, "little") + text)
     with pytest.raises(CheckpointError, match=r"is not a (complete safetensors file|safetensors index)"):
         Safetensors(tmp_path)
+
+
+def test_a_config_of_more_levels_than_a_hundred_is_refused(tmp_path):
+    for levels in (100, 101, 900):
+        (tmp_path / "config.json").write_text('{"a":' * (levels - 1) + "[]" + "}" * (levels - 1))
+        if levels == 100:
+            assert config_beside(tmp_path).keys() == {"a"}
+            continue
+        with pytest.raises(CheckpointError, match="lists and objects have more than 100 levels"):
+            config_beside(tmp_path)
 
 
 def test_a_manifest_nested_too_deep_is_one_damaged_step(tmp_path):

@@ -1103,3 +1103,32 @@ def test_an_evaluation_gathers_kept_weights_once_until_a_rank_writes():
         [HybridShard(reshard_after_forward=False, optimizer="world", param_dtype=torch.bfloat16)],
         "dp_replicate=2,dp_shard=1",
     )
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@on_ranks(2)
+def test_an_evaluation_that_fails_on_one_rank_inside_of_a_forward_leaves_the_next_one_exact(keeps):
+    def fail(*_):
+        if dist.get_rank() == 1:
+            raise RuntimeError("no memory")
+
+    par = Plan("dp_shard=2", [FullyShard(reshard_after_forward=not keeps)]).apply(chain())
+    x = torch.arange(8, dtype=torch.float64).view(2, 4) / 8
+    par.module.eval()
+    with torch.no_grad():
+        expected = [par.module(x) for _ in range(2)][-1]
+        hook = par.module[1].register_forward_pre_hook(fail)
+        try:
+            par.module(x)
+        except RuntimeError as error:
+            assert "no memory" in str(error) and dist.get_rank() == 1
+        hook.remove()
+        for _ in range(3):
+            assert torch.equal(par.module(x), expected)
+    par.module.train()(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in par.module.parameters())
+
+
+def chain():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()

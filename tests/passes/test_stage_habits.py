@@ -10,7 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshpar import CheckpointError, FullyShard, MeshparError, ModelLayout, PipelineParallel, Plan, PlanError
+from meshpar import (
+    CheckpointError,
+    FullyShard,
+    MeshparError,
+    ModelLayout,
+    PipelineParallel,
+    Plan,
+    PlanError,
+    TensorParallel,
+)
 from meshpar.checkpoints import CheckpointManager
 from meshpar.testing import on_ranks
 from meshpar.training import LossScaler
@@ -381,3 +390,38 @@ def test_extra_that_differs_between_stages_is_refused_and_rank_extra_restores_it
         checkpoints.save(1, par, extra={"epoch": 3}, rank_extra={"rates": [rank]})
         restored = checkpoints.restore(par)
     assert (restored.extra, restored.rank_extra) == ({"epoch": 3}, {"rates": [rank]})
+
+
+DATA, SPLIT = (
+    ("pp=2,dp_shard=2", [PipelineParallel(), FullyShard()]),
+    ("pp=2,tp=2", [PipelineParallel(), TensorParallel()]),
+)
+TABLE = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+
+
+@on_ranks(4)
+def test_data_ranks_of_a_stage_that_differ_are_refused_on_all_stages_and_the_next_step_is_exact():
+    par = Plan(*DATA).apply(model())
+    optimizer = torch.optim.SGD(par.module.parameters(), lr=0.3)
+    with pytest.raises(MeshparError, match=r"give par\.backward different numbers of micro-batches, this one [34]"):
+        par.backward(micro_batches(0, 3 + par.data_rank), plain_loss)
+    with pytest.raises(MeshparError, match=r"give par\.forward different numbers of micro-batches"):
+        par.forward(micro_batches(0, 3 + par.data_rank), lambda net, batch: plain_loss(net, batch).item())
+    optimizer.zero_grad()
+    par.backward(micro_batches(0, 3), plain_loss)
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + par.data_rank)
+    with pytest.raises(MeshparError, match="ranks step SGD with different settings"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.3
+    optimizer.zero_grad()
+    assert_equal(on_stages(plain_loss, passes=DATA[1], mesh=DATA[0]), in_one_process(plain_loss))
+
+
+@on_ranks(4)
+def test_tensor_ranks_of_a_stage_with_other_batches_are_refused():
+    par = Plan(*SPLIT).apply(model(), TABLE)
+    other = [batch + (torch.distributed.get_rank() % 2) for batch in micro_batches(0)]
+    with pytest.raises(MeshparError, match="ranks of tp got different batches"):
+        par.backward(other, plain_loss)
+    par.module.zero_grad()
+    assert par.backward(micro_batches(0), plain_loss).isfinite()

@@ -239,6 +239,11 @@ ROWS = [
         {"call the model with par.split(batch), a mapping": "par.module(**par.split({"},
     ),
     Tested(
+        "different numbers of micro-batches, this one",
+        "tests/passes/test_stage_habits.py::test_data_ranks_of_a_stage_that_differ_are_refused_on_all_stages_and_the_next_step_is_exact",
+        {"give it the same number on every rank": "par.backward(micro_batches(0, 3), plain_loss)"},
+    ),
+    Tested(
         "fresh='the reason'",
         "tests/passes/test_parity.py::test_ranks_find_what_the_last_test_found_and_a_patch_that_is_left_is_refused",
         {"write @on_ranks(..., fresh='the reason')": 'on_ranks(1, fresh="leaves a patch")'},

@@ -712,6 +712,11 @@ ROWS = [
         },
     ),
     Tested(
+        "hands on has the shapes",
+        "tests/accelerator/test_stages.py::test_shapes_that_follow_from_values_are_refused_beside_a_device_alone",
+        {"pad to shapes that follow": "run(True, padded=True)", "use a mesh without pp": "without_pp()"},
+    ),
+    Tested(
         "would get another number",
         "tests/passes/test_stage_habits.py::test_numbers_of_several_parameters_are_refused_and_the_remedy_is_exact",
         {"Call par.clip_grad_norm_(max_norm)": "par.clip_grad_norm_(0.3)"},

@@ -502,8 +502,8 @@ class Edges:
         if values is not None and header.forms != known.forms:
             shapes = (", ".join(str(shape) for _, shape in forms) for forms in (header.forms, known.forms))
             raise MeshparError(
-                "what stage {} hands on has the shapes {}, expected {} as for earlier inputs of the same shapes: on an "
-                "accelerator the next stage does not wait to be told; pad to shapes that follow from those of the "
+                "what stage {} hands on has the shapes {}, expected {} as for earlier inputs of the same shapes, which "
+                "the next stage takes without a wait for its device; pad to shapes that follow from those of the "
                 "inputs, or use a mesh without pp".format(self.stage, *shapes)
             )
         whole, rooms, behind = known.room(self.device)

@@ -93,6 +93,7 @@ class Layers:
         reduces: Callable[[bool], None],
         abandon: Callable[[], None],
         totals: Totals,
+        counted: Callable[[int], object] = bool,
     ) -> None:
         """Run forwards and backwards of all micro-batches by the schedule.
 
@@ -102,12 +103,14 @@ class Layers:
             reduces: is called before each backward: whether it is the last, in which gradients are reduced.
             abandon: is called where an error ends the step after it has begun.
             totals: gets the sums, on all stages.
+            counted: is called with the number of micro-batches, on which the stages have agreed.
 
         Collective over the stages.
         """
         self.edges.device, running = totals.loss.device, dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]]()
         self._begin_step(-1)
         batches = self._agree(micro_batches)
+        counted(len(batches))
         before = self._set_aside()
         todo = actions(self._schedule, self.rank, self.ranks, len(batches), self._chunks)
         try:
@@ -312,7 +315,11 @@ class Layers:
 
     @torch.no_grad()
     def forward(
-        self, micro_batches: Iterable[Micro], function: Callable[[nn.Module, Micro], Any], device: torch.device
+        self,
+        micro_batches: Iterable[Micro],
+        function: Callable[[nn.Module, Micro], Any],
+        device: torch.device,
+        counted: Callable[[int], object] = bool,
     ) -> list[Any]:
         """Run forwards alone; return what ``function`` returns for each micro-batch, on all stages.
 
@@ -327,12 +334,14 @@ class Layers:
             found.extend([value] if self.edges.chunk == last else [])
 
         while batches := self._agree(islice(given, _WINDOW * self.ranks)):
+            counted(len(batches))
             numbered = iter(enumerate(batches))
             while group := list(islice(numbered, self.ranks if last else 1)):
                 for chunk in range(last + 1):
                     for number, batch in group:
                         self._forth(Action("F", number, chunk), partial(run, batch))
             self._before += len(batches)
+        counted(0)
         self._messages.settle_all()
         self._action = None
         found = tree_map_only(Tensor, Tensor.cpu, found)
