@@ -166,7 +166,8 @@ def _change_tree(data: bytes, what: str, draws: random.Random, *, as_yaml: bool)
 def _places(tree: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
         yield (*place, key)
-        yield from _places(value, (*place, key))
+        if len(place) < 50:
+            yield from _places(value, (*place, key))
 
 
 class _Runs:

@@ -210,6 +210,9 @@ def ask(command: Sequence[str], limit_s: float = ANSWER_S) -> str:
     return done.stdout.strip()
 
 
+_MOST_OPTIONS = 500
+
+
 def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
     """Return the target with its options set.
 
@@ -221,6 +224,8 @@ def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
     Raises:
         LaunchError: listing every unknown or invalid option.
     """
+    if len(options) > _MOST_OPTIONS:
+        raise LaunchError(f"{len(options):,} options of {name}; expected at most {_MOST_OPTIONS}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}

@@ -649,6 +649,8 @@ def test_options_of_a_target_are_checked_all_at_once() -> None:
 def test_options_given_twice_are_joined_or_refused() -> None:
     made = make_target("slurm", Slurm, ["setup=module load cuda", "setup=conda activate train"])
     assert made.setup == "module load cuda\nconda activate train"
+    with pytest.raises(LaunchError, match="30,000 options of slurm; expected at most 500"):
+        make_target("slurm", Slurm, ["grown=1"] * 30_000)
     with pytest.raises(LaunchError, match="'time=2:00:00': time is given twice; give it once"):
         make_target("slurm", Slurm, ["time=1:00:00", "time=2:00:00"])
     with pytest.raises(
