@@ -94,7 +94,8 @@ def queues(device: torch.device | str) -> bool:
 def numbers_on(device: torch.device, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Return numbers of the host, (N,), on a device, which nothing waits for."""
     here = torch.tensor(numbers, dtype=dtype, device="cpu")
-    return here if on_host(device) else here.pin_memory().to(device, non_blocking=True)
+    pins = not on_host(device) and not is_simulated()
+    return (here.pin_memory() if pins else here).to(device, non_blocking=True)
 
 
 def over_hosts(device: torch.device | str) -> bool:
