@@ -42,7 +42,7 @@ from meshpar.patches import while_lives
 from meshpar.placements import clip_grad_norms_, like, whole
 from meshpar.same_values import check_replicas
 from meshpar.state import initialize
-from meshpar.state.averaging import Averaged, Decay
+from meshpar.state.averaging import Averaged, Decay, averages_of
 from meshpar.state.full import gather_state, scatter_state
 from meshpar.state.offloading import on_the_host
 from meshpar.weights import WeightSource
@@ -651,8 +651,9 @@ class Parallelized:
         return compute(self.module, batch)
 
     def offloaded(self, optimizer: Optimizer | Collection[Optimizer] = ()) -> AbstractContextManager[None]:
-        """Give the memory of parameters, buffers, gradients and the optimizers' state to others for a ``with`` block,
-        such as an engine on the same device; their values are in host memory, and come back bit for bit.
+        """Give the memory of parameters, buffers, gradients, moving averages and the optimizers' state to others for a
+        ``with`` block, such as an engine on the same device; their values are in host memory, page-locked beside an
+        accelerator, and come back bit for bit.
 
         Waits for a save in the background, which reads them.
 
@@ -664,6 +665,9 @@ class Parallelized:
         module, given = self.module, [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         tensors = [*module.parameters(), *module.buffers()]
         tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
+        tensors += averages_of(module)
+        if (shards := applied(module).replica_shards) is not None:
+            tensors += shards.held()
         states = [state for one in given for state in one.state.values()]
         tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return on_the_host(module, tensors, self.device)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import mmap
-import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,8 +11,8 @@ import torch
 from torch import Tensor
 
 from meshpar.checkpoints.format.writing import Part
-from meshpar.checkpoints.storage.files import ALIGNMENT
 from meshpar.core import runtime
+from meshpar.state.page_locked import Slab, starts
 
 _PIECE_BYTES = 16 << 20
 _SAMPLES = 64  # elements of a part, about
@@ -66,41 +63,13 @@ class Stager:
         room: dict[int, Tensor] = {}
         for pin in list(self._slabs):
             mine = [(at, tensor) for at, tensor in enumerate(tensors) if tensor.is_cpu != pin]
-            ends = list(
-                itertools.accumulate((-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for _, tensor in mine), initial=0)
-            )
+            ends = starts(tensor.nbytes for _, tensor in mine)
             if self._slabs[pin].memory.nbytes != ends[-1]:
                 self._slabs[pin] = Slab(0, pin=pin)  # the one that is too large or too small goes first
                 self._slabs[pin] = Slab(ends[-1], pin=pin)
             for (at, tensor), start in zip(mine, ends):
                 room[at] = self._slabs[pin].memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return [room[at] for at in range(len(tensors))]
-
-
-@final
-class Slab:
-    """Host memory of exactly ``nbytes``; pinned, it is whole pages of its own.
-
-    torch's pinned memory is rounded up to a power of two, and is never given back.
-    """
-
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8) if not pin or not nbytes else _pinned(nbytes)
-        if pin and nbytes:
-            weakref.finalize(self, _unpin, self.memory).atexit = False
-
-
-def _pinned(nbytes: int) -> Tensor:
-    memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-    if torch.cuda.is_available():  # other accelerators copy from and to memory that is not pinned
-        registered = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)  # type: ignore[union-attr]
-        torch.cuda.check_error(registered)
-    return memory
-
-
-def _unpin(memory: Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[union-attr]
 
 
 @final

@@ -27,6 +27,7 @@ from meshpar._torch.optimizers import AdafactorOn, adafactor_on, before_steps
 from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
 from meshpar.core.guards import Guard, Guards
+from meshpar.core.waiting import reads_of
 from meshpar.exact.adafactor import adafactor_by_parts
 from meshpar.exact.backward_entrances import Entrances
 from meshpar.exact.backwards import Backwards, Forward, refuse_second_order
@@ -165,6 +166,7 @@ class Cycle:
 
     @eager
     def _before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        reads_of(self.module).check("the module")
         self._unwind()
         if not self._ready:
             name = next((name for name, parameter in self.module.named_parameters() if parameter.is_meta), None)

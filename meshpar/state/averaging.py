@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, final
@@ -26,6 +27,12 @@ class Resharded(Protocol):
 
 
 Decay = float | Callable[[int], float]
+_MADE: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Averaged]] = weakref.WeakKeyDictionary()
+
+
+def averages_of(module: nn.Module) -> list[Tensor]:
+    """Return the tensors of all moving averages of a module's parameters."""
+    return [tensor for average in _MADE.get(module, ()) for tensor in average._averages.values()]
 
 
 @final
@@ -97,6 +104,7 @@ class Averaged:
         if dtype is not None and not dtype.is_floating_point:
             raise MeshparError(f"the average's dtype is {dtype}; expected a floating-point dtype such as torch.float32")
         self._par, self._module = par, par.module
+        reads_of(self._module).check("an average")
         self._decay: Decay = 0.999 if decay is None else decay
         if power is not None:
             self._decay = lambda updates: (updates / (updates + 1)) ** (power + 1)
@@ -114,6 +122,7 @@ class Averaged:
             )
         with torch.no_grad():
             self._averages = {name: self._copy(tensor) for name, tensor in tensors.items()}
+        _MADE.setdefault(self._module, weakref.WeakSet()).add(self)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -176,6 +185,7 @@ class Averaged:
             MeshparError: inside of :meth:`swapped`.
         """
         self._refuse_inside("state_dict()")
+        reads_of(self._module).check("an average's state_dict()")
         self._is_present()
         counts = {"updates": torch.tensor(self.updates), "calls": torch.tensor(self.calls)}
         return {"averages": dict(self._averages), **counts}

@@ -17,6 +17,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
 from meshpar.placements import local_tensor
+from meshpar.state.page_locked import Slab, starts
 
 _INSIDE = "inside of par.offloaded(), where its parameters have no memory; call it after the block"
 _AGAIN = (
@@ -28,10 +29,26 @@ _AGAIN = (
 @final
 @dataclass(slots=True)
 class _Lent:
-    """The memory that a module lends, with its bytes on the host: the only copy until all of it is back."""
+    """The memory that a module lends, with its bytes on the host: the only copy until all of it is back.
 
-    kept: list[tuple[torch.UntypedStorage, Tensor]] = field(default_factory=list)
+    Attributes:
+        slab: where they are beside a device that queues work, page-locked: locking takes as long as copying, and the
+            next block uses it again.
+    """
+
+    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    slab: Slab = field(default_factory=lambda: Slab(0, pin=False))
     hooks: list[RemovableHandle] = field(default_factory=list)
+
+    def room(self, sizes: list[int], device: torch.device) -> list[Tensor]:
+        """Return host memory of these sizes for what ``device`` lends."""
+        if not runtime.queues(device):
+            return [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        places = starts(sizes)
+        if self.kept or self.slab.memory.numel() < places[-1]:
+            self.slab = Slab(0, pin=False)  # the smaller one goes first
+            self.slab = Slab(places[-1], pin=True)
+        return [self.slab.memory[start : start + size] for start, size in zip(places, sizes)]
 
 
 _LENT: weakref.WeakKeyDictionary[nn.Module, _Lent] = weakref.WeakKeyDictionary()
@@ -56,19 +73,25 @@ def on_the_host(module: nn.Module, tensors: Iterable[Tensor], device: torch.devi
     for local in map(local_tensor, tensors):
         storage = local.untyped_storage()
         if local.device.type == device.type and storage.nbytes() and storage.resizable():
-            storages[storage.data_ptr()] = storage
+            storages[storage._cdata] = _bytes(storage, local.device)
     reads.away = _INSIDE
     lent.hooks = lent.hooks or _refusing(module)
     try:
-        for storage in storages.values():
-            lent.kept.append((storage, _bytes(storage).to("cpu", copy=True)))
-            storage.resize_(0)
+        copies = list(zip(storages.values(), lent.room([lending.numel() for lending in storages.values()], device)))
+        for lending, values in copies:
+            values.copy_(lending, non_blocking=True)
+        _wait_for(device)
+        for lending, values in copies:
+            lent.kept.append((lending, values))
+            lending.untyped_storage().resize_(0)
+        del copies
         if runtime.queues(device):
             torch.get_device_module(device).empty_cache()
         yield
     finally:
         reads.away = _AGAIN
         _take_back(lent.kept)
+        _wait_for(device)
         while lent.hooks:
             lent.hooks.pop().remove()
         reads.away = ""
@@ -83,19 +106,18 @@ def _refusing(module: nn.Module) -> list[RemovableHandle]:
             reads.check("the optimizer's step()")
 
     return [
-        module.register_forward_pre_hook(lambda *_: reads.check("the module"), prepend=True),
         module.register_load_state_dict_pre_hook(lambda *_: reads.check("load_state_dict()")),
         register_optimizer_step_pre_hook(before_step),
     ]
 
 
-def _take_back(kept: list[tuple[torch.UntypedStorage, Tensor]]) -> None:
+def _take_back(kept: list[tuple[Tensor, Tensor]]) -> None:
     """Give each storage its memory and bytes again, and let go of the host's copy when it has them."""
     try:
         while kept:
-            storage, values = kept[-1]
-            storage.resize_(values.numel())
-            _bytes(storage).copy_(values)
+            lent, values = kept[-1]
+            lent.untyped_storage().resize_(values.numel())
+            lent.copy_(values, non_blocking=True)
             kept.pop()
     except RuntimeError as error:
         raise MeshparError(
@@ -105,5 +127,10 @@ def _take_back(kept: list[tuple[torch.UntypedStorage, Tensor]]) -> None:
         ) from error
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+def _wait_for(device: torch.device) -> None:
+    if runtime.queues(device):
+        torch.get_device_module(device).synchronize()
+
+
+def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]

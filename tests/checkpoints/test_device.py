@@ -21,12 +21,13 @@ from meshpar.checkpoints.steps import staging
 from meshpar.checkpoints.steps.planning import Planning
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.checkpoints.steps.saving import Noted, Saving
-from meshpar.checkpoints.steps.staging import Samples, Slab, Stager
+from meshpar.checkpoints.steps.staging import Samples, Stager
 from meshpar.checkpoints.storage import files
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.files import Box, ReadFile, Turns
 from meshpar.checkpoints.storage.place import place
 from meshpar.core import runtime
+from meshpar.state.page_locked import Slab
 from tests.checkpoints.test_commit import Job
 
 DEVICE = torch.device("meta")

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
 import torch
 from torch import nn
 
-from meshpar import FullyShard, MeshparError, Plan, Replicate, TensorParallel
+import meshpar.forecasting.device as device
+from meshpar import FullyShard, HybridShard, MeshparError, Plan, Replicate, TensorParallel
 from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.steps.staging import Stager
 from meshpar.core.waiting import reads_of
+from meshpar.passes.applied import applied
 from meshpar.placements import local_tensor
 from meshpar.testing import on_ranks
+from tests.accelerator.simulated import allocate, alone, install, simulated
 from tests.support.models_for_parity import VOCAB, transformer
 
-PLANS = {"dp_shard=2": [FullyShard()], "tp=2": [TensorParallel()], "dp_replicate=2": [Replicate()]}
+PLANS = {
+    "dp_shard=2": [FullyShard()],
+    "tp=2": [TensorParallel()],
+    "dp_replicate=2": [Replicate()],
+    "dp_replicate=2,dp_shard=1": [HybridShard(optimizer="world")],
+}
 
 
 def step(par, optimizer, seed):
@@ -35,9 +44,15 @@ def test_a_lent_module_trains_on_as_if_nothing_had_been() -> None:
             par = Plan(mesh, passes).apply(transformer(tied=True))
             optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2)
             step(par, optimizer, 1)
-            if lent:
+            average = par.averaged(0.5)
+            step(par, optimizer, 3)
+            average.update()
+            for _ in range(2 * lent):
                 sizes = [local_tensor(parameter).untyped_storage().nbytes() for parameter in par.module.parameters()]
+                averages = average.state_dict()["averages"].values()
                 with par.offloaded(optimizer):
+                    kept = [*averages, *(gathered.held() if (gathered := applied(par.module).replica_shards) else ())]
+                    assert not any(local_tensor(tensor).untyped_storage().nbytes() for tensor in kept)
                     held = [local_tensor(parameter).untyped_storage() for parameter in par.module.parameters()]
                     states = [value for state in optimizer.state.values() for value in state.values()]
                     assert not any(storage.nbytes() for storage in held)
@@ -48,8 +63,9 @@ def test_a_lent_module_trains_on_as_if_nothing_had_been() -> None:
                     local_tensor(parameter).untyped_storage().nbytes() for parameter in par.module.parameters()
                 ]
             step(par, optimizer, 2)
+            average.update()
             par.reshard()
-            ends.append([local_tensor(parameter).clone() for parameter in par.module.parameters()])
+            ends.append(shards(par.module.parameters(), average.state_dict()["averages"].values()))
         assert all(torch.equal(one, other) for one, other in zip(*ends))
 
 
@@ -142,6 +158,8 @@ def test_what_would_use_lent_memory_is_refused(tmp_path):
         optimizer.step,
         average.update,
         lambda: average.swapped().__enter__(),
+        average.state_dict,
+        par.averaged,
         lambda: next(iter(par.published())),
         lambda: CheckpointManager(tmp_path).save(1, par, optimizer),
         lambda: par.load_state_dict(state),
@@ -222,3 +240,47 @@ def test_a_wait_for_a_read_that_does_not_end_is_bounded_and_names_it(monkeypatch
     assert "meshpar: waiting for the save of step 3 in the background, which reads" in capfd.readouterr().err
     end()
     reads_of(module).wait("swapped()")
+
+
+class Alive:
+    """Counts the bytes of all tensors on the simulated device, whose storages have no memory to resize."""
+
+    def __init__(self, patch):
+        self.resized = {}
+        patch.setattr(torch.UntypedStorage, "resize_", lambda *given: self.resize(*given))
+
+    def resize(self, storage, size):
+        self.resized[storage._cdata] = storage, size
+        return storage
+
+    def bytes(self):
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.device.type == device.NAME]
+        storages = {one._cdata: one for one in (local_tensor(tensor).untyped_storage() for tensor in tensors)}
+        return sum(self.resized.get(key, (storage, storage.nbytes()))[1] for key, storage in storages.items())
+
+
+@alone
+def test_no_byte_stays_on_the_device_but_of_others() -> None:
+    install().empty_cache = lambda: None
+    with simulated(4), pytest.MonkeyPatch.context() as patch:
+        alive = Alive(patch)
+        with torch.device("meta"):
+            model = transformer()
+        passes = [HybridShard(optimizer="world")]
+        par = allocate(Plan("dp_replicate=2,dp_shard=2", passes).apply(model, device_type=device.NAME))
+        optimizer = torch.optim.AdamW(par.module.parameters(), lr=1e-2)
+        average = par.averaged(0.5)
+        ids = torch.zeros(2, 8, dtype=torch.long, device=par.device)
+        par.module(ids, labels=ids).loss.backward()
+        optimizer.step()
+        average.update()
+        par.reshard()
+        optimizer.zero_grad()
+        other, gathered = torch.empty(1000, dtype=torch.uint8, device=par.device), applied(par.module).replica_shards
+        before = alive.bytes()
+        parameters = sum(local_tensor(parameter).nbytes for parameter in par.module.parameters())
+        assert before >= 4 * parameters + sum(shard.nbytes for shard in gathered.held()) > 4 * parameters
+        with par.offloaded(optimizer):
+            assert alive.bytes() == other.nbytes + ids.nbytes
+        assert alive.bytes() == before
