@@ -227,7 +227,8 @@ def new_host_group(name: str, timeout_s: float | None = None, ranks: Sequence[in
 
     bound = shared_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
     with connecting_lazily():
-        made: Any = dist.new_group(ranks, backend="gloo", group_desc=name, timeout=bound)
+        backend = None if is_simulated() else "gloo"
+        made: Any = dist.new_group(ranks, backend=backend, group_desc=name, timeout=bound)
     return made
 
 

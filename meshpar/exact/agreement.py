@@ -67,7 +67,7 @@ class Agreement(Guard):
         stages: Sequence[Sequence[int]] = (),
     ) -> None:
         self._always = always
-        self.predicts, self._ordered = predicts and always and bool(data_axes) and not stages, bool(stages)
+        self.predicts, self.ordered = predicts and always and bool(data_axes) and not stages, bool(stages)
         self._schedule: Schedule | None = None
         self._module, self._units, self._mesh, self._device, self._draws = module, units, mesh, device, False
         self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
@@ -77,6 +77,11 @@ class Agreement(Guard):
         self._meeting = Meeting.of(module, stages)
         self._unused = Unused(module, self._meeting.exchange if data_axes and dist.get_world_size() > 1 else None)
         self._later: Later | None = None
+
+    @property
+    def hosts(self) -> dist.ProcessGroup:
+        """The group of the exchanges of all ranks that have the same layers."""
+        return self._meeting.hosts
 
     def begin(self, *, draws: bool) -> None:
         """Let the ranks of ``same_axes`` draw the same random numbers outside of what is split, if any ``draws``."""
@@ -190,7 +195,7 @@ class Agreement(Guard):
             numbers = [_number_of(predicted, self._units)] if predicted else [0]
             if schedule.expects(unit):
                 return
-        elif not (self._looks.first(name) if self._ordered else self._looks.now(name, self._device)):
+        elif not (self._looks.first(name) if self.ordered else self._looks.now(name, self._device)):
             return
         place = f"the forward of {name}" if name else "a forward of the module"
         alike, *same_prediction = self._meeting.meet(place, [zlib.crc32(self._units.trained(unit).encode()), *numbers])

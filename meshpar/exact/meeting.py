@@ -81,12 +81,11 @@ class Meeting:
         """
         number = models_made() - 1
         own = stage = None
-        if dist.get_world_size() > 1 and not runtime.is_simulated():
-            if stages:
-                groups = [own_group(number, tuple(ranks)) for ranks in stages]
-                stage = next(group for group, ranks in zip(groups, stages, strict=True) if dist.get_rank() in ranks)
-            elif number > 0:
-                own = own_group(number)
+        if stages:
+            groups = [own_group(number, tuple(ranks)) for ranks in stages]
+            stage = next(group for group, ranks in zip(groups, stages, strict=True) if dist.get_rank() in ranks)
+        elif number > 0 and dist.get_world_size() > 1 and not runtime.is_simulated():
+            own = own_group(number)
         return cls(class_name(module), number, own, stage)
 
     def exchange(self) -> tuple[list[dist.ProcessGroup], torch.device]:

@@ -137,13 +137,13 @@ class Settled(Guard):
 
     def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """Send where a rank is, where it is looked at."""
-        if self._on_cpu and dist.get_world_size() > 1:
-            _exchange(2 * (1 + Meeting.NUMBERS), torch.int64, dist.group.WORLD, self._par.device)
+        if self._on_cpu and self._real.hosts.size() > 1:
+            _exchange(2 * (1 + Meeting.NUMBERS), torch.int64, self._real.hosts, self._par.device)
         return [True] * len(numbers)
 
     def before_unit(self, name: str, unit: nn.Module) -> None:
         """Send the marks of a unit, where they are looked at: of the first one where the others are predicted."""
-        if not (name and self._real.predicts) and not in_backward():
+        if not (self._real.ordered or (name and self._real.predicts)) and not in_backward():
             self.meet(name)
 
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
@@ -166,7 +166,7 @@ class Settled(Guard):
         """
         if self._on_cpu and self._real.differs:
             count = 1 + sum(1 for _ in self._par.module.parameters())
-            _exchange(2 * count, torch.int64, dist.group.WORLD, self._par.device)
+            _exchange(2 * count, torch.int64, self._real.hosts, self._par.device)
         for parameter in unused:
             parameter.grad = None
 

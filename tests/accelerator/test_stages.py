@@ -31,7 +31,7 @@ LAYOUT = ModelLayout(blocks=("layers.*",))
 @pytest.fixture(params=["as beside a CPU", "as beside a device"])
 def device(request, monkeypatch):
     """Stages that read what comes where it comes, and those that never wait for a device."""
-    monkeypatch.setattr(runtime, "queues", lambda device: "device" in request.param)
+    monkeypatch.setattr(runtime, "over_hosts", lambda device: "CPU" in request.param)
 
 
 class Model(nn.Module):
@@ -412,8 +412,8 @@ def test_shapes_that_follow_from_values_are_refused_beside_a_device_alone(monkey
         keep = 1 + int(number == 1)
         return lambda layer, args, output: F.pad(output[:, :keep], (0, 0, 0, 2 - keep if padded else 0))
 
-    def run(queues, **how):
-        monkeypatch.setattr(runtime, "queues", lambda device: queues)
+    def run(late, **how):
+        monkeypatch.setattr(runtime, "over_hosts", lambda device: not late)
         network = Network(2)
         anatomy(2, False)
 

@@ -148,7 +148,7 @@ class Edges:
 
         Then messages of a known form are exchanged whatever fails, with zeros in the place of values.
         """
-        return runtime.queues(self.device)
+        return not runtime.over_hosts(self.device)
 
     def begin_step(self) -> None:
         """Begin a step, or an evaluation; what an earlier one that failed left is forgotten."""

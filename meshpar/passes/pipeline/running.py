@@ -285,7 +285,7 @@ class Layers:
         first steps one step later.
         """
         read, given = (lambda: digests), self.edges.inputs
-        if not self._looks.now("inputs", self.edges.device):
+        if self.edges.late and not self._looks.first("inputs"):
             with beside(self.edges.device) as to_host:
                 later = to_host(digests), given
             if self._later is None:
