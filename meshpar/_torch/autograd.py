@@ -5,6 +5,7 @@
   have no hook for what they are asked.
 - ``next_node``: autograd's number of the node that it makes next, by which units know their own; private without a
   public form.
+- ``StorageWeakRef``: tells whose memory a saved tensor is, and does not keep it; not documented.
 - ``in_backward``, ``at_end_of_backward``: where autograd is; FSDP2 and DDP read the same, with no public form.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from meshpar._torch import BEFORE_2_13
@@ -25,6 +27,7 @@ from meshpar.patches import Undo, set_attribute
 
 __all__ = [
     "Node",
+    "StorageWeakRef",
     "accumulates",
     "at_end_of_backward",
     "backward",

@@ -17,11 +17,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshpar.core.errors import ParallelError
 from meshpar.core.patterns import kind_of
+from meshpar.exact.reads import Cut, WholeReads, share
 from meshpar.exact.trial import (
     Run,
     gathered,
@@ -52,15 +53,12 @@ TOLERANCE = 1e-3
 """How far a split block may be off, relative to the largest value: far above float32's rounding, far below what a
 wrong split does.
 """
-LARGEST = 1 << 27
-"""Parameters of a block up to which it is tried: one block whole, its gradients and a second copy are held, 2 GiB in
-float32.
-"""
 INPUTS = 1 << 26
 """Elements of a block's inputs, whole along the sequence, beyond which its first samples are tried; one may have
 twice as many.
 """
 _MASKED = 8
+_FAILED, _OUT_OF_MEMORY = 1, 2
 _SAME, _LOOKED_AT = 1e-2, 1 << 20
 _SHORTER = "compare it on a shorter batch by par.verify(batch), or by plan.prove(module, batch) before a launch"
 
@@ -112,8 +110,18 @@ class _Seen:
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    rows: int = 1
     masks: dict[str, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
     why: str = ""
+
+    def half(self) -> _Seen:
+        """Return the first half of the samples."""
+
+        def cut(value: object) -> Any:
+            samples = isinstance(value, Tensor) and value.ndim > 1 and len(value) == self.rows
+            return value[: self.rows // 2] if samples and isinstance(value, Tensor) else value
+
+        return _Seen(tree_map(cut, self.args), tree_map(cut, self.kwargs), self.rows // 2)
 
     def objects(self) -> list[Any]:
         """Return what a run shares with the inputs: each run has copies of their tensors."""
@@ -228,7 +236,7 @@ class SplitTest:
             cut = isinstance(value, Tensor) and value.ndim > 1 and len(value) == rows
             return _copy(value[:keep] if cut and isinstance(value, Tensor) else value)
 
-        return _Seen(tree_map(copied, args), tree_map(copied, kwargs))
+        return _Seen(tree_map(copied, args), tree_map(copied, kwargs), keep)
 
     def _remember_mask(self, name: str, inner: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -261,6 +269,11 @@ class SplitTest:
             except _NotTried as error:
                 skipped[name] = str(error)
                 continue
+            except torch.OutOfMemoryError as error:
+                raise ParallelError(
+                    f"{name or 'the model'} cannot be compared with its split in the memory that is free; pass "
+                    "Plan(..., verify=False) after plan.prove(module, batch) of a small model"
+                ) from error
             tried[name] = max(sizes.values(), default=0.0)
             worst = sorted(((size, what) for what, size in sizes.items() if not size <= TOLERANCE), reverse=True)
             found += [Difference(module=name, what=what, size=size) for size, what in worst]
@@ -286,33 +299,57 @@ class SplitTest:
                 yield Difference(module=f"{name}.{inner}", what=what, size=1.0)
 
     def _try(self, name: str, seen: _Seen) -> dict[str, float]:
-        unit = self._module.get_submodule(name)
+        unit, context = self._module.get_submodule(name), self._context
         names = {inner: f"{name}.{inner}" if name else inner for inner, _ in unit.named_parameters()}
-        if sum(parameter.numel() for parameter in unit.parameters()) > LARGEST:
-            raise _NotTried(f"it has more than {LARGEST} parameters")
+        cuts = {inner: self._cut(self._parameter(full)) for inner, full in names.items()}
         self._refuse_split_inputs(seen, self._local_inputs(name))
-        wholes = {inner: wide(self._whole(full).detach()).clone() for inner, full in names.items()}
-        split = bool(name) and self._context.sequence_parallel
+        parts = dict[str, Tensor]()
+        for inner, full in names.items():
+            whole, cut = wide(self._whole(full).detach()), cuts[inner]
+            parts[inner] = whole.clone() if cut is None else share(whole, cut[0], context)
+            del whole
+        split = bool(name) and context.sequence_parallel
 
         with quiet(unit):
-            expected, cotangents, wanted, failed = list[Tensor](), list[Tensor](), dict[str, Tensor](), ""
-            alone = Run(wholes, self._gathered(seen, self._local_inputs(name), hidden=split))
-            try:  # around the backward, too, in which a model may recompute
-                with self._kept(unit, *seen.objects()), holding(unit, alone.parameters), as_written(unit):
-                    expected = alone.outputs(unit)
-                    cotangents = [noise(want, place) for place, want in enumerate(expected)]
-                    wanted = alone.gradients(expected, cotangents)
-            except CannotKeep as error:
-                failed = str(error)
-            # training meets the block's own errors, where a loop may catch them
-            except Exception as error:  # noqa: BLE001
-                failed = f"it does not run unsplit: {type(error).__name__}: {error}".splitlines()[0]
-            if self._anywhere(bool(failed)):
+            code, failed, outcome = self._alone(name, unit, parts, cuts, seen)
+            while code == _OUT_OF_MEMORY and seen.rows > 1:
+                seen = seen.half()
+                code, failed, outcome = self._alone(name, unit, parts, cuts, seen)
+            if code == _OUT_OF_MEMORY:
+                raise torch.OutOfMemoryError(failed or "another rank of the axis is out of memory")
+            if code:
                 raise _NotTried(failed or "it does not run unsplit on another rank of the axis")
-            parts = {inner: self._part(self._parameter(full), wholes[inner]) for inner, full in names.items()}
+            for inner, full in names.items():
+                parts[inner] = self._as_split(self._parameter(full), parts[inner], cuts[inner])
             both = Run(parts, (seen.args, seen.kwargs))
             with self._kept(unit, *seen.objects()), holding(unit, both.parameters), plain_products(unit):
-                return self._compare(expected, cotangents, wanted, both, both.outputs(unit), split)
+                return self._compare(*outcome, both, both.outputs(unit), split)
+
+    def _alone(
+        self, name: str, unit: nn.Module, parts: Mapping[str, Tensor], cuts: Mapping[str, Cut | None], seen: _Seen
+    ) -> tuple[int, str, tuple[list[Tensor], list[Tensor], dict[str, Tensor]]]:
+        """Run a block as it was written.
+
+        Returns:
+            0, or how it failed, the same on all ranks of the axis; why it failed on this one; the outputs, the
+            gradients given to them, and those of parameters and inputs: of a split parameter this rank's part.
+        """
+        expected, cotangents, wanted, code, failed = list[Tensor](), list[Tensor](), dict[str, Tensor](), 0, ""
+        hidden = bool(name) and self._context.sequence_parallel
+        alone = Run(parts, self._gathered(seen, self._local_inputs(name), hidden=hidden))
+        reads = WholeReads(self._context, {alone.parameters[inner]: cut for inner, cut in cuts.items() if cut})
+        try:  # around the backward, too, in which a model may recompute
+            with self._kept(unit, *seen.objects()), holding(unit, alone.parameters), reads.of(unit), as_written(unit):
+                expected = alone.outputs(unit)
+                cotangents = [noise(want, place) for place, want in enumerate(expected)]
+                wanted = alone.gradients(expected, cotangents)
+        except CannotKeep as error:
+            failed, code = str(error), _FAILED
+        # training meets the block's own errors, where a loop may catch them
+        except Exception as error:  # noqa: BLE001
+            failed = f"it does not run unsplit: {type(error).__name__}: {error}".splitlines()[0]
+            code = _OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else _FAILED
+        return reads.failed_elsewhere or reads.worst(code, self._device()), failed, (expected, cotangents, wanted)
 
     def _refuse_split_inputs(self, seen: _Seen, heads: set[str]) -> None:
         """Raise where other inputs than the hidden states differ between ranks: keys of an earlier layer, of which
@@ -350,11 +387,16 @@ class SplitTest:
         if self._anywhere(any(local_tensor(part).shape != local_tensor(have).shape for part, have in zip(mine, got))):
             return {f"it returns {tuple(got[0].shape)}, which is no rank's part of {tuple(expected[0].shape)}": 1.0}
         had = both.gradients(got, mine)
-        typical = max((float(tensor.abs().max()) for tensor in wanted.values() if tensor.numel()), default=0.0)
+        largest = max((float(tensor.abs().max()) for tensor in wanted.values() if tensor.numel()), default=0.0)
+        typical = float(gather_values(torch.tensor([largest], device=self._device()), context.group).max())
         for name, want in wanted.items():
             have = had[name]
             if isinstance(have, DTensor):
-                want = local_slice(want, have, context)
+                if name in both.parameters:  # of which each rank has its part of both
+                    part: Any = both.parameters[name]
+                    have = have.redistribute(part.device_mesh, part.placements)
+                else:
+                    want = local_slice(want, have, context)
                 have = have.to_local()
             elif split and have.shape != want.shape:
                 want = slice_like(want, have, 1, context)
@@ -371,22 +413,21 @@ class SplitTest:
     def _parameter(self, name: str) -> Any:
         return self._module.get_parameter(name)
 
-    def _part(self, parameter: object, whole: Tensor) -> Tensor:
-        """Return the parameter as the tensor axis splits it, of the whole value ``whole``."""
+    def _cut(self, parameter: object) -> Cut | None:
+        """Return the dim along which the tensor axis splits a parameter, and its whole length."""
         if not isinstance(parameter, DTensor):
-            return whole.clone()
+            return None
         axis = (parameter.device_mesh.mesh_dim_names or ()).index((self._context.mesh.mesh_dim_names or ("",))[0])
         placement = parameter.placements[axis]
-        part = whole
-        if isinstance(placement, Shard):
-            part = whole.chunk(self._context.size, placement.dim)[self._context.rank]
+        return (placement.dim, parameter.shape[placement.dim]) if isinstance(placement, Shard) else None
+
+    def _as_split(self, parameter: object, part: Tensor, cut: Cut | None) -> Tensor:
+        """Return this rank's part as a parameter that the tensor axis splits."""
+        if not isinstance(parameter, DTensor):
+            return part
+        shape, placement = parameter.shape, Shard(cut[0]) if cut else Replicate()
         return DTensor.from_local(
-            part.clone(memory_format=torch.contiguous_format),
-            self._context.mesh,
-            [placement],
-            run_check=False,
-            shape=whole.shape,
-            stride=strides(whole.shape),
+            part, self._context.mesh, [placement], run_check=False, shape=shape, stride=strides(shape)
         )
 
     def _local_inputs(self, name: str) -> set[str]:

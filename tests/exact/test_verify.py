@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import meshpar.passes.tensor.styles
 from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError, Plan, PlanError, TensorParallel
+from meshpar.exact import reads
 from meshpar.exact.verify import split_test
 from meshpar.leaves import leaves
 from meshpar.passes.untouched import LARGEST, MOST, CannotKeep, untouched
@@ -530,3 +531,94 @@ def test_the_styles_that_a_message_says_leave_modules_with_a_forward_of_their_ow
         for name, parameter in alone.named_parameters():
             got = whole(par.module.get_parameter(name).grad)
             assert torch.allclose(got, parameter.grad, atol=1e-9), (place, name)
+
+
+class Mixing(nn.Module):
+    """Two layers with a normalisation of the features between them where ``wrong``."""
+
+    def __init__(self, dim, hidden, *, wrong):
+        super().__init__()
+        self.up, self.down, self.wrong = nn.Linear(dim, hidden), nn.Linear(hidden, dim), wrong
+
+    def forward(self, x):
+        h = self.up(x)
+        return x + self.down(F.rms_norm(h, h.shape[-1:]) if self.wrong else F.gelu(h))
+
+
+class Mixed(nn.Module):
+    def __init__(self, *args, **options):
+        super().__init__()
+        self.blocks = nn.ModuleList([Mixing(*args, **options)])
+
+    def forward(self, x):
+        return self.blocks[0](x)
+
+
+@on_ranks(2)
+def test_one_parameter_is_whole_at_a_time():
+    layout = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor, "embed": None, "head": None})
+    alive, most, join = [], [], reads.WholeReads.join
+
+    def counted(self, part):
+        whole = join(self, part)
+        alive.append(reads.StorageWeakRef(whole.untyped_storage()))
+        most.append(sum(not memory.expired() for memory in alive))
+        return whole
+
+    with mock.patch.object(reads.WholeReads, "join", counted):
+        sizes = Plan("tp=2", [TensorParallel()]).apply(Model(), layout).verify(IDS).modules
+    assert max(sizes.values()) < 1e-5 and len(alive) == 5, (sizes, len(alive))
+    assert max(most) <= 2  # with a bias
+
+
+@on_ranks(2)
+def test_a_block_that_is_out_of_memory_is_tried_on_fewer_samples_or_refused():
+    for rows, refused in ((2, False), (0, True)):
+        model = Model()
+        forward = Block.forward
+
+        def hungry(self, x, rows=rows, forward=forward):
+            if len(x) > rows and not isinstance(self.up.weight, DTensor) and len(self.up.weight) == 16:
+                raise torch.OutOfMemoryError("16 PiB")
+            return forward(self, x)
+
+        with mock.patch.object(Block, "forward", hungry):
+            par = Plan("tp=2", [TensorParallel()]).apply(model, LAYOUT)
+            if not refused:
+                assert "blocks.0" in par.verify(IDS.expand(8, -1)).modules
+                continue
+            with pytest.raises(ParallelError, match="cannot be compared with its split in the memory that is free"):
+                par.verify(IDS.expand(8, -1))
+            par = Plan("tp=2", [TensorParallel()], verify=False).apply(Model(), LAYOUT)
+            par.module(IDS)
+
+
+@on_ranks(2)
+def test_a_block_that_fails_on_one_rank_only_is_named_on_both():
+    par, forward = Plan("tp=2", [TensorParallel()]).apply(Model(), LAYOUT), Block.forward
+
+    def failing(self, x):
+        if par.mesh.get_rank() == 1 and not isinstance(self.up.weight, DTensor):
+            raise ValueError("only here")
+        return forward(self, x)
+
+    with mock.patch.object(Block, "forward", failing):
+        said = par.verify(IDS).skipped["blocks.0"]
+    assert said.endswith("only here" if par.mesh.get_rank() else "another rank of the axis failed"), said
+
+
+@pytest.mark.long
+@on_ranks(2)
+def test_a_block_of_more_than_2_to_the_27_parameters_is_tried_like_others():
+    layout = ModelLayout(blocks=("blocks.*",), tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+    for wrong in (True, False):
+        torch.manual_seed(0)
+        par = Plan("tp=2", [TensorParallel()]).apply(Mixed(2048, 33_000, wrong=wrong), layout)
+        assert sum(parameter.numel() for parameter in par.module.parameters()) > 1 << 27
+        x = torch.randn(1, 4, 2048)
+        if wrong:
+            with pytest.raises(ParallelError, match=r"blocks\.0: output, off by"):
+                par.module(x)
+        else:
+            par.module(x)
+            assert par.verify(x).modules["blocks.0"] < 1e-5

@@ -1,0 +1,118 @@
+"""Parameters that are whole while a block reads them, of which each rank holds its part: each read gathers one, and
+backward gathers it again, so that no rank holds a whole block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from meshpar._torch.autograd import StorageWeakRef
+from meshpar.passes.tensor.collectives import gather_values
+from meshpar.passes.tensor.context import Context
+
+Cut = tuple[int, int]
+"""The dim along which a parameter is split, and its whole length."""
+
+
+def share(whole: Tensor, dim: int, context: Context) -> Tensor:
+    """Return this rank's part of ``whole``, torch's chunk along ``dim``, with memory of its own."""
+    length = whole.shape[dim]
+    width = -(-length // context.size)
+    start = min(width * context.rank, length)
+    part = whole.narrow(dim, start, min(width, length - start))
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, reads: WholeReads) -> Tensor:
+        ctx.cut = reads.cuts[part][0], reads.context
+        return reads.join(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return share(grad, *ctx.cut), None
+
+
+@final
+class WholeReads:
+    """Reads of parameters by ranks that hold a part of each.
+
+    Args:
+        context: of the tensor axis, whose ranks read together.
+        cuts: the parts, each with its cut.
+
+    Attributes:
+        failed_elsewhere: the code with which another rank of the axis failed, as a read found; else 0.
+    """
+
+    def __init__(self, context: Context, cuts: Mapping[Tensor, Cut]) -> None:
+        self.context, self.cuts, self.failed_elsewhere = context, cuts, 0
+        self._parts: dict[StorageWeakRef, Tensor] = {}
+
+    def read(self, part: Any) -> Any:
+        """Return the whole of a part, and anything else as it is. Collective over the axis."""
+        if not isinstance(part, Tensor) or part not in self.cuts:
+            return part
+        whole: Any = _Whole.apply(part, self)
+        self._parts[StorageWeakRef(whole.untyped_storage())] = part
+        return whole
+
+    def join(self, part: Tensor) -> Tensor:
+        """Return the ranks' parts joined. Collective over the axis."""
+        self.failed_elsewhere = self.worst(0, part.device)
+        if self.failed_elsewhere:
+            raise RuntimeError("another rank of the axis failed")
+        dim, length = self.cuts[part]
+        missing = -(-length // self.context.size) - part.shape[dim]
+        if missing:
+            part = torch.cat([part, part.new_zeros(*part.shape[:dim], missing, *part.shape[dim + 1 :])], dim)
+        return gather_values(part, self.context.group, dim).narrow(dim, 0, length)
+
+    def worst(self, code: int, device: torch.device) -> int:
+        """Return the largest code of the axis's ranks, above 0 where one failed. Collective over the axis."""
+        return int(gather_values(torch.tensor([code], device=device), self.context.group).max())
+
+    @contextmanager
+    def of(self, unit: nn.Module) -> Iterator[None]:
+        """Let a module, which holds the parts, read whole parameters."""
+        held = [(child.__dict__, child._parameters) for child in unit.modules()]
+        try:
+            for attributes, parameters in held:
+                attributes["_parameters"] = _Read(parameters, self)
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            for attributes, parameters in held:
+                attributes["_parameters"] = parameters
+
+    def _pack(self, saved: Tensor) -> Any:
+        part = None if saved.layout != torch.strided else self._parts.get(StorageWeakRef(saved.untyped_storage()))
+        if part is None or part.dtype != saved.dtype:
+            return saved
+        return part, saved.shape, saved.stride(), saved.storage_offset()
+
+    def _unpack(self, packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else self.join(packed[0]).as_strided(*packed[1:])
+
+
+class _Read(dict[str, Any]):
+    """A module's parameters, each whole where it is read."""
+
+    def __init__(self, parameters: Mapping[str, Any], reads: WholeReads) -> None:
+        super().__init__(parameters)
+        self._reads = reads
+
+    def __getitem__(self, name: str) -> Any:
+        return self._reads.read(super().__getitem__(name))
+
+    def values(self) -> Iterable[Any]:  # type: ignore[override]
+        return (self[name] for name in self)
+
+    def items(self) -> Iterable[tuple[str, Any]]:  # type: ignore[override]
+        return ((name, self[name]) for name in self)
