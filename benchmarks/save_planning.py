@@ -40,6 +40,7 @@ from meshpar.checkpoints.steps.planning import Alike, Described, Planning
 from meshpar.checkpoints.steps.recording import Layout, Report, layout_of, pack, report_of
 from meshpar.checkpoints.steps.saving import Noted, Saving
 from meshpar.checkpoints.storage.place import Place
+from meshpar.host_messages import FAN_OUT
 from meshpar.placements import local_index
 
 
@@ -71,18 +72,24 @@ class SimulatedRanks(Peer):
         began = time.thread_time()
         sent = [pickle.dumps(self._answer(rank, mine)) for rank in range(1, self.size)]
         self.aside += time.thread_time() - began
-        self.bytes += self.size * max(map(len, sent))
+        self.bytes += sum(map(len, sent))
         return [mine, *(pickle.loads(data) for data in sent)]
+
+    def agree(
+        self, step: str, act: Callable[[], Any], decide: Callable[[list[Any]], Any], *, deciding: str = ""
+    ) -> Any:
+        results = self.collect(step, act)
+        return self.share(step, lambda: decide(results))
 
     def share(self, step: str, act: Callable[[], Any]) -> Any:
         sent = pickle.dumps(act())
-        self.bytes += self.size * len(sent)
+        self.bytes += FAN_OUT * len(sent)
         return pickle.loads(sent)
 
     def spread(self, step: str, act: Callable[[], Sequence[Any]]) -> Any:
         self.given = act()
         sent = [pickle.dumps(value) for value in self.given]
-        self.bytes += self.size * max(map(len, sent))
+        self.bytes += sum(map(len, sent))
         return self.given[0]
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
 
@@ -44,8 +47,8 @@ class Messages:
         self._timeout = shared_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
         with runtime.connecting_lazily():
             gloo: Any = dist.ProcessGroupGloo
-            here = dist.PrefixStore(f"{title}/{number}", store)
-            self._gloo = gloo(here, self.rank, self.size, self._timeout or dist.default_pg_timeout)
+            self._store: Any = dist.PrefixStore(f"{title}/{number}", store)
+            self._gloo = gloo(self._store, self.rank, self.size, self._timeout or dist.default_pg_timeout)
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> dist.Work:
         """Begin to send a tensor to a rank of the group."""
@@ -56,6 +59,64 @@ class Messages:
         """Begin to receive a tensor from a rank of the group."""
         work: dist.Work = self._gloo.recv([into], source, tag)
         return work
+
+    def lost(self, peer: int, *, waited: bool) -> int:
+        """Close the connections after an error, so that all ranks fail now, and return the rank that one of them lost
+        first.
+
+        Args:
+            peer: the rank with which this one talked.
+            waited: for it until a time-out; else the connection was closed, and another rank may say why.
+        """
+        with suppress(RuntimeError):
+            self._store.wait(["lost"], timedelta(seconds=0.01 if waited else 1))
+        with suppress(RuntimeError):  # the store has ended, too
+            peer = int(self._store.compare_set("lost", "", str(peer)))
+        with suppress(RuntimeError):  # gloo closes all connections at a time-out
+            self.receive(torch.empty(0, device="cpu"), (self.rank + 1) % self.size, 1).wait(timedelta(milliseconds=1))
+        return peer
+
+
+def send_bytes(messages: Messages, data: bytes, to: int) -> list[dist.Work]:
+    """Begin to send bytes to a rank."""
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return [messages.send(torch.tensor([len(data)], device="cpu"), to), messages.send(tensor, to)]
+
+
+def receive_bytes(messages: Messages, source: int, timeout: timedelta) -> bytes:
+    """Wait for bytes of a rank."""
+    size = torch.zeros(1, dtype=torch.int64, device="cpu")
+    messages.receive(size, source).wait(timeout)
+    data = bytearray(int(size))
+    messages.receive(torch.frombuffer(data, dtype=torch.uint8), source).wait(timeout)
+    return bytes(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A rank's place in a tree of ranks, in which each has the ranks from itself to ``end`` below it.
+
+    Attributes:
+        parent: the rank above; None: of the root.
+        children: the ranks next below, each with the end of those below it.
+        end: of the ranks below this one.
+    """
+
+    parent: int | None
+    children: Sequence[tuple[int, int]]
+    end: int
+
+
+def branch_of(rank: int, ranks: int) -> Branch:
+    """Return a rank's place in the tree in which each rank talks to at most :data:`FAN_OUT` others below it."""
+    parent, first, end = None, 0, ranks
+    while True:
+        size = max(1, -(-(end - first - 1) // FAN_OUT))
+        children = [(low, min(low + size, end)) for low in range(first + 1, end, size)]
+        if rank == first:
+            return Branch(parent, children, end)
+        parent = first
+        first, end = children[(rank - first - 1) // size]
 
 
 _OPEN: weakref.WeakKeyDictionary[dist.ProcessGroup, Messages] = weakref.WeakKeyDictionary()

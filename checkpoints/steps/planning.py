@@ -138,10 +138,10 @@ class Planning:
             mine.append(describe())
             return self._greet(mine[0], ranks)
 
-        greetings = ranks.collect(step, greet)
-        extras = [greeting.rank_extra for greeting in greetings]
+        extras: list[Any] = []
 
-        def ask() -> _Question | None:
+        def ask(greetings: Sequence[_Greeting]) -> _Question | None:
+            extras.extend(greeting.rank_extra for greeting in greetings)
             _refuse_other_extras([greeting.extra for greeting in greetings])
             question = self._ask(greetings)
             if question.anew or set(question.tables) - {0}:
@@ -150,7 +150,7 @@ class Planning:
             settle(self._agreed, _tables({0: mine[0].optimizer}), extras)
             return None
 
-        question = ranks.share(step, ask)
+        question = ranks.agree(step, greet, ask)
         if question is not None:
             answers = ranks.collect(step, lambda: _answer(mine[0], question, ranks.rank))
 

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, final
 
 import torch.distributed as dist
 
-from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, StoreError
+from meshpar.host_messages import Messages, branch_of, receive_bytes, send_bytes
 
 T = TypeVar("T")
+R = TypeVar("R")
 _Outcome = tuple[str | None, Any]
+_BOTH_WAYS = 2.5
+"""Times the time-out that a rank waits for the one above it: that one waits for all below it, and then decides."""
 
 
 @final
 class Ranks:
-    """The ranks that save and restore together, on a gloo group of their own; one process without a process group.
+    """The ranks that save and restore together, by messages of their own along a tree; one process without a process
+    group.
 
     Collective: every rank constructs it and runs each step, in the same order.
 
     Args:
-        timeout_s: seconds that a rank waits for the others in one step; creating the group is the first.
-
-    Raises:
-        CheckpointError: the group was not created in that time, or a rank ended.
+        timeout_s: seconds that a rank waits for the others in one step.
 
     Attributes:
         broken: whether communication failed in a step; the next step needs new Ranks.
@@ -36,29 +36,43 @@ class Ranks:
     def __init__(self, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self._group = _make_group(self._timeout) if many else None
-        self.rank = dist.get_rank() if many else 0
-        self.size = dist.get_world_size() if many else 1
-        self.broken = False
+        self._messages = Messages("checkpoints", timeout_s=timeout_s) if many else None
+        self.rank, self.size = (self._messages.rank, self._messages.size) if self._messages is not None else (0, 1)
+        self._branch, self.broken = branch_of(self.rank, self.size), False
+
+    def agree(self, step: str, act: Callable[[], T], decide: Callable[[list[T]], R], *, deciding: str = "") -> R:
+        """Run ``act`` on every rank, then ``decide`` on rank 0 with all results in rank order; every rank returns what
+        it has decided. ``deciding``: the step in errors of ``decide``.
+        """
+        outcome, interrupt = _attempt(self.rank, act)
+        interrupts = [interrupt]
+
+        def talk() -> tuple[str, list[_Outcome]]:
+            outcomes, answer = self._gather(outcome), (step, list[_Outcome]())
+            if self.rank == 0:
+                answer = step, [one for one in outcomes if one[0] is not None]
+                if not answer[1]:
+                    decided, interrupted = _attempt(0, lambda: decide([value for _, value in outcomes]))
+                    interrupts.append(interrupted)
+                    answer = deciding or step, [decided]
+            return self._broadcast(answer)  # type: ignore[no-any-return]
+
+        return self._told(step, talk, interrupts)  # type: ignore[no-any-return]
 
     def collect(self, step: str, act: Callable[[], T]) -> list[T]:
         """Run ``act`` on every rank; rank 0 returns all results in rank order, the others an empty list."""
-        outcome, interrupt = _attempt(self.rank, act)
-        outcomes = self._exchange(step, lambda: self._gather(outcome))
-        if interrupt is not None:
-            raise interrupt
-        return [value for _, value in outcomes] if self.rank == 0 else []
+        results: list[T] = []
+        self.agree(step, act, results.extend)
+        return results
+
+    def everyone(self, step: str, act: Callable[[], T]) -> list[T]:
+        """Run ``act`` on every rank; every rank returns all results in rank order."""
+        return self.agree(step, act, list)
 
     def share(self, step: str, act: Callable[[], T]) -> T:
         """Run ``act`` on rank 0 alone; every rank returns its result."""
-        outcome: _Outcome = (None, None)
-        interrupt: BaseException | None = None
-        if self.rank == 0:
-            outcome, interrupt = _attempt(0, act)
-        received = self._exchange(step, lambda: [self._broadcast(outcome)])
-        if interrupt is not None:
-            raise interrupt
-        return received[0][1]
+        outcome, interrupt = _attempt(0, act) if self.rank == 0 else ((None, None), None)
+        return self._told(step, lambda: self._broadcast((step, [outcome])), [interrupt])  # type: ignore[no-any-return]
 
     def spread(self, step: str, act: Callable[[], Sequence[T]]) -> T:
         """Run ``act`` on rank 0 alone; each rank returns its own item of the result."""
@@ -69,27 +83,18 @@ class Ranks:
             outcomes = [
                 (failure, value) for value in ([values] * self.size if failure is not None or not values else values)
             ]
-        received = self._exchange(step, lambda: [self._scatter(outcomes)])
-        if interrupt is not None:
-            raise interrupt
-        return received[0][1]
-
-    def everyone(self, step: str, act: Callable[[], T]) -> list[T]:
-        """Run ``act`` on every rank; every rank returns all results in rank order."""
-        results = self.collect(step, act)
-        return self.share(step, lambda: results)
+        return self._told(step, lambda: (step, [self._scatter(outcomes)]), [interrupt])  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Destroy the group."""
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-        self._group = None
+        """Let go of the connections."""
+        self._messages = None
 
-    def _exchange(self, step: str, talk: Callable[[], list[_Outcome]]) -> list[_Outcome]:
+    def _told(
+        self, step: str, talk: Callable[[], tuple[str, list[_Outcome]]], interrupts: Sequence[BaseException | None]
+    ) -> Any:  # noqa: ANN401 - what an act returned
+        """Return the outcome of an exchange; raise its failures, or what interrupted this rank."""
         try:
-            if self._group is not None:
-                dist.monitored_barrier(self._group, timeout=self._timeout, wait_all_ranks=True)
-            outcomes = talk()
+            step, outcomes = talk()
         except RuntimeError as error:
             self.broken = True
             reason = str(error).partition("\n")[0]
@@ -97,63 +102,63 @@ class Ranks:
                 f"{step} failed: rank {self.rank} lost the others, or waited longer than {self._timeout}: {reason}"
             ) from error
         if failures := [failure for failure, _ in outcomes if failure is not None]:
-            kind = (
-                StoreError
-                if any(failure is not None and value is StoreError for failure, value in outcomes)
-                else CheckpointError
-            )
+            kind = StoreError if any(value is StoreError for _, value in outcomes) else CheckpointError
             raise kind("\n  ".join([f"{step} failed on {len(failures)} of {self.size} ranks:", *failures]))
-        return outcomes
+        if interrupted := [one for one in interrupts if one is not None]:
+            raise interrupted[0]
+        return outcomes[0][1]
 
     def _gather(self, outcome: _Outcome) -> list[_Outcome]:
-        """Gather all outcomes on rank 0, and send failures to every rank."""
-        if self._group is None:
-            return [outcome]
-        outcomes: list[_Outcome] | None = [(None, None) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather_object(outcome, outcomes, dst=0, group=self._group)
-        failures: list[_Outcome] = self._broadcast(
-            [one_outcome for one_outcome in outcomes or () if one_outcome[0] is not None]
-        )
-        return failures or outcomes or []
+        """Gather all outcomes on rank 0; the others return those of the ranks below them."""
+        gathered = [pickle.dumps(outcome)]
+        for child, end in self._branch.children:
+            gathered += pickle.loads(self._receive(child, 1 + (end - child - 1).bit_length() / 32))
+        if self._branch.parent is not None:
+            self._send({self._branch.parent: pickle.dumps(gathered)}, _BOTH_WAYS)
+            return []
+        return [pickle.loads(one) for one in gathered]
 
-    def _broadcast(self, value: T) -> T:
-        values = [value]
-        if self._group is not None:
-            dist.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
+    def _broadcast(self, value: Any) -> Any:  # noqa: ANN401
+        """Return rank 0's value on every rank."""
+        if self._messages is None:
+            return value
+        data = pickle.dumps(value) if self._branch.parent is None else self._receive(self._branch.parent)
+        self._send({child: data for child, _ in self._branch.children})
+        return pickle.loads(data)
 
     def _scatter(self, outcomes: list[_Outcome]) -> _Outcome:
-        if self._group is None:
-            return outcomes[0]
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, outcomes if self.rank == 0 else None, src=0, group=self._group)
-        return mine[0]
+        """Return this rank's item of rank 0's outcomes."""
+        if self._branch.parent is None:
+            items = [pickle.dumps(outcome) for outcome in outcomes]
+        else:
+            items = pickle.loads(self._receive(self._branch.parent))
+        parts = {child: items[child - self.rank : end - self.rank] for child, end in self._branch.children}
+        self._send({child: pickle.dumps(part) for child, part in parts.items()})
+        mine: _Outcome = pickle.loads(items[0])
+        return mine
 
-
-def _make_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Make a gloo group of all ranks.
-
-    On a thread of its own, because gloo connects to one rank after another and waits for each as long as ``timeout``,
-    and longer for one that dies between publishing its address and answering. A thread that still waits then ends with
-    the process.
-    """
-    made: Future[dist.ProcessGroup] = Future()
-
-    def make() -> None:
+    def _receive(self, source: int, times: float = _BOTH_WAYS) -> bytes:
+        assert self._messages is not None
         try:
-            made.set_result(runtime.new_host_group("checkpoints", timeout.total_seconds()))
-        except BaseException as error:  # noqa: BLE001 - raised again by the caller
-            made.set_exception(error)
+            return receive_bytes(self._messages, source, self._timeout * times)
+        except RuntimeError as error:
+            raise self._lost(source, error) from error
 
-    threading.Thread(target=make, name="meshpar-group", daemon=True).start()
-    try:
-        return made.result(timeout.total_seconds())
-    except (TimeoutError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0] or "no answer"
-        raise CheckpointError(
-            f"rank {dist.get_rank()} could not connect to the {dist.get_world_size() - 1} others within {timeout}: "
-            f"one has ended, or did not call save or restore; call it on every rank ({reason})"
-        ) from error
+    def _send(self, given: Mapping[int, bytes], times: float = 1.0) -> None:
+        assert self._messages is not None or not given
+        works = [(to, send_bytes(self._messages, data, to)) for to, data in given.items() if self._messages is not None]
+        for to, sent in works:
+            try:
+                for work in sent:
+                    work.wait(self._timeout * times)
+            except RuntimeError as error:
+                raise self._lost(to, error) from error
+
+    def _lost(self, peer: int, error: RuntimeError) -> RuntimeError:
+        """Return the error that names the rank that was lost first, and close the connections: all ranks fail now."""
+        assert self._messages is not None
+        peer = self._messages.lost(peer, waited="Timed out" in str(error))
+        return RuntimeError(f"rank {peer} has ended, or did not come ({str(error).partition(chr(10))[0]})")
 
 
 def _attempt(rank: int, act: Callable[[], T]) -> tuple[_Outcome, BaseException | None]:

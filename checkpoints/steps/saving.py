@@ -161,21 +161,29 @@ class Saving:
         """Write, check and commit; return the step's folder. Collective. Raises CheckpointError on every rank if any
         rank fails.
         """
-        step, layout = self._noted.step, list[Layout]()
+        step, layout, reports = self._noted.step, list[Layout](), list[Report]()
+        committing = f"committing step {step}"
 
         def write() -> Report:
             files = self._write()
             layout.append(layout_of(files))
             return report_of(files, layout[0])
 
+        def record(given: Sequence[Report]) -> Place | None:
+            reports.extend(given)
+            return self._commit(commit, reports, []) if self._planning.recorded(reports) else None
+
+        def place(layouts: Sequence[Layout]) -> Place:
+            return self._commit(commit, reports, layouts)
+
         try:
-            reports = self._ranks.collect(f"writing step {step}", write)
+            committed = self._ranks.agree(f"writing step {step}", write, record, deciding=committing)
         finally:
             if self._staging is not None:
                 remove(self._staging)
-        known = self._ranks.share(f"recording step {step}", lambda: self._planning.recorded(reports))
-        layouts = [] if known else self._ranks.collect(f"recording step {step}", lambda: layout[0])
-        return self._ranks.share(f"committing step {step}", lambda: self._commit(commit, reports, layouts))
+        if committed is not None:
+            return committed
+        return self._ranks.agree(f"recording step {step}", lambda: layout[0], place, deciding=committing)
 
     def _describe(self, par: Checkpointable, optimizer: Optimizers | None, later: bool) -> Described:
         model = model_state(par.module, {group[0] for group in par.layout.tied})

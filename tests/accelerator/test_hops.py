@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,13 @@ import torch.distributed as dist
 
 from meshpar import host_messages
 from meshpar._torch.groups import collective_counts
-from meshpar.host_messages import FAN_OUT, hops
+from meshpar.checkpoints.steps import ranks as saving_ranks
+from meshpar.checkpoints.steps.ranks import Ranks
+from meshpar.core.errors import CheckpointError
+from meshpar.host_messages import FAN_OUT, branch_of, hops
 from meshpar.same_values import Largest
 from meshpar.testing import on_ranks
+from tests.support.patience import patient
 from tests.support.tiers import daily
 
 
@@ -42,9 +47,14 @@ class Network:
 
     def __init__(self):
         self.boxes, self.sent = defaultdict(queue.SimpleQueue), defaultdict(int)
+        self.peers = defaultdict(set)
 
     def messages(self, name, group):
         return At(self, group.rank(), group.size())
+
+    def of_threads(self, size):
+        """What opens messages in threads whose names are their ranks."""
+        return lambda name, timeout_s: At(self, int(threading.current_thread().name), size)
 
 
 class At:
@@ -54,6 +64,7 @@ class At:
     def send(self, tensor, to, tag=0):
         assert to != self.rank
         self.network.sent[self.rank] += 1
+        self.network.peers[self.rank].add(to)
         self.network.boxes[self.rank, to, tag].put(tensor.clone())
         return Done()
 
@@ -63,7 +74,7 @@ class At:
 
 class Done:
     def __init__(self, act=lambda: None):
-        self.wait = act
+        self.wait = lambda timeout=None: act()
 
 
 class Group:
@@ -123,3 +134,57 @@ def lose_a_rank():
 
 def test_a_rank_that_does_not_come_is_an_error_in_the_time_of_the_group():
     lose_a_rank()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 16, 17, 18, 273, 1024, 8192])
+def test_a_tree_of_ranks_is_as_low_as_its_branches_allow(ranks):
+    depth, above = [0] * ranks, 0
+    for rank in range(ranks):
+        branch = branch_of(rank, ranks)
+        if branch.parent is not None:
+            depth[rank] = depth[branch.parent] + 1
+            assert rank in [child for child, _ in branch_of(branch.parent, ranks).children]
+        assert len(branch.children) <= FAN_OUT
+        below = [one for child, end in branch.children for one in range(child, end)]
+        assert below == list(range(rank + 1, branch.end))
+        above += len(branch.children)
+    assert above == ranks - 1 and max(depth) == {1: 0, 2: 1, 16: 1, 17: 1, 18: 2, 273: 2, 1024: 3, 8192: 4}[ranks]
+
+
+def test_rank_0_of_1024_saves_with_16_sockets_and_96_messages(monkeypatch):
+    """The three exchanges of a save whose plan is known: sizes and values of each are two messages."""
+    network, ranks, said = Network(), 1024, {}
+    monkeypatch.setattr(saving_ranks, "Messages", network.of_threads(ranks))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+
+    def save():
+        mine = Ranks(100.0)
+        folder = mine.share("beginning", lambda: "folder")
+        plan = mine.agree("planning", lambda: mine.rank, sum)
+        place = mine.agree("writing", lambda: mine.rank**2, lambda reports: reports[-1])
+        said[mine.rank] = folder, plan, place
+        said["sent", mine.rank] = network.sent[mine.rank]
+        said["spread", mine.rank] = mine.spread("dividing", lambda: [-rank for rank in range(ranks)])
+        with pytest.raises(CheckpointError, match=r"planning failed on 2 of 1024 ranks:\n  rank 7: .*\n  rank 900: "):
+            mine.agree("planning", lambda: 1 / (mine.rank not in (7, 900)), sum)
+        with pytest.raises(CheckpointError, match="committing failed on 1 of 1024 ranks:\n  rank 0: "):
+            mine.agree("writing", lambda: 1, lambda found: 1 / 0, deciding="committing")
+        said["end", mine.rank] = True
+
+    in_threads(save, ranks)
+    assert {said[rank] for rank in range(ranks)} == {("folder", sum(range(ranks)), 1023**2)}
+    assert [said["spread", rank] for rank in range(ranks)] == [-rank for rank in range(ranks)]
+    assert all(said["end", rank] for rank in range(ranks))
+    assert len(network.peers[0]) == FAN_OUT and said["sent", 0] == 3 * 2 * FAN_OUT
+
+
+def in_threads(act, ranks):
+    """Run a function in a thread for each rank."""
+    size = threading.stack_size(256 << 10)
+    threads = [threading.Thread(target=act, name=str(rank), daemon=True) for rank in range(ranks)]
+    threading.stack_size(size)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(patient(100))

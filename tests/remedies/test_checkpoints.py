@@ -30,7 +30,6 @@ from meshpar.checkpoints import (
 )
 from meshpar.checkpoints.steps.inspecting import remove_step
 from meshpar.checkpoints.storage.disk import DiskPath
-from meshpar.core import runtime
 from meshpar.launchers.cli import app
 from meshpar.testing import on_ranks
 from tests.checkpoints.test_commit import Job, linear
@@ -275,13 +274,6 @@ def together(save):
         save(made)
         found = made.restore(parallel())
         return found.step, found.extra, found.rank_extra
-
-
-def unconnected():
-    """Save where no rank answers another."""
-    par = parallel()
-    with mock.patch.object(runtime, "new_host_group", side_effect=RuntimeError("no answer")):
-        CheckpointManager("ranks").save(2, par)
 
 
 def not_shared():
@@ -572,13 +564,6 @@ ROWS = [
             )
         },
         result=lambda: (1, {}, {"rank": dist.get_rank()}),
-        ranks=2,
-    ),
-    Row(
-        "one has ended, or did not call save or restore",
-        unconnected,
-        {"call it on every rank": lambda: together(lambda made: made.save(2, parallel(), replace=True))},
-        result=(2, {}, None),
         ranks=2,
     ),
     Row(
