@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshpar._torch.groups import shared_timeout
 from meshpar.checkpoints.export.merging import Factors, Merged
 from meshpar.checkpoints.export.published import Digest, bytes_of, clean_name, in_files, in_order
 from meshpar.checkpoints.export.quantizing import Quantization, Quantized
@@ -367,6 +370,24 @@ class _BoxesOf:
 
 
 @final
+class _Along:
+    """The parts of a tensor in the order of the dimension that is cut most often."""
+
+    def __init__(self, boxes: _Boxes) -> None:
+        cuts = [len({box[dim] for box, _ in boxes}) for dim in range(len(boxes[0][0]))]
+        self._dim = cuts.index(max(cuts))
+        self._boxes = sorted(boxes, key=lambda part: part[0][self._dim][0])
+        self._starts = [box[self._dim][0] for box, _ in self._boxes]
+        self._widest = max(box[self._dim][1] - box[self._dim][0] for box, _ in boxes)
+
+    def near(self, spans: Spans) -> _Boxes:
+        """Return the parts that may meet a slice: those whose beginnings are near its own."""
+        begin, end = spans[self._dim]
+        first = bisect.bisect_right(self._starts, begin - self._widest)
+        return self._boxes[first : bisect.bisect_left(self._starts, end)]
+
+
+@final
 class _Parts(_Leaf):
     """The module's tensors as a source, which reads the parts that other ranks send, in the order in which they were
     noted.
@@ -375,11 +396,11 @@ class _Parts(_Leaf):
     def __init__(self, held: Mapping[str, _Held], to: int, device: torch.device) -> None:
         super().__init__(held, device)
         self._to, self._rank, self._count = to, dist.get_rank(), 0
-        self._boxes = _BoxesOf(to)
+        self._boxes, self._along = _BoxesOf(to), dict[int, _Along]()  # of lists that this object or `held` keeps
         self._rooms = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
         self._waiting: Iterator[tuple[_Need, list[tuple[_Piece, Tensor | None]]]] = iter(())
         on_host = all(local_tensor(one.tensor).is_cpu for one in held.values() if not one.tensor.is_meta)
-        self._group = runtime.hosts() if on_host else dist.group.WORLD
+        self._group = runtime.hosts() if on_host else _own_group()
         self._home = torch.device("cpu") if on_host else device
 
     def read(self, name: str, index: tuple[slice, ...], out: Tensor) -> None:
@@ -425,9 +446,12 @@ class _Parts(_Leaf):
                         data.copy_(self._mine(piece))
                 found.append((piece, data))
             waiting.append((need, found))
-        if self._rank != self._to:
-            return [dist.isend(buffer, self._to, group=self._group) for buffer in room.values()], []
-        return [dist.irecv(buffer, rank, group=self._group) for rank, buffer in room.items()], waiting
+        call: Any = dist.isend if self._rank != self._to else dist.irecv
+        calls = [
+            dist.P2POp(call, buffer, self._to if call is dist.isend else sender, self._group)
+            for sender, buffer in room.items()
+        ]
+        return dist.batch_isend_irecv(calls) if calls else [], waiting if call is dist.irecv else []
 
     def _taken(self, size: int) -> Tensor:
         """Return memory that is in use until the next call but one."""
@@ -446,7 +470,7 @@ class _Parts(_Leaf):
         """Divide a need among the ranks that have it: the one that gets it, otherwise one after another."""
         self._count += 1
         found = []
-        for box, ranks in self._parts_of(need.name):
+        for box, ranks in self._near(need):
             spans = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(need.spans, box, strict=True)]
             if all(a < b for a, b in spans):
                 sender = self._to if self._to in ranks else ranks[self._count % len(ranks)]
@@ -455,9 +479,31 @@ class _Parts(_Leaf):
                 found.append(_Piece(sender, need, inside, place))
         return found
 
-    def _parts_of(self, name: str) -> _Boxes:
-        held = self._held[name]
-        return self._boxes(held.tensor) if held.boxes is None else held.boxes
+    def _near(self, need: _Need) -> _Boxes:
+        """Return the parts of a tensor that may meet a need, by bisection."""
+        held = self._held[need.name]
+        boxes = self._boxes(held.tensor) if held.boxes is None else held.boxes
+        if not need.spans or len(boxes) < 2:
+            return boxes
+        if id(boxes) not in self._along:
+            self._along[id(boxes)] = _Along(boxes)
+        return self._along[id(boxes)].near(need.spans)
+
+
+_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def _own_group() -> dist.ProcessGroup:
+    """Return the group of all ranks for streams alone: on a device messages of a group wait for its collectives, and
+    the default group may be an axis's.
+
+    Collective where it is called first: every rank calls it.
+    """
+    world: Any = dist.group.WORLD
+    if world not in _GROUPS:
+        made: Any = dist.new_group(group_desc="published", timeout=shared_timeout())
+        _GROUPS[world] = made
+    return _GROUPS[world]
 
 
 def _tiles(

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 import meshpar
 from meshpar.checkpoints import CheckpointManager, Digest, export_safetensors
+from meshpar.checkpoints.export import live
+from meshpar.checkpoints.export.live import _Along
 from meshpar.testing import on_ranks
 from tests.support.models_for_parity import gpt2, huggingface, huggingface_gpt2, transformer
 from tests.support.tiers import daily
@@ -285,3 +287,26 @@ def test_a_receiver_proves_by_the_digest_that_it_has_a_version_whole() -> None:
         next(par.module.parameters()).mul_(2)
     list(stream)
     assert stream.version == 2 and stream.digest != said[0]
+
+
+def test_a_tile_looks_at_the_parts_that_it_meets_of_8192():
+    boxes = [(((rank, rank + 1), (column, column + 64)), [rank]) for rank in range(8192) for column in (0, 64)]
+    along = _Along(boxes[::-1])
+    for spans in (((5, 9), (0, 128)), ((0, 1), (3, 5)), ((8190, 8192), (0, 1))):
+        begin, end = spans[0]
+        near = along.near(spans)
+        meet = [box for box, _ in boxes if box[0][0] < end and begin < box[0][1]]
+        assert sorted(box for box, _ in near) == meet and len(near) == 2 * (end - begin)
+
+
+@on_ranks(2)
+def test_a_stream_from_a_device_has_a_group_of_its_own_and_one_call_a_bucket() -> None:
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshpar.checkpoints.export.live.runtime.hosts", live._own_group)
+        batch = dist.batch_isend_irecv
+        patch.setattr(dist, "batch_isend_irecv", lambda given: calls.append(given[0].group) or batch(given))
+        par = planned("transformer", "dp_shard=2")
+        same(par, exported(par), bucket=3000)
+    assert len(calls) > 3 and {group.group_desc for group in calls} == {"published"}
+    assert live._own_group() is live._own_group() is not dist.group.WORLD
