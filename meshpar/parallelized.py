@@ -492,6 +492,7 @@ class Parallelized:
                 "clip_grad_norm_ is called between the micro-batches of par.accumulate, whose gradients are reduced "
                 "in the last one; clip after the loop"
             )
+        reads_of(self.module).check("par.clip_grad_norm_()")
         self.reshard()
         known = applied(self.module)
         places: Mapping[str, str] = {}
@@ -596,6 +597,7 @@ class Parallelized:
 
         Collective where ``full``: every rank calls it.
         """
+        reads_of(self.module).check("par.state_dict()")
         if not full:
             return dict(self.module.state_dict())
         self._meet("par.state_dict(full=True)")
@@ -702,6 +704,7 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
+        reads_of(self.module).check("par.check_replicas()")
         self.reshard()
         self._meet("par.check_replicas")
         state, layers = dict(initialize.state(self.module)), self.resolved.divided(Role.LAYERS)

@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable
 from typing import Any, final
 
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from meshpar.core.errors import CheckpointError
-from meshpar.core.waiting import Reads
+from meshpar.core.waiting import loads_wait, reads_of
 
 _log = logging.getLogger("meshpar.checkpoints")
 
@@ -26,16 +27,18 @@ class Background:
         self._lock, self._after = threading.RLock(), list[Callable[[], object]]()
         self._writes = False
         self._failure: BaseException | None = None
+        self._loads = list[Any]()  # hooks of the module that is saved
         self._hook: Any = None  # of every optimizer: one that the save did not receive may train the same parameters
 
     def start(
-        self, stage: Callable[[], None], finish: Callable[[], object], *, trains: bool, reads: Reads, what: str
+        self, stage: Callable[[], None], finish: Callable[[], object], *, trains: bool, module: nn.Module, what: str
     ) -> None:
-        """Run ``stage``, then ``finish``. The next step of any optimizer, and whoever moves parameters, waits for
-        ``stage``; without an optimizer (``trains``) this call waits.
+        """Run ``stage``, then ``finish``. The next step of any optimizer, and whoever moves or loads parameters of
+        ``module`` and its parts, waits for ``stage``; without an optimizer (``trains``) this call waits.
         """
         self.wait()
-        read = reads.begin(what, beside=True)
+        read = reads_of(module).begin(what, beside=True)
+        self._loads = loads_wait(module)
         self._staged.clear()
         self._after, self._writes = [], True
         if self._hook is None:
@@ -88,6 +91,8 @@ class Background:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            while self._loads:
+                self._loads.pop().remove()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise CheckpointError(f"a save in the background failed: {failure}") from failure

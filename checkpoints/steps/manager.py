@@ -203,7 +203,7 @@ class CheckpointManager:
                 lambda: saving.stage(stager),
                 lambda: self._finish(saving, folder),
                 trains=optimizer is not None,
-                reads=reads_of(par.module),
+                module=par.module,
                 what=f"the save of step {step} in the background",
             )
         return self._steps.path(step)

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 from meshpar.core.errors import MeshparError
 
@@ -119,3 +119,18 @@ _READS: weakref.WeakKeyDictionary[object, Reads] = weakref.WeakKeyDictionary()
 def reads_of(module: object) -> Reads:
     """Return the reads of an outermost module's parameters."""
     return _READS.setdefault(module, Reads())
+
+
+_WAITING: weakref.WeakKeyDictionary[object, Reads] = weakref.WeakKeyDictionary()
+
+
+def loads_wait(module: Any) -> list[Any]:  # noqa: ANN401 - an nn.Module, which this floor does not import
+    """Let ``load_state_dict`` of a module and of its parts wait for reads; return the handles that end it."""
+    _WAITING.update({part: reads_of(module) for part in module.modules()})
+    return [part.register_load_state_dict_pre_hook(_wait_before_load) for part in module.modules()]
+
+
+def _wait_before_load(module: object, *_: object) -> None:
+    """Wait for reads of a part's outermost module; a function of a file, so that modules can be pickled meanwhile."""
+    if module in _WAITING:
+        _WAITING[module].wait("load_state_dict()")

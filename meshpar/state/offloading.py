@@ -98,17 +98,21 @@ def on_the_host(module: nn.Module, tensors: Iterable[Tensor], device: torch.devi
 
 
 def _refusing(module: nn.Module) -> list[RemovableHandle]:
-    """Return the hooks that refuse what would use the module's parameters, on any plan."""
+    """Return the hooks that refuse what would use the module's parameters, or a part's, on any plan."""
     reads, parameters = reads_of(module), {id(parameter) for parameter in module.parameters()}
 
     def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         if any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
             reads.check("the optimizer's step()")
 
-    return [
-        module.register_load_state_dict_pre_hook(lambda *_: reads.check("load_state_dict()")),
-        register_optimizer_step_pre_hook(before_step),
-    ]
+    hooks: list[RemovableHandle] = [register_optimizer_step_pre_hook(before_step)]
+    for part in module.modules():
+        hooks += [
+            part.register_load_state_dict_pre_hook(lambda *_: reads.check("load_state_dict()")),
+            part.register_state_dict_pre_hook(lambda *_: reads.check("state_dict()")),
+            part.register_forward_pre_hook(lambda *_: reads.check("the module"), prepend=True),
+        ]
+    return hooks
 
 
 def _take_back(kept: list[tuple[Tensor, Tensor]]) -> None:

@@ -108,6 +108,9 @@ def test_what_changes_parameters_waits_for_a_save_in_the_background(tmp_path):
         "swapped": lambda: average.swapped().__enter__(),
         "load_state_dict": lambda: par.load_state_dict(other),
         "load_state_dict of the module": lambda: par.module.load_state_dict(dict(other)),
+        "load_state_dict of a part": lambda: par.module.norm.load_state_dict(
+            {"weight": par.module.norm.weight.detach() + 1}
+        ),
         "restore": restores,
         "update of an average": updates,
         "load_state_dict of an average": lambda: average.load_state_dict(averaged),
@@ -150,7 +153,10 @@ def test_memory_is_lent_beside_a_save_in_the_background(tmp_path):
 
 @on_ranks(2)
 def test_what_would_use_lent_memory_is_refused(tmp_path):
-    par, optimizer, average = trained()
+    (par, optimizer, average), plain = (
+        trained(),
+        Plan("dp_replicate=2", [Replicate()]).apply(nn.Sequential(nn.Linear(4, 4))),
+    )
     ids = torch.zeros(1, 2, dtype=torch.long)
     state = par.state_dict(full=True, everywhere=True)
     uses = [
@@ -165,8 +171,18 @@ def test_what_would_use_lent_memory_is_refused(tmp_path):
         lambda: par.load_state_dict(state),
         lambda: par.module.load_state_dict(state),
         lambda: par.offloaded().__enter__(),
+        lambda: par.state_dict(full=True),
+        par.state_dict,
+        par.module.state_dict,
+        par.module.get_submodule("layers.0").state_dict,
+        lambda: par.module.get_submodule("layers.0")(torch.zeros(1, 2, 32)),
+        par.check_replicas,
+        lambda: par.clip_grad_norm_(1.0),
+        lambda: plain.state_dict(full=True),
+        lambda: plain.module.forward(torch.zeros(1, 4)),
+        plain.module[0].state_dict,
     ]
-    with par.offloaded(optimizer):
+    with par.offloaded(optimizer), plain.offloaded():
         for use in uses:
             with pytest.raises(
                 MeshparError,
