@@ -3,6 +3,8 @@
 - ``eager``: ``torch.compiler.disable`` loads the compiler where it decorates, torch's own form at the first call.
 - ``as_one_operator``: an option of the compiler, which older releases lack; torch has no public list of its options.
 - ``enter_by``: a call of a module, with its hooks inside; ``nn.Module`` has no public place around both.
+- ``check_functional_calls``: ``torch.func.functional_call`` looks the function up that it calls, so that those who have
+  imported it by name find the check, too.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
 - ``without_modes``: a try inside of a forward must not be recorded by selective recomputation; private without a public
   form.
@@ -10,6 +12,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, ParamSpec, TypeVar, cast
@@ -17,9 +20,12 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import _assert_async as assert_async
 from torch._compile import _disable_dynamo
+from torch.nn.utils import stateless
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
-__all__ = ["as_one_operator", "assert_async", "eager", "enter_by", "without_modes"]
+from meshpar.patches import Undo, set_attribute
+
+__all__ = ["as_one_operator", "assert_async", "check_functional_calls", "eager", "enter_by", "without_modes"]
 
 P = ParamSpec("P")
 
@@ -53,3 +59,15 @@ def enter_by(module: Any, call: Callable[..., Any]) -> None:
         return call(*args, **kwargs)
 
     module._call_impl = MethodType(entered, module)
+
+
+def check_functional_calls(check: Callable[[torch.nn.Module], None]) -> Undo:
+    """Call ``check`` with each module that ``torch.func.functional_call`` is about to call."""
+    inner = stateless._functional_call
+
+    @functools.wraps(inner)
+    def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        check(module)
+        return inner(module, *args, **kwargs)
+
+    return set_attribute(stateless, "_functional_call", call)

@@ -4,6 +4,7 @@
   tell.
 - ``adafactor_on``: Adafactor's ``_init_group`` lists the tensors on which its step works; there is no public place
   between its state and its arithmetic.
+- ``check_loads``: torch compares the sizes of groups before it calls hooks of all optimizers, of which there is none.
 - ``check_scalers``: a ``GradScaler`` has no hook for the optimizers that it is called with.
 """
 
@@ -53,6 +54,18 @@ def check_scalers(check: Callable[[Optimizer], None]) -> Undo:
     kind = torch.amp.GradScaler
     undone = [set_attribute(kind, name, checked(getattr(kind, name))) for name in ("unscale_", "step")]
     return lambda: all(undo() for undo in undone)
+
+
+def check_loads(check: Callable[[Optimizer, dict[str, Any]], None]) -> Undo:
+    """Call ``check`` with each optimizer that loads a state, and the state."""
+    inner = Optimizer.load_state_dict
+
+    @functools.wraps(inner)
+    def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        check(optimizer, state_dict)
+        inner(optimizer, state_dict)
+
+    return set_attribute(Optimizer, "load_state_dict", load_state_dict)
 
 
 class AdafactorOn:

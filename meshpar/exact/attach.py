@@ -28,6 +28,7 @@ from meshpar.exact.meeting import Meeting
 from meshpar.exact.mixing import mixing_test
 from meshpar.exact.verify import split_test
 from meshpar.passes.applied import applied
+from meshpar.passes.pipeline.stand_ins import is_idle
 from meshpar.passes.random import draws_random
 
 
@@ -135,6 +136,10 @@ def _check_first_runs(cycle: Cycle, resolved: Resolved, device: torch.device, *,
             "TensorParallel(sequence_parallel=False)"
         )
         cycle.calls.only_inside(parts, why)
+    elif resolved.divided(Role.LAYERS):
+        stand_ins = {name: part for name, part in module.named_modules() if getattr(part, "stands_in", False)}
+        called = {name: part for name, part in {**parts, **stand_ins}.items() if not any(map(is_idle, part.modules()))}
+        cycle.calls.only_inside(called, f"this rank has some of the layers; {enter}")
     elif resolved.data_pass is not None:
         why = f"its weights are gathered with those of a larger unit; {enter}, or name it in the pass's blocks"
         cycle.calls.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)

@@ -344,7 +344,7 @@ class Cycle:
         self.left_gradients.refuse()
         if optimizer not in self._guarded:
             self._guarded.add(optimizer)
-            guard_optimizer(optimizer)
+            guard_optimizer(optimizer, of_some_layers=bool(applied(self.module).elsewhere))
         if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(parameter) for parameter in held):
             return adafactor_on(optimizer, adafactor_by_parts)
         return optimizer

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar._torch.autograd import check_norms_of
+from meshpar._torch.calls import check_functional_calls
 from meshpar._torch.dtensor import refuse_parts_as_numbers
 from meshpar._torch.fsdp import is_shard
 from meshpar.core import runtime
@@ -52,14 +53,19 @@ class ShardedState(OrderedDict[str, Any]):
         return ShardedState((key, copy.deepcopy(value, memo)) for key, value in self.items())
 
 
-def guard_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def guard_optimizer(optimizer: torch.optim.Optimizer, *, of_some_layers: bool) -> None:
     """Let the optimizer's ``state_dict()`` return what cannot be pickled by mistake, and place state that it has
     loaded or will load.
+
+    Args:
+        optimizer: of parameters of a parallel module.
+        of_some_layers: other ranks have the other layers.
     """
 
     def guarded(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         held = (value for states in state["state"].values() if isinstance(states, dict) for value in states.values())
-        return ShardedState(state) if any(isinstance(value, DTensor) for value in held) else None
+        sharded = of_some_layers or any(isinstance(value, DTensor) for value in held)
+        return ShardedState(state) if sharded else None
 
     optimizer.register_state_dict_post_hook(guarded)
     optimizer.register_load_state_dict_post_hook(place_optimizer_state)
@@ -104,15 +110,19 @@ def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
         if (
             args
             or kwargs.get("destination") is not None
-            or not any(isinstance(value, DTensor) for value in state.values())
+            or not (applied(module).elsewhere or any(isinstance(value, DTensor) for value in state.values()))
         ):
             return state
         sharded = ShardedState(state)
         sharded._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
         return sharded
 
-    def place(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def place(
+        module: nn.Module, state: dict[str, Any], prefix: str, _: object, strict: bool, missing: list[str], *others: Any
+    ) -> None:
         reads_of(module).wait("load_state_dict()")
+        lacking = _without_other_layers(module, state, prefix, others[-1])
+        missing += lacking if strict else ()
         for name, own in _tensors(module).items():
             given = state.get(prefix + name)
             plain = isinstance(given, Tensor) and not isinstance(given, DTensor)
@@ -122,6 +132,20 @@ def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
 
     module.state_dict = state_dict
     module.register_load_state_dict_pre_hook(place)
+
+
+def _without_other_layers(module: nn.Module, state: dict[str, Any], prefix: str, problems: list[str]) -> list[str]:
+    """Take away the tensors of other ranks' layers, of which one process's state has all; return those that it lacks,
+    and add to ``problems`` those of other shapes.
+    """
+    others = {prefix + name: tensor for name, tensor in applied(module).elsewhere.items()}
+    given = {name: state.pop(name) for name in others if name in state}
+    problems += [
+        f"size mismatch for {name}: {tuple(value.shape)} in the state, {tuple(others[name].shape)} in the model"
+        for name, value in given.items()
+        if isinstance(value, Tensor) and value.shape != others[name].shape
+    ]
+    return sorted(others.keys() - given.keys()) if given else []  # without any it is this rank's own
 
 
 def gather_state(module: nn.Module, *, everywhere: bool) -> dict[str, Any]:
@@ -255,6 +279,7 @@ def refuse_copies(module: Any, *, patch: bool = True) -> None:  # noqa: ANN401 -
     if not patch:
         return
     while_lives(module, "norms", functools.partial(check_norms_of, _refuse_several_meshes))
+    while_lives(module, "functional calls", functools.partial(check_functional_calls, _refuse_other_layers))
     while_lives(
         module, "numbers", functools.partial(refuse_parts_as_numbers, functools.partial(_refuse, _READ_AS_A_NUMBER))
     )
@@ -308,6 +333,14 @@ def _refuse_several_meshes(gradients: Iterable[Tensor]) -> None:
             "torch.nn.utils.clip_grad_norm_ got gradients on several meshes "
             f"({' and '.join(f'({axes})' for axes in meshes.values())}), whose norms torch cannot add; call "
             "par.clip_grad_norm_(max_norm), which clips by one norm over all of them"
+        )
+
+
+def _refuse_other_layers(module: nn.Module) -> None:
+    if "_meshpar_applied" in vars(module) and applied(module).elsewhere:
+        _refuse(
+            "torch.func.functional_call puts weights into layers of which this stage of pp has some alone; load them "
+            "by par.load_state_dict(weights), or evaluate averages by par.averaged(decay)"
         )
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from meshpar import (
     CheckpointError,
@@ -200,8 +202,21 @@ def test_a_penalty_over_all_parameters_in_loss_is_refused_on_all_stages():
         return plain_loss(module, batch) + sum(parameter.pow(2).sum() for parameter in module.parameters())
 
     for loss in (before, behind):
-        with pytest.raises(MeshparError, match="several parameters or gradients"):
+        with pytest.raises(MeshparError, match=r"several parameters or gradients, .* would get another number"):
             on_stages(loss)
+
+    plain = model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.3)
+    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    decaying = torch.optim.SGD(par.module.parameters(), lr=0.3, weight_decay=2.0)
+    sum(plain_loss(plain, batch) for batch in micro_batches(0)).backward()
+    sum(parameter.pow(2).sum() for parameter in plain.parameters()).backward()
+    par.backward(micro_batches(0), plain_loss)
+    optimizer.step()
+    decaying.step()
+    torch.testing.assert_close(
+        par.state_dict(full=True, everywhere=True), dict(plain.state_dict()), rtol=1e-9, atol=1e-9
+    )
 
 
 @on_ranks(2)
@@ -425,3 +440,207 @@ def test_tensor_ranks_of_a_stage_with_other_batches_are_refused():
         par.backward(other, plain_loss)
     par.module.zero_grad()
     assert par.backward(micro_batches(0), plain_loss).isfinite()
+
+
+@on_ranks(2)
+def test_a_backward_in_loss_is_refused_and_par_backward_runs_it():
+    def stepping(module, batch):
+        loss = plain_loss(module, batch)
+        loss.backward()
+        return loss
+
+    def of_gradients(module, batch):
+        loss = plain_loss(module, batch)
+        grads = torch.autograd.grad(loss, list(module.head.parameters()), create_graph=True)
+        return loss + sum(whole(grad).pow(2).sum() for grad in grads)
+
+    def whole(grad):
+        return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+    for loss in (stepping, of_gradients):
+        with pytest.raises(
+            MeshparError, match=r"loss runs a backward or torch\.autograd\.grad after the module's call"
+        ):
+            on_stages(loss)
+    assert_equal(on_stages(plain_loss), in_one_process(plain_loss))
+    net = model()
+    batch = micro_batches(0)[0]
+    expected = of_gradients(net, batch).detach()
+    table = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    layout = ModelLayout(blocks=("blocks.*",), tensor=table)
+    par = Plan("tp=2", [TensorParallel()]).apply(model(), layout)  # without pp
+    torch.testing.assert_close(par.backward([batch], of_gradients), expected.float(), rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(2)
+def test_parts_of_the_model_are_refused_outside_of_its_calls():
+    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    hidden, batch = torch.ones(2, 6, WIDTH, dtype=torch.float64), micro_batches(0)[0]
+    for part, value in ((par.module.embed, batch), (par.module.blocks[0], hidden), (par.module.head, hidden)):
+        with pytest.raises(MeshparError, match="is called from outside of the module, where this rank has some of"):
+            part(value)
+    with pytest.raises(MeshparError, match=r"embed .* is called from outside of the module"):
+        par.backward(micro_batches(0), lambda module, batch: module.head(module.embed(batch)).mean())
+    par.module.zero_grad()
+    expected = model()(batch).detach()
+    for result in par.forward([batch], lambda module, batch: module(batch)):
+        torch.testing.assert_close(result, expected)
+
+
+@on_ranks(2)
+def test_backward_hooks_run_where_their_block_computes_alone():
+    def halved(net):
+        for block in net.blocks:
+            block.register_full_backward_pre_hook(lambda block, grads: tuple(0.5 * grad for grad in grads))
+            block.register_full_backward_hook(lambda block, grads, given: tuple(3.0 * grad for grad in grads))
+        return net
+
+    def trained(backward, net):
+        backward(net)
+        return {name: parameter.grad for name, parameter in net.named_parameters()}
+
+    net = halved(model())
+    expected = trained(lambda net: sum(plain_loss(net, batch) for batch in micro_batches(0)).backward(), net)
+    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    halved(par.module)
+    got = trained(lambda net: par.backward(micro_batches(0), plain_loss), par.module)
+    torch.testing.assert_close(got, {name: expected[name] for name in got})
+
+
+class Measuring(Model):
+    """Keeps a mean of what its blocks return, in a buffer of its own or in one of the norm behind them."""
+
+    def __init__(self, persistent=True):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()), persistent=persistent)
+
+    def forward(self, ids):
+        output = super().forward(ids)
+        self.mean.mul_(0.9).add_(output.detach().mean())
+        return output
+
+
+class Mean(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, hidden):
+        output = super().forward(hidden)
+        self.mean.mul_(0.9).add_(output.detach().mean())
+        return output
+
+
+def measuring(kind):
+    torch.manual_seed(0)
+    if kind == "of the head":
+        net = Model()
+        head, net.head = net.head, Mean(WIDTH, VOCAB)
+        net.head.load_state_dict(head.state_dict(), strict=False)
+        return net.double()
+    return Measuring(persistent=kind == "persistent").double()
+
+
+@on_ranks(2)
+def test_a_buffer_that_stages_would_fill_differently_is_refused_and_the_remedies_are_exact():
+    for options in ({}, {"virtual": 2}):
+        with pytest.raises(MeshparError, match="the forward writes into the buffers mean, which each stage of pp"):
+            on_stages(plain_loss, make=lambda: measuring("persistent"), **options)
+        for kind in ("of the head", "not persistent"):
+            net = measuring(kind)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+            for step in range(STEPS):
+                for batch in micro_batches(step):
+                    plain_loss(net, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            _, state = on_stages(plain_loss, make=lambda kind=kind: measuring(kind), **options)
+            torch.testing.assert_close(dict(state), dict(net.state_dict()), rtol=1e-9, atol=1e-9)
+
+
+@on_ranks(2)
+def test_recomputation_by_the_model_with_reentrant_backwards_is_refused_and_without_is_exact():
+    class Recomputing(Model):
+        reentrant = False
+
+        def forward(self, ids):
+            hidden = self.embed(ids)
+            for block in self.blocks:
+                hidden = checkpoint(block, hidden, use_reentrant=self.reentrant)
+            return self.head(self.norm(hidden))
+
+    class Reentrant(Recomputing):
+        reentrant = True
+
+    def make(kind):
+        torch.manual_seed(0)
+        return kind().double()
+
+    with pytest.raises(MeshparError, match="did not reach the loss, or was detached"):
+        on_stages(plain_loss, make=lambda: make(Reentrant))
+    # Use torch.utils.checkpoint with use_reentrant=False
+    assert_equal(on_stages(plain_loss, make=lambda: make(Recomputing)), in_one_process(plain_loss))
+
+
+@on_ranks(2)
+def test_an_output_that_is_dropped_before_a_cut_is_refused_and_other_cuts_are_exact():
+    par = Plan("pp=2", [PipelineParallel(stages=(2, 2))]).apply(model())
+    par.module.dropped = (1,)
+    with pytest.raises(MeshparError, match="did not reach the loss, or was detached"):
+        par.backward(micro_batches(0), plain_loss)
+    net, par = model(), Plan("pp=2", [PipelineParallel(stages=(1, 3))]).apply(model())
+    net.dropped = par.module.dropped = (1,)
+    loss = sum(plain_loss(net, batch) for batch in micro_batches(0))
+    loss.backward()
+    torch.testing.assert_close(par.backward(micro_batches(0), plain_loss), loss.detach().float(), rtol=1e-6, atol=1e-6)
+    expected = {name: parameter.grad for name, parameter in net.named_parameters()}
+    for name, parameter in par.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+@on_ranks(2)
+def test_one_process_s_states_load_whole_and_a_stage_s_own_are_not_pickled(tmp_path):
+    par, whole = Plan("pp=2", [PipelineParallel()]).apply(model()), model()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.mul_(2.0)
+    par.module.load_state_dict(whole.state_dict())
+    torch.testing.assert_close(par.state_dict(full=True, everywhere=True), dict(whole.state_dict()))
+    par.module.load_state_dict(par.module.state_dict())  # this rank's own
+    lacking = {name: value for name, value in whole.state_dict().items() if name != "blocks.0.up.weight"}
+    other = {**whole.state_dict(), "blocks.3.up.bias": torch.zeros(3)}
+    for state, why in (
+        (lacking, r"Missing key.*blocks\.0\.up\.weight"),
+        (other, r"size mismatch for blocks\.3\.up\.bias"),
+    ):
+        with pytest.raises(RuntimeError, match=f"(?s){why}"):
+            par.module.load_state_dict(state)
+    optimizer, alone = torch.optim.AdamW(par.module.parameters()), torch.optim.AdamW(whole.parameters())
+    par.backward(micro_batches(0), plain_loss)
+    optimizer.step()
+    for state in (par.module.state_dict(), optimizer.state_dict()):
+        with pytest.raises(MeshparError, match=r"pickling it .* would lose the others'"):
+            torch.save(state, io.BytesIO())
+    with pytest.raises(MeshparError, match="this optimizer's state is of 29 parameters, expected"):
+        optimizer.load_state_dict(alone.state_dict())
+    with CheckpointManager(tmp_path) as checkpoints:
+        checkpoints.save(1, par, optimizer)
+        checkpoints.restore(par, optimizer)
+
+
+@on_ranks(2)
+def test_functional_calls_are_refused_and_loaded_or_averaged_weights_are_exact():
+    par, weights = Plan("pp=2", [PipelineParallel()]).apply(model()), model().state_dict()
+    weights, batch = {name: 2 * value for name, value in weights.items()}, micro_batches(0)[0]
+    expected = torch.func.functional_call(model(), weights, (batch,)).detach()
+    with pytest.raises(
+        MeshparError, match=r"torch\.func\.functional_call puts weights into layers of which this stage"
+    ):
+        torch.func.functional_call(par.module, weights, (batch,))
+    average = par.averaged(0.0)  # the last weights
+    par.load_state_dict(weights)
+    torch.testing.assert_close(par.forward([batch], lambda module, batch: module(batch))[0], expected)
+    average.update()
+    with average.swapped():
+        outputs = par.forward([batch], lambda module, batch: module(batch))
+    torch.testing.assert_close(outputs[0], expected)

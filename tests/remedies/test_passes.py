@@ -722,6 +722,53 @@ ROWS = [
         {"Call par.clip_grad_norm_(max_norm)": "par.clip_grad_norm_(0.3)"},
     ),
     Tested(
+        "would get another number",
+        "tests/passes/test_stage_habits.py::test_a_penalty_over_all_parameters_in_loss_is_refused_on_all_stages",
+        {"use the optimizer's weight_decay for a penalty": "weight_decay=2.0"},
+    ),
+    Tested(
+        "loss runs a backward or torch.autograd.grad after the module's call",
+        "tests/passes/test_stage_habits.py::test_a_backward_in_loss_is_refused_and_par_backward_runs_it",
+        {
+            "leave the backward of the loss to par.backward": "assert_equal(on_stages(plain_loss)",
+            "use a mesh without pp for a gradient of a gradient": "par.backward([batch], of_gradients)",
+        },
+    ),
+    Tested(
+        "torch.func.functional_call puts weights into layers of which this stage",
+        "tests/passes/test_stage_habits.py::test_functional_calls_are_refused_and_loaded_or_averaged_weights_are_exact",
+        {
+            "load them by par.load_state_dict(weights)": "par.load_state_dict(weights)",
+            "evaluate averages": "average.swapped()",
+        },
+    ),
+    Tested(
+        "this optimizer's state is of {} parameters",
+        "tests/passes/test_stage_habits.py::test_one_process_s_states_load_whole_and_a_stage_s_own_are_not_pickled",
+        {"save and restore it by meshpar.checkpoints.CheckpointManager": "checkpoints.restore(par, optimizer)"},
+    ),
+    Tested(
+        "the forward writes into the buffers {}, which each stage of pp",
+        "tests/passes/test_stage_habits.py::"
+        "test_a_buffer_that_stages_would_fill_differently_is_refused_and_the_remedies_are_exact",
+        {
+            "put the buffer into a module with parameters behind": '"of the head"',
+            "register it with persistent=False": '"not persistent"',
+        },
+    ),
+    Tested(
+        "did not reach the loss, or was detached",
+        "tests/passes/test_stage_habits.py::"
+        "test_recomputation_by_the_model_with_reentrant_backwards_is_refused_and_without_is_exact",
+        {"Use torch.utils.checkpoint with use_reentrant=False": "make(Recomputing)"},
+    ),
+    Tested(
+        "did not reach the loss, or was detached",
+        "tests/passes/test_stage_habits.py::"
+        "test_an_output_that_is_dropped_before_a_cut_is_refused_and_other_cuts_are_exact",
+        {"other cuts by PipelineParallel(stages=...)": "stages=(1, 3)"},
+    ),
+    Tested(
         "looks for infinite gradients in this stage of pp alone",
         "tests/passes/test_stage_habits.py::test_a_grad_scaler_is_refused_and_a_loss_scaler_skips_on_all_stages",
         {"scale by meshpar.training.LossScaler": "own.update("},

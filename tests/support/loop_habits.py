@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss, pad
 from torch.utils.checkpoint import checkpoint
 
 from meshpar import MeshparError, ModelLayout
+from meshpar.passes.random import SplitState
 from meshpar.placements import local_tensor
 from meshpar.testing import whole
 from tests.support.loop_sides import CLASSES, DIM, FEATURES, LAYOUT, Block, Net, Side, adamw, batch, sgd, train
@@ -55,6 +57,10 @@ def habit(group: str, title: str, *, tolerance: float = 1e-9, refused: bool = Fa
         return run
 
     return keep
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 FORWARD = "Forward and backward"
@@ -138,13 +144,14 @@ def forwards_twice(side):
 def gradient_penalty(side):
     net = side.apply(side.net())
     optimizer = sgd(net)
-    for x, y in side.batches():
-        x = x.requires_grad_()
+
+    def penalised(x, y):
         out = net(x)
         (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        loss = mse_loss(out, y) + 0.1 * grad.square().sum(-1).mean()
-        loss.backward()
-        side.loss(loss)
+        return mse_loss(out, y) + 0.1 * grad.square().sum(-1).mean()
+
+    for x, y in side.batches():
+        side.loss(side.backward(net, penalised, x.requires_grad_(), y))
         optimizer.step()
         optimizer.zero_grad()
     side.weights(net)
@@ -221,7 +228,7 @@ def module_hooks(side):
             "gradient of the output", after[0] if side.alone else after[0] / side.par.data_size
         )
     )
-    train(side, net, sgd(net))
+    train(side, net, sgd(net), micro_batches=1)
 
 
 @habit(FORWARD, "a forward hook on a block that changes its output")
@@ -375,8 +382,12 @@ def adversaries(side):
     makes, judges = adamw(maker), adamw(critic)
     for x, real in side.batches():
         fake = maker(x)
-        loss = critic(real).square().mean() + (1 - critic(fake.detach())).square().mean()
-        loss.backward()
+        loss = side.backward(
+            critic,
+            lambda real, fake: critic(real).square().mean() + (1 - critic(fake)).square().mean(),
+            real,
+            fake.detach(),
+        )
         judges.step()
         judges.zero_grad()
         side.loss(loss)
@@ -456,8 +467,7 @@ def grad_scaler(side):
         x, y = batch(number)
         if number == 1:
             x[1] = float("inf")  # the second data rank's row, where there is one
-        loss = mse_loss(net(side.part(x)), side.part(y))
-        scaler.scale(loss).backward()
+        side.backward(net, lambda x, y: scaler.scale(mse_loss(net(x), y)), side.part(x), side.part(y))
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
@@ -484,7 +494,7 @@ def accumulating_by_hand(side):
     optimizer = sgd(net)
     for x, y in side.batches():
         for micro, target in zip(x.chunk(2), y.chunk(2)):
-            (mse_loss(net(micro), target) / 2).backward()
+            side.backward(net, lambda x, y: mse_loss(net(x), y) / 2, micro, target)
         side.gradients(net)
         optimizer.step()
         optimizer.zero_grad()
@@ -501,7 +511,7 @@ def leave(side, *, zero: bool):
                 break
         if zero:
             optimizer.zero_grad()
-        mse_loss(net(x), y).backward()
+        side.backward(net, lambda x, y: mse_loss(net(x), y), x, y)
         optimizer.step()
         optimizer.zero_grad()
     side.weights(net)
@@ -550,9 +560,9 @@ def going_on_after_an_error(side):
     for number, (x, y) in enumerate(side.batches()):
         Tight.full = number == 1
         try:
-            mse_loss(net(x), y).backward()
+            side.backward(net, lambda x, y: mse_loss(net(x), y), x, y)
             optimizer.step()
-        except MemoryError:
+        except (MemoryError, MeshparError):  # over stages each has its own, or is told of another's
             pass
         finally:
             Tight.full = False
@@ -565,9 +575,7 @@ def zero_before_backward(side):
     net = side.apply(side.net())
     optimizer = sgd(net)
     for x, y in side.batches():
-        loss = mse_loss(net(x), y)
-        optimizer.zero_grad()
-        loss.backward()
+        side.backward(net, lambda x, y: mse_loss(net(x), y), x, y, between=optimizer.zero_grad)
         optimizer.step()
     side.weights(net)
 
@@ -577,7 +585,7 @@ def zero_to_zeros(side):
     net = side.apply(side.net())
     optimizer = sgd(net, momentum=0.9)
     for x, y in side.batches():
-        mse_loss(net(x), y).backward()
+        side.backward(net, lambda x, y: mse_loss(net(x), y), x, y)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         side.gradients(net)
@@ -589,9 +597,7 @@ def zero_between(side):
     net = side.apply(side.net())
     optimizer = sgd(net)
     for x, y in side.batches():
-        loss = mse_loss(net(x), y)
-        net.zero_grad()
-        loss.backward()
+        side.backward(net, lambda x, y: mse_loss(net(x), y), x, y, between=net.zero_grad)
         optimizer.step()
     side.weights(net)
 
@@ -622,8 +628,9 @@ def tensor_hooks_accumulating(side):
 
 def accumulate_twice(side, net, optimizer):
     for x, y in side.batches(2):
-        for micro, target in side.accumulate(zip(x.chunk(2), y.chunk(2))):
-            (mse_loss(net(micro), target) / 2).backward()
+        parts = list(zip(x.chunk(2), y.chunk(2)))
+        for micro, target in parts if side.title == "PP" else side.accumulate(parts):
+            side.backward(net, lambda x, y: mse_loss(net(x), y) / 2, micro, target, micro_batches=1)
         optimizer.step()
         optimizer.zero_grad()
     side.weights(net)
@@ -641,8 +648,7 @@ def step_in_backward(side):
     for parameter in net.parameters():
         parameter.register_post_accumulate_grad_hook(step)
     for x, y in side.batches():
-        loss = mse_loss(net(x), y)
-        loss.backward()
+        loss = side.backward(net, lambda x, y: mse_loss(net(x), y), x, y, micro_batches=1)
         side.loss(loss)
     side.weights(net)
 
@@ -650,21 +656,27 @@ def step_in_backward(side):
 @habit(GRADIENTS, "`register_post_accumulate_grad_hook`, two backwards before a step")
 def post_hooks_accumulating(side):
     net = side.apply(side.net())
-    calls = []
-    for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda parameter: calls.append(whole(parameter.grad).norm()))
+    calls = {name: [] for name, _ in net.named_parameters()}
+    for name, parameter in net.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter, norms=calls[name]: norms.append(whole(parameter.grad).norm())
+        )
     accumulate_twice(side, net, sgd(net))
-    side.note("calls", len(calls))
-    side.note("norms", sum(calls))
+    for name, norms in calls.items():
+        side.note(f"calls of {name}", len(norms))
+        side.note(f"norms of {name}", sum(norms))
 
 
 @habit(GRADIENTS, "L2 penalty over `module.parameters()` in the loss")
 def penalty(side):
     net = side.apply(side.net())
     optimizer = sgd(net)
+
+    def penalised(x, y):
+        return mse_loss(net(x), y) + 0.01 * sum(parameter.square().sum() for parameter in net.parameters())
+
     for x, y in side.batches():
-        loss = mse_loss(net(x), y) + 0.01 * sum(parameter.square().sum() for parameter in net.parameters())
-        loss.backward()
+        side.backward(net, penalised, x, y)
         side.gradients(net)
         optimizer.step()
         optimizer.zero_grad()
@@ -675,10 +687,13 @@ def penalty(side):
 def whole_penalty(side):
     net = side.apply(side.net())
     optimizer = sgd(net)
-    for x, y in side.batches():
+
+    def penalised(x, y):
         value = 0.01 * sum(parameter.square().sum() for parameter in net.parameters())
-        loss = mse_loss(net(x), y) + (value if side.alone else value.full_tensor())
-        loss.backward()
+        return mse_loss(net(x), y) + full(value)
+
+    for x, y in side.batches():
+        side.backward(net, penalised, x, y)
         side.gradients(net)
         optimizer.step()
         optimizer.zero_grad()
@@ -701,7 +716,7 @@ def whole_norms(side):
     net = side.apply(side.net())
 
     def log(x):
-        grads = [parameter.grad if side.alone else parameter.grad.full_tensor() for parameter in net.parameters()]
+        grads = [full(parameter.grad) for parameter in net.parameters()]
         side.note("gradient norm", sum(grad.norm().item() ** 2 for grad in grads))
 
     train(side, net, sgd(net), before_step=log)
@@ -749,9 +764,7 @@ def lbfgs(side):
 
         def closure(x=x, y=y):
             optimizer.zero_grad()
-            loss = mse_loss(net(x), y)
-            loss.backward()
-            return loss
+            return side.backward(net, lambda x, y: mse_loss(net(x), y), x, y)
 
         optimizer.step(closure)
     side.weights(net)
@@ -765,9 +778,7 @@ def closure(side):
 
         def evaluate(x=x, y=y):
             optimizer.zero_grad()
-            loss = mse_loss(net(x), y)
-            loss.backward()
-            return loss
+            return side.backward(net, lambda x, y: mse_loss(net(x), y), x, y)
 
         side.loss(optimizer.step(evaluate))
     side.weights(net)
@@ -836,9 +847,7 @@ def unfreezing(side):
 def update_by_hand(side):
     net = side.apply(side.net())
     for x, y in side.batches():
-        loss = mse_loss(net(x), y)
-        loss.backward()
-        side.loss(loss)
+        side.loss(side.backward(net, lambda x, y: mse_loss(net(x), y), x, y))
         for parameter in net.parameters():
             parameter.data -= 0.1 * parameter.grad
             parameter.grad = None
@@ -850,15 +859,13 @@ def sharpness(side):
     net = side.apply(side.net())
     optimizer = sgd(net)
     for x, y in side.batches():
-        mse_loss(net(x), y).backward()
+        side.backward(net, lambda x, y: mse_loss(net(x), y), x, y)
         with torch.no_grad():
             moves = [0.05 * parameter.grad for parameter in net.parameters()]
             for parameter, move in zip(net.parameters(), moves):
                 parameter.add_(move)
         optimizer.zero_grad()
-        loss = mse_loss(net(x), y)
-        loss.backward()
-        side.loss(loss)
+        side.loss(side.backward(net, lambda x, y: mse_loss(net(x), y), x, y))
         with torch.no_grad():
             for parameter, move in zip(net.parameters(), moves):
                 parameter.sub_(move)
@@ -914,7 +921,7 @@ def averaged(side):
     average = side.par.averaged(0.9)
     train(side, net, sgd(net), after_step=lambda x: average.update())
     with average.swapped(), torch.no_grad():
-        side.note_rows("output of the average", net(side.part(batch(0)[0])))
+        side.note_rows("output of the average", side.output(net, side.part(batch(0)[0])))
 
 
 WEIGHTS = "Weights in and out"
@@ -1071,6 +1078,18 @@ def inferring(side):
     evaluate(side, torch.inference_mode)
 
 
+@habit(EVALUATION, "`par.forward(micro_batches, function)` between steps")
+def evaluating_by_par(side):
+    net = side.apply(side.net())
+
+    def look(x):
+        halves, function = x.chunk(2), lambda module, rows: module(rows)
+        outputs = [net(half).detach() for half in halves] if side.alone else side.par.forward(halves, function)
+        side.note_rows("output", torch.cat(outputs))
+
+    train(side, net, adamw(net), after_step=look)
+
+
 @habit(EVALUATION, "a metric's forward with gradients, between backward and step")
 def metric_before_step(side):
     net = side.apply(side.net())
@@ -1117,9 +1136,7 @@ def generating(side):
     optimizer = adamw(net)
     for seed in range(2):
         tokens = side.part(torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(seed)))
-        loss = net(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        side.loss(loss)
+        side.loss(side.backward(net, lambda tokens: net(input_ids=tokens, labels=tokens).loss, tokens))
         optimizer.step()
         optimizer.zero_grad()
         side.note_rows("tokens", net.generate(tokens, max_new_tokens=5, do_sample=False, pad_token_id=0))
@@ -1129,7 +1146,7 @@ def generating(side):
 @habit(EVALUATION, "batch norm in training")
 def batch_norm(side):
     net = side.apply(side.net(Normalised))
-    train(side, net, sgd(net))
+    train(side, net, sgd(net), micro_batches=1)
 
 
 @habit(EVALUATION, "batch norm in eval")
@@ -1150,7 +1167,7 @@ def counting(side):
             return super().forward(x) / self.steps
 
     net = side.apply(side.net(Counting))
-    train(side, net, sgd(net))
+    train(side, net, sgd(net), micro_batches=1)
 
 
 @habit(EVALUATION, "a buffer computed from the batch (a running mean by hand)")
@@ -1167,7 +1184,13 @@ def running_mean(side):
             return x - self.mean
 
     net = side.apply(side.net(Running))
-    train(side, net, sgd(net), after_step=lambda x: None if side.alone else side.par.clip_grad_norm_(float("inf")))
+    train(
+        side,
+        net,
+        sgd(net),
+        after_step=lambda x: None if side.alone else side.par.clip_grad_norm_(float("inf")),
+        micro_batches=1,
+    )
 
 
 DATA = "Data and ranks"
@@ -1186,9 +1209,7 @@ def sampled(side, rank, ranks, count=3):
 def train_sampled(side, net, rank, ranks):
     optimizer = sgd(net)
     for x, y in sampled(side, rank, ranks):
-        loss = mse_loss(net(x), y)
-        loss.backward()
-        side.loss(loss)
+        side.loss(side.backward(net, lambda x, y: mse_loss(net(x), y), x, y))
         optimizer.step()
         optimizer.zero_grad()
     side.weights(net)
@@ -1220,16 +1241,20 @@ def seeds_by_rank(side):
     optimizer = sgd(net)
     for seed in range(3):
         x, y = batch(seed)
-        losses = []
-        # One process draws each part's mask from the seed of the rank that has this part.
-        for part in range(side.parts) if side.alone else [side.rank]:
-            torch.manual_seed(10 * seed + part)
-            mine = slice(part, None, side.parts)
-            rows, target = (x[mine], y[mine]) if side.alone else (side.part(x), side.part(y))
-            losses.append(mse_loss(net(rows), target))
-        loss = torch.stack(losses).mean()
-        loss.backward()
-        side.loss(loss)
+
+        def loss(x, y, seed=seed):
+            losses = []
+            # One process draws each part's mask from the seed of the rank that has this part.
+            for part in range(side.parts) if side.alone else [side.rank]:
+                torch.manual_seed(10 * seed + part)
+                if side.alone and side.title == "PP":  # the last stage has the dropout, and draws numbers of its own
+                    torch.manual_seed(10 * seed + side.world - 1)
+                    SplitState().part(x.device, side.world - 1)
+                mine = slice(part, None, side.parts) if side.alone else slice(None)
+                losses.append(mse_loss(net(x[mine]), y[mine]))
+            return torch.stack(losses).mean()
+
+        side.loss(side.backward(net, loss, side.part(x), side.part(y), micro_batches=1))
         optimizer.step()
         optimizer.zero_grad()
     side.weights(net)
@@ -1241,7 +1266,7 @@ def smaller_last_batch(side):
     optimizer = sgd(net)
     for seed, rows in ((0, 8), (1, 8), (2, 4)):
         x, y = (side.part(tensor[:rows]) for tensor in batch(seed))
-        mse_loss(net(x), y).backward()
+        side.backward(net, lambda x, y: mse_loss(net(x), y), x, y)
         optimizer.step()
         optimizer.zero_grad()
     side.weights(net)
@@ -1254,22 +1279,23 @@ def branching(side):
             super().__init__()
             self.other = nn.Linear(DIM, CLASSES)
 
-        def forward(self, x, branch):
+        def forward(self, x, branch=0):
             x = self.encode(x)
             return self.other(x) if branch else self.head(x)
 
     net = side.apply(side.net(Branching))
     optimizer = sgd(net)
+
+    def loss(x, y):
+        if not side.alone:
+            return mse_loss(net(x, side.par.data_rank % 2), y)
+        parts = [  # rows of odd ranks take the branch
+            (mse_loss(net(x[part :: side.parts], part % 2), y[part :: side.parts])) for part in range(side.parts)
+        ]
+        return torch.stack(parts).mean()
+
     for x, y in side.batches(2):
-        if side.alone:  # rows of odd ranks take the branch
-            parts = [
-                (mse_loss(net(x[part :: side.parts], part % 2), y[part :: side.parts])) for part in range(side.parts)
-            ]
-            loss = torch.stack(parts).mean()
-        else:
-            loss = mse_loss(net(x, side.par.data_rank % 2), y)
-        loss.backward()
-        side.loss(loss)
+        side.loss(side.backward(net, loss, x, y))
         optimizer.step()
         optimizer.zero_grad()
     side.weights(net)

@@ -4,14 +4,16 @@ on their parts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from meshpar import FullyShard, HybridShard, ModelLayout, Plan, Replicate, TensorParallel
+from meshpar import FullyShard, HybridShard, ModelLayout, PipelineParallel, Plan, Replicate, TensorParallel
+from meshpar.passes.pipeline.stand_ins import Elsewhere
 from meshpar.testing import whole
 
 PLANS = {
@@ -20,6 +22,7 @@ PLANS = {
     "HSDP": ("dp_replicate=2,dp_shard=2", lambda: [HybridShard()]),
     "TP": ("tp=2", lambda: [TensorParallel()]),
     "FSDP x TP": ("dp_shard=2,tp=2", lambda: [TensorParallel(), FullyShard()]),
+    "PP": ("pp=2", lambda: [PipelineParallel()]),
 }
 """The columns of the table: title -> mesh and passes."""
 WITH = " with guards="
@@ -81,8 +84,9 @@ class Side:
         self.title, _, guards = title.partition(WITH)
         self.alone, self.guards = alone, guards or "always"
         self.rank, self.world = 0 if alone else dist.get_rank(), ranks_of(title)
-        self.parts = {"TP": 1, "HSDP": 4}.get(self.title, 2)
+        self.parts = {"TP": 1, "PP": 1, "HSDP": 4}.get(self.title, 2)
         self.par = None
+        self._applied = {}
         self.notes: list[tuple[str, Tensor, bool]] = []
         torch.manual_seed(0)
 
@@ -98,7 +102,11 @@ class Side:
         if self.alone:
             return module
         mesh, passes = PLANS[self.title]
+        if self.title == "PP" and isinstance(module, Net):  # by which the plan finds what runs when
+            weight = module.embed.weight
+            layout = replace(layout, example=torch.zeros(2, weight.shape[1], dtype=weight.dtype))
         self.par = Plan(mesh, passes(), guards=self.guards).apply(module, layout)
+        self._applied[self.par.module] = self.par
         return self.par.module
 
     def batches(self, count: int = 3) -> Iterator[tuple[Tensor, Tensor]]:
@@ -112,6 +120,46 @@ class Side:
         return rows if self.alone else rows[self.par.data_rank :: self.par.data_size]
 
     # What meshpar adds to a loop
+
+    def backward(
+        self,
+        net: nn.Module,
+        loss: Callable[..., Tensor],
+        *rows: Tensor,
+        micro_batches: int = 2,
+        between: Callable[[], object] = lambda: None,
+    ) -> Tensor:
+        """The lines of a loop from forward to backward, which over stages are ``par.backward(micro_batches, loss)``.
+
+        Args:
+            net: the module that the loop trains.
+            loss: of rows of a batch, their mean.
+            rows: this side's part of a batch.
+            micro_batches: into which the rows are cut over stages; 1 where the habit is not one of each row alone.
+            between: what a loop does between forward and backward; over stages before both.
+
+        Returns:
+            The loss, in this side's number of rows.
+        """
+        if self.alone or self.title != "PP":
+            value = loss(*rows)
+            between()
+            value.backward()
+            return value
+        between()
+
+        def micro_loss(module: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+            value = loss(*batch) / micro_batches
+            return value, {"loss": value.detach()}  # the total itself is float32
+
+        parts = list(zip(*(tensor.chunk(micro_batches) for tensor in rows), strict=True))
+        return self._applied[net].backward(parts, micro_loss)[1]["loss"]
+
+    def output(self, net: nn.Module, x: Tensor) -> Tensor:
+        """What the module returns, which over stages is ``par.forward(micro_batches, function)``."""
+        if self.alone or self.title != "PP":
+            return net(x)
+        return torch.cat(self._applied[net].forward(x.chunk(2), lambda module, rows: module(rows)))
 
     def accumulate(self, micro_batches: Iterable) -> Iterable:
         return micro_batches if self.alone else self.par.accumulate(micro_batches)
@@ -127,7 +175,9 @@ class Side:
         self.notes.append((label, whole(torch.as_tensor(value)), False))
 
     def note_rows(self, label: str, rows: Tensor) -> None:
-        """Keep values of this rank's rows of the batch."""
+        """Keep values of this rank's rows of the batch, unless another stage computes them."""
+        if isinstance(rows, Elsewhere):
+            return
         self.notes.append((label, whole(rows), True))
 
     def loss(self, loss: Tensor) -> None:
@@ -146,15 +196,23 @@ class Side:
 
     def difference(self, expected: Side, tolerance: float) -> str | None:
         """What differs most from one process; None where nothing does by more than ``tolerance`` of a tensor's
-        largest value.
+        largest value. Collective over stages, each of which has notes of its own layers.
         """
-        if [label for label, *_ in self.notes] != [label for label, *_ in expected.notes]:
-            return f"{len(self.notes)} values where one process has {len(expected.notes)}"
+        notes = expected.notes
+        if self.title == "PP":
+            every, mine = [None] * self.world, _numbered(self.notes)
+            dist.all_gather_object(every, list(mine))
+            wanted, found = _numbered(notes), set().union(*every)
+            if found != set(wanted):
+                return f"stages noted other values than one process: {sorted(found ^ set(wanted))[:3]}"
+            notes = [wanted[key] for key in mine]
+        elif [label for label, *_ in self.notes] != [label for label, *_ in notes]:
+            return f"{len(self.notes)} values where one process has {len(notes)}"
         worst = (0.0, "")
         floor = 1e-3 * max(
             (float(want.abs().max()) for label, want, _ in expected.notes if label.startswith("gradient")), default=0.0
         )
-        for (label, have, rows), (_, want, _) in zip(self.notes, expected.notes):
+        for (label, have, rows), (_, want, _) in zip(self.notes, notes):
             want = want[self.par.data_rank :: self.par.data_size] if rows else want
             if want.shape != have.shape:
                 return f"{label}: shape {tuple(have.shape)}, expected {tuple(want.shape)}"
@@ -169,20 +227,36 @@ class Side:
         return worst[1] if worst[0] > tolerance else None
 
 
+def _numbered(notes: list[tuple[str, Tensor, bool]]) -> dict[tuple[str, int], tuple[str, Tensor, bool]]:
+    """Notes by their labels, and by how many of the same label came before."""
+    found: dict[tuple[str, int], tuple[str, Tensor, bool]] = {}
+    for note in notes:
+        found[note[0], sum(label == note[0] for label, _ in found)] = note
+    return found
+
+
 def batch(seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 + seed)
     return tuple(torch.randn(ROWS, size, generator=generator, dtype=torch.float64) for size in (FEATURES, CLASSES))
 
 
 def train(
-    side: Side, net: nn.Module, optimizer, *, forward=None, before_step=None, after_step=None, steps: int = 3
+    side: Side,
+    net: nn.Module,
+    optimizer,
+    *,
+    forward=None,
+    before_step=None,
+    after_step=None,
+    steps: int = 3,
+    micro_batches: int = 2,
 ) -> None:
     """The plainest loop, with a place for a habit: another forward, or something before or after the optimizer's
-    step.
+    step. Over stages a batch is cut into ``micro_batches``.
     """
+    forward = net if forward is None else forward
     for number, (x, y) in enumerate(side.batches(steps)):
-        loss = mse_loss(net(x) if forward is None else forward(x), y)
-        loss.backward()
+        loss = side.backward(net, lambda x, y: mse_loss(forward(x), y), x, y, micro_batches=micro_batches)
         side.loss(loss)
         if number == 0:
             side.gradients(net)

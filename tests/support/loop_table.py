@@ -28,6 +28,8 @@ TORCHS_OWN = {"penalty": r"got mixed torch\.Tensor and DTensor", "setting": r"go
 """Habits that hand a parallel module's DTensors to torch where no code of meshpar's runs -> the error with which
 torch refuses them.
 """
+TOLD = "another stage of pp failed"
+"""How a stage begins that tells of another's error."""
 LAUNCH_S = 500.0
 WEAKER_S = 12.0
 """A habit that runs without guards may hang, which nobody waits long for."""
@@ -81,7 +83,7 @@ def _joined(outcomes: list[Outcome]) -> Outcome:
     kinds = {outcome.kind for outcome in outcomes}
     slowest = max(outcome.seconds for outcome in outcomes)
     if len(kinds) == 1:
-        first = min(outcomes, key=lambda outcome: outcome.message)
+        first = min(outcomes, key=lambda outcome: (outcome.message.startswith(TOLD), outcome.message))
         return Outcome(kind=first.kind, message=first.message, seconds=slowest)
     kind = next(kind for kind in ("hang", "raw", "wrong", "refused") if kind in kinds)
     listed = "; ".join(f"rank {rank} {outcome}" for rank, outcome in enumerate(outcomes))
@@ -174,6 +176,10 @@ Find the habit of your loop: each row is common code of PyTorch loops, and each 
   message](#messages).
 - `torch`: torch itself raises the error, before any value is wrong.
 
+Under `PP` (`pp=2`, [stages](pipeline.md)) the lines from forward to backward are
+`par.backward(micro_batches, loss)`, with two micro-batches where the habit allows it. All other lines of
+a loop run as they are. A loop that calls the module itself is refused with this remedy.
+
 `python docs/write_loops.py` runs every cell and writes this page.
 [tests/exact/test_loops.py](../tests/exact/test_loops.py) runs the cells again and compares. The code of each row
 is a function in [tests/support/loop_habits.py](../tests/support/loop_habits.py).
@@ -189,8 +195,8 @@ operator that torch cannot run on shards, are refused. Change `whole = par.whole
 rank and write it back, under `torch.no_grad()`, by `parameter.copy_(par.like(parameter, whole))`.
 `par.like(parameter, values)` places a mask, noise or a value beside a parameter or its gradient.
 
-`python benchmarks/fuzz_after_apply.py --seeds 0:1000` draws loops from 300 such habits, on the five
-plans of the table, and compares each with one process.
+`python benchmarks/fuzz_after_apply.py --seeds 0:1000` draws loops from 300 such habits, on the plans
+of the table without `PP`, and compares each with one process.
 """
 
 

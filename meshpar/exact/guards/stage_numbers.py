@@ -19,17 +19,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from meshpar._torch.optimizers import check_scalers
+from meshpar._torch.optimizers import check_loads, check_scalers
 from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
 from meshpar.core.guards import Guard, Guarded
+from meshpar.passes.applied import applied
 from meshpar.patches import while_lives
 
 _READS: Final = frozenset({"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "is_nonzero"})
 _REMEDY: Final = (
     "each stage of pp has the parameters of its own layers, and would get another number. Call "
     "par.clip_grad_norm_(max_norm) for the norm of all gradients (float('inf') clips nothing); a number of one "
-    "parameter is computed from par.whole(tensor)"
+    "parameter is computed from par.whole(tensor); use the optimizer's weight_decay for a penalty over weights"
 )
 
 
@@ -131,6 +132,7 @@ class StageNumbers(Guard):
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._living.add(self)
         while_lives(guarded.module, "scalers", lambda: check_scalers(_refuse_scaled))
+        while_lives(guarded.module, "optimizers' states", lambda: check_loads(_refuse_loaded))
         self._mark()
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -143,6 +145,12 @@ class StageNumbers(Guard):
         self._mark()
 
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
+        if (layers := applied(self._module).layers) is not None and layers.edges.behind:
+            raise MeshparError(
+                "loss runs a backward or torch.autograd.grad after the module's call, which reaches the layers of one "
+                "stage of pp alone; leave the backward of the loss to par.backward, or use a mesh without pp for a "
+                "gradient of a gradient"
+            )
         self._unmark()
 
     def after_backward(self) -> None:
@@ -196,4 +204,14 @@ def _refuse_scaled(optimizer: Optimizer) -> None:
         raise MeshparError(
             "torch.amp.GradScaler looks for infinite gradients in this stage of pp alone, and the other stages would "
             "step; scale by meshpar.training.LossScaler"
+        )
+
+
+def _refuse_loaded(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    given = [len(group["params"]) for group in state.get("param_groups", ())]
+    held = [len(group["params"]) for group in optimizer.param_groups]
+    if given != held and any(guard.holds(optimizer) for guard in list(StageNumbers._living)):
+        raise MeshparError(
+            f"this optimizer's state is of {sum(given)} parameters, expected {sum(held)}, those of this stage of pp; "
+            "save and restore it by meshpar.checkpoints.CheckpointManager, which any mesh can read"
         )

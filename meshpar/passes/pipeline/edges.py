@@ -104,6 +104,7 @@ class Edges:
         left: likewise to the next stage; the loss on the last one.
         calls: of the module in the forward that runs.
         runs: a forward of a step or of an evaluation does.
+        behind: the function of the module and a micro-batch runs behind the module's call.
         takes: the action that runs has something to receive.
         sends: it has something to send.
         failed: an error has ended an action of this step.
@@ -119,6 +120,7 @@ class Edges:
         self.device, self.chunk, self.number = torch.device("cpu"), 0, 0
         self.arrived, self.left = list[Tensor](), list[Tensor]()
         self.calls, self.runs, self.takes, self.sends, self.failed = 0, False, False, False, False
+        self.behind = False
         self._results = dict[Result, Tensor]()  # of the forward that runs, which later stages need
         self._form: object = None  # of the micro-batch
         # Headers of the last values that came and went in each chunk for a micro-batch of one form.
@@ -180,7 +182,7 @@ class Edges:
                 raise MeshparError(f"{_WRITES}. torch says: {first_line(error)}") from error
             raise
         finally:
-            self.runs, self._carried.device = False, None
+            self.runs, self.behind, self._carried.device = False, False, None
 
     def pass_forth(self) -> None:
         """Exchange what a forward that an error has ended has yet to."""
@@ -209,8 +211,8 @@ class Edges:
             raise MeshparError(
                 f"what {self._line[self._chunks[self.chunk].end - len(self._chunks[self.chunk].blocks)]} returns did "
                 "not reach the loss, or was detached; one process would leave the blocks before it without gradients. "
-                "A model that drops what a block returns needs a mesh without pp, or other cuts by "
-                "PipelineParallel(stages=...)"
+                "Use torch.utils.checkpoint with use_reentrant=False. A model that drops what a block returns needs a "
+                "mesh without pp, or other cuts by PipelineParallel(stages=...)"
             )
         self.pass_back()
 
@@ -272,6 +274,7 @@ class Edges:
             self._check_line(self._chunks[self.chunk])
             if self.stage < self.last:
                 raise StageEndsError
+            self.behind = True
             return output
 
         enter_by(module, enter)

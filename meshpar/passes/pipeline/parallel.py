@@ -166,7 +166,14 @@ class PipelineParallel(Pass):  # type: ignore[override]
             for stage, names in zip(mine_of, chunks, strict=True)
         )
         portion = Portion(module, stages, tuple(only), group, carried, anatomy.blocks, draws)
-        layers = Layers(portion, self.schedule, {name: found for name, found in shared.items() if rank in found})
+        placed = (*anatomy.blocks, *outside, *anatomy.tail, *anatomy.idle)
+        common = [name for name in before if not any(name.startswith(f"{other}.") for other in placed)]
+        layers = Layers(
+            portion,
+            self.schedule,
+            {name: found for name, found in shared.items() if rank in found},
+            [name for name in common if not isinstance(before[name], nn.Parameter)],
+        )
         kept_here = {*dict(module.named_parameters(remove_duplicate=False)), *_stored_buffers(module)}
         applied(module).elsewhere = _shapes({name: one for name, one in before.items() if name not in kept_here})
         layers.edges.end_early()

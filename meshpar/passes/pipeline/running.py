@@ -19,7 +19,7 @@ from meshpar._torch.groups import all_gather
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, brief
 from meshpar.loss import Found, Totals
-from meshpar.passes.pipeline.edges import Edges, FailedBeforeError, Portion
+from meshpar.passes.pipeline.edges import Edges, FailedBeforeError, Portion, digest_of
 from meshpar.passes.pipeline.messages import BACK, FORTH, LostError, all_fail, failed_alone, forget_alone, tell_alone
 from meshpar.passes.pipeline.schedule import Action, actions
 from meshpar.passes.pipeline.stand_ins import tensors
@@ -40,6 +40,7 @@ class Layers:
         portion: of the model, on this rank.
         schedule: see :func:`meshpar.passes.pipeline.schedule.actions`.
         shared: parameters that other stages have, too -> the ranks of the group that do.
+        buffers: persistent ones that all stages have.
 
     Attributes:
         line: names of all blocks of the model.
@@ -48,7 +49,9 @@ class Layers:
         goes_on: a forward of the step that runs has ended.
     """
 
-    def __init__(self, portion: Portion, schedule: str, shared: dict[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, portion: Portion, schedule: str, shared: dict[str, tuple[int, ...]], buffers: Sequence[str] = ()
+    ) -> None:
         self._module, self._chunks, self._schedule = portion.module, len(portion.chunks), schedule
         self.group, self.line, self.shared = portion.group, portion.line, shared
         self.edges = Edges(portion, self._acting, self._fail)
@@ -61,6 +64,7 @@ class Layers:
         self._told = False  # the other ranks that this one failed alone
         self._action: Action | None = None  # that runs
         self._looks = Looks()
+        self._buffers, self._unwritten = buffers, dict[str, tuple[int, int]]()
         # Digests of the inputs of the step before, which are not read yet.
         self._later: tuple[Callable[[], Tensor], list[list[Tensor]]] | None = None
         self._form: tuple[bool, list[tuple[str, tuple[int, ...], torch.dtype]]] = (False, [])  # of the last totals
@@ -112,6 +116,7 @@ class Layers:
         batches = self._agree(micro_batches)
         counted(len(batches))
         before = self._set_aside()
+        self._unwritten = self._buffer_versions()
         todo = actions(self._schedule, self.rank, self.ranks, len(batches), self._chunks)
         try:
             for place, action in enumerate(todo, 1):
@@ -250,6 +255,7 @@ class Layers:
         # Digests of 48 bits are exact in float64. The others' losses are 0.
         inputs = [torch.stack(given).sum() & _EXACT for given in self.edges.inputs if given]
         inputs += [inputs[0]] * (self._chunks - len(inputs)) if inputs else [totals.loss] * self._chunks
+        inputs.append(self._digest_of_written())
         flags = [float(form != self._form), float(self._error is not None)]
         noted = [totals.loss, *(torch.full_like(totals.loss, flag) for flag in flags), *inputs]
         mine = torch.stack([number.double() for number in noted])
@@ -293,8 +299,38 @@ class Layers:
                 return
             (read, given), self._later = self._later, later
         every = read()
-        if self.edges.supposed is None and len(set(every.flatten().tolist())) > 1:
+        if self.edges.supposed is not None:
+            return
+        if (written := set(every[:, -1].tolist())) != {0.0} and (len(written) > 1 or self._chunks > 1):
+            self._refuse_written()
+        if len(set(every[:, :-1].flatten().tolist())) > 1:
             self._refuse_inputs(given)
+
+    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
+        """Return what changes where a buffer of all stages is written into."""
+        buffers = {name: self._module.get_buffer(name) for name in self._buffers}
+        return {name: (id(buffer), buffer._version) for name, buffer in buffers.items()}
+
+    def _digest_of_written(self) -> Tensor:
+        """Return a number for the buffers of all stages that this step has written into; 0: none."""
+        now = self._buffer_versions()
+        written = [self._module.get_buffer(name) for name in now if now[name] != self._unwritten[name]]
+        return (
+            (digest_of(written, self.edges.device) & _EXACT) + 1
+            if written
+            else torch.zeros((), dtype=torch.int64, device=self.edges.device)
+        )
+
+    def _refuse_written(self) -> NoReturn:
+        """Raise an error for buffers of all stages that differ between them. Collective over the stages."""
+        now = self._buffer_versions()
+        every = self.gathered({name: now[name] != self._unwritten[name] for name in now})
+        names = sorted({name for stage in every for name, written in stage.items() if written})
+        raise MeshparError(
+            f"the forward writes into the buffers {', '.join(names)}, which each stage of pp would fill from values of "
+            "its own, with virtual= once for each of its stages; put the buffer into a module with parameters behind "
+            "the blocks, or register it with persistent=False where stages may differ"
+        )
 
     def _refuse_inputs(self, given: Sequence[Sequence[Tensor]]) -> NoReturn:
         """Raise an error for micro-batches in which stages got other arguments. Collective over the stages."""

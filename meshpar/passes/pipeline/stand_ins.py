@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -127,7 +128,13 @@ class StandIn(nn.Module):
         return super().register_forward_pre_hook(partial(tell_hooks, hook) if _is_users(hook) else hook, **options)
 
     def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> Any:
-        return RemovableHandle({})
+        return RemovableHandle(OrderedDict())
+
+    def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return RemovableHandle(OrderedDict())
+
+    def register_backward_hook(self, hook: Any) -> Any:
+        return RemovableHandle(OrderedDict())
 
 
 @final
@@ -222,6 +229,11 @@ class IdleStandIn(StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         refuse_idle(self)
+
+
+def is_idle(module: nn.Module) -> bool:
+    """Tell whether a module refuses to run because it did not when the model was cut."""
+    return isinstance(module, IdleStandIn) or refuse_idle in module._forward_pre_hooks.values()
 
 
 def refuse_idle(module: nn.Module, *_: object) -> None:
