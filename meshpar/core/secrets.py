@@ -12,16 +12,16 @@ REMEDY = (
 )
 HIDDEN = "***"
 
-_NAMES = r"(?:token|key|secret|passw(?:or)?d|passphrase|pwd|credentials?|signature|sig)"
 _IN_TEXT = (
-    # user and password of a URL
-    re.compile(r"(?<=://)[^\s/?#\"'<>]+(?=@)"),
-    # a signed URL
-    re.compile(rf"(?<=[?&])((?:[\w.-]*[-_.])?{_NAMES}=)[^\s&#\"']+", re.IGNORECASE),
+    # user and password of a URL, whose password may have / ? # as they are; no digest of an image beside a port
+    re.compile(r"(?<=://)(?:[^\s/?#:\"']*:[^\s\"']{1,2000}(?=@(?!sha256:))|[^\s/?#\"'<>]+(?=@))"),
     re.compile(r"(authorization[\"']?\s*[:=]\s*[\"']?(?:\w+\s+)?)[^\s\"',]+", re.IGNORECASE),
 )
+_IN_URL = re.compile(r"(?<=[?&#;])([\w.%-]+)=([^\s&#\"']+)")
+_SIGNED = {"sig", "signature", "token", "key"}
 _ALWAYS = {"secret", "secrets", "password", "passwd", "pwd", "passphrase", "credential", "credentials", "apikey"}
 _QUALIFIED = {"access", "account", "api", "auth", "hf", "hub", "private", "service", "session", "shared"}
+_JOINED = re.compile(rf"^({'|'.join(sorted(_QUALIFIED))})(keys?|tokens?)$")
 _CODE = re.compile(r"(?=.*\d)[\w+/=.~:-]{6,}")  # a value that no word and no special token of a tokenizer is
 
 
@@ -33,7 +33,13 @@ def redact(text: str) -> str:
     """
     for pattern in _IN_TEXT:
         text = pattern.sub(lambda found: (found[1] if found.lastindex else "") + HIDDEN, text)
-    return text
+    return _IN_URL.sub(_parameter, text)
+
+
+def _parameter(found: re.Match[str]) -> str:
+    """Return a parameter of a URL, without its value if that is a credential or a signature."""
+    words = _words(found[1])
+    return f"{found[1]}={HIDDEN}" if _ALWAYS & set(words) or {*words[-1:]} & _SIGNED else found[0]
 
 
 def redacted(data: Any) -> Any:  # noqa: ANN401 - plain data
@@ -90,9 +96,17 @@ def _is_secret(name: object, value: object) -> bool:
     """
     if not isinstance(name, str) or not isinstance(value, str) or not value or value == HIDDEN:
         return False
-    parts: Sequence[str] = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    parts = _words(name)
     if _ALWAYS & set(parts) or parts == ["token"]:
         return True
     if parts[-1:] not in (["token"], ["key"]):
         return False
     return bool(_QUALIFIED & set(parts[:-1])) or _CODE.fullmatch(value) is not None
+
+
+def _words(name: str) -> Sequence[str]:
+    """Return the words of a name, such as ``access`` and ``token`` of ``accessToken``, ``access_token`` and
+    ``accesstoken``.
+    """
+    words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    return [part for word in words for part in _JOINED.sub(r"\1 \2", word).split()]

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.storage.place import place
 from meshpar.core.errors import CheckpointError, LaunchError, RecipeError
-from meshpar.core.secrets import redacted
+from meshpar.core.secrets import redact, redacted
 from meshpar.launchers.agent import failures
 from meshpar.launchers.cli import app
 from meshpar.launchers.export import publishing
@@ -96,6 +96,36 @@ def test_other_uses_of_such_names_are_no_credentials() -> None:
         "tokenizer": "/data/tokenizer1", "text_key": "text", "git": "https://host/project@v1", "token": None,
     }  # fmt: skip
     assert redacted(kept) == kept
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("postgresql://alice:Top/%s@db/x failed", "postgresql://***@db/x failed"),
+        ("postgresql://alice:a?%s@db", "postgresql://***@db"),
+        ("'redis://:a#b@%s@db'", "'redis://***@db'"),
+        ("https://host/x?apikey=%s&n=1", "https://host/x?apikey=***&n=1"),
+        ("https://host/x?accessToken=%s", "https://host/x?accessToken=***"),
+        ("https://host/x?a=1&accesstoken=%s#top", "https://host/x?a=1&accesstoken=***#top"),
+        ("https://host/x#access_token=%s", "https://host/x#access_token=***"),
+        ("https://host/x?X-Amz-Signature=%s", "https://host/x?X-Amz-Signature=***"),
+    ],
+)
+def test_urls_as_people_write_them_are_redacted(text: str, shown: str) -> None:
+    assert redact(text % SECRET) == redact(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://host/project@v1",
+        "docker://host:5000/image@sha256:12ab",
+        "http://host:5000/x?max_tokens=5&monkey=2",
+        "a@b.c",
+    ],
+)
+def test_other_urls_are_kept(text: str) -> None:
+    assert redact(text) == text
 
 
 def test_the_environment_gives_the_uri_that_a_recipe_may_not_have(
