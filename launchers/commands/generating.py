@@ -57,8 +57,8 @@ class Completer:
 
     @quiet_imports()
     def __init__(self, folder: Path) -> None:
-        """Load a folder: of a model, of peft's adapters or with a GGUF file; raises MeshparError if it has no model
-        with a tokenizer.
+        """Load a folder: of a model, of peft's adapters or with a GGUF file; nothing is downloaded. Raises MeshparError
+        if the folder has no model with a tokenizer.
         """
         need_transformers()
         import transformers
@@ -76,15 +76,21 @@ class Completer:
                 f"{folder} has no tokenizer; a run on token ids has none: export it with --config DIR, a folder with "
                 "config.json and tokenizer.json"
             )
-        options: dict[str, Any] = {"trust_remote_code": False, **({} if packed is None else {"gguf_file": packed})}
+        options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+        options |= {} if packed is None else {"gguf_file": packed}
         transformers.utils.logging.disable_progress_bar()
         try:
             below = folder
-            if file == _ADAPTERS:
+            if (folder / _ADAPTERS).is_file():  # transformers loads adapters beside a config.json, too
                 adapters = json.loads((folder / _ADAPTERS).read_text())
-                below = adapters["base_model_name_or_path"]
+                below = adapters["base_model_name_or_path"] if file == _ADAPTERS else folder
                 if adapters.get("megatron_config"):  # peft imports the module that stands beside it
                     raise ValueError(f"{_ADAPTERS} names a module to import (megatron_core); remove megatron_config")
+                if not Path(below).is_dir():
+                    raise ValueError(
+                        f"{_ADAPTERS} names weights that are no folder here, and nothing is downloaded: {below!r}; "
+                        "write their folder into base_model_name_or_path"
+                    )
             config = transformers.AutoConfig.from_pretrained(below, **options)
             self.continues = not config.is_encoder_decoder
             kind = transformers.AutoModelForCausalLM if self.continues else transformers.AutoModelForSeq2SeqLM

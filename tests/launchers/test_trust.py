@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -249,11 +250,36 @@ def test_no_config_of_transformers_brings_code(folder: Path) -> None:
     for command in ("check", "describe", "plan"):
         assert needs_trust(run(command, "job.yaml"), kernel)
     assert "loads no code" not in run("check", "--trust", "job.yaml").stderr
-    (folder / "weights" / "config.json").unlink()
+    (folder / "weights" / "config.json").write_text(json.dumps({"model_type": "llama"}))
     adapters = {"base_model_name_or_path": ".", "megatron_config": {"a": 1}, "megatron_core": "evil"}
     said = "names a module to import (megatron_core); remove megatron_config"
     (folder / "weights" / "adapter_config.json").write_text(json.dumps(adapters))
     assert said in run("generate", "weights", "text").stderr
+    (folder / "weights" / "config.json").unlink()
+    assert said in run("generate", "weights", "text").stderr
     del adapters["megatron_config"]
     (folder / "weights" / "adapter_config.json").write_text(json.dumps(adapters))
     assert said not in run("generate", "weights", "text").stderr
+
+
+def test_generate_asks_no_other_host_for_the_weights_below_adapters(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def connect(self: socket.socket, address: Any) -> None:
+        asked.append(address)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_: asked.append(address) or [])
+    (folder / "weights").mkdir()
+    (folder / "weights" / "tokenizer.json").touch()
+    adapters = {"base_model_name_or_path": "evil-owner/evil-name", "peft_type": "LORA"}
+    (folder / "weights" / "adapter_config.json").write_text(json.dumps(adapters))
+    done = run("generate", "weights", "text")
+    said = "names weights that are no folder here, and nothing is downloaded: "
+    assert done.exit_code and f"{said}'evil-owner/evil-name'; write their folder into base_model" in done.stderr, done
+    adapters["base_model_name_or_path"] = str(folder)
+    (folder / "weights" / "adapter_config.json").write_text(json.dumps(adapters))
+    assert said not in run("generate", "weights", "text").stderr and not asked

@@ -261,6 +261,11 @@ ROWS = [
         {"remove megatron_config": "del adapters['megatron_config']"},
     ),
     Tested(
+        "names weights that are no folder here, and nothing is downloaded: ",
+        "tests/launchers/test_trust.py::test_generate_asks_no_other_host_for_the_weights_below_adapters",
+        {"write their folder into base_model_name_or_path": "adapters['base_model_name_or_path'] = str(folder)"},
+    ),
+    Tested(
         "aliases (*name) are not read; write the value out",
         "tests/launchers/test_trust.py::test_a_file_without_its_aliases_is_read",
         {"write the value out": "a: 1\\nb: 1"},
