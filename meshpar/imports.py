@@ -30,10 +30,8 @@ def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callable[[
     return load, names
 
 
-_TALKATIVE = (
-    "torchao",
-    "torch.utils._pytree",
-)  # transformers imports torchao, whose files and enums do not suit every torch
+# transformers imports torchao, whose files and enums do not suit every torch
+_TALKATIVE = ("torchao", "torch.utils._pytree")
 
 
 @contextmanager

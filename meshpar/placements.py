@@ -79,9 +79,8 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     device = tensor.device_mesh.device_type
-    held: Any = (
-        tensor if tensor.device.type in (device, "meta") else tensor.to(device)
-    )  # ranks gather offloaded parts on their devices
+    # ranks gather offloaded parts on their devices
+    held: Any = tensor if tensor.device.type in (device, "meta") else tensor.to(device)
     with quiet_gathers():
         return held.full_tensor()
 

@@ -153,9 +153,8 @@ def check_equal(
     if not tensors:
         return
     digests = [digest(tensor) for tensor in tensors.values()]
-    device = max(
-        (value.device for value in digests), key=lambda candidate: not runtime.on_host(candidate)
-    )  # some may be offloaded
+    # some may be offloaded
+    device = max((value.device for value in digests), key=lambda candidate: not runtime.on_host(candidate))
     table = _gathered(torch.stack([value.to(device) for value in digests]).cpu())
     differing = []
     for column, name in enumerate(tensors):

@@ -394,9 +394,8 @@ def _write_tokenizer(library: ModuleType, writer: Any, folder: str | Path | None
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
     if not merges:
-        writer.add_token_merges(
-            [""]
-        )  # llama.cpp demands merges, and the package refuses an empty list; this one fits nothing
+        # llama.cpp demands merges, and the package refuses an empty list; this one fits nothing
+        writer.add_token_merges([""])
     library.SpecialVocab(Path(folder), load_merges=bool(merges), n_vocab=vocabulary).add_to_gguf(writer, quiet=True)
 
 

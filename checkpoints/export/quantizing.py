@@ -42,12 +42,8 @@ _HIGH = (
     "wo",
 )
 """Parts of a module's name: embeddings, heads, routers, norms, and T5's ``wo``, which transformers reads as float32."""
-_CONV1D = (
-    "gpt2",
-    "openai-gpt",
-    "imagegpt",
-    "decision_transformer",
-)  # layers of transformers' Conv1D, with (in, out) weights
+# layers of transformers' Conv1D, with (in, out) weights
+_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 
 Quantization = Literal["fp8", "fp8-block", "int8", "int4"]
 
@@ -281,9 +277,8 @@ class Quantized:
 
     def entry(self) -> dict[str, Any]:
         """Return the entry of ``config.json`` that describes the quantised weights."""
-        heads = (
-            [] if any(name.endswith("lm_head") for name in self.kept) else ["lm_head"]
-        )  # a tied head has no tensor of its own
+        # a tied head has no tensor of its own
+        heads = [] if any(name.endswith("lm_head") for name in self.kept) else ["lm_head"]
         return {"quantization_config": self._scheme.config([*self.kept, *heads])}
 
 

@@ -205,17 +205,15 @@ class _InStore:
             lease.release()
 
     def beside(self) -> Place:
-        hidden = (
-            self._target.with_name(f".{self._target.name}") / "module"
-        )  # in a folder of its own: listing one asks for all that is below
+        # in a folder of its own: listing one asks for all that is below
+        hidden = self._target.with_name(f".{self._target.name}") / "module"
         for path in hidden.parent.iterdir():
             if (left := left_behind(path)) and left.abandoned():
                 remove(path)
         return on_the_way(hidden, "tmp")
 
     def _clear(self) -> None:
-        for path in sorted(
-            self._target.iterdir(), key=lambda path: path.name != "config.json"
-        ):  # readers ask for it first
+        # readers ask for it first
+        for path in sorted(self._target.iterdir(), key=lambda path: path.name != "config.json"):
             if path.name != LEASE_NAME:
                 path.delete()

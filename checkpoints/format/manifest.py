@@ -24,10 +24,8 @@ AVERAGES = "averages."
 """Prefix of the averages' tensors in a checkpoint, before the name of the average and of the tensor."""
 FORMAT = "meshpar-checkpoint"
 VERSION = 2
-_INTEGER_KEYS, _COUNTER = (
-    "__integer_keys__",
-    "__counter__",
-)  # the only key of an object that stands for a dict of int, or a Counter
+# the only key of an object that stands for a dict of int, or a Counter
+_INTEGER_KEYS, _COUNTER = ("__integer_keys__", "__counter__")
 _STEP = re.compile(r"step-(\d+)")
 _SEAL = re.compile(rb'"crc32": "([0-9a-f]{8})"\n}\n')
 

@@ -49,9 +49,8 @@ class Lease:
             raise CheckpointError(f"{self._path.parent} {_told(held)}; end that job, or train in another folder")
         self._write(0, version)
         if not made and self._path.mounted:
-            time.sleep(
-                self._beat_s / 5
-            )  # of two that replace a dead holder in the same moment, the last one has the file
+            # of two that replace a dead holder in the same moment, the last one has the file
+            time.sleep(self._beat_s / 5)
             self.check()
         self._thread.start()
 

@@ -316,15 +316,12 @@ def _room(
 
     An entry in the dtype that the parameter had when it was saved (``trained``) is cast with the parameter.
     """
-    like = stored.shape == tuple(parameter.shape) and (
-        stored.shape != () or key != "step"
-    )  # a count is a scalar whatever the parameter is
-    dtype = (
-        parameter.dtype if (like or stored.shape != ()) and stored.dtype == trained else stored.dtype
-    )  # Adafactor's have other shapes
-    placed = isinstance(now, DTensor) or not (
-        like and isinstance(parameter, DTensor)
-    )  # loaded from one process, and not yet divided
+    # a count is a scalar whatever the parameter is
+    like = stored.shape == tuple(parameter.shape) and (stored.shape != () or key != "step")
+    # Adafactor's have other shapes
+    dtype = parameter.dtype if (like or stored.shape != ()) and stored.dtype == trained else stored.dtype
+    # loaded from one process, and not yet divided
+    placed = isinstance(now, DTensor) or not (like and isinstance(parameter, DTensor))
     if isinstance(now, Tensor) and placed and tuple(now.shape) == stored.shape and now.dtype == dtype:
         return now
     if like:

@@ -54,9 +54,8 @@ class Steps:
 
     def begin(self, step: int, *, replace: bool) -> Place:
         """Create the temporary folder of a new step; raises CheckpointError if the step exists, unless ``replace``."""
-        taken = (
-            self.root.mounted and self.path(step).exists()
-        )  # without a manifest, what lies in a store is of other saves, and in no one's way
+        # without a manifest, what lies in a store is of other saves, and in no one's way
+        taken = self.root.mounted and self.path(step).exists()
         if not replace and (step in self.committed() or taken):
             what = (
                 "is already saved"

@@ -25,9 +25,8 @@ from meshpar.core.errors import CheckpointError, brief
 from meshpar.weights.rules import Spans
 
 TILE_BYTES = 4 << 20  # of tensors that are rearranged
-BLOCK_BYTES = (
-    512 << 10
-)  # of bytes that go through as they are: stays in a core's cache, and larger writes, for which the kernel looks for
+# of bytes that go through as they are: stays in a core's cache, and larger writes, for which the kernel looks for
+BLOCK_BYTES = 512 << 10
 # memory in one piece, cost several times as much where that is short (or was given back to a virtual machine's host)
 PAGE_BYTES = 4096  # of the page cache
 # MADV_POPULATE_READ of Linux 5.14, without a name in Python 3.11: an error for a page that cannot be read, where an

@@ -16,9 +16,8 @@ from typing import Any, final
 
 from meshpar.checkpoints.storage.files import PAGE_BYTES, write_all
 
-_BEHIND_BYTES = (
-    8 << 20
-)  # written before the disk is asked to take them; more at once would make single turns of a copy look dear
+# written before the disk is asked to take them; more at once would make single turns of a copy look dear
+_BEHIND_BYTES = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2
 
 

@@ -78,9 +78,8 @@ class Shown:
     def __init__(self, path: Path, to: TextIO) -> None:
         self._path, self._to = path, to
         self._position = path.stat().st_size if path.exists() else 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")(
-            errors="replace"
-        )  # a character may be written in two parts
+        # a character may be written in two parts
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="meshpar-log", daemon=True)
 

@@ -198,9 +198,8 @@ class _Replica:
         """Run the replica until it ends, and return its exit code; 0 also where the others have completed the job
         without it.
         """
-        again = (
-            (RETRY,) if self._division.nodes == 1 else (RETRY, 1)
-        )  # one node's agent has restarted the ranks after other failures
+        # one node's agent has restarted the ranks after other failures
+        again = (RETRY,) if self._division.nodes == 1 else (RETRY, 1)
         code = RETRY
         with self._meeting as meeting:
             for _ in range(1 + self._restarts):

@@ -58,9 +58,8 @@ def run(
         raise LaunchError(f"there is no file {what}; give the path of a script, -m MODULE, or a recipe")
     given: Given = {**from_kubeflow(environment.kubeflow()), **said(placement)}
     if kind == "recipe":
-        from meshpar.launchers.commands.train import (
-            run_recipe,
-        )  # loads all that a job may use, which a script does without
+        # loads all that a job may use, which a script does without
+        from meshpar.launchers.commands.train import run_recipe
 
         return run_recipe(what, arguments, given, placement, logs, elastic)
     if elastic is not None:

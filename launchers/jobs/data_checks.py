@@ -116,9 +116,8 @@ def _looked_at(recipe: Recipe, section: DataSection, path: str) -> _Look:
     plain = section.source != "chat" and all(
         kind_of(one_file) not in UNPLAIN and one_file.suffix not in PACKED for one_file in files
     )
-    most = (
-        sum(one_file.stat().st_size + 1 for one_file in files) if plain else sys.maxsize
-    )  # a byte is at least one token, with an end a document
+    # a byte is at least one token, with an end a document
+    most = sum(one_file.stat().st_size + 1 for one_file in files) if plain else sys.maxsize
     return _Look(most, tuple(text.reading.notes()))
 
 

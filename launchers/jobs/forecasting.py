@@ -126,9 +126,8 @@ class ForecastFeedback:
         made = self._forecast
         data_ranks = made.trace.data_size
         seconds = made.batch.tokens * data_ranks / record["tokens_per_second"]
-        peak = (
-            int(record["memory_gib"] * 2**30) if self._counted == "cuda" else None
-        )  # on a CPU it is the whole process
+        # on a CPU it is the whole process
+        peak = int(record["memory_gib"] * 2**30) if self._counted == "cuda" else None
         findings = feedback(made, peak=peak, seconds=seconds)
         for line in findings.lines:
             self._console.note(f"forecast: {line}")

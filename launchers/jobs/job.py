@@ -181,9 +181,8 @@ def _close(reporter: Reporter, trainer: Trainer) -> None:
 
 # stands in for Batches
 def _profiled(data: Batches, par: Parallelized, optimizer: torch.optim.Optimizer, folder: Path) -> Any:  # noqa: ANN401
-    from meshpar.training.profile import (
-        Profiled,
-    )  # loads the profiler and the forecast's recorder, which other jobs do without
+    # loads the profiler and the forecast's recorder, which other jobs do without
+    from meshpar.training.profile import Profiled
 
     return Profiled(data, par, optimizer, folder)
 
@@ -425,9 +424,8 @@ def _new_steps_noted(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except MeshparError as error:
-        if (
-            error.__cause__ is None
-        ):  # of training itself, such as a loss that is not finite; a lost peer or a store has an error below it
+        # of training itself, such as a loss that is not finite; a lost peer or a store has an error below it
+        if error.__cause__ is None:
             failed_at(logs, trainer.step)
         raise
 

@@ -53,9 +53,8 @@ def parts_only() -> Iterator[None]:
     inner, make, ordered = FSDPParamGroup.__init__, FSDPParam, contract.OrderedDict
 
     def init(self: Any, params: list[nn.Parameter], *args: Any, **kwargs: Any) -> None:
-        importlib.import_module(
-            "torch._dynamo"
-        )  # whose first import keeps the frames around it until the collector runs
+        # whose first import keeps the frames around it until the collector runs
+        importlib.import_module("torch._dynamo")
         places = itertools.count()
 
         def part(*args: Any, **kwargs: Any) -> FSDPParam:

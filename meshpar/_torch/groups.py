@@ -89,9 +89,8 @@ def gloo_threads() -> dict[int, str]:
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # a thread that has just ended
             if (task / "comm").read_text().strip() == "pt_gloo_runloop":
-                threads.append(
-                    (int((task / "stat").read_text().rsplit(")", 1)[1].split()[19]), int(task.name))
-                )  # when it was started
+                # when it was started
+                threads.append((int((task / "stat").read_text().rsplit(")", 1)[1].split()[19]), int(task.name)))
     groups = [group for group, (backend, _) in dist.distributed_c10d._world.pg_map.items() if "gloo" in str(backend)]
     per_group, rest = divmod(len(threads), len(groups)) if groups else (0, 1)
     if rest or not per_group:

@@ -81,9 +81,8 @@ def matrix_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
         left, right = (args[place].shape for place in _PRODUCTS[func])
         batch = left[0] if len(left) == 3 else 1
         return (batch, left[-2], left[-1], right[-1])
-    if (
-        func is aten._grouped_mm.default
-    ):  # a product for each expert; one dim of each side or of both is divided among the experts
+    # a product for each expert; one dim of each side or of both is divided among the experts
+    if func is aten._grouped_mm.default:
         left, right, experts = args[0].shape, args[1].shape, (args[2] if len(args) > 2 else kwargs["offs"]).shape[0]
         rows = left[-2] // experts if len(left) == 2 and len(right) == 3 else left[-2]
         inner = left[-1] // experts if len(left) == 2 and len(right) == 2 else left[-1]

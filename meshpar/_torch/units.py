@@ -190,9 +190,8 @@ class Units:
                 )
                 if parameter.sharded_param.grad is None:
                     self._filled.append(parameter.sharded_param)
-        if (
-            early and ACCUMULATES_APART
-        ):  # one dtype a unit: an earlier micro-batch has left gradients in the dtype of the reduction
+        # one dtype a unit: an earlier micro-batch has left gradients in the dtype of the reduction
+        if early and ACCUMULATES_APART:
             for parameter in trained:
                 if parameter.unsharded_accumulated_grad is None:
                     parameter.to_accumulated_grad_if_needed()

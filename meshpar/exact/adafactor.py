@@ -98,9 +98,8 @@ class Part:
 
     def _over_ranks(self, sums: Tensor, dims: Sequence[int]) -> Tensor:
         """Add up sums along ``dims`` over the axes that divide these."""
-        total = sums.to(
-            self._mesh.device_type
-        )  # offloaded parameters are on the host, where an accelerator's groups cannot reduce
+        # offloaded parameters are on the host, where an accelerator's groups cannot reduce
+        total = sums.to(self._mesh.device_type)
         for axis, placement in enumerate(self._placements):
             if shard_dim(placement) in dims and self._mesh.size(axis) > 1:
                 dist.all_reduce(total, group=self._mesh.get_group(axis))
@@ -132,9 +131,8 @@ def adafactor_by_parts(parameter: Tensor, grad: Tensor, state: dict[str, Any]) -
     """
     if not isinstance(parameter, DTensor):
         return parameter, grad, state
-    if (
-        isinstance(grad, DTensor) and grad.placements != parameter.placements
-    ):  # sums that tensor parallelism left partial
+    # sums that tensor parallelism left partial
+    if isinstance(grad, DTensor) and grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)
     for key, reduced in (
         ("row_var", {parameter.ndim - 1}),

@@ -53,9 +53,8 @@ class Run:
 
     def gradients(self, outputs: list[Tensor], cotangents: list[Tensor]) -> dict[str, Tensor]:
         named = {**self.parameters, **{f"input {place}": tensor for place, tensor in enumerate(self.inputs)}}
-        if (
-            outputs
-        ):  # all leaves are fresh, and torch.autograd.grad does not run through a model's own reentrant checkpoint
+        # all leaves are fresh, and torch.autograd.grad does not run through a model's own reentrant checkpoint
+        if outputs:
             torch.autograd.backward(outputs, cotangents)
         return {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for name, tensor in named.items()

@@ -244,9 +244,8 @@ class SplitTest:
             if inner not in seen.masks and isinstance(output, Tensor):
                 x = args[0].detach()
                 zeros = (output.detach() == 0) & (x != 0)
-                masked = (
-                    int(zeros.sum()) if bool((x != x.flatten()[0]).any()) else 0
-                )  # equal constants may be of different parts
+                # equal constants may be of different parts
+                masked = int(zeros.sum()) if bool((x != x.flatten()[0]).any()) else 0
                 seen.masks[inner] = (digest(x), digest(zeros), masked)
 
         return hook

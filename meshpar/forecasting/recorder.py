@@ -260,9 +260,8 @@ class Recorder(TorchDispatchMode):
         )
 
     def _collective(self, func: Any, args: Any, outputs: list[Tensor]) -> None:
-        from torch.distributed._tools.fake_collectives import (
-            CollectiveOp,
-        )  # loads Inductor, which who only names hardware does without
+        # loads Inductor, which who only names hardware does without
+        from torch.distributed._tools.fake_collectives import CollectiveOp
 
         group = CollectiveOp.get_process_group(func, args)
         ranks = dist.get_process_group_ranks(group)

@@ -419,9 +419,8 @@ def _estimates(
         few, more = (cost(on_mesh(trace, replicas, shards), hardware).seconds for trace in pair)
         seconds = more + (asked.depths.blocks - pair[1].depth) * (more - few) / max(1, pair[1].depth - pair[0].depth)
         seconds += _between_jobs(settings, state["parameters"] // shards, hardware) if asked.elastic else 0.0
-        beside = pair[0].data_size // (
-            pair[0].axes.get("dp_replicate", 1) * shards_then
-        )  # batches over axes of passes that stay
+        # batches over axes of passes that stay
+        beside = pair[0].data_size // (pair[0].axes.get("dp_replicate", 1) * shards_then)
         speed = pair[0].tokens * beside * replicas * shards / seconds
         yield Candidate(settings=settings, tokens_per_second=speed, peak=peak, verdict=verdict)
 

@@ -163,9 +163,8 @@ def _preparation(sent: Sequence[bytes]) -> dict[str, Any]:
     process.
     """
     data = {key: value for key, value in spawn.get_preparation_data(PROCESS).items() if key != "authkey"}
-    if not any(
-        b"__main__" in payload for payload in sent
-    ):  # then nothing needs the script itself, and it need not be guarded
+    # then nothing needs the script itself, and it need not be guarded
+    if not any(b"__main__" in payload for payload in sent):
         data = {key: value for key, value in data.items() if not key.startswith("init_main")}
     return data
 

@@ -118,9 +118,8 @@ def _compute_whole(module: nn.Module, exchange: Exchange) -> None:
             if not isinstance(value, Tensor):
                 return value
             if value.ndim == 4 and value.shape[0] == 1:
-                value = value.expand(
-                    rows, *value.shape[1:]
-                )  # attention of a model's own may insist on a mask for each row
+                # attention of a model's own may insist on a mask for each row
+                value = value.expand(rows, *value.shape[1:])
             dim = _dim_of_positions(value, part)
             if dim is None:
                 return value

@@ -139,9 +139,8 @@ def _product(recipe: str, emulate: bool) -> Any:
         )
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        whole = (
-            math.prod(x.shape[:-1]) % _MULTIPLE == 0
-        )  # tokens are what the weight's gradient sums over; padding copies
+        # tokens are what the weight's gradient sums over; padding copies
+        whole = math.prod(x.shape[:-1]) % _MULTIPLE == 0
         y = matmul_with_hp_or_float8_args.apply(x, weight.t(), settings if whole else padded, config)
         return y if bias is None else y + bias.to(y.dtype)
 

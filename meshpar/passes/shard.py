@@ -102,9 +102,8 @@ class Precision:
         """
         for parameter in module.parameters():
             held: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-            if (
-                not held.is_contiguous() and 0 not in held.stride() and not is_shard(parameter)
-            ):  # which FSDP2 cannot split
+            # which FSDP2 cannot split
+            if not held.is_contiguous() and 0 not in held.stride() and not is_shard(parameter):
                 held.data = held.data.contiguous()
         names, record = list(kept_whole(module, self.whole)), applied(module)
         if names and record.whole is None:

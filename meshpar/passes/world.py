@@ -96,9 +96,8 @@ class _Gather(Allocates):
         if self.in_parts:
             gather_shards(output_tensor.chunk(count), shard.chunk(count), self._shards)
             return
-        joined = torch.empty_like(
-            output_tensor
-        )  # shard after shard, and FSDP2 reads the slices of one replica after those of another
+        # shard after shard, and FSDP2 reads the slices of one replica after those of another
+        joined = torch.empty_like(output_tensor)
         all_gather(joined, shard, self._shards)
         output_tensor.view(count, self._shards.size(), -1).copy_(
             joined.view(self._shards.size(), count, -1).transpose(0, 1)

@@ -415,9 +415,8 @@ def _loader(samples: Samples, sampler: OrderedBatches, settings: LoaderSettings)
         }
     stateful = need("torchdata.stateful_dataloader").StatefulDataLoader
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*set_vital.*"
-        )  # torchdata 0.11's own call, deprecated in torch 2.13
+        # torchdata 0.11's own call, deprecated in torch 2.13
+        warnings.filterwarnings("ignore", message=".*set_vital.*")
         return stateful(
             samples,
             batch_sampler=sampler,

@@ -107,9 +107,8 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
     moved, control = (
         (logits[[0, 3]] - logits[[1, 4]])[:, mask].abs().flatten(1).amax(1) if mask.any() else logits.new_zeros(2)
     )
-    whole = (
-        len(mask) == length
-    )  # where ranks split positions, the test of what mixes positions sees that a model counts them itself
+    # where ranks split positions, the test of what mixes positions sees that a model counts them itself
+    whole = len(mask) == length
     again = torch.cat([logits[2, length - cut :], logits[2, : length - cut]])
     misplaced = (logits[0] - again).abs().max() if whole else logits.new_zeros(())
     sizes = torch.stack([moved, misplaced, control]).cpu()

@@ -84,9 +84,8 @@ class ExpertLoad:
                 torch.ones_like(chosen),
             )
             self._choices += chosen.numel()
-        known = (
-            (weights != 0) & (chosen >= 0) & (chosen < len(counts))
-        )  # what is no expert, the exchange refuses on all ranks
+        # what is no expert, the exchange refuses on all ranks
+        known = (weights != 0) & (chosen >= 0) & (chosen < len(counts))
         counts.index_add_(0, chosen.flatten().clamp(0, len(counts) - 1), known.flatten().to(counts.dtype))
 
     @eager

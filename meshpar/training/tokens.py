@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 
 _FORMAT = 2
 _BATCH = 3 << 18  # characters that are tokenized at once: the tokenizer holds about 100 bytes for each id of them
-_PIECE, _LONG_PIECE = (
-    1 << 10,
-    1 << 17,
-)  # characters: longer documents are cut, so that all cores work and memory stays bounded
+# characters: longer documents are cut, so that all cores work and memory stays bounded
+_PIECE, _LONG_PIECE = (1 << 10, 1 << 17)
 _SCANNED = 1 << 22  # ids
 BEGINS, COUNTS = 1, 2
 """Marks of an id: it begins a document; it counts as a label."""

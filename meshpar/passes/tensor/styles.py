@@ -225,9 +225,8 @@ class Colwise(Style):
         def finish(y: Tensor) -> Tensor:
             if self.gather == "no":
                 return y
-            if (
-                self.gather == "loss" and context.loss_parallel and torch.is_grad_enabled()
-            ):  # generation wants all logits
+            # generation wants all logits
+            if self.gather == "loss" and context.loss_parallel and torch.is_grad_enabled():
                 shape = torch.Size((*y.shape[:-1], width))
                 return DTensor.from_local(
                     y, context.mesh, [Shard(y.ndim - 1)], run_check=False, shape=shape, stride=strides(shape)
