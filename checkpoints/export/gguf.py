@@ -171,9 +171,7 @@ def export_gguf(
 
 
 def _architecture(config: Mapping[str, Any]) -> Architecture:
-    """Return what llama.cpp wants of a model; raises CheckpointError for what this export or llama.cpp does not
-    compute.
-    """
+    """Return what llama.cpp wants of a model; raises CheckpointError for what it does not compute."""
     kind, rope = str(config.get("model_type")), _rope(config)
     if kind not in ARCHITECTURES:
         raise CheckpointError(
@@ -351,9 +349,7 @@ def _nbytes(library: ModuleType, shape: tuple[int, ...], kind: Any) -> int:
 
 
 def _rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return what llama.cpp divides the rotary frequencies by, for Llama 3's scaling (``_compute_llama3_parameters``
-    of transformers).
-    """
+    """Return llama.cpp's divisors of rotary frequencies for Llama 3 (``_compute_llama3_parameters``)."""
     rope = _rope(config)
     if rope.get("rope_type", rope.get("type")) != "llama3":
         return None

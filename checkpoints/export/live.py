@@ -347,9 +347,7 @@ class _Piece(NamedTuple):
 
 @final
 class _BoxesOf:
-    """The parts of tensors and the ranks that have them; none where ``to`` gets a tensor from other ranks than those
-    that share it with this one.
-    """
+    """The parts of tensors and their ranks; none where ``to`` gets a tensor from ranks that do not share it."""
 
     def __init__(self, to: int) -> None:
         self._to, self._found = to, dict[Any, _Boxes]()
@@ -389,9 +387,7 @@ class _Along:
 
 @final
 class _Parts(_Leaf):
-    """The module's tensors as a source, which reads the parts that other ranks send, in the order in which they were
-    noted.
-    """
+    """The module's tensors as a source, which reads the parts of other ranks in the order of their notes."""
 
     def __init__(self, held: Mapping[str, _Held], to: int, device: torch.device) -> None:
         super().__init__(held, device)

@@ -76,9 +76,7 @@ def write_tensor(
 
 
 def _tail(members: list[_Member], offset: int, padding: int = 0) -> bytes:
-    """Return the archive's end after the payload, which ends at ``offset``, padded so that the archive's length is
-    aligned.
-    """
+    """Return the archive's end behind a payload that ends at ``offset``, padded to an aligned length."""
     tail = bytearray(_descriptor(members[-1].size, members[-1].crc32))
     version = _add(tail, "version", b"3\n", offset, padding)
     tail += _directory_of([*members, version], offset + len(tail))

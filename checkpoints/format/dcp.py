@@ -175,9 +175,7 @@ class DistributedCheckpoint:
 
 
 def _ends(chunk: Chunk) -> list[tuple[int, int]]:
-    """Return the parts of an archive, in bytes of its file, that are read to find the payload; all of it if it is
-    small.
-    """
+    """Return the bytes of an archive that are read to find its payload; all of a small one."""
     stop = chunk.position + chunk.length
     if chunk.length <= _SMALL_BYTES:
         return [(chunk.position, stop)]

@@ -116,9 +116,7 @@ def weights_in(path: PlaceLike) -> Safetensors | TorchWeights | DistributedCheck
 
 
 def _whole_shape(name: str, pieces: Sequence[Box]) -> tuple[int, ...]:
-    """Return the shape that the pieces cover; raises CheckpointError if they leave holes, overlap, or differ in
-    dtype.
-    """
+    """Return the shape that pieces cover; raises CheckpointError for holes, overlaps and other dtypes."""
     shape = tuple(
         max(o + n for o, n in extents) for extents in zip(*(zip(piece.offsets, piece.shape) for piece in pieces))
     )

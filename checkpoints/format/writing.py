@@ -142,9 +142,7 @@ def _index(name: str, offsets: torch.Size) -> MetadataIndex:
 
 
 def _pickled(metadata: Metadata) -> bytes:
-    """Return the pickle of ``metadata`` in which tensors have five properties: torch 2.15 adds strides, which
-    earlier ones cannot read.
-    """
+    """Return the pickle of ``metadata``, whose tensors have the five properties of torch before 2.15."""
 
     def properties(value: TensorProperties) -> tuple[Any, ...]:
         return TensorProperties, (), value.__getstate__()[:5]
@@ -162,9 +160,7 @@ def whole(shapes: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> list[Gr
 
 
 def _metadata_of(groups: Iterable[Group]) -> Metadata:
-    """Return torch's description of the tensors and their parts. Tensors that are divided alike share one list of
-    parts.
-    """
+    """Return torch's description of the tensors; those that are divided alike share one list of parts."""
     described: dict[str, Any] = {}
     for group in groups:
         chunks = [

@@ -108,9 +108,7 @@ class Background:
             self._hook = None
 
     def _told_at_exit(self) -> None:
-        """Log the error that nothing raised. Python starts no threads for a save whose program has ended, so that
-        such a save fails.
-        """
+        """Log the error that nothing raised: a save whose program has ended fails without threads."""
         if self._failure is not None:
             _log.error(
                 "the last save in the background is lost: %s; call close() of the CheckpointManager at the end",

@@ -219,18 +219,14 @@ class Conditional:
 
 
 def _version_and_parts(folder: ObjectPath) -> tuple[Version | None, str]:
-    """Return the version of the manifest in a step's folder of a store, None without one, and the folder that it
-    names.
-    """
+    """Return the version of the manifest in a store's step, None without one, and the folder that it names."""
     text, version = (folder / MANIFEST_NAME).read_version() or (b"", None)
     named = _PARTS.search(text)
     return version, named[1].decode() if named else ""
 
 
 def _uncommitted(folder: Place, names: Collection[str]) -> list[Place]:
-    """Return the folders of saves in a step's folder of a store, in which there are ``names``, but for the one that
-    its manifest names.
-    """
+    """Return the folders of saves with ``names`` in a store's step, but for the one of its manifest."""
     saves = [folder / name for name in sorted(names) if leftover(folder / name)]
     committed = MANIFEST_NAME in names
     if committed and len(saves) < 2:

@@ -94,9 +94,7 @@ class _Greeting:
 @final
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """Rank 0's answer to greetings: whether all ranks plan anew, and the ranks whose tables of the optimizer have
-    names of their own.
-    """
+    """Rank 0's answer to greetings: whether all plan anew, and which ranks' optimizer tables differ."""
 
     anew: bool
     tables: Sequence[int]
@@ -207,9 +205,7 @@ def _refuse_other_extras(extras: Sequence[Mapping[str, str]]) -> None:
 def _answer(
     mine: Described, question: _Question, rank: int
 ) -> tuple[Sequence[Alike], Sequence[Sequence[str]], Mapping[str, Any] | None]:
-    """Return what rank 0 lacks. It has its own table, which would make the messages of all ranks, of one length,
-    longer.
-    """
+    """Return what rank 0 lacks, without its own table: all ranks' messages have one length."""
     table = mine.optimizer if rank in question.tables and rank > 0 else None
     return (mine.alike, mine.tied, table) if question.anew else ((), (), table)
 
@@ -224,9 +220,7 @@ def _digest(mine: Described, ranks: Ranks) -> str:
 
 
 def _table_digest(table: Mapping[str, Any] | None) -> str | None:
-    """Return a hash of the names in an optimizer's table. Of ranks with the same names, the first one's values are
-    saved.
-    """
+    """Return a hash of the names in an optimizer's table; of ranks with equal names the first one's is saved."""
     if table is None:
         return None
     groups = [(group["params"], group.get("optimizer")) for group in table["groups"]]
@@ -308,9 +302,7 @@ def divide(said: Sequence[Sequence[Alike]]) -> tuple[list[Group], list[Share]]:
 
 
 def _claims(said: Sequence[Sequence[Alike]]) -> list[tuple[list[str], dict[Alike, list[tuple[int, int, int]]]]]:
-    """Return names, and for each box the ranks that have it: (rank, which of its :class:`Alike`, place of the first
-    name there).
-    """
+    """Return names, and for each box the ranks that have it: (rank, its :class:`Alike`, the first name there)."""
     together: dict[bytes, dict[Alike, list[tuple[int, int, int]]]] = {}
     names: dict[bytes, list[str]] = {}
     for rank, report in enumerate(said):

@@ -279,7 +279,5 @@ class Saving:
 
 
 def _version(tensor: Tensor) -> int:
-    """Return the number of in-place changes; a DTensor counts its own, and its shard those that are made to the
-    shard.
-    """
+    """Return the number of in-place changes of a tensor, of a DTensor also those of its shard."""
     return 0 if tensor.is_inference() else tensor._version

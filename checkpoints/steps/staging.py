@@ -104,9 +104,7 @@ class Samples:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return the bytes of some elements. A write that no version counts, such as one through ``.data``, rarely
-    leaves all of them equal.
-    """
+    """Return bytes of some elements, which a write through ``.data``, without a version, rarely leaves equal."""
     per_axis = max(1, round(_SAMPLES ** (1 / max(1, tensor.ndim))))
     few = tensor.detach()[tuple(slice(None, None, max(1, size // per_axis)) for size in tensor.shape)]
     few = few.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)

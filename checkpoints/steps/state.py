@@ -363,9 +363,7 @@ def set_random_state(rank: int, device: torch.device, state: Mapping[str, Tensor
 
 
 def _text(value: object) -> Tensor:
-    """Return JSON, with spaces behind it: of one length, so that a generator that was drawn from does not change the
-    plan of a save.
-    """
+    """Return JSON, padded to one length: drawing from a generator does not change the plan of a save."""
     text = json.dumps(value).encode()
     return torch.frombuffer(bytearray(text.ljust(-(-len(text) // _TEXT_BYTES) * _TEXT_BYTES)), dtype=torch.uint8)
 

@@ -393,18 +393,14 @@ class ReadObject(Readable):
         self._kept = []
 
     def _into(self, view: memoryview, position: int, *, sums: bool = False) -> list[tuple[int, int]]:
-        """Fill a piece of memory by requests of equal size; return CRC-32 (0 without ``sums``) and length of each
-        piece in turn.
-        """
+        """Fill memory by requests of equal size; return CRC-32 (0 without ``sums``) and length of each in turn."""
         count = _PIECE_BYTES if len(view) <= _WINDOW_BYTES else _WINDOW_BYTES
         return self._fetched(
             [(view[start : start + count], position + start) for start in range(0, len(view), count)], sums=sums
         )
 
     def _fetched(self, pieces: list[tuple[memoryview, int]], *, sums: bool = False) -> list[tuple[int, int]]:
-        """Fill each piece of memory from its position, several at once; return CRC-32 (0 without ``sums``) and
-        length of each.
-        """
+        """Fill pieces of memory, several at once; return CRC-32 (0 without ``sums``) and length of each."""
         if not pieces:
             return []
         if (end := max(position + len(view) for view, position in pieces)) > self.size:

@@ -125,9 +125,7 @@ class Agreement(Guard):
             self._schedule.begin((torch.is_grad_enabled(), self._module.training))
 
     def _batch(self, inputs: object) -> None:
-        """Compare the arguments of a forward on ranks of ``same_axes``: every time on a CPU, on an accelerator the
-        first times.
-        """
+        """Compare a forward's arguments on ranks of ``same_axes``: always on a CPU, on an accelerator at first."""
         if not self._same_axes or not self._batches.now("", self._device):
             return
         numbers = [digest_of(inputs, self._device), *([random.digest(self._device)] if self.numbers() == 2 else [])]
@@ -333,9 +331,7 @@ class Agreement(Guard):
             self._later = later
 
     def _same_buffers(self) -> None:
-        """Check that data ranks hold the same persistent buffers, which a forward may have computed from this rank's
-        part of the batch.
-        """
+        """Check that data ranks hold the same persistent buffers; a forward may compute them from its part."""
         buffers = {name: tensor for name, tensor in state(self._module) if not isinstance(tensor, nn.Parameter)}
         if not buffers:
             return
@@ -358,9 +354,7 @@ def _number_of(predicted: Sequence[nn.Module], units: Units) -> int:
 
 
 def _plain(value: object) -> object:
-    """Return an optimizer's setting as all ranks print it; reading a tensor on a device would wait, and the device
-    is each rank's own.
-    """
+    """Return an optimizer's setting as all ranks print it, without reading a tensor on a device."""
     if isinstance(value, tuple):
         return tuple(_plain(part) for part in value)
     if isinstance(value, Tensor):

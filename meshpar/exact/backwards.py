@@ -100,9 +100,7 @@ class Backwards:
             self._refuse_written(versions)
 
     def _versions_now(self) -> Versions:
-        """Return numbers that change when somebody writes parameters, other than by ``.data``; autograd knows
-        nothing of a DTensor's.
-        """
+        """Return numbers that change when somebody writes parameters, other than by ``.data``."""
         held = self._units.shards() if self._units.modules else self._parameters()
         return [(tensor, tensor._version) for tensor in held]
 

@@ -174,8 +174,6 @@ class Calls:
 
 
 def _is_of_a_library(kind: type, name: str) -> bool:
-    """Tell whether a method comes from torch or transformers, whose methods beside forward compute nothing with
-    weights.
-    """
+    """Return whether a method is torch's or transformers', which compute with weights in forward alone."""
     owner = next(base for base in kind.__mro__ if name in vars(base))
     return owner.__module__.startswith(("torch.", "transformers."))

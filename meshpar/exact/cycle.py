@@ -271,9 +271,7 @@ class Cycle:
         self.expect_end()
 
     def _enter_backward(self, unit: nn.Module) -> None:
-        """Gather a unit for a backward that comes into it otherwise than by its outputs: by a loss that a block
-        keeps.
-        """
+        """Gather a unit for a backward that comes into it by a loss that a block keeps, not by its outputs."""
         if self._on:
             refuse_second_order()
         self.expect_end()
@@ -325,9 +323,7 @@ class Cycle:
     # Step
 
     def _before_step(self, optimizer: Optimizer) -> Optimizer:
-        """Check a step of ``optimizer`` and return what steps: itself, or for Adafactor what knows the norms of
-        sharded parameters.
-        """
+        """Check a step; return what steps: ``optimizer``, or for Adafactor what knows norms of shards."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         own = {id(parameter) for parameter in (*self.module.parameters(), *self._units.shards())}
         trains = any(id(parameter) in own for parameter in held)
@@ -398,9 +394,7 @@ def _before_every_step(
 
 @contextmanager
 def _parts_called() -> Iterator[None]:
-    """Let torch's attention and encoder layers call their parts in evaluation, too, instead of a kernel that reads
-    the parts' weights.
-    """
+    """Let torch's attention and encoder layers call their parts in evaluation, not a fused kernel."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -166,9 +166,7 @@ class Explanation:
         )
 
     def _outside_of_its_block(self, text: str, name: str, frames: list[tuple[Any, str]]) -> tuple[str, str] | None:
-        """Return cause and remedy where a module was called without the block around it, whose weights are then not
-        gathered.
-        """
+        """Return cause and remedy for a module that was called without its block, which gathers its weights."""
         if self._unit_pass is None or not re.search(_GATHERED, text):
             return None
         running = {id(owner) for owner, _ in frames}
@@ -188,9 +186,7 @@ class Explanation:
         return None
 
     def _innermost(self, frames: list[tuple[Any, str]]) -> tuple[str, nn.Module, str]:
-        """Return name, module and source line of the deepest frame whose ``self`` is a module outside torch and
-        meshpar.
-        """
+        """Return name, module and source line of the deepest frame of a module outside torch and meshpar."""
         names = {id(child): name for name, child in self._module.named_modules()}
         best: tuple[str, nn.Module, str] = ("", self._module, "unknown")
         for owner, where in frames:

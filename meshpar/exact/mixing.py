@@ -128,9 +128,7 @@ class MixingTest:
             return forward(*args, **kwargs)
 
     def _count_alike(self, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], want: Tensor) -> None:
-        """Refuse a model that counts otherwise than 0, 1, 2, ... where it gets no positions, as it does without a
-        plan.
-        """
+        """Refuse a model that, without positions, counts otherwise than 0, 1, 2, ... as it does without a plan."""
         ids = kwargs.get("position_ids")
         if ids is None or not torch.equal(ids, torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)):
             return
@@ -279,9 +277,7 @@ def _unless_out_of_memory(error: BaseException) -> None:
 
 
 def _spread(value: object, length: int, *, inside: bool = True) -> bool:
-    """Return whether another position than the middle is NaN, in (B, L, ...); ``inside`` a block also in (B * L, D),
-    (B, D, L + some).
-    """
+    """Return whether a position but the middle is NaN in (B, L, ...); ``inside`` also (B * L, D), (B, D, L + some)."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim < 2:
         return False
     if value.shape[1] == length:

@@ -42,9 +42,7 @@ def check_separable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _tried(optimizer: torch.optim.Optimizer, *, alone: bool) -> list[Tensor]:
-    """Return the values of one small tensor of each group after some steps, with a second one in each group or
-    ``alone``.
-    """
+    """Return one small tensor of each group after some steps, with a second one in each group or ``alone``."""
     other: Any = copy.copy(optimizer)
     for name, value in vars(optimizer).items():
         if name not in vars(other) and not callable(value):  # schedules wrap methods of the optimizer's own

@@ -281,9 +281,7 @@ class SplitTest:
         )
 
     def _masks_agree(self, name: str, seen: _Seen) -> Iterator[Difference]:
-        """Yield dropouts whose masks are the same where ranks hold different parts, or differ where they hold the
-        same.
-        """
+        """Yield dropouts whose masks are alike on ranks with different parts, or differ on ranks with the same."""
         for inner, (x, zeros, count) in sorted(seen.masks.items()):
             table = gather_values(torch.stack([x, zeros, torch.full_like(x, count)])[None], self._context.group)
             if int(table[:, 2].min()) < _MASKED:
@@ -351,9 +349,7 @@ class SplitTest:
         return reads.failed_elsewhere or reads.worst(code, self._device()), failed, (expected, cotangents, wanted)
 
     def _refuse_split_inputs(self, seen: _Seen, heads: set[str]) -> None:
-        """Raise where other inputs than the hidden states differ between ranks: keys of an earlier layer, of which
-        nobody has the whole.
-        """
+        """Refuse inputs beside hidden states that differ between ranks, such as an earlier layer's keys."""
         hidden = [
             seen.args[0] if seen.args else None,
             *(seen.kwargs.get(argument) for argument in self._context.inputs),
@@ -435,9 +431,7 @@ class SplitTest:
         return {argument for region in regions for argument in region.local_inputs}
 
     def _gathered(self, seen: _Seen, heads: set[str], *, hidden: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the inputs as one process would hand them in: whole along the sequence, and with all heads where
-        they are this rank's.
-        """
+        """Return the inputs of one process: whole along the sequence, with all heads where ranks have some."""
         args, kwargs, group = list(seen.args), dict(seen.kwargs), self._context.group
         for key in heads.intersection(kwargs):
             if isinstance(kwargs[key], Tensor):

@@ -78,9 +78,7 @@ def cost(trace: Trace, hardware: Hardware) -> Cost:
 
 
 def _of_stages(trace: Trace, hardware: Hardware) -> Cost:
-    """Let the stages' clocks run together: a stage waits for what another one sends, and all for one another where
-    they exchange something.
-    """
+    """Let the stages' clocks run together: each waits for what another sends, and all where they exchange."""
     clocks = [Clock(stage, hardware) for stage in trace.stages]
     left = [deque(stage.events()) for stage in trace.stages]
     sent: dict[tuple[int, int, int], deque[float]] = defaultdict(deque)

@@ -104,9 +104,7 @@ def _stretched(few: Sequence[Event], more: Sequence[Event], times: int, places: 
 
 
 def _cut(few: Sequence[Event], more: Sequence[Event], period: int) -> int:
-    """Return where the stretch of ``period`` events stands in ``more`` that ``few`` has not: where the rest fits
-    best.
-    """
+    """Return where the ``period`` events stand in ``more`` that ``few`` lacks: where the rest fits best."""
     count = len(few)
     alike_head = _misfits(zip(few, more))
     alike_tail = _misfits(zip(reversed(few), reversed(more)))
@@ -120,9 +118,7 @@ _IMPOSSIBLE = 1 << 40
 
 
 def _misfits(pairs: Any) -> list[int]:
-    """Return, for each length, how many of the first pairs differ in amounts; a pair that differs in kind makes it
-    impossible.
-    """
+    """Return for each length how many first pairs differ in amounts; one of other kinds rules it out."""
     total, counts = 0, [0]
     for a, b in pairs:
         if _kind(a) != _kind(b):

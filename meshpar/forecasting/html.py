@@ -200,9 +200,7 @@ def _timeline(forecast: Forecast, start: float, end: float) -> str:
 
 
 def _schedule(forecast: Forecast) -> str:
-    """Draw one row for each stage, with a box for each forward and backward of a micro-batch, and nothing where the
-    stage waits.
-    """
+    """Draw a row for each stage, with a box for each forward and backward of a micro-batch."""
     scale, parts = 930 / forecast.cost.seconds, []
     for stage, (trace, timed) in enumerate(zip(forecast.trace.stages, forecast.cost.stages, strict=True)):
         at, numbers, top = 0, Counter[str](), stage * 30

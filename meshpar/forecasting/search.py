@@ -217,17 +217,13 @@ def _candidates(
 
 
 def _grown_together(micro_batches: Sequence[int]) -> list[list[int]]:
-    """Return the micro-batches to simulate one after the other: 1 and 2, from which larger ones are widened, and
-    these.
-    """
+    """Return groups of micro-batches to simulate: 1 and 2, from which larger ones are widened, and these."""
     larger = sorted(size for size in micro_batches if size > 2)
     return [[size] for size in (1, 2) if larger or size in micro_batches] + ([larger] if larger else [])
 
 
 def _gathered(asked: _Asked, family: _Family) -> int:
-    """Return bytes that a rank holds in any case: where parameters stay gathered, the whole of its part of them in
-    bfloat16.
-    """
+    """Return the bytes of a rank's gathered parameters, in bfloat16, where they stay gathered."""
     tp, _, reshard = family
     count = sum(parameter.numel() for parameter in asked.model.parameters())
     return 0 if reshard else count * torch.bfloat16.itemsize // (tp * math.prod(asked.fixed.values()))
@@ -273,9 +269,7 @@ def _deepened(
     known: dict[tuple[_Family, int], tuple[Trace, Trace]],
     simulates: _Simulate,
 ) -> dict[tuple[_Family, int], Trace]:
-    """Return the traces of the whole depth; what cannot be extrapolated is simulated, and is also its probes in
-    ``known`` then.
-    """
+    """Return traces of the whole depth; what cannot be extrapolated is simulated, and joins ``known``."""
     whole, uneven = dict[tuple[_Family, int], Trace](), list[tuple[_Family, int]]()
     for family in wanted:
         try:
@@ -290,9 +284,7 @@ def _deepened(
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """The question of a search: the arguments of :func:`search`, and ``world_size`` without the axes that are
-    ``fixed``.
-    """
+    """The arguments of :func:`search`, and ``world_size`` without the axes that are ``fixed``."""
 
     model: nn.Module
     layout: ModelLayout
@@ -375,9 +367,7 @@ def _simulation(asked: _Asked, settings: Settings, *, ranks_per_node: int | None
 
 
 def _typical(asked: _Asked, family: _Family, size: int) -> Simulation:
-    """Return the job that stands for a family: with replicas where there can be any in it, so that their reductions
-    are in the trace.
-    """
+    """Return a family's typical job: with replicas if it may have any, so that the trace has their reductions."""
     ranks = asked.world_size // family[0]
     replicas = 2 if asked.replicates and not asked.elastic and ranks % 2 == 0 and ranks > 2 else 1
     return _simulation(asked, asked.settings(*family, replicas=replicas, shards=ranks // replicas, micro_batch=size))

@@ -159,9 +159,7 @@ def _start(places: Sequence[Path]) -> subprocess.Popen[bytes]:
 
 
 def _preparation(sent: Sequence[bytes]) -> dict[str, Any]:
-    """Return the data with which another process can unpickle ``sent``, as multiprocessing's spawn prepares a
-    process.
-    """
+    """Return the data with which another process can unpickle ``sent``, as multiprocessing's spawn does."""
     data = {key: value for key, value in spawn.get_preparation_data(PROCESS).items() if key != "authkey"}
     # then nothing needs the script itself, and it need not be guarded
     if not any(b"__main__" in payload for payload in sent):

@@ -291,9 +291,7 @@ class _Rows:
         return self.codes_of(key == "exp_avg", self.parts["parameter"][0].device)
 
     def _bits(self, key: str, chunk: _Chunk) -> Tensor:
-        """Return 64 random bits for each number of some rows, a function of the seed, the step, the name, and the place
-        in the whole (SplitMix64; Steele et al. 2014).
-        """
+        """Return 64 random bits a number from seed, step, name and place (SplitMix64; Steele et al. 2014)."""
         factor, starts, done = -0x61C8864680B583EB, list[int](), 0  # SplitMix64's constants, as signed numbers
         for number, rows in chunk:
             text = f"{self.group['seed']} {self.count} {key} {self.names[number]}".encode()

@@ -116,9 +116,7 @@ def _set_forward(norm: Any, groups: Sequence[dist.ProcessGroup]) -> None:
 
 @torch.library.custom_op("meshpar::keep_statistics", mutates_args={"buffers"})
 def _keep(buffers: list[Tensor], values: list[Tensor]) -> None:
-    """Write running statistics, unless a recomputation asks; compiled code runs an operator as it is, without a
-    graph break.
-    """
+    """Write running statistics, unless a recomputation asks; an operator, for graphs without a break."""
     if not RECOMPUTED.get():
         for buffer, value in zip(buffers, values, strict=True):
             buffer.copy_(value)
@@ -136,9 +134,7 @@ def _native(norm: Any, x: Tensor, running: list[Any], *, training: bool, momentu
 
 
 class _Statistics(NamedTuple):
-    """Of one batch, by channel: this rank's mean and what is centered by it; all ranks' number of values, mean,
-    squares around it.
-    """
+    """One batch by channel: this rank's mean and centered values; all ranks' count, mean and squares."""
 
     own_mean: Tensor
     centered: Tensor

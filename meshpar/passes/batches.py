@@ -51,9 +51,7 @@ def selected(values: object, index: Tensor, dim: int) -> object:
 
 
 def _taken(values: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Return ``index_select``; of page-locked memory in page-locked memory, from which a copy to the device does not
-    wait.
-    """
+    """Return ``index_select``, for page-locked memory in page-locked memory: its copy to a device does not wait."""
     if not values.is_pinned():
         return values.index_select(dim, index)
     shape = [len(index) if place == dim else size for place, size in enumerate(values.shape)]

@@ -157,9 +157,7 @@ def _hidden(values: object) -> Tensor | None:
 
 
 def _dim_of_positions(value: Tensor, part: int) -> int | None:
-    """Return the dim of a module's input along which a rank has a part: (B, L), (L, D), (B, L, D), (B, H, L, any),
-    (B, H, 1, L).
-    """
+    """Return the dim of positions of (B, L), (L, D), (B, L, D), (B, H, L, any) or (B, H, 1, L)."""
     if value.ndim == 4 and value.shape[2] == 1:
         return 3 if value.shape[3] == part else None
     dims = {2: (1, 0), 3: (1,), 4: (2,)}.get(value.ndim, ())

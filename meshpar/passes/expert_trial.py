@@ -149,9 +149,7 @@ def _drawn(
 def _keeps_state(
     call: Chosen, bound: inspect.BoundArguments, device: torch.device, group: Any, stack: ExitStack
 ) -> bool:
-    """Put back what the module does to the state around it when ``stack`` ends; tell whether all ranks can.
-    Collective.
-    """
+    """Restore module state when ``stack`` closes. Return False on every rank if any rank cannot."""
     why = ""
     try:
         stack.enter_context(untouched(call.module, call.inner, bound.arguments))
@@ -227,9 +225,7 @@ def _choices(count: int, slots: int, seed: int) -> Tensor:
 
 @contextmanager
 def _by_itself(module: nn.Module, training: bool, device: torch.device, noise: Noise) -> Iterator[None]:
-    """Let a module run in a mode, on copies of buffers, with noise for the parameters inside of it, without the
-    hooks of FSDP2.
-    """
+    """Run a module in a mode on copies of buffers, noise for parameters, and without FSDP2's hooks."""
     kept = [
         (child, child.training, dict(child._buffers), dict(child._parameters), _hooks(child))
         for child in module.modules()
@@ -284,9 +280,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _with_gradients(compute: Inner, hidden: Tensor, chosen: Tensor, weights: Tensor) -> list[Tensor]:
-    """Return what is computed, and its gradients where noise comes from above, in float64; a gradient that there is
-    not is zero.
-    """
+    """Return outputs and gradients for noise from above, in float64; a missing gradient is zero."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weights)]
     output = compute(leaves[0], chosen, leaves[1])
     up = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output)

@@ -404,9 +404,7 @@ class WholeParameters:
                 see_plain(child, inside, "data ranks")
 
     def _placed(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter as a DTensor that the data axes replicate, and that is split over the axes of other
-        passes as it was, be they data axes, too (``ep``).
-        """
+        """Return the parameter as a DTensor that data axes replicate, split over other axes (``ep``) as before."""
         mesh, names, placements = self._mesh, self._axes, [Replicate()] * len(self._axes)
         if isinstance(parameter, DTensor):
             mesh, divided = root_of(parameter.device_mesh), parameter.device_mesh.mesh_dim_names or ()

@@ -174,9 +174,7 @@ def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def _fork(device: torch.device, coordinate: int) -> torch.Tensor:
-    """Switch ``device``'s default generator to a state of this ``coordinate``'s own, and return the state that the
-    axis shares.
-    """
+    """Switch the default generator to a state of this ``coordinate``'s own; return the axis' shared state."""
     generator = _generator(device)
     if runtime.on_host(device):
         drawn = int(torch.randint(_MASK, (), generator=generator))

@@ -168,9 +168,7 @@ def _in_its_context() -> Any:
 
 @final
 class _InContext:
-    """The context of a recomputation: context variables have the values of a forward's context, and then those that
-    they had.
-    """
+    """A recomputation's context: context variables have the forward's values, and their own again behind it."""
 
     def __init__(self, context: Context) -> None:
         self._context, self._before = context, list[list[tuple[ContextVar[Any], Token[Any]]]]()
@@ -201,9 +199,7 @@ def _drawn_alike(device_type: str) -> Any:
 
 @final
 class _DrawingAgain:
-    """The context of a recomputation: the random state of the current device is what it was when this was made, and
-    then as before.
-    """
+    """A recomputation's context: the device's random state as when this was made, and as before behind it."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._state, self._before = module, module.get_rng_state(), list[torch.Tensor]()

@@ -143,9 +143,7 @@ def _begin_count(expert: Tensor, count: int, group: Any) -> Callable[[], Tensor]
 def _routed(
     counts: Tensor, expert: Tensor, count: int, group: Any, routing: Routing
 ) -> tuple[list[int], list[int], Tensor]:
-    """Return how many rows go to each rank, how many come from each, and by which of this rank's experts each that
-    comes is computed.
-    """
+    """Return the rows that go to each rank, that come from each, and the local expert of each that comes."""
     sent, received, outside = routing.exchanged(counts, len(expert), group.rank())
     if any(outside):
         ranks = ", ".join(str(rank) for rank, beyond in enumerate(outside) if beyond)

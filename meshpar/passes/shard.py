@@ -243,9 +243,7 @@ class _Sharding(Precision):
         )
 
     def _prefetch(self, units: list[FSDPModule], *, by_order: bool) -> None:
-        """Say what is gathered ahead. FSDP2's own choice in backward is ``by_order`` of the forwards, and gathers a
-        block in vain where several forwards run before a backward.
-        """
+        """Set what is gathered ahead: FSDP2's own choice follows forwards, and fails for several before a backward."""
         for place, unit in enumerate(units):
             if self.prefetch_forward:
                 unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + self.prefetch_forward])

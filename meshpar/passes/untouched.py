@@ -472,9 +472,7 @@ def _named(code: CodeType) -> Iterator[str]:
 
 
 def _globals(code: CodeType) -> Iterator[str]:
-    """Yield the global names that a function, and what is defined in it, uses: other than ``co_names``, without
-    those of attributes.
-    """
+    """Yield the global names that a function and its inner ones use, without names of attributes."""
     yield from (
         step.argval for step in dis.get_instructions(code) if "GLOBAL" in step.opname or step.opname.endswith("_NAME")
     )

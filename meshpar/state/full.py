@@ -135,9 +135,7 @@ def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
 
 
 def _without_other_layers(module: nn.Module, state: dict[str, Any], prefix: str, problems: list[str]) -> list[str]:
-    """Take away the tensors of other ranks' layers, of which one process's state has all; return those that it lacks,
-    and add to ``problems`` those of other shapes.
-    """
+    """Drop tensors of other ranks' layers; return those that lack, and note other shapes in ``problems``."""
     others = {prefix + name: tensor for name, tensor in applied(module).elsewhere.items()}
     given = {name: state.pop(name) for name in others if name in state}
     problems += [

@@ -214,9 +214,7 @@ def compared(
 
 
 def _told_names(source: WeightSource) -> dict[str, str]:
-    """Return the names of the tensors in ``source`` -> those in the files, where a tensor comes whole from one of
-    there.
-    """
+    """Return the names of tensors in ``source`` -> in the files, for those that come whole from one there."""
     origin = source.origin if isinstance(source, Mapped) else lambda name: name
     return {name: origin(name) or name for name in source.shapes()}
 
@@ -243,9 +241,7 @@ def _misfits(
 
 
 def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Tell whether values of one dtype mean the same in another: not float8's, which are scaled, nor integers as
-    floats.
-    """
+    """Return whether values of one dtype mean the same in another: not float8's, nor integers as floats."""
     scaled = any(dtype.is_floating_point and dtype.itemsize == 1 for dtype in (stored, wanted))
     kinds = {(dtype.is_floating_point, dtype.is_complex) for dtype in (stored, wanted)}
     return stored == wanted or (not scaled and len(kinds) == 1)
@@ -321,9 +317,7 @@ def state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _rebuild(
     module: nn.Module, layout: ModelLayout, device: torch.device, missing: set[str], rebuilt: set[str]
 ) -> None:
-    """Let modules fill what no file holds: those of their buffers that are in ``missing``, and the parameters in
-    ``rebuilt``.
-    """
+    """Let modules fill what no file holds: ``missing`` buffers, and the parameters in ``rebuilt``."""
     for name, child in module.named_modules():
         prefix = f"{name}." if name else ""
         buffers = {key for key in child._non_persistent_buffers_set if prefix + key in missing}
@@ -373,9 +367,7 @@ def own_init(child: nn.Module) -> Callable[[nn.Module], Any] | None:
 
 
 def _untouched(tensor: Tensor, version: int) -> bool:
-    """Tell whether nobody wrote ``tensor``; a write through ``.data`` leaves its version as it was, but not its
-    contents.
-    """
+    """Return whether nobody wrote ``tensor``, not even through ``.data``, which leaves its version as it was."""
     if tensor._version != version:
         return False
     return not tensor.is_floating_point() or bool(tensor.isnan().all())

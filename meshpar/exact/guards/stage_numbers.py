@@ -109,9 +109,7 @@ def _unmark(tensor: Tensor) -> None:
 
 
 def _runs_for_meshpar() -> bool:
-    """Tell whether meshpar's own code called torch, otherwise than around a function of torch that the loop called, or
-    a comparison of torch.testing.
-    """
+    """Return whether meshpar's own code called torch, but for torch functions of the loop."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = f"{frame.f_globals.get('__name__')}."

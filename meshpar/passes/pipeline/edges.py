@@ -335,9 +335,7 @@ class Edges:
         enter_by(child, enter)
 
     def _calls_in_line(self, number: int, block: nn.Module) -> None:
-        """Look that the forward calls a block in its place, and send what the last one of a stage returns, with its
-        hooks, of which those of a backward need all of its call.
-        """
+        """Check that the forward calls a block in its place, and send what the last of a stage returns."""
         inner = _calls_of(block)
 
         def enter(*args: Any, **kwargs: Any) -> Any:

@@ -170,9 +170,7 @@ class Layers:
         return batches
 
     def _refuse(self, digests: Sequence[int]) -> None:
-        """Raise the error that ended an action on this stage; on the others what it was, or how their micro-batches
-        differ. Collective over the stages.
-        """
+        """Raise this stage's error, or what another's was, or how micro-batches differ. Collective over the stages."""
         own, cause = self._error, self._cause
         self.edges.failed = True  # the step, on all stages
         self._begin_step(self._before)
@@ -287,9 +285,7 @@ class Layers:
         return [False] * len(mine) if self.edges.supposed is not None else every.bool().any(0).tolist()
 
     def _compare_inputs(self, digests: Tensor) -> None:
-        """Compare what ``loss`` gave the module on each stage, (stages, chunks): now, or beside a device after the
-        first steps one step later.
-        """
+        """Compare ``loss``'s inputs on each stage, (stages, chunks): now, or one step later beside a device."""
         read, given = (lambda: digests), self.edges.inputs
         if self.edges.late and not self._looks.first("inputs"):
             with beside(self.edges.device) as to_host:

@@ -30,9 +30,7 @@ _WHOLE_SHARE = 0.25
 @final
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A layout's table, parsed: module pattern -> style, parameter pattern -> text (None: whole), and entries that
-    cannot be parsed.
-    """
+    """A parsed table: module pattern -> style, parameter pattern -> text (None: whole), and wrong entries."""
 
     modules: dict[str, Style] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -204,9 +202,7 @@ class TensorParallel(Pass):
         applied(module).split = context
 
     def _table(self, module: nn.Module, layout: ModelLayout) -> _Table:
-        """Return the layout's table, its text parsed. This pass's entries replace what it says of the modules that
-        they match.
-        """
+        """Return the layout's table, parsed; this pass's entries replace those of the modules that they match."""
         table, entries = _Table(), dict(layout.tensor)
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         for pattern, text in self.styles.items():
@@ -291,9 +287,7 @@ def _with_copied_heads(
 
 
 def _splits_sequence(module: nn.Module, table: _Table) -> bool:
-    """Tell whether activations come to be split along the sequence: by the sum of a split lookup, or a lookup of a
-    rank's positions.
-    """
+    """Return whether activations are split along the sequence, by a split lookup or a rank's positions."""
     found = ((style, child) for pattern, style in table.modules.items() for _, child in find_modules(module, pattern))
     return any(isinstance(child, nn.Embedding) and style.splits_positions for style, child in found)
 
@@ -328,9 +322,7 @@ def _once(problems: Iterator[str]) -> Iterator[str]:
 
 
 def _split_together(module: nn.Module, table: _Table, name: str) -> list[str]:
-    """Return the names of the modules and parameters that are split together with the module called ``name``, and so
-    are whole together.
-    """
+    """Return the modules and parameters that are split, or whole, together with ``name``."""
     styled = {path: style for pattern, style in table.modules.items() for path, _ in find_modules(module, pattern)}
     regions = [path for path, style in styled.items() if style.is_region and name.startswith(f"{path}.")]
     if not regions and styled[name].stands_alone:
@@ -350,9 +342,7 @@ def _split_together(module: nn.Module, table: _Table, name: str) -> list[str]:
 
 
 def _own_problems(module: nn.Module, table: _Table) -> Iterator[str]:
-    """Yield parameters of modules whose projections are split, which no style covers: they may count heads or
-    features.
-    """
+    """Yield parameters of modules with split projections that no style covers: they may count features."""
     styled = {name for pattern in table.modules for name, _ in find_modules(module, pattern)}
     split = [
         name
@@ -393,9 +383,7 @@ def _sum_problems(module: nn.Module, table: _Table) -> Iterator[str]:
 
 
 def _region_problems(module: nn.Module, table: _Table) -> Iterator[str]:
-    """Yield parameters inside a region that no style covers: each rank would know a part of their gradient and
-    nobody would sum it.
-    """
+    """Yield parameters inside a region without a style: nobody would sum their gradients."""
     regions = [
         name for pattern, style in table.modules.items() if style.is_region for name, _ in find_modules(module, pattern)
     ]

@@ -183,9 +183,7 @@ class Experts(Style):
         set_forward(module, forward, reads_parameters=True)
 
     def _other(self, name: str, module: nn.Module, context: Context) -> Parts | None:
-        """Return how to split inside the experts, which stay whole where another axis divides them already and that
-        is not possible.
-        """
+        """Return how to split inside experts, whole where another axis divides them already and cannot again."""
         if any(
             isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1
             for parameter in module.parameters(recurse=False)
