@@ -91,9 +91,7 @@ def _of(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Keeps of each position, beside its inputs, the largest score, the logarithm of the sum of exponentials beside it,
-    and the entropy.
-    """
+    """Keeps of each position its inputs, largest score, logarithm of the sum beside it, and entropy."""
 
     @staticmethod
     def forward(
@@ -155,9 +153,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _scores(logits: Tensor, scale: float) -> tuple[Tensor, int, dist.ProcessGroup | None]:
-    """Return this rank's logits in float32, times ``scale``, new memory; the first of its vocabulary; and the axis that
-    splits it.
-    """
+    """Return new float32 logits times ``scale``, the first id of this rank's vocabulary, and its axis."""
     if not isinstance(logits, DTensor):
         return logits.detach().float().mul(scale), 0, None
     mesh = logits.device_mesh

@@ -214,16 +214,12 @@ def _gradient(
 
 
 def _rows(logits_NV: torch.Tensor) -> int:
-    """Return how many rows to take at a time: on a CPU what stays in a core's cache, elsewhere what keeps a device
-    busy.
-    """
+    """Return how many rows to take at a time: what stays in a core's cache, or keeps a device busy."""
     return max(16, ((1 << 25) if runtime.queues(logits_NV.device) else (1 << 17)) // logits_NV.shape[-1])
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
-    """Cross entropy over vocabulary shards: a maximum and two sums cross the axis, never the logits (Megatron-LM,
-    arXiv 1909.08053, 3).
-    """
+    """Cross entropy over vocabulary shards: only a maximum and two sums cross (arXiv 1909.08053, 3)."""
 
     @staticmethod
     def forward(

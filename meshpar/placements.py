@@ -221,9 +221,7 @@ def clip_grad_norms_(
 def _joined(
     powers: dict[frozenset[str], Tensor], groups: Mapping[str, dist.ProcessGroup], norm_type: float, none: Tensor
 ) -> Tensor:
-    """Join the powers of norms, keyed by the axes over which their gradients are split, axis by axis, innermost
-    first.
-    """
+    """Join powers of norms, by the axes over which gradients are split, axis by axis, innermost first."""
     largest = math.isinf(norm_type)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     for axis in reversed(list(groups)):
@@ -240,9 +238,7 @@ def _joined(
 
 
 def _split_over(tensor: Tensor, groups: Collection[str]) -> frozenset[str]:
-    """Return the axes of ``groups`` that split a tensor. The axis that divides experts is a part of the data axis
-    there.
-    """
+    """Return the axes of ``groups`` that split a tensor; that of experts is a part of the data axis."""
     return frozenset(sharded_axes(tensor)).intersection(groups)
 
 

@@ -185,9 +185,7 @@ class Plan:
         return Parallelized(module, self, resolved, meshes, device, cycle)
 
     def _device(self, module: nn.Module, resolved: Resolved, device_type: str | None) -> torch.device:
-        """Return this rank's device, made current; raise an error for what the machine lacks or weights that
-        differ.
-        """
+        """Return this rank's device, made current; raise for what the machine lacks or weights that differ."""
         for pass_, seen in zip(resolved.passes, resolved.seen, strict=True) if dist.get_rank() == 0 else ():
             for warning in pass_.warnings(module, resolved.layout, seen):
                 log.warning("%s", warning)

@@ -231,9 +231,7 @@ def _gathered(mine: Tensor) -> Tensor:
 
 
 def _check_same_names(tensors: Mapping[str, Tensor], what: str, guards: Sequence[str]) -> None:
-    """Raise an error if ranks would compare different names, or guards exchange on some ranks alone, and then wait for
-    one another.
-    """
+    """Refuse names that differ between ranks, and guards of some ranks alone, which would wait for others."""
     listed = "\n".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items()), "\n".join(guards)
     mine = [byte for text in listed for byte in hashlib.blake2b(text.encode(), digest_size=8).digest()]
     every = _gathered(torch.tensor(mine, device="cpu"))

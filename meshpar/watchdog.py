@@ -158,9 +158,7 @@ class Watchdog:
             file.flush()
 
     def _ask(self, where: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return the verdict, and whether the others were asked; in a thread of its own, for a store that hangs must
-        not hold it up.
-        """
+        """Ask the other ranks for their last progress, in a thread because the store may hang: (verdict, asked)."""
         found: list[tuple[str, bool]] = []
 
         def talk() -> None:
@@ -215,9 +213,7 @@ class Watchdog:
         self._store.set("verdict", json.dumps(verdict))
 
     def _end_silent(self, verdict: Mapping[str, Any]) -> None:
-        """Kill ranks of this host that do not answer; done by the host's first rank that does, to its launcher's
-        children alone.
-        """
+        """Kill this host's ranks that do not answer: its first rank does, among its launcher's children."""
         host = socket.gethostname()
         if self._rank != verdict["first_of"].get(host):
             return

@@ -92,9 +92,7 @@ def record(logs: Path, rank: int, error: BaseException, *, hide: str = "") -> No
 
 
 def _found_full(error: BaseException) -> bool:
-    """Return whether an error says that memory is full; torch has a class for devices, and a RuntimeError for the
-    host.
-    """
+    """Return whether an error says that memory is full: torch has a class for devices alone."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or (
         isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "out of memory" in str(error))

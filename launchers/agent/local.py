@@ -109,9 +109,7 @@ class Placement:
 
 
 def _patient(shutdown: Callable[..., None]) -> Callable[..., None]:
-    """Return the agent's way to end ranks with as much time after a signal as torch 2.13 asks for; 2.11 has 30 s, as
-    after a failure.
-    """
+    """Return the agent's way to end ranks, with as much time after a signal as torch 2.13 asks for."""
 
     def ended(agent: LocalElasticAgent, *signals: signal.Signals) -> None:
         PContext.close.__defaults__ = (None, SHUTDOWN_S if signals else _SHUTDOWN_AFTER_FAILURE_S)

@@ -288,9 +288,7 @@ class _Replica:
         return self._complete.exists() and not self._was_complete
 
     def _lighthouse(self) -> str:
-        """Return the lighthouse's address when it answers; empty if the job is complete, was stopped, or nothing
-        answers for long.
-        """
+        """Return the lighthouse's address; empty if the job has ended, or nothing answers for long."""
         began = reported = time.monotonic()
         while not (self._stopped or self._is_complete() or self._meeting.codes or self._meeting.lost is not None):
             self._meeting.keep()

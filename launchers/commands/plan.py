@@ -78,9 +78,7 @@ def plan(
 def _forecasts(
     recipe: Recipe, profile: Hardware, ranks: int | None, elastic: str | None, *, search: bool, full: bool
 ) -> tuple[Sequence[Forecast], Ranking | None, Forecast | None]:
-    """Return the forecasts to report, the best first, the ranking of a search, and the forecast without the plan's
-    recomputation.
-    """
+    """Return the forecasts, best first, a search's ranking, and the forecast without recomputation."""
     from meshpar.core.passes import Stage
     from meshpar.launchers.commands.inspecting import one_replica
     from meshpar.launchers.jobs import build

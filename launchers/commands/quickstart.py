@@ -99,9 +99,7 @@ def _tell_losses(path: Path) -> None:
 
 
 def _tell_difference(recipe: Recipe, exported: nn.Module) -> None:
-    """Print the difference between the exported model's logits and the trained one's; raise LaunchError if it
-    exceeds rounding.
-    """
+    """Print how far the export's logits are off; raise LaunchError beyond rounding."""
     trained, theirs = _logits(recipe, exported)
     difference, largest = float((trained - theirs).abs().max()), float(trained.abs().max())
     print(

@@ -269,9 +269,7 @@ def _interfaces(found: Found) -> Iterator[Finding]:
 
 
 def _chosen(value: str, interface: str) -> bool:
-    """Return whether NCCL (for a plain name also gloo) selects an interface: ``eth`` is a prefix, ``=eth0`` exact,
-    ``^lo`` excludes.
-    """
+    """Return whether NCCL (or gloo) selects an interface: ``eth`` a prefix, ``=eth0`` exact, ``^lo`` excluded."""
     names = value.lstrip("^=").split(",")
     if value.startswith("^"):
         return not any(interface.startswith(name) for name in names)

@@ -158,9 +158,7 @@ def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) ->
 
 
 def _own_model(kind: type, keywords: Mapping[str, Any], vocab_size: int) -> nn.Module:
-    """Return a model of the user's own class; a keyword ``vocab_size`` that is not written is the data's, rounded up
-    as for our own.
-    """
+    """Return a model of the user's own class; an unwritten ``vocab_size`` is the data's, rounded up."""
     takes = "vocab_size" not in keywords and has_keyword(kind, "vocab_size")
     with torch.device("meta"):
         model: nn.Module = make_own(kind, keywords, **({"vocab_size": rounded_vocabulary(vocab_size)} if takes else {}))
@@ -409,9 +407,7 @@ def _unwritable_folder(folder: Path) -> str | None:
 
 
 def _unmeasured(recipe: Recipe) -> Iterator[_Problem]:
-    """Yield what a run was asked to read or to measure and cannot; one that has run so is no wrong recipe for what
-    comes after it.
-    """
+    """Yield settings that name a missing checkpoint, metric or profile window; not on resume."""
     resume = recipe.checkpoint.resume
     if resume not in ("auto", "never") and not expanded(place(resume)).exists():
         yield "checkpoint.resume", f"there is no {resume}; expected auto, never, or the folder of a step or of a run"

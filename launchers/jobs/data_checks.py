@@ -133,9 +133,7 @@ def untried(recipe: Recipe) -> Iterator[str]:
 
 
 def _short_vocabulary(recipe: Recipe, *, whole: bool) -> str:
-    """Return why a BPE of a short text, which is read ``whole``, or of the beginning of another has too few ids;
-    else nothing.
-    """
+    """Return why a BPE of a text, ``whole`` or its beginning, has too few ids; else nothing."""
     texts = [part for part in parts_of(recipe.data).values() if part.source != "tokens"]
     if recipe.data.tokenizer != "bpe" or not texts:
         return ""

@@ -58,9 +58,7 @@ def _meshes(text: str, whole: int, left: int) -> tuple[MeshSpec, MeshSpec]:
 
 
 def _divided(data: DataSection, before: int, now: int) -> DataSection:
-    """Return the micro-batches of ``now`` data ranks whose batch equals that of ``before``, or is nearest; none is
-    larger than before.
-    """
+    """Return the micro-batches of ``now`` ranks with a batch nearest to that of ``before``, none larger."""
     samples = max(1, round(data.micro_batch * data.accumulate * before / now))
     micro_batch = max(size for size in range(1, data.micro_batch + 1) if samples % size == 0)
     return data.model_copy(update={"micro_batch": micro_batch, "accumulate": samples // micro_batch})

@@ -383,18 +383,14 @@ def _begin_folder(recipe: Recipe, data: datasets.Data) -> None:
 
 
 def _keep(recipe: Recipe, *names: str) -> None:
-    """Copy files of the folder on this machine to the run's store, where that is another place. Losing them ends no
-    training.
-    """
+    """Copy files of this machine's folder to the run's store; losing them ends no training."""
     if runtime.is_main():
         with told_only(f"cannot copy {', '.join(names)} to {recipe.kept}"):
             carried([recipe.folder / name for name in names], recipe.kept)
 
 
 def _take_up(recipe: Recipe) -> None:
-    """Get the metrics of a run that another machine began or continued from its store; other lines of this one are
-    set aside.
-    """
+    """Get the metrics of a run that another machine began from its store; other lines are set aside."""
     here = recipe.folder / METRICS
     if not (recipe.kept / METRICS).exists():
         return
@@ -412,9 +408,7 @@ def _take_up(recipe: Recipe) -> None:
 
 @contextlib.contextmanager
 def _new_steps_noted(trainer: Trainer) -> Iterator[None]:
-    """Note the first new step of this start for the launcher, which does not start a job without new steps again and
-    again.
-    """
+    """Note the first new step for the launcher, which does not start jobs without new steps for ever."""
     if (assigned := task()) is None:
         yield
         return

@@ -113,9 +113,7 @@ def _attentions(config: Any) -> list[str]:  # noqa: ANN401 - of transformers
 
 # a config of transformers
 def _refuse_unknown(fields: Mapping[str, Any], known: Any, model: Any) -> None:  # noqa: ANN401
-    """Refuse fields that neither the config's class nor the model's module names: transformers accepts any field and
-    ignores it.
-    """
+    """Refuse fields that the config's class and the model's module do not name, which transformers ignores."""
     module = inspect.getmodule(model[0] if isinstance(model, tuple) else model)
     # Some models read fields that their config does not declare.
     words = set(re.findall(r"\w+", "" if module is None else inspect.getsource(module)))
@@ -133,9 +131,7 @@ def _refuse_unknown(fields: Mapping[str, Any], known: Any, model: Any) -> None: 
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Convert an error of transformers about a config's values: each class of its models checks, or does not check,
-    in its own way.
-    """
+    """Convert an error of transformers about a config's values, which its classes check differently."""
     try:
         yield
     except Exception as error:
@@ -183,9 +179,7 @@ def weights_problems(module: nn.Module, layout: ModelLayout, section: Model, *, 
 
 
 def _first_weights(module: nn.Module, section: Model, seed: int, *, adapters: bool) -> tuple[TypedSource, set[str]]:
-    """Return the weights of a section that has some, and the names of the parameters that are drawn from the seed
-    instead.
-    """
+    """Return a section's weights, and the names of parameters that are drawn from the seed instead."""
     assert section.weights is not None
     source: TypedSource = weights_in(expanded(section.weights))
     if adapters:

@@ -106,9 +106,7 @@ def run_code(kind: str, what: str, arguments: Sequence[str]) -> int:
 
 
 def _unheard(number: int, frame: FrameType | None) -> NoReturn:
-    """End a script that was told that its time is over, and does not listen: this is no stop with a checkpoint, but
-    a failure.
-    """
+    """End a script that does not listen when its time is over: a failure, no stop with a checkpoint."""
     error = LaunchError(
         "SIGUSR1 asked the script to save and stop, but the script has no handler for it, so nothing is saved; set "
         "one by signal.signal(signal.SIGUSR1, ...), save a checkpoint, and end with sys.exit(128 + signal.SIGUSR1)"

@@ -114,9 +114,7 @@ def section_of_call(factory: Callable[..., Any], without: tuple[str, ...] = ()) 
 
 
 def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of a dataclass's fields, or of the keywords of a class or function; Any where there is none
-    that can be read.
-    """
+    """Return the types of a dataclass's fields or of keywords; Any where none can be read."""
     if dataclasses.is_dataclass(factory):
         return typing.get_type_hints(factory, include_extras=True)
     home = sys.modules[factory.__module__].__dict__

@@ -17,9 +17,7 @@ from meshpar.launchers.targets.job import Template, template_text
 
 
 class _Dumper(yaml.SafeDumper):
-    """Text of several lines as a block, so that scripts stay readable; no aliases, which a reader of others' job files
-    refuses.
-    """
+    """Text of several lines as a block, for scripts; no aliases, which readers of job files refuse."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

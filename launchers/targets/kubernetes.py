@@ -85,9 +85,7 @@ def _selected(job: Launched) -> list[str]:
 
 
 def _state(job: Mapping[str, Any]) -> str:
-    """Return the state of a Job, a JobSet or a TrainJob: its last condition that holds, or whether its pods are
-    ready.
-    """
+    """Return a Job's, JobSet's or TrainJob's last condition that holds, or whether its pods are ready."""
     status: Mapping[str, Any] = job.get("status", {})
     true = [condition["type"] for condition in status.get("conditions", []) if condition["status"] == "True"]
     ended = [state for state in ("Failed", "Complete", "Completed", "Suspended") if state in true]
@@ -199,9 +197,7 @@ class Kubernetes(OnKubernetes):
 
 
 def _validate(text: str) -> None:
-    """Check a patched file against Kubernetes's schema if kubernetes-validate is installed; otherwise kubectl does
-    when it is submitted.
-    """
+    """Check a patched file against Kubernetes's schema if kubernetes-validate is installed."""
     try:
         import kubernetes_validate
     except ImportError:

@@ -247,9 +247,7 @@ def _problems_or_notes(
 
 
 def _seen_from_here(recipe: Recipe) -> tuple[Recipe | None, list[str]]:
-    """Return the recipe without files that are not on this machine, None if the model is one of them, and a note for
-    each file.
-    """
+    """Return the recipe without files that are not here, None without its model, and a note for each."""
     notes: list[str] = []
 
     def absent(field: str, *paths: object) -> bool:

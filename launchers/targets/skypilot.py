@@ -73,9 +73,7 @@ class SkyPilot(Target):
         return {"job.yaml": fill_yaml("skypilot.yaml", values, self.patch), **job.files()}
 
     def _mounts(self, run: Path) -> Mapping[str, object]:
-        """Return the bucket's folder of a run, mounted where the job writes: below the working directory, or at its
-        absolute path.
-        """
+        """Return the bucket's folder of a run, mounted where the job writes, relative or absolute."""
         inside = run.is_relative_to(Path.cwd())
         folder = run.relative_to(Path.cwd() if inside else "/")
         return {

@@ -270,9 +270,7 @@ class Slurm(Target):
 
 
 def _nodes_of_a_replica(job: Job) -> int:
-    """Return over how many nodes a replica spans; 1 where a node has whole replicas, or the job has none that may be
-    lost.
-    """
+    """Return how many nodes a replica spans: 1 where a node has whole ones, or none may be lost."""
     return divided(job.mesh, job.nodes, 0).nodes if job.elastic == "replicas" and job.mesh is not None else 1
 
 
@@ -288,9 +286,7 @@ def _queue() -> list[list[str]]:
 
 
 def _numbers(job: Launched, rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the numbers of a launch's jobs: from its submission, from its output, and from SLURM if it was
-    submitted by hand.
-    """
+    """Return the numbers of a launch's jobs: from its submission, its output, and SLURM."""
     own = re.findall(r"^Submitted batch job (\d+)", job.submitted)
     wrote = [
         re.findall(r"\d+", path.stem)[0] for path in job.folder.glob(_OUTPUT)

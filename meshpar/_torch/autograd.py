@@ -41,9 +41,7 @@ __all__ = [
 
 
 class _Part(torch.autograd.Function):
-    """Return the part of a DTensor here; its gradient has a gradient, which torch before 2.13 cuts off without an
-    error.
-    """
+    """Return the part of a DTensor here, whose gradient has a gradient, which torch before 2.13 cuts off."""
 
     @staticmethod
     def forward(ctx: Any, whole: DTensor) -> torch.Tensor:
@@ -108,9 +106,7 @@ def next_node() -> int:
 def _check_tensors(
     owner: Any, name: str, checks: Mapping[str, Callable[[list[Any]], None]], failed: Callable[[], None] = lambda: None
 ) -> Undo:
-    """Let ``checks``, by the name of an argument, look at the tensors and nodes that a function of ``owner`` is
-    called with.
-    """
+    """Let ``checks``, by argument, look at the tensors and nodes that a function of ``owner`` gets."""
     inner = getattr(owner, name)
     if hasattr(inner, "_meshpar_checked"):  # somebody wrapped it, so that undoing left it
         return lambda: True

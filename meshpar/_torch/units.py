@@ -431,9 +431,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _version(gathered: Any) -> tuple[int, int, int]:
-    """Return numbers that change when somebody writes a gathered weight or gives it other memory; gathering changes
-    none.
-    """
+    """Return numbers that change when somebody writes a gathered weight or gives it other memory."""
     local = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
     return gathered._version, local._version, _memory(gathered)
 

@@ -129,9 +129,7 @@ def _axis_problems(passes: Sequence[Pass], mesh: MeshSpec) -> Iterator[str]:
 
 
 def _remedy(axis: str) -> str:
-    """Name the installed pass that claims ``axis`` and as few others as possible; where there is none, the axes that
-    some pass claims.
-    """
+    """Name the installed pass that claims ``axis`` and few others; where none does, the axes of passes."""
     passes = _installed()
     fitting = [kind for kind in passes if axis in kind.roles]
     if fitting:
@@ -215,9 +213,7 @@ def _content_problems(
 
 
 def _module_problems(module: nn.Module) -> Iterator[str]:
-    """Yield modules that cannot be placed: without shapes, not of Python, or with gradients and writes that no pass
-    reduces.
-    """
+    """Yield modules that no pass can place or reduce: without shapes, not of Python, with own gradients."""
     for name, child in module.named_modules():
         if any(isinstance(parameter, UninitializedParameter) for parameter in child._parameters.values()):
             yield (
@@ -243,9 +239,7 @@ def _module_problems(module: nn.Module) -> Iterator[str]:
 
 
 def _divided_problems(passes: Sequence[Pass], module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-    """Yield trained parameters that a pass divides over samples and that the data pass does not shard: nothing would
-    reduce their gradients.
-    """
+    """Yield trained parameters that a pass divides over samples and no data pass shards or reduces."""
     trained = {name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     data = [pass_ for pass_ in passes if pass_.stage == Stage.DATA]
     sharded = {name for pass_ in data for name in pass_.shards(module, layout)}

@@ -103,9 +103,7 @@ def shortest_patterns(names: Iterable[str], known: Iterable[str]) -> Iterator[st
 
 
 def _generalized(name: str) -> Iterator[str]:
-    """Yield a name with its numbers replaced by ``*``, all of them first, outer ones before inner ones, and the name
-    itself last.
-    """
+    """Yield a name with numbers as ``*``: all of them first, outer before inner ones, then the name."""
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     for count in range(len(numbers), -1, -1):

@@ -201,9 +201,7 @@ def _repeated(module: nn.Module) -> Iterator[str]:
 
 
 def _called(container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module of what a container holds; a container in it is never called itself, so its contents
-    take its place.
-    """
+    """Yield path and module of a container's parts; a container in it is replaced by its contents."""
     for name, child in container.named_children():
         if is_called(child):
             yield name, child

@@ -141,9 +141,7 @@ class Memory:
         assert not problems, f"after {after}:\n  " + "\n  ".join(problems)
 
     def _others(self, named: set[int], most: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Return bytes and shapes of the tensors in other storages than those ``named``, the largest first; none up
-        to ``most`` bytes.
-        """
+        """Return bytes and shapes of tensors in storages not ``named``, largest first; none up to ``most``."""
         until = time.monotonic() + _GOES_S
         while True:
             others = [

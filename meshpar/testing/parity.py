@@ -232,9 +232,7 @@ def one_process(
 def _alone(
     build: Callable[[], nn.Module], layout: ModelLayout | None, seed: int, passes: Sequence[Pass] = ()
 ) -> Parallelized:
-    """Return the model in this one process, with ``passes`` that have no axes, as a Parallelized whose mesh nobody
-    shares.
-    """
+    """Return the model in this process, with ``passes`` without axes, on a mesh that nobody shares."""
     with torch.device("meta"):
         module = build()
     known = layout or layout_for(module)

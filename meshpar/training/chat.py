@@ -145,9 +145,7 @@ class ChatSource:
 
 
 def _overlap(places: np.ndarray, spans: Spans) -> np.ndarray:
-    """Return which tokens overlap a span, bool; ``places`` (N, 2): where each begins and ends. One without a
-    character counts as one.
-    """
+    """Return which tokens overlap a span, bool; ``places`` (N, 2): begins and ends, at least a character."""
     numpy = need("numpy")
     begins, ends = places[:, 0], numpy.maximum(places[:, 1], places[:, 0] + 1)
     found = numpy.zeros(begins.size, dtype=bool)
@@ -157,9 +155,7 @@ def _overlap(places: np.ndarray, spans: Spans) -> np.ndarray:
 
 
 def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - of a table
-    """Return a value of a table's row without null keys: its columns have the keys of all rows, of which most rows
-    lack some.
-    """
+    """Return a value of a table's row without null keys: columns have the keys of all rows."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -307,9 +303,7 @@ def _message(turn: Any, place: int) -> Message:  # noqa: ANN401 - of JSON
 
 
 def _call(call: Any) -> Any:  # noqa: ANN401 - of JSON
-    """Return a tool call whose arguments, where OpenAI writes them as a text of JSON, are an object, as templates
-    expect them.
-    """
+    """Return a tool call with its arguments as an object, which OpenAI writes as a text of JSON."""
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):

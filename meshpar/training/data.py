@@ -433,8 +433,6 @@ def _as_it_is(batch: TensorBatch) -> TensorBatch:
 
 
 def _leave_signals_to_the_trainer(worker: int) -> None:
-    """Ignore stop requests in a worker: they go to every process of the group, and the trainer finishes its step
-    first.
-    """
+    """Ignore stop requests in a worker: the trainer gets them, too, and finishes its step first."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)

@@ -131,9 +131,7 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
 
 @contextmanager
 def _alone(par: Parallelized, module: nn.Module) -> Iterator[set[torch.dtype]]:
-    """Run without random numbers, recomputation, compiled blocks and the other tries; yield the dtypes in which the
-    module computes.
-    """
+    """Run without random numbers, recomputation and compiled blocks; yield the module's dtypes."""
     narrow = any((known := installed(child)) is not None and known.product is not None for child in module.modules())
     held = (
         {torch.float8_e4m3fn}

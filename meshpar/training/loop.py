@@ -370,9 +370,7 @@ class Trainer:
     def _loss(
         self, module: nn.Module, batch: TensorBatch, data: Batches
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Return the summed loss of a batch of this rank, and what else is reported; of a mix also the loss of each
-        source.
-        """
+        """Return the summed loss of this rank's batch, and what else is reported: of a mix each source's loss."""
         batch = self._on_device(batch)
         source = batch.pop("source", None)
         if source is None:
@@ -384,9 +382,7 @@ class Trainer:
         return loss_sum, {**more, **losses_of(list(samples.sources), losses, batch["labels"], source)}
 
     def _begin_step(self, batches: Iterator[list[TensorBatch]]) -> list[TensorBatch]:
-        """Return the micro-batches of a step, and note its place in the schedule before they move the position in
-        the data.
-        """
+        """Return a step's micro-batches, and note its place in the schedule before the position moves."""
         begun = None
         if self.replicas is not None:  # this one may take over the others' position
             begun = self.replicas.begin(lambda: self._stop and self._stop.reason)
@@ -395,9 +391,7 @@ class Trainer:
         return next(batches) if begun is None else begun
 
     def _train_step(self, micro_batches: list[TensorBatch]) -> bool:
-        """Train a step, and return whether it counts: it may have been left for a stop request, or the other
-        replicas made it alone.
-        """
+        """Train a step; return whether it counts: a stop request or the other replicas may have ended it."""
         par, optimizer, replicas = self.par, self.optimizer, self.replicas
         par.manual_seed(mix(self.settings.seed, self.step, *([] if replicas is None else [replicas.slot])))
         micro_batches = [par.split(batch) for batch in micro_batches]
@@ -439,9 +433,7 @@ class Trainer:
         return False
 
     def _finish_step(self, tokens: int, sums: dict[str, torch.Tensor]) -> bool:
-        """Step the optimizer, and return whether the step counts: the other replicas may have made it without this
-        one.
-        """
+        """Step the optimizer; return whether the step counts, which other replicas may have made alone."""
         par, optimizer, replicas = self.par, self.optimizer, self.replicas
         summed = None
         if replicas is not None:
@@ -472,9 +464,7 @@ class Trainer:
         return True
 
     def _may_step(self, norm: torch.Tensor) -> bool:
-        """Return whether the step's gradients are finite and no spike. The norm and therefore the result are equal on
-        every rank.
-        """
+        """Return whether gradients are finite and no spike, by their norm, which is equal on every rank."""
         spikes = self.settings.skip_spikes
         skip = self.scaler is not None or self.settings.nonfinite == "skip" or spikes is not None
         if not skip:
@@ -598,9 +588,7 @@ class Trainer:
         return epoch_ended if every == "epoch" else every is not None and self.step % every == 0
 
     def _report(self) -> None:
-        """Sum the ranks' values; read an accelerator's only after the next step was submitted, so that it never
-        waits. Collective.
-        """
+        """Sum the ranks' values; an accelerator's are read after the next step was submitted. Collective."""
         if not self._meter.used:
             return
         known = {"lr": self._rate, "epoch": self.data.epoch, "step": self.step}

@@ -392,9 +392,7 @@ def _moved(name: str, adapted: Mapping[str, Any]) -> str:
 
 
 def _renames(model: nn.Module) -> Iterator[Rename]:
-    """Yield the rules from the names of weights below adapters to those without; one for all layers where all of
-    them have adapters.
-    """
+    """Yield rules from names of weights below adapters to those without; one where all layers have them."""
     every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     names = [name for name, _ in every if not _is_adapter(name)]
     below: dict[str, list[str]] = {}

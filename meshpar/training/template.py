@@ -236,9 +236,7 @@ def _without(messages: Sequence[Message], names: set[str]) -> list[Message]:
 
 
 def _is_said(message: Message, name: str) -> bool:
-    """Return whether a turn has a field of what the assistant says: calls of tools, which later turns answer; or
-    thoughts that count.
-    """
+    """Return whether a turn has what the assistant says: calls of tools, or thoughts that count."""
     return bool(message.get(name)) and (
         name == "tool_calls" or (message["role"] == "assistant" and message.get("weight") != 0)
     )

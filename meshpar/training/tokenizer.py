@@ -291,9 +291,7 @@ def _configure_eos(file: Path, eos: str) -> None:
 
 
 def _byte_letters() -> list[str]:
-    """Return the printable letter that stands for each byte (GPT-2's ``bytes_to_unicode``, openai/gpt-2
-    src/encoder.py).
-    """
+    """Return the printable letter of each byte (GPT-2's ``bytes_to_unicode``, src/encoder.py)."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in plain else next(spare)) for byte in range(256)]

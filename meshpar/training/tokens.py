@@ -163,9 +163,7 @@ class TokenFile:
             start += part.size
 
     def _scan(self) -> Iterator[np.ndarray]:
-        """Yield the marks, or without marks the ids, in parts that are read: pages of a whole mapped file would
-        count as this process's.
-        """
+        """Yield marks, or ids without marks, in parts: a whole mapped file would count as this process's."""
         numpy = need("numpy")
         path, dtype = (self.path.with_suffix(".marks"), "uint8") if self.marked else (self.path, self.dtype)
         with path.open("rb") as file:
