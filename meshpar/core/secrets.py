@@ -19,9 +19,22 @@ _IN_TEXT = (
 )
 _IN_URL = re.compile(r"(?<=[?&#;])([\w.%-]+)=([^\s&#\"']+)")
 _SIGNED = {"sig", "signature", "token", "key"}
-_ALWAYS = {"secret", "secrets", "password", "passwd", "pwd", "passphrase", "credential", "credentials", "apikey"}
+_HEADER = re.compile(r"(\s*[\w-]+:\s*)(\S.*)", re.DOTALL)
+_ASSIGNED = re.compile(
+    r"(?<![\w.?&#-])(?P<before>(?P<quote>[\"']?)(?P<name>[\w.-]+)(?:(?P=quote)\s*=\s*|(?<=\w)[\"']\s*:\s*(?=[\"'])))"
+    r"(?P<value>\"[^\"]*\"|'[^']*'|[^\s;\"']+)"
+)
+_OPTION = re.compile(r"(?<!\S)(?P<before>--?(?P<name>[A-Za-z][\w.-]*)\s+)(?P<value>\"[^\"]*\"|'[^']*'|[^\s-]\S*)")
+_ALWAYS = {"secret", "password", "passwd", "pwd", "passphrase", "credential", "authorization", "bearer"}
 _QUALIFIED = {"access", "account", "api", "auth", "hf", "hub", "private", "service", "session", "shared"}
+_QUALIFIED |= {"anthropic", "aws", "azure", "client", "comet", "github", "gitlab", "huggingface", "mlflow", "neptune"}
+_QUALIFIED |= {"openai", "refresh", "wandb"}
 _JOINED = re.compile(rf"^({'|'.join(sorted(_QUALIFIED))})(keys?|tokens?)$")
+_ELSEWHERE = {"ref", "refs", "name", "names", "file", "files", "path", "paths"}
+"""Last words of names whose value says where a credential is."""
+_OBJECT = {"name", "namespace", "secretName", "items", "key", "path", "mode", "defaultMode", "optional"}
+"""Fields of an object of Kubernetes that says where a credential is."""
+_VARIABLE = re.compile(r"\$(?:[A-Z_][A-Z0-9_]*|\{[A-Z_][A-Z0-9_]*\}|\{\{.*\}\})", re.DOTALL)
 _CODE = re.compile(r"(?=.*\d)[\w+/=.~:-]{6,}")  # a value that no word and no special token of a tokenizer is
 
 
@@ -33,7 +46,19 @@ def redact(text: str) -> str:
     """
     for pattern in _IN_TEXT:
         text = pattern.sub(lambda found: (found[1] if found.lastindex else "") + HIDDEN, text)
-    return _IN_URL.sub(_parameter, text)
+    text = _IN_URL.sub(_parameter, text)
+    for pattern in (_ASSIGNED, _OPTION):
+        text = pattern.sub(_assignment, text)
+    header = _HEADER.fullmatch(text)
+    return text if header is None or not _is_secret(header[1].strip(" :"), header[2]) else header[1] + HIDDEN
+
+
+def _assignment(found: re.Match[str]) -> str:
+    """Return ``NAME=value``, ``--name value`` or ``"name": "value"``, without the value if it is a credential."""
+    name, value = found["name"].rpartition(".")[2], found["value"].strip("\"'")
+    words = _words(name)
+    sure = _CODE.fullmatch(value) is not None if words == ["token"] else _names_secret(words)
+    return found["before"] + HIDDEN if sure and _is_secret(name, value) else found[0]
 
 
 def _parameter(found: re.Match[str]) -> str:
@@ -49,9 +74,18 @@ def redacted(data: Any) -> Any:  # noqa: ANN401 - plain data
     {'uri': 'postgresql://***@db', 'api_key': '***', 'eos_token': '</s>'}
     """
     if isinstance(data, Mapping):
-        return {name: HIDDEN if _is_secret(name, value) else redacted(value) for name, value in data.items()}
+        secret = {name for name, value in data.items() if _is_secret(name, value)}
+        if _is_secret(data.get("name"), data.get("value")):
+            secret.add("value")
+        return {redacted(name): HIDDEN if name in secret else redacted(value) for name, value in data.items()}
     if isinstance(data, list | tuple):
-        return [redacted(value) for value in data]
+        return [
+            HIDDEN if _is_option_of(before, value) else redacted(value)
+            for before, value in zip((None, *data), data, strict=False)
+        ]
+    if isinstance(data, bytes):
+        text = data.decode("utf-8", "replace")
+        return data if redact(text) == text else redact(text)
     return redact(data) if isinstance(data, str) else data
 
 
@@ -66,10 +100,15 @@ def secrets_in(data: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[s
             else:
                 yield from secrets_in(value, (*place, name))
     elif isinstance(data, list | tuple):
-        for number, value in enumerate(data):
-            yield from secrets_in(value, (*place, number))
-    elif isinstance(data, str) and redact(data) != data:
-        yield place
+        for number, (before, value) in enumerate(zip((None, *data), data, strict=False)):
+            if _is_option_of(before, value):
+                yield (*place, number)
+            else:
+                yield from secrets_in(value, (*place, number))
+    elif isinstance(data, str | bytes):
+        text = data if isinstance(data, str) else data.decode("utf-8", "replace")
+        if redact(text) != text:
+            yield place
 
 
 def secret_words(words: Iterable[str]) -> list[str]:
@@ -78,30 +117,59 @@ def secret_words(words: Iterable[str]) -> list[str]:
     """
     found: list[str] = []
     before = ""
-    for word in [part for text in words for part in text.split()]:
-        name, equals, value = word.partition("=")
-        if equals and (_is_secret(name.rpartition(".")[2].lstrip("-"), value) or redact(value) != value):
-            found.append(name)
-        elif redact(word) != word:
-            found.append(redact(word))
-        elif before.startswith("-") and _is_secret(before.lstrip("-"), word):
-            found.append(before)
-        before = "" if equals else word
+    for text in words:
+        count = len(found)
+        for word in text.split():
+            name, equals, value = word.partition("=")
+            if equals and (_is_secret(name.rpartition(".")[2].lstrip("-"), value) or redact(value) != value):
+                found.append(name)
+            elif redact(word) != word:
+                found.append(redact(word))
+            elif _is_option_of(before, word):
+                found.append(before)
+            before = "" if equals else word
+        if len(found) == count and (shown := redact(text)) != text:
+            found.append(shown)
     return found
+
+
+def _is_option_of(before: object, word: object) -> bool:
+    """Return whether a word is a credential by the word before, such as ``--password``."""
+    return isinstance(before, str) and before.startswith("-") and _is_secret(before.lstrip("-"), word)
 
 
 def _is_secret(name: object, value: object) -> bool:
     """Return whether a value is a credential by its name. Names such as ``key`` and ``eos_token`` have other uses, so
     that their value must look like one, too.
     """
-    if not isinstance(name, str) or not isinstance(value, str) or not value or value == HIDDEN:
+    if not isinstance(name, str) or _is_no_secret(value):
         return False
-    parts = _words(name)
-    if _ALWAYS & set(parts) or parts == ["token"]:
+    words = _words(name)
+    if words[-1:] and words[-1] in _ELSEWHERE:
+        return False
+    if _names_secret(words):
+        return not (isinstance(value, int | float) and name.endswith("s"))  # a number of them
+    if words[-1:] not in (["token"], ["key"]):
+        return False
+    return isinstance(value, str) and _CODE.fullmatch(value) is not None
+
+
+def _names_secret(words: Sequence[str]) -> bool:
+    """Return whether the words of a name are those of credentials alone."""
+    if _ALWAYS & {*words, *(word.removesuffix("s") for word in words)} or words == ["token"]:
         return True
-    if parts[-1:] not in (["token"], ["key"]):
-        return False
-    return bool(_QUALIFIED & set(parts[:-1])) or _CODE.fullmatch(value) is not None
+    return words[-1:] != [] and words[-1] in {"token", "key", "tokens", "keys"} and bool(_QUALIFIED & {*words[:-1]})
+
+
+def _is_no_secret(value: object) -> bool:
+    """Return whether a value is no credential whatever its name: nothing, a switch, a variable, or where one is."""
+    if isinstance(value, Mapping):
+        return all(_is_no_secret(one) for one in value.values()) or {*value} <= _OBJECT
+    if isinstance(value, list | tuple):
+        return all(_is_no_secret(one) for one in value)
+    if isinstance(value, str):
+        return value.startswith(HIDDEN) or value.lower() in ("", "true", "false") or bool(_VARIABLE.fullmatch(value))
+    return value is None or value == b"" or isinstance(value, bool)
 
 
 def _words(name: str) -> Sequence[str]:

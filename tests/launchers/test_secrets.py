@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.storage.place import place
 from meshpar.core.errors import CheckpointError, LaunchError, RecipeError
-from meshpar.core.secrets import redact, redacted
+from meshpar.core.secrets import redact, redacted, secret_words, secrets_in
 from meshpar.launchers.agent import failures
 from meshpar.launchers.cli import app
 from meshpar.launchers.export import publishing
@@ -126,6 +128,71 @@ def test_urls_as_people_write_them_are_redacted(text: str, shown: str) -> None:
 )
 def test_other_urls_are_kept(text: str) -> None:
     assert redact(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "password: 12345678",
+        "x: {password: {value: abc}}",
+        "passwords: [abc]",
+        "password: !!binary YWJj",
+        "url: !!binary cmVkaXM6Ly9hOmJAYw==",
+        "headers: {Authorization: Bearer abc}",
+        "bearer: abc",
+        "wandb_key: abcdefgh",
+        "hub_tokens: {a: abc}",
+        "env: [WANDB_API_KEY=abc]",
+        "args: [--wandb-key, abcdefgh]",
+        "run: train --password abc now",
+        "connection: DefaultEndpointsProtocol=https;AccountName=x;AccountKey=abc==;EndpointSuffix=y",
+        "dsn: host=db user=alice password=abc dbname=x",
+        "dsn: host=db password='a b'",
+        'body: \'{"api_key": "abc"}\'',
+        "headers: ['X-Api-Key: abc']",
+        "env: [{name: API_PASSWORD, value: 5}]",
+    ],
+)
+def test_a_value_under_a_secrets_name_is_a_credential_wherever_it_is(text: str) -> None:
+    data = yaml.safe_load(text)
+    assert list(secrets_in(data)), text
+    shown = redacted(data)
+    assert not list(secrets_in(shown)) and redacted(shown) == shown and "***" in str(shown), shown
+    assert not {"abc", "abcdefgh"} & set(re.findall(r"\w+", str(shown)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--header", "Authorization: Bearer abc1"],
+        ["--wandb-key", "abcdefgh"],
+        ["x --wandb-key abcdefgh"],
+        ["X-Api-Key: abc"],
+    ],
+)
+def test_words_of_a_command_with_a_credential_are_found(words: list[str]) -> None:
+    (told,) = secret_words(words)
+    assert "abc" not in told
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "spec: {volumes: [{secret: {secretName: tracker, defaultMode: 256}}], imagePullSecrets: [{name: registry}]}",
+        "env: [{name: TOKEN, valueFrom: {secretKeyRef: {name: tracker, key: password}}}]",
+        "run: export WANDB_API_KEY=$KEY; train --api-key ${KEY}",
+        "automountServiceAccountToken: false",
+        "{password: null, api_key: '', secrets: [], token: 'true'}",
+        "{tokenizer: /data/t1, max_tokens: 512, token_ids: [1, 2], key_value_heads: 4, pad_token: 0, tokens: 4096}",
+        "{text_key: text, key: question, service_tokens: 500, keys: [a, b], special_tokens: {eos_token: </s>}}",
+        "{args: [--max-tokens, '512', --tokenizer, gpt2, --text-key, text], prompt: 'What is the password? token: x'}",
+        "{lora: 'key=value', query: 'tokens=100000', password_file: /run/secrets/p, note: 'the secret: be kind to all'}",
+    ],
+)
+def test_names_and_places_of_credentials_are_none(text: str) -> None:
+    data = yaml.safe_load(text)
+    assert not list(secrets_in(data)) and redacted(data) == data
+    assert not secret_words(["token=true", "--max-tokens", "512", "--tokenizer", "gpt2", "model.key_value_heads=4"])
 
 
 def test_the_environment_gives_the_uri_that_a_recipe_may_not_have(
