@@ -96,7 +96,8 @@ def from_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> nn.Module
         The model in float32, without a key/value cache, and with torch's SDPA if the model supports it.
 
     Raises:
-        LayoutError: transformers is not installed, or the config has no ``model_type``.
+        LayoutError: transformers is not installed, the config has no ``model_type``, or its attention is a kernel of
+            the Hugging Face Hub.
     """
     try:
         import transformers
@@ -115,7 +116,38 @@ def from_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> nn.Module
         config = transformers.AutoConfig.from_pretrained(
             os.fspath(source), local_files_only=True, trust_remote_code=False
         )
+    check_attention(config)
     return for_training(transformers.AutoModelForCausalLM, config)
+
+
+def check_attention(config: Any) -> None:
+    """Raise LayoutError if a config of transformers names an attention that is not installed: transformers may load it
+    from the Hugging Face Hub, as code.
+    """
+    if (name := foreign_attention(config)) is not None:
+        raise LayoutError(
+            f"the config has attn_implementation {name!r}, expected eager, sdpa, flex_attention or an installed "
+            "flash_attention: others are code of the Hugging Face Hub"
+        )
+
+
+def foreign_attention(config: Any) -> str | None:
+    """Return the name of an attention in a config of transformers, or in one inside it, that is neither torch's nor of
+    an installed package; None without one.
+    """
+    from transformers import utils
+
+    known = {"None", "eager", "sdpa", "flex_attention"}
+    known |= {
+        f"flash_attention_{version}"
+        for version in (2, 3, 4)
+        if (installed := getattr(utils, f"is_flash_attn_{version}_available", None)) is not None and installed()
+    }
+    name = str(getattr(config, "_attn_implementation", None))
+    if name.removeprefix("paged|") not in known:
+        return name
+    parts = (getattr(config, part, None) for part in getattr(config, "sub_configs", ()))
+    return next(filter(None, map(foreign_attention, parts)), None)
 
 
 def for_training(auto: Any, config: Any) -> nn.Module:

@@ -13,6 +13,7 @@ import torch
 
 from meshpar.core.errors import MeshparError, brief
 from meshpar.imports import quiet_imports
+from meshpar.models.huggingface import check_attention
 
 _ADAPTERS, _GENERATION = "adapter_config.json", "generation_config.json"
 
@@ -92,6 +93,7 @@ class Completer:
                         "write their folder into base_model_name_or_path"
                     )
             config = transformers.AutoConfig.from_pretrained(below, **options)
+            check_attention(config)
             self.continues = not config.is_encoder_decoder
             kind = transformers.AutoModelForCausalLM if self.continues else transformers.AutoModelForSeq2SeqLM
             loaded: Any = kind.from_pretrained(folder, output_loading_info=True, **options)

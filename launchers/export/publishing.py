@@ -23,6 +23,7 @@ from meshpar.imports import need
 from meshpar.launchers.export.run import beside, export_run
 from meshpar.launchers.jobs.job import RECIPE
 from meshpar.launchers.recipes.yamlfile import read_document, to_yaml
+from meshpar.models.huggingface import check_attention
 from meshpar.training.tokenizer import load_tokenizer
 
 CARD = "README.md"
@@ -166,6 +167,7 @@ def measure(step: Path, exported: Path, ids: torch.Tensor, names: Mapping[str, A
 
     Raises:
         CheckpointError: transformers does not load one of both.
+        LayoutError: their config names an attention that is not installed.
     """
     with tempfile.TemporaryDirectory(prefix=f".{exported.name}.plain-", dir=exported.resolve().parent) as beside_it:
         plain = Path(beside_it) / "plain"
@@ -191,8 +193,10 @@ def _load(folder: Path, plain: Path) -> Any:  # noqa: ANN401 - of transformers
     """Load a folder by transformers alone; a GGUF file by the plain export's config."""
     transformers = need("transformers", extra="quantize")
     transformers.utils.logging.disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(plain, trust_remote_code=False)
-    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+    local: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    config = transformers.AutoConfig.from_pretrained(plain, **local)
+    check_attention(config)
+    options: dict[str, Any] = {"dtype": torch.float32, **local}
     if file := next(folder.glob("*.gguf"), None):
         options |= {"gguf_file": file.name, "config": config}
     elif "quantization_config" in json.loads((folder / "config.json").read_text(encoding="utf-8")):

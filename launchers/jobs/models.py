@@ -23,7 +23,7 @@ from meshpar.homes import expanded
 from meshpar.imports import quiet_imports
 from meshpar.launchers.recipes.named import UntrustedError
 from meshpar.launchers.recipes.sections import Model
-from meshpar.models.huggingface import for_training
+from meshpar.models.huggingface import for_training, foreign_attention
 from meshpar.parallelized import Parallelized
 from meshpar.state import initialize
 from meshpar.training.lora import WithAdapters
@@ -65,10 +65,11 @@ def build_transformers(
         source: the contents of a ``config.json``, or a folder that contains one; nothing is downloaded.
         head: ``causal_lm``, ``seq2seq_lm`` or ``sequence_classification``.
         facts: facts of the data. A config given as contents gets the ids that it lacks; every config gets the classes.
-        trust: let the config name an attention kernel of the Hugging Face Hub, which is code that transformers loads.
+        trust: let the config name an attention that is not installed: transformers loads its code from the Hugging
+            Face Hub.
 
     Raises:
-        UntrustedError: the config names such a kernel, without ``trust``.
+        UntrustedError: the config names such an attention, without ``trust``.
         RecipeError: transformers is not installed, or has no such head for this kind of model.
     """
     try:
@@ -87,11 +88,11 @@ def build_transformers(
             config = transformers.AutoConfig.from_pretrained(
                 str(expanded(Path(source))), local_files_only=True, trust_remote_code=False
             )
-    named = next((name for name in _attentions(config) if "/" in name), None)
-    if named is not None and not trust:
+    named = None if trust else foreign_attention(config)
+    if named is not None:
         raise UntrustedError(
-            f"this command loads no code that a config names, got attn_implementation {named!r}; if you trust it, add "
-            "--trust"
+            f"this command loads no code that a config names, got attn_implementation {named!r}, expected eager, sdpa, "
+            "flex_attention or an installed flash_attention; if you trust it, add --trust"
         )
     if head == "sequence_classification" and facts.classes:
         config.id2label = dict(enumerate(facts.classes))
@@ -103,12 +104,6 @@ def build_transformers(
         _refuse_unknown(source, transformers.AutoConfig.for_model(config.model_type), auto._model_mapping[type(config)])
     with _refused():
         return for_training(auto, config)
-
-
-def _attentions(config: Any) -> list[str]:  # noqa: ANN401 - of transformers
-    """Return the names of the attention implementations of a config and of the configs inside it."""
-    parts = (config, *(getattr(config, name) for name in config.sub_configs))
-    return [str(getattr(part, "_attn_implementation", "")) for part in parts]
 
 
 # a config of transformers

@@ -147,7 +147,7 @@ def test_values_that_transformers_cannot_use_are_refused(
     name = change.partition(":")[0]
     kept = ", ".join(part for part in LLAMA.split(", ") if not part.startswith(name))
     with pytest.raises(PlanError, match=re.escape(message)):
-        check_recipe("job.yaml", [f"model={{kind: huggingface, config: {{{kept}, {change}}}}}"])
+        check_recipe("job.yaml", [f"model={{kind: huggingface, config: {{{kept}, {change}}}}}"], trust=True)
 
 
 def test_an_id_outside_the_vocabulary_is_refused_when_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

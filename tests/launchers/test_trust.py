@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -16,16 +17,18 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from meshpar import CheckpointError, Plan, RecipeError, distributed
+from meshpar import CheckpointError, LayoutError, Plan, RecipeError, distributed
 from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.storage.place import Place, place
 from meshpar.core.errors import MeshparError
 from meshpar.forecasting.hardware import Hardware, profiles
 from meshpar.launchers import export_run, load_recipe
 from meshpar.launchers.cli import app
+from meshpar.launchers.export import publishing
 from meshpar.launchers.export.run import beside
 from meshpar.launchers.recipes.yamlfile import apply_overrides, parse_document, to_yaml
 from meshpar.models import Transformer, TransformerConfig
+from meshpar.models.huggingface import from_config
 from meshpar.training.text import TextSource
 
 EVIL = "from pathlib import Path\nPath({}).touch()\n"
@@ -245,11 +248,6 @@ def test_no_config_of_transformers_brings_code(folder: Path) -> None:
         assert done.exit_code == 78 and "contains custom code" in done.stderr, done
     done = run("generate", "weights", "text", answer="y\n")
     assert done.exit_code and "contains custom code" in done.stderr
-    kernel = "hub/kernel"
-    recipe("", f"model={{kind: huggingface, config: {{model_type: llama, attn_implementation: {kernel}}}}}")
-    for command in ("check", "describe", "plan"):
-        assert needs_trust(run(command, "job.yaml"), kernel)
-    assert "loads no code" not in run("check", "--trust", "job.yaml").stderr
     (folder / "weights" / "config.json").write_text(json.dumps({"model_type": "llama"}))
     adapters = {"base_model_name_or_path": ".", "megatron_config": {"a": 1}, "megatron_core": "evil"}
     said = "names a module to import (megatron_core); remove megatron_config"
@@ -283,3 +281,25 @@ def test_generate_asks_no_other_host_for_the_weights_below_adapters(
     adapters["base_model_name_or_path"] = str(folder)
     (folder / "weights" / "adapter_config.json").write_text(json.dumps(adapters))
     assert said not in run("generate", "weights", "text").stderr and not asked
+
+
+@pytest.mark.parametrize("name", ["hub/kernel", "flash_attention_2", "paged|flash_attention_3"])
+def test_no_config_of_transformers_loads_a_kernel_that_is_not_installed(folder: Path, name: str) -> None:
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    config = {"model_type": "llama", "attn_implementation": name, **shape}
+    recipe("", f"model={{kind: huggingface, config: {json.dumps(config)}}}")
+    for command in ("check", "describe", "plan"):
+        assert needs_trust(run(command, "job.yaml"), name)
+    assert "loads no code" not in run("check", "--trust", "job.yaml").stderr
+    (folder / "weights").mkdir()
+    (folder / "weights" / "tokenizer.json").touch()
+    (folder / "weights" / "config.json").write_text(json.dumps(config))
+    said = f"has attn_implementation {name!r}, expected eager, sdpa"
+    assert said in run("generate", "weights", "text").stderr
+    for load in (from_config, lambda source: publishing._load(source, source)):
+        with pytest.raises(LayoutError, match=re.escape(said)):
+            load(folder / "weights")
+    with pytest.raises(LayoutError, match=re.escape(said)):
+        from_config({"model_type": "gemma3", "attn_implementation": {"text_config": name}})
+    for own in ("eager", "sdpa", "flex_attention"):
+        from_config({**config, "attn_implementation": own})
