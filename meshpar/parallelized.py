@@ -574,7 +574,9 @@ class Parallelized:
 
         Collective where ``tensor`` is divided: every rank that holds a part of it calls it.
         """
-        return whole(tensor)
+        found = whole(tensor)
+        plain: Callable[[], Tensor] | None = getattr(found, "meshpar_plain", None)  # of a stage: see its guard
+        return found if plain is None else plain()
 
     def register_method(self, name: str) -> None:
         """Let ``module.name(...)`` run like a call of the module: with gathered weights and the plan's checks.

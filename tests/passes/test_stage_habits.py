@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -149,7 +151,11 @@ def of_weights(par):
     return torch.cat([parameter.detach().flatten() for parameter in par.module.parameters()]).norm()
 
 
-NUMBERS = [torchs, total_norm, by_hand, read_one_by_one, stacked, is_finite, of_weights]
+def by_numpy(par):
+    return math.sqrt(sum(np.linalg.norm(parameter.grad.numpy()) ** 2 for parameter in par.module.parameters()))
+
+
+NUMBERS = [torchs, total_norm, by_hand, read_one_by_one, stacked, is_finite, of_weights, by_numpy]
 
 
 @on_ranks(2)
@@ -159,6 +165,9 @@ def test_numbers_of_several_parameters_are_refused_and_the_remedy_is_exact():
         par.backward(micro_batches(0), plain_loss)
         with pytest.raises(MeshparError, match="would get another number"):
             number(par)
+    for parameter in par.module.parameters():  # a number of one
+        grad = par.whole(parameter.grad)
+        assert math.isclose(grad.norm().item(), np.linalg.norm(grad.numpy()), rel_tol=1e-12)
     one = in_one_process(plain_loss, lambda net: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3))
     assert_equal(on_stages(plain_loss, lambda par: par.clip_grad_norm_(0.3)), one)
 

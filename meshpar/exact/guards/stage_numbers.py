@@ -27,6 +27,7 @@ from meshpar.passes.applied import applied
 from meshpar.patches import while_lives
 
 _READS: Final = frozenset({"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "is_nonzero"})
+_ARRAYS: Final = frozenset({"numpy", "__array__"})
 _REMEDY: Final = (
     "each stage of pp has the parameters of its own layers, and would get another number. Call "
     "par.clip_grad_norm_(max_norm) for the norm of all gradients (float('inf') clips nothing); a number of one "
@@ -52,6 +53,11 @@ class _OfAStage:
             if name != "as_subclass" and not _runs_for_meshpar():
                 _follow(name, tree_leaves((args, kwargs)), tree_leaves(result))
             return result
+
+    def meshpar_plain(self) -> Tensor:
+        """Return the same values, of which anything may be computed: somebody asks for those of one parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)  # type: ignore[attr-defined,no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[attr-defined]
@@ -82,6 +88,8 @@ def _follow(name: str, given: list[Any], results: list[Any]) -> None:
     marked = [leaf for leaf in given if isinstance(leaf, _OfAStage)]
     if name in _READS and marked and marked[0].is_number:
         _refuse(f"{name} reads a number made of a parameter or a gradient")
+    if name in _ARRAYS and marked:
+        _refuse(f"{name} makes an array of a parameter or a gradient, of which nobody sees what is computed")
     tensors = [leaf for leaf in results if isinstance(leaf, Tensor)]
     if name.startswith("_foreach") and len(tensors) == len(marked):
         sources = [leaf.origins for leaf in marked]
