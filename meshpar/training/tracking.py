@@ -303,9 +303,11 @@ def facts_of(par: Parallelized) -> dict[str, Any]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """Return the commit of a folder under git, with ``-dirty`` behind it if files differ; None without git."""
-    described = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """Return the commit of a folder under git; None without git. Runs no command that the folder's settings of git
+    name, so that the commit does not say whether files differ.
+    """
+    named = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), "rev-parse", "--verify", "HEAD"]
     try:
-        return subprocess.run(described, capture_output=True, text=True, check=True, timeout=_GIT_S).stdout.strip()
+        return subprocess.run(named, capture_output=True, text=True, check=True, timeout=_GIT_S).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

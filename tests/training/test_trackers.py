@@ -92,6 +92,22 @@ def test_a_tracker_gets_every_record_and_the_facts_of_the_run(tmp_path: Path) ->
     assert Board.runs[0].facts == {"recipe": {"seed": 1}, "commit": commit_of(Path("."))}
 
 
+def test_the_commit_of_a_folder_runs_nothing_that_its_settings_of_git_name(tmp_path: Path) -> None:
+    hook, owned = tmp_path / "hook", tmp_path / "owned"
+    hook.write_text(f"#!/bin/sh\ntouch {owned}\n")
+    hook.chmod(0o755)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "file").touch()
+    for words in (["add", "file"], ["commit", "-qm", "A"], ["config", "core.fsmonitor", str(hook)]):
+        subprocess.run([*git, *words], check=True)
+    (tmp_path / ".gitattributes").write_text("* filter=evil\n")
+    subprocess.run([*git, "config", "filter.evil.clean", str(hook)], check=True)
+    (tmp_path / "file").write_text("changed")
+    assert len(commit_of(tmp_path) or "") == 40 and not owned.exists()
+    assert commit_of(tmp_path / "absent") is None
+
+
 def test_a_tracker_that_is_down_gets_the_rest_later_and_there_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
