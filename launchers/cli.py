@@ -69,7 +69,8 @@ def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
             if kwargs.get("debug"):
                 traceback.print_exc()
             else:
-                print(f"meshpar: {redact(str(error))}", file=sys.stderr)
+                text = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in redact(str(error)))
+                print(f"meshpar: {text}", file=sys.stderr)
             raise typer.Exit(exit_code(error)) from None
         except KeyboardInterrupt:
             print("meshpar: interrupted", file=sys.stderr)

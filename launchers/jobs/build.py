@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -25,7 +26,7 @@ from meshpar.homes import expanded
 from meshpar.launchers.jobs.data_checks import data_problems
 from meshpar.launchers.jobs.datasets import examples_of, separates, vocab_size_of, with_local_data
 from meshpar.launchers.jobs.elastic import replica_problems
-from meshpar.launchers.jobs.models import HEAD_OF, DataFacts, build_transformers, weights_problems
+from meshpar.launchers.jobs.models import HEAD_OF, DataFacts, build_transformers, refuse_endless, weights_problems
 from meshpar.launchers.recipes.conflicts import folder_problems
 from meshpar.launchers.recipes.named import UntrustedError, has_keyword, make_objective, make_own, make_passes
 from meshpar.launchers.recipes.recipe import Recipe
@@ -136,6 +137,7 @@ def build_teacher(recipe: Recipe, vocab_size: int, facts: DataFacts | None = Non
 
 def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) -> nn.Module:
     if section.kind == "huggingface":
+        refuse_endless(section.config)
         examples = examples_of(recipe)
         head, trust = section.head or HEAD_OF[examples], recipe.classes.trusted
         model = build_transformers(section.config, head, facts, trust=trust)
@@ -151,6 +153,7 @@ def _model(recipe: Recipe, section: Model, vocab_size: int, facts: DataFacts) ->
             "kind: huggingface"
         )
     shape = model_config(section, vocab_size)
+    refuse_endless(dataclasses.asdict(shape))
     positions = shape.n_positions if isinstance(shape, GPT2Config) else shape.max_positions
     _check_room(recipe, vocab_size, shape.vocab_size, positions)
     with torch.device("meta"):

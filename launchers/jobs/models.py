@@ -5,6 +5,7 @@ for a new head.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ _HEADS = {
 }
 HEAD_OF = {"tokens": "causal_lm", "pairs": "seq2seq_lm", "labels": "sequence_classification"}
 """Kind of an objective's examples -> head of the model."""
+_MOST_LAYERS = 10_000  # each is modules to build, also without memory
 _TOLD = 8  # tensors that do not fit, before the others are counted
 
 
@@ -53,6 +55,21 @@ class DataFacts:
     eos_id: int | None = None
     pad_id: int | None = None
     classes: tuple[str, ...] = ()
+
+
+def refuse_endless(config: Mapping[str, Any] | str) -> None:
+    """Raise RecipeError if a config, or the one in a folder, has more layers or experts than are built in seconds."""
+    if not isinstance(config, Mapping):
+        try:
+            config = json.loads((expanded(Path(config)) / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return  # transformers says why
+    for name, value in config.items() if isinstance(config, Mapping) else ():
+        if isinstance(value, Mapping):
+            refuse_endless(value)
+        numbers = [number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)]
+        if re.search(r"(^|_)(layer|expert|depth|block)s?$", str(name)) and max(numbers, default=0) > _MOST_LAYERS:
+            raise RecipeError(f"model: {name} is {max(numbers)}, expected at most {_MOST_LAYERS:,}")
 
 
 @quiet_imports()

@@ -165,8 +165,8 @@ def to_yaml(data: Mapping[str, Any]) -> str:
 
 
 def dotted(place: Place) -> str:
-    """Return ``passes.0.FullyShard``."""
-    return ".".join(map(str, place)) or "the whole file"
+    """Return ``passes.0.FullyShard``; a key with control characters, which a terminal obeys, by its repr."""
+    return ".".join(part if part.isprintable() else repr(part) for part in map(str, place)) or "the whole file"
 
 
 class _Dumper(yaml.SafeDumper):

@@ -303,3 +303,28 @@ def test_no_config_of_transformers_loads_a_kernel_that_is_not_installed(folder: 
         from_config({"model_type": "gemma3", "attn_implementation": {"text_config": name}})
     for own in ("eager", "sdpa", "flex_attention"):
         from_config({**config, "attn_implementation": own})
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "{kind: gpt2, n_layer: 50000000}",
+        "{layers: 50000000}",
+        "{kind: huggingface, config: {model_type: llama, num_hidden_layers: 50000000}}",
+        "{kind: huggingface, config: weights}",
+    ],
+)
+def test_a_model_of_endless_layers_is_refused_before_it_is_built(folder: Path, model: str) -> None:
+    (folder / "weights").mkdir()
+    inner = {"model_type": "gemma3", "text_config": {"num_hidden_layers": 50_000_000}}
+    (folder / "weights" / "config.json").write_text(json.dumps(inner))
+    recipe("", f"model={model}")
+    for command in ("check", "describe", "plan"):
+        done = run(command, "job.yaml")
+        assert done.exit_code == 78 and "is 50000000, expected at most 10,000" in done.stderr, done
+
+
+def test_a_key_of_a_recipe_reaches_no_terminal_as_a_command(folder: Path) -> None:
+    Path("job.yaml").write_text(BASE + '"a\\e[2Jb": 1\n')
+    done = run("check", "job.yaml")
+    assert done.exit_code == 78 and r"a\x1b[2Jb" in done.stderr and "\x1b" not in done.output, done
