@@ -18,6 +18,7 @@ from types import FrameType, ModuleType
 from typing import NoReturn
 
 from meshpar.core.errors import LaunchError, MeshparError
+from meshpar.core.secrets import redact
 from meshpar.launchers import environment
 from meshpar.launchers.agent.failures import exit_code, forget, note_os_exit, note_start, note_sys_exit, record
 from meshpar.launchers.agent.rank_logs import copy_output, redirect
@@ -61,7 +62,7 @@ def _run(assigned: RankTask, rank: int) -> int:
             raise
         record(folder, rank, error, hide=__file__)
         if rank:  # the launcher shows rank 0's log, and the error itself once
-            traceback.print_exc()
+            print(redact(traceback.format_exc()), file=sys.stderr, end="")
         if isinstance(error, MeshparError) and exit_code(error) in (NO_USE, RETRY) and environment.starts_again():
             os.kill(os.getppid(), signal.SIGTERM)  # the agent restarts ranks whatever their error is
         return 1

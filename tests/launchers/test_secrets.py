@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -22,6 +23,7 @@ from meshpar.core.secrets import redact, redacted, secret_words, secrets_in
 from meshpar.launchers.agent import failures
 from meshpar.launchers.cli import app
 from meshpar.launchers.export import publishing
+from meshpar.launchers.jobs import worker
 from meshpar.launchers.recipes.loading import load_recipe, resolve
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.yamlfile import parse_document
@@ -303,6 +305,21 @@ def test_a_resolved_recipe_and_error_files_have_no_credential(folder: Path) -> N
     assert SECRET not in made.to_yaml() and "postgresql://***@db/mlflow" in made.to_yaml()
     failures.record(folder, 0, ConnectionError(f"cannot reach {URI}"))
     assert "***@db" in failures.error_file(folder, 0).read_text()
+
+
+def test_the_log_of_a_rank_that_fails_has_no_credential(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(task: object) -> int:
+        raise ConnectionError(f"cannot reach {URI}")
+
+    monkeypatch.setattr(worker, "run_recipe", fails)
+    for name in ("redirect", "note_os_exit", "end_with_parent"):
+        monkeypatch.setattr(worker, name, lambda *_: None)
+    task: Any = SimpleNamespace(kind="recipe", logs=folder, terminal=False, launcher=0)
+    assert worker._run(task, 1) == 1
+    shown = capfd.readouterr().err
+    assert SECRET not in shown and "ConnectionError: cannot reach postgresql://***@db/mlflow" in shown
 
 
 def test_urls_of_storage_are_refused_by_the_same_rule() -> None:
