@@ -5,6 +5,7 @@ training; a stop request ends it within a batch.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -13,13 +14,14 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, final
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from meshpar._torch.calls import enter_by
 from meshpar.core.errors import MeshparError, brief
 from meshpar.passes.untouched import evaluating
-from meshpar.signals import exit_code_of
+from meshpar.signals import STOPPING, exit_code_of, put_back
 from meshpar.training.stop import StopRequest
 
 T = TypeVar("T")
@@ -33,6 +35,24 @@ _LAST_S = 10.0
 
 class _LeftError(MeshparError):
     """Raised inside of work that is left on all ranks."""
+
+
+@contextmanager
+def _restored_process() -> Iterator[None]:
+    """Restore the working directory, autograd's mode and the handlers of stop signals at the end."""
+    folder, grad = "", torch.is_grad_enabled()
+    with suppress(OSError):  # the directory may be deleted
+        folder = os.getcwd()
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(grad)
+        if threading.current_thread() is threading.main_thread():
+            put_back({number: before for number, before in handlers.items() if signal.getsignal(number) != before})
+        with suppress(OSError):
+            if folder:
+                os.chdir(folder)
 
 
 @final
@@ -72,8 +92,9 @@ class Beside:
     def run(self, name: str, act: Callable[[], T], within: AbstractContextManager[object]) -> T | None:
         """Return the result of ``act``; None where it failed on a rank, or where a stop request ended it.
 
-        Collective. ``act`` may be interrupted anywhere, and what enters and leaves ``within`` is not. The modes of the
-        module's parts are as before at the end.
+        Collective. ``act`` may be interrupted anywhere, and what enters and leaves ``within`` is not. At the end the
+        modes of the module's parts, the working directory, autograd's mode and the handlers of stop signals are as
+        before.
 
         Raises:
             MeshparError: this rank failed, and the others do not come, because they wait for it in an exchange.
@@ -86,13 +107,15 @@ class Beside:
         watch.start()
         try:
             try:
-                with evaluating(self._module), within, self._met_before_calls():
+                with _restored_process(), evaluating(self._module), within, self._met_before_calls():
                     self._stop.interrupts = True
                     try:
                         found = act()
                     finally:
                         self._stop.interrupts = False
-            except (Exception, SystemExit) as caught:  # noqa: BLE001 - the ranks share it, and it is told by name
+            except KeyboardInterrupt:
+                raise
+            except BaseException as caught:  # noqa: BLE001 - the ranks share it, and it is told by name
                 error = caught
             failure = "" if error is None else f"rank {dist.get_rank()}: {brief(error)}"
             while not self._left and self._meets(failure):

@@ -4,6 +4,7 @@ table, resumes it, and compares the restored step and the end with a job that ha
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import hashlib
@@ -109,6 +110,15 @@ def raises(error: BaseException) -> Callable[[Any], Any]:
 
 def returns(value: Any) -> Callable[[Any], Any]:
     return lambda par: value
+
+
+def leaves(act: Callable[[], object]) -> Callable[[Any], Any]:
+    def evaluation(par: Any) -> Any:
+        forward(par)
+        act()
+        return {"x": 1.0}
+
+    return evaluation
 
 
 def on_rank(rank: int, act: Callable[[], object], *, then: Callable[[Any], object] = forward) -> Callable[[Any], Any]:
@@ -233,6 +243,19 @@ class Broken:
     def close(self, ended: str) -> None: ...
 
 
+@final
+class Kills:
+    """A reporter that asks the run to stop right after the evaluation beside step 4."""
+
+    def report(self, record: Mapping[str, float]) -> None:
+        if record["step"] == AT and "eval/mine/x" in record:
+            kill(signal.SIGTERM)
+
+    def note(self, text: str) -> None: ...
+
+    def close(self, ended: str) -> None: ...
+
+
 # Disks, and signals at a write
 
 
@@ -322,6 +345,14 @@ FAULTS: dict[str, Fault] = {
     "evaluation raises in other modes": Fault(evaluation=in_other_modes),
     "evaluation raises, on_error: stop": Fault(
         evaluation=raises(ConnectionError("no route")), settings={"on_error": "stop"}, ends=(FAILED,)
+    ),
+    "evaluation raises CancelledError": Fault(evaluation=raises(asyncio.CancelledError())),
+    "evaluation changes the folder": Fault(evaluation=leaves(lambda: os.chdir("/"))),
+    "evaluation turns gradients off": Fault(evaluation=leaves(lambda: torch.set_grad_enabled(False))),
+    "evaluation ignores SIGTERM": Fault(
+        evaluation=leaves(lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)),
+        start=lambda folder: setattr(JOB[0], "reporters", (*JOB[0].reporters, Kills())),
+        **STOPS,
     ),
     "evaluation returns None": Fault(evaluation=returns(None)),
     "evaluation returns a tensor": Fault(evaluation=returns(torch.tensor(1.0))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -78,6 +79,42 @@ def test_rubbish_of_an_evaluation_is_named(found: Any) -> None:
 def test_a_number_that_is_none_is_told_and_is_no_metric_of_a_checkpoint(group: None, tmp_path: Path) -> None:
     _, outcome, _, heard = evaluated(tmp_path, lambda par: {"x": float("nan")})
     assert outcome.steps == 6 and "step 2: eval/mine/x is nan" in heard.notes
+
+
+def test_what_an_evaluation_leaves_in_the_process_is_restored(
+    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    errors = [asyncio.CancelledError(), BaseExceptionGroup("tasks", [SystemExit(2)]), ValueError("x")]
+
+    def evaluation(par: Parallelized) -> Any:
+        os.chdir("/")
+        torch.set_grad_enabled(False)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        raise errors.pop()
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    _, outcome, kept, _ = evaluated(tmp_path, evaluation)
+    assert (outcome.steps, sorted(kept.steps), errors) == (6, [2, 4, 6], [])
+    assert (Path.cwd(), torch.is_grad_enabled()) == (tmp_path, True)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == handlers
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM])
+def test_a_signal_after_an_evaluation_that_ignored_it_is_heard(
+    group: None, tmp_path: Path, number: signal.Signals
+) -> None:
+    class Kills(Records):
+        def report(self, record: Mapping[str, float]) -> None:
+            super().report(record)
+            if record["step"] == 3:
+                os.kill(os.getpid(), number)
+
+    _, outcome, _, _ = evaluated(
+        tmp_path, lambda par: {"x": bool(signal.signal(number, signal.SIG_IGN))}, reporters=[Kills()]
+    )
+    assert outcome.stopped == "SIGTERM" and outcome.steps < 6
 
 
 @on_ranks(2)
@@ -168,7 +205,7 @@ def test_an_evaluation_that_a_signal_does_not_end_is_interrupted_and_the_step_is
 def test_what_a_start_owes_is_made_once_more_and_no_third_time(group: None, tmp_path: Path) -> None:
     """One that ends the process each time would end each start before its first step."""
 
-    class Died(BaseException): ...
+    class Died(KeyboardInterrupt): ...
 
     def dies(par: Parallelized) -> Any:
         raise Died
