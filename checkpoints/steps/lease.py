@@ -31,7 +31,7 @@ class Lease:
     """
 
     def __init__(self, folder: PlaceLike, *, beat_s: float = 5.0, dead_s: float = 30.0) -> None:
-        self._path, self._beat_s, self._dead_s = place(folder) / LEASE_NAME, beat_s, dead_s
+        self._path, self._beat_s, self._dead_s = place(folder).absolute() / LEASE_NAME, beat_s, dead_s
         self._us = this_process()
         self._since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._made = False
@@ -56,7 +56,11 @@ class Lease:
 
     def check(self) -> None:
         """Raise CheckpointError if another process has taken the folder since, because this one seemed dead."""
-        held = self._read()
+        held, version = self._found()
+        if version is None:
+            raise CheckpointError(
+                f"{self._path} is gone, by which this job owns the folder: the folder was deleted, moved or unmounted"
+            )
         if not self._is_ours(held):
             raise CheckpointError(
                 f"{self._path.parent} {_told(held)}, which took it while this job gave no sign of life; end one of them"

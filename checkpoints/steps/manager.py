@@ -24,7 +24,7 @@ from meshpar.checkpoints.steps.saving import Noted, Saving
 from meshpar.checkpoints.steps.staging import Stager
 from meshpar.checkpoints.steps.state import Optimizers, plain
 from meshpar.checkpoints.steps.steps import Steps
-from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk
+from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk, place
 from meshpar.core.errors import CheckpointError, StoreError
 from meshpar.core.waiting import reads_of
 from meshpar.homes import expanded
@@ -78,7 +78,7 @@ class CheckpointManager:
                 )
         if checksum not in ("crc32", "sha256"):
             raise CheckpointError(f"checksum must be 'crc32' or 'sha256', got {checksum!r}")
-        self._steps = Steps(root)
+        self._steps = Steps(place(root).absolute())  # user code may change the working directory
         if staging is not None and self._steps.root.mounted:
             raise CheckpointError(
                 f"staging is for saves to a URL, got {root}, which is on a disk already; drop staging"

@@ -79,6 +79,24 @@ def test_a_holder_on_another_host_lives_while_its_count_rises(tmp_path: Path, mo
     assert json.loads((tmp_path / LEASE_NAME).read_text())["host"] == "elsewhere", "only its own is removed"
 
 
+def test_a_relative_folder_is_owned_and_written_from_another_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager("run") as manager:
+        manager.own()
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir(tmp_path / "other")
+        manager.save(1, linear())
+        assert manager.steps() == [1] and not any(Path.cwd().iterdir())
+        assert manager._lease is not None
+        (tmp_path / "run" / LEASE_NAME).unlink()
+        with pytest.raises(
+            CheckpointError, match=r"run/\.writer is gone, by which this job owns the folder: the folder"
+        ):
+            manager._lease.check()
+
+
 def test_of_two_that_replace_a_dead_holder_in_one_moment_one_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -252,7 +252,7 @@ def run_folder():
 def staging(root, **options):
     """Make a manager that stages."""
     with CheckpointManager(root, **options) as made:
-        return str(made.root)
+        return str(made.root).removeprefix(f"{Path.cwd()}/")
 
 
 # Ranks
