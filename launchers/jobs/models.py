@@ -37,7 +37,13 @@ _HEADS = {
 }
 HEAD_OF = {"tokens": "causal_lm", "pairs": "seq2seq_lm", "labels": "sequence_classification"}
 """Kind of an objective's examples -> head of the model."""
-_MOST_LAYERS = 10_000  # each is modules to build, also without memory
+_MOST = {
+    r"(^|_)(layer|expert|depth|block)s?$": 10_000,
+    r"(size|dim|heads?|hidden|positions?|embeddings|channels|width|inner)$": 1 << 27,
+}
+"""What a model has at most, by the end of a name: each layer is modules to build, also without memory, and products of
+sizes are counted in 64 bits.
+"""
 _TOLD = 8  # tensors that do not fit, before the others are counted
 
 
@@ -58,7 +64,7 @@ class DataFacts:
 
 
 def refuse_endless(config: Mapping[str, Any] | str) -> None:
-    """Raise RecipeError if a config, or the one in a folder, has more layers or experts than are built in seconds."""
+    """Raise RecipeError if a config, or the one in a folder, has more layers than are built in seconds, or larger sizes."""
     if not isinstance(config, Mapping):
         try:
             config = json.loads((expanded(Path(config)) / "config.json").read_text(encoding="utf-8"))
@@ -68,8 +74,9 @@ def refuse_endless(config: Mapping[str, Any] | str) -> None:
         if isinstance(value, Mapping):
             refuse_endless(value)
         numbers = [number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)]
-        if re.search(r"(^|_)(layer|expert|depth|block)s?$", str(name)) and max(numbers, default=0) > _MOST_LAYERS:
-            raise RecipeError(f"model: {name} is {max(numbers)}, expected at most {_MOST_LAYERS:,}")
+        for kind, most in _MOST.items():
+            if re.search(kind, str(name)) and max(numbers, default=0) > most:
+                raise RecipeError(f"model: {name} is {max(numbers)}, expected at most {most:,}")
 
 
 @quiet_imports()

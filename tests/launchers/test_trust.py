@@ -324,6 +324,12 @@ def test_a_model_of_endless_layers_is_refused_before_it_is_built(folder: Path, m
         assert done.exit_code == 78 and "is 50000000, expected at most 10,000" in done.stderr, done
 
 
+def test_a_model_of_sizes_that_no_tensor_has_is_refused(folder: Path) -> None:
+    recipe("", "model={dim: 2147483648}")
+    done = run("check", "job.yaml")
+    assert done.exit_code == 78 and "dim is 2147483648, expected at most 134,217,728" in done.stderr, done
+
+
 def test_a_key_of_a_recipe_reaches_no_terminal_as_a_command(folder: Path) -> None:
     Path("job.yaml").write_text(BASE + '"a\\e[2Jb": 1\n')
     done = run("check", "job.yaml")
