@@ -64,7 +64,7 @@ class DataFacts:
 
 
 def refuse_endless(config: Mapping[str, Any] | str) -> None:
-    """Raise RecipeError if a config, or the one in a folder, has more layers than are built in seconds, or larger sizes."""
+    """Raise RecipeError if a config, or the one in a folder, has more layers or larger sizes than can be built."""
     if not isinstance(config, Mapping):
         try:
             config = json.loads((expanded(Path(config)) / "config.json").read_text(encoding="utf-8"))
