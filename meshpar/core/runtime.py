@@ -91,13 +91,6 @@ def queues(device: torch.device | str) -> bool:
     return not on_host(device)
 
 
-def numbers_on(device: torch.device, numbers: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Return numbers of the host, (N,), on a device, which nothing waits for."""
-    here = torch.tensor(numbers, dtype=dtype, device="cpu")
-    pins = not on_host(device) and not is_simulated()
-    return (here.pin_memory() if pins else here).to(device, non_blocking=True)
-
-
 def over_hosts(device: torch.device | str) -> bool:
     """Tell whether ranks exchange a device's tensors through host memory, by gloo; of a simulated device, whether those
     of the one that it stands for do.
@@ -213,8 +206,7 @@ def hosts() -> dist.ProcessGroup:
 
 
 def new_host_group(name: str, timeout_s: float | None = None, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Return a new group of all or some ranks for tensors in host memory. Two ranks connect when they first exchange
-    something.
+    """Return a new group of ranks for tensors in host memory. Two connect when they first exchange something.
 
     Collective: every rank calls it.
 

@@ -48,7 +48,7 @@ class Unused:
             groups, device = self._exchange()
             zeros = {id(parameter) for parameter in unused}
             used = [parameter.grad is not None and id(parameter) not in zeros for parameter in parameters]
-            self._marks = runtime.numbers_on(device, used, torch.uint8)
+            self._marks = torch.tensor(used, dtype=torch.uint8, device=device)
             for group in groups:
                 if self._pending is not None:
                     self._pending.wait()

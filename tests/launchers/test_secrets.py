@@ -173,8 +173,8 @@ def test_a_value_under_a_secrets_name_is_a_credential_wherever_it_is(text: str) 
     ],
 )
 def test_words_of_a_command_with_a_credential_are_found(words: list[str]) -> None:
-    (told,) = secret_words(words)
-    assert "abc" not in told
+    (text,) = secret_words(words)
+    assert "abc" not in text
 
 
 @pytest.mark.parametrize(

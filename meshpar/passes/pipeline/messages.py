@@ -63,7 +63,8 @@ class Header:
         for dtype, shape in self.forms:
             found += [DTYPES.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
         found += [0] * (self.size(values) - len(found))
-        return runtime.numbers_on(device, found)
+        numbers = torch.tensor(found, device="cpu")
+        return numbers if runtime.on_host(device) else numbers.pin_memory().to(device, non_blocking=True)
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Header:
