@@ -72,9 +72,15 @@ class Messages:
             self._store.wait(["lost"], timedelta(seconds=0.01 if waited else 1))
         with suppress(RuntimeError):  # the store has ended, too
             peer = int(self._store.compare_set("lost", "", str(peer)))
+        # In a thread: where this rank has not talked to the next one, which has ended, gloo waits to connect.
+        closing = threading.Thread(target=self._close, name="meshpar-close", daemon=True)
+        closing.start()
+        closing.join(1.0)
+        return peer
+
+    def _close(self) -> None:
         with suppress(RuntimeError):  # gloo closes all connections at a time-out
             self.receive(torch.empty(0, device="cpu"), (self.rank + 1) % self.size, 1).wait(timedelta(milliseconds=1))
-        return peer
 
 
 def send_bytes(messages: Messages, data: bytes, to: int) -> list[dist.Work]:

@@ -612,11 +612,11 @@ def test_a_save_whose_program_ended_without_close_is_told_as_lost():
         """
 import time
 from concurrent.futures import ThreadPoolExecutor
+from torch import nn
 from meshpar.checkpoints.steps.background import Background
-from meshpar.core.waiting import Reads
 work = [lambda: time.sleep(0.5), lambda: ThreadPoolExecutor(1).submit(print)]
 background = Background()
-background.start(*work, trains=True, reads=Reads(), what="a save")
+background.start(*work, trains=True, module=nn.Linear(1, 1), what="a save")
 """,
         ("", "background.close()"),
     )
