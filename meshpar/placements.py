@@ -139,7 +139,7 @@ def part_like(part: Tensor, like: DTensor) -> DTensor:
 
 
 def unevenly_split(tensor: Tensor) -> bool:
-    """Tell whether ranks hold parts of ``tensor`` of different sizes."""
+    """Return whether ranks hold parts of ``tensor`` of different sizes."""
     if not isinstance(tensor, DTensor):
         return False
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)

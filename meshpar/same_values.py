@@ -69,11 +69,11 @@ class Looks:
         self._always = always
 
     def now(self, name: str, device: torch.device) -> bool:
-        """Tell whether to look at what is called ``name`` this time, and count it."""
+        """Return whether to look at what is called ``name`` this time, and count it."""
         return self.first(name) or (self._always and not runtime.queues(device))
 
     def first(self, name: str) -> bool:
-        """Tell whether this is one of the first times, and count it."""
+        """Return whether this is one of the first times, and count it."""
         self._count[name] += 1
         return self._count[name] <= self.FIRST
 

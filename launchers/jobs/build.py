@@ -243,7 +243,7 @@ def evaluations_of(recipe: Recipe, par: Parallelized, tokenizer: object) -> dict
 
 
 def wants_scaler(recipe: Recipe) -> bool:
-    """Tell whether the loss is to be scaled: as the recipe says, else where a pass computes in float16."""
+    """Return whether the loss is to be scaled: as the recipe says, else where a pass computes in float16."""
     if recipe.training.loss_scaling is not None:
         return recipe.training.loss_scaling
     return any(options.get("param_dtype") == "float16" for written in recipe.passes for options in written.values())

@@ -5,7 +5,6 @@ for a new head.
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from meshpar.checkpoints.format.safetensors import weights_in
+from meshpar.checkpoints.steps.importing import config_beside
 from meshpar.core.errors import MeshparError, RecipeError, brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import covers, suggestion
@@ -67,10 +67,10 @@ def refuse_endless(config: Mapping[str, Any] | str) -> None:
     """Raise RecipeError if a config, or the one in a folder, has more layers or larger sizes than can be built."""
     if not isinstance(config, Mapping):
         try:
-            config = json.loads((expanded(Path(config)) / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            config = config_beside(expanded(Path(config)))
+        except (OSError, MeshparError):
             return  # transformers says why
-    for name, value in config.items() if isinstance(config, Mapping) else ():
+    for name, value in config.items():
         if isinstance(value, Mapping):
             refuse_endless(value)
         numbers = [number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int)]

@@ -140,12 +140,12 @@ def make_own(factory: Any, keywords: Mapping[str, Any], *arguments: Any, **given
 
 
 def has_keyword(factory: Any, name: str) -> bool:
-    """Tell whether a class or function names a keyword."""
+    """Return whether a class or function names a keyword."""
     return callable(factory) and name in inspect.signature(factory).parameters
 
 
 def wants_teacher(factory: Any) -> bool:
-    """Tell whether an objective is made with a teacher."""
+    """Return whether an objective is made with a teacher."""
     return isinstance(factory, type) and has_keyword(factory, _TEACHER)
 
 

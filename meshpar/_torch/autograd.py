@@ -67,7 +67,7 @@ it.
 
 
 def accumulates(parameter: torch.Tensor) -> bool:
-    """Tell whether the backward that runs now would leave a gradient in ``parameter``; ``torch.autograd.grad`` does
+    """Return whether the backward that runs now would leave a gradient in ``parameter``; ``torch.autograd.grad`` does
     not.
     """
     return in_backward() and torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
@@ -127,7 +127,7 @@ def _check_tensors(
 
 
 def in_backward() -> bool:
-    """Tell whether autograd runs a backward in this thread; a forward that runs there is a recomputation."""
+    """Return whether autograd runs a backward in this thread; a forward that runs there is a recomputation."""
     return backward() != -1
 
 

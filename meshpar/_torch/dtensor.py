@@ -37,7 +37,7 @@ __all__ = [
 
 
 def flattens(tensor: torch.Tensor) -> bool:
-    """Tell whether torch can make a vector of a tensor without other ranks: before 2.13 only if it is not split
+    """Return whether torch can make a vector of a tensor without other ranks: before 2.13 only if it is not split
     along a later dimension.
     """
     return not (

@@ -132,7 +132,7 @@ def gather_before_backward(unit: nn.Module, output: object, tensors: Iterable[An
 
 
 def is_shard(parameter: torch.Tensor) -> bool:
-    """Tell whether a parameter is a unit's, which computes with another tensor that it gathers. Compiled code asks."""
+    """Return whether a parameter is a unit's, which computes with a tensor that it gathers. Compiled code asks."""
     return getattr(parameter, "_meshpar_shard", False)
 
 

@@ -90,7 +90,7 @@ def set_recomputed(module: nn.Module, recomputed: bool) -> None:
 
 
 def in_checkpoint() -> bool:
-    """Tell whether the code that runs is inside of ``torch.utils.checkpoint(use_reentrant=False)``, and not yet
+    """Return whether the code that runs is inside of ``torch.utils.checkpoint(use_reentrant=False)``, and not yet
     recomputed.
     """
     # torch has no types for it

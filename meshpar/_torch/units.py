@@ -81,7 +81,6 @@ class Units:
         """
         for child in self.modules:
             child.register_forward_hook(_returned, prepend=True, with_kwargs=True)  # FSDP2's own hook comes next
-        for child in self.modules:
             state: Any = child._get_fsdp_state()
             end = state._root_post_backward_final_callback
             state._root_post_backward_final_callback = functools.partial(self._at_end, end)
@@ -212,7 +211,7 @@ class Units:
         return lost
 
     def in_backward(self) -> bool:
-        """Tell whether a backward has come into a unit and has not ended, as far as FSDP2 knows."""
+        """Return whether a backward has come into a unit and has not ended, as far as FSDP2 knows."""
         open_states = (TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD)
         return any(group._training_state in open_states for group in self._groups)
 
@@ -397,7 +396,7 @@ class Units:
         return "".join(map(_trained, param_groups(unit)))
 
     def reduces(self) -> bool:
-        """Tell whether the backward that runs reduces gradients."""
+        """Return whether the backward that runs reduces gradients."""
         return all(group.reduce_grads for group in self._groups)
 
     def hooked(self) -> list[Any]:

@@ -116,8 +116,6 @@ def note(error: BaseException) -> None:
 
 
 def seen_at(error: BaseException) -> float:
-    """Return when this error was asked about first, in seconds since the epoch: a rank's peers fail from it before
-    the rank tells.
-    """
+    """Return when this error was asked about first, in seconds since the epoch: peers fail before it tells."""
     seconds: float = error.__dict__.setdefault("_meshpar_seen_at", time.time())
     return seconds

@@ -26,7 +26,7 @@ AUTO = re.compile(r"auto((?:\s*,\s*[A-Za-z_]\w*\s*=\s*\d+)*)")
 
 
 def is_auto(text: str) -> bool:
-    """Tell whether a mesh's text is ``auto``, or ``auto,tp=4``: the launcher's nodes then decide the axes."""
+    """Return whether a mesh's text is ``auto``, or ``auto,tp=4``: the launcher's nodes then decide the axes."""
     return AUTO.fullmatch(text.strip()) is not None
 
 

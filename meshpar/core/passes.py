@@ -241,9 +241,7 @@ def block_problems(
     *,
     required: bool = True,
 ) -> Iterator[str]:
-    """Yield the patterns of blocks that match nothing, and their absence where they are ``required``; ``owner`` is
-    the pass that asks.
-    """
+    """Yield patterns of blocks that match nothing, and missing ``required`` ones; ``owner``: the pass."""
     source = "layout block" if override is None else f"{owner}(blocks=...)"
     for pattern in override if override is not None else layout.blocks:
         found = _matching(module, pattern)

@@ -112,9 +112,7 @@ def _generalized(name: str) -> Iterator[str]:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Tell whether a module can be called: containers (ModuleList, ModuleDict) have no forward, and so nothing that
-    a hook could run at.
-    """
+    """Return whether a module can be called: containers such as ModuleList have no forward."""
     return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
 
 

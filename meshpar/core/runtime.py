@@ -42,12 +42,12 @@ def ranks_per_node() -> int | None:
 
 
 def is_main() -> bool:
-    """Tell whether this is rank 0, the one that writes and prints."""
+    """Return whether this is rank 0, the one that writes and prints."""
     return rank() == 0
 
 
 def launched() -> bool:
-    """Tell whether torchrun (or another launcher that speaks its variables) started this process."""
+    """Return whether torchrun (or another launcher that speaks its variables) started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -76,14 +76,12 @@ def device(device_type: str | None = None) -> torch.device:
 
 
 def on_host(device: torch.device | str) -> bool:
-    """Tell whether a device computes in host memory: nothing is copied there or pinned for it, and it draws from the
-    host's generator.
-    """
+    """Return whether a device computes in host memory, without copies and pinning, by the host's generator."""
     return torch.device(device).type in ("cpu", "meta")
 
 
 def queues(device: torch.device | str) -> bool:
-    """Tell whether work on a device is queued, as on an accelerator.
+    """Return whether work on a device is queued, as on an accelerator.
 
     The host then waits where it reads a value, each call costs a launch, collectives of one group run in their order
     without holding the host, sums are added in another order each time, and kernels may know 16 bits alone.
@@ -92,16 +90,12 @@ def queues(device: torch.device | str) -> bool:
 
 
 def over_hosts(device: torch.device | str) -> bool:
-    """Tell whether ranks exchange a device's tensors through host memory, by gloo; of a simulated device, whether those
-    of the one that it stands for do.
-    """
+    """Return whether ranks exchange by gloo on a device, or on the one that a simulated one stands for."""
     return not queues(_SIMULATED.get() or device)
 
 
 def make_current(here: torch.device) -> None:
-    """Compute on ``here`` from now on: FSDP2 and NCCL work on the current device, which is the first one until
-    somebody changes it.
-    """
+    """Compute on ``here`` from now on: FSDP2 and NCCL work on the current device, at first the first."""
     if not on_host(here):
         torch.get_device_module(here).set_device(here)
 

@@ -12,11 +12,9 @@ REMEDY = (
 )
 HIDDEN = "***"
 
-_IN_TEXT = (
-    # user and password of a URL, whose password may have / ? # as they are; no digest of an image beside a port
-    re.compile(r"(?<=://)(?:[^\s/?#:\"']*:[^\s\"']{1,2000}(?=@(?!sha256:))|[^\s/?#\"'<>]+(?=@))"),
-    re.compile(r"(authorization[\"']?\s*[:=]\s*[\"']?(?:\w+\s+)?)[^\s\"',]+", re.IGNORECASE),
-)
+_URL = re.compile(r"://[^\s\"']+")
+_AUTHORITY, _AT = re.compile(r"://(?=([^/?#]*))"), re.compile("@(?!sha256:)")  # no digest of an image
+_HEADER_IN_TEXT = re.compile(r"(authorization[\"']?\s*[:=]\s*[\"']?(?:\w+\s+)?)[^\s\"',]+", re.IGNORECASE)
 _IN_URL = re.compile(r"(?<=[?&#;])([\w.%-]+)=([^\s&#\"']+)")
 _SIGNED = {"sig", "signature", "token", "key"}
 _HEADER = re.compile(r"(\s*[\w-]+:\s*)(\S.*)", re.DOTALL)
@@ -44,13 +42,27 @@ def redact(text: str) -> str:
     >>> redact("API request to https://me:pw@host/x?token=t failed")
     'API request to https://***@host/x?token=*** failed'
     """
-    for pattern in _IN_TEXT:
-        text = pattern.sub(lambda found: (found[1] if found.lastindex else "") + HIDDEN, text)
+    text = _URL.sub(lambda found: _address(found[0]), text)
+    text = _HEADER_IN_TEXT.sub(lambda found: found[1] + HIDDEN, text)
     text = _IN_URL.sub(_parameter, text)
     for pattern in (_ASSIGNED, _OPTION):
         text = pattern.sub(_assignment, text)
     header = _HEADER.fullmatch(text)
     return text if header is None or not _is_secret(header[1].strip(" :"), header[2]) else header[1] + HIDDEN
+
+
+def _address(text: str) -> str:
+    """Return URLs, which begin at a ``://``, without users. A password may have / ? #: it ends at the last ``@``."""
+    last = max((found.start() for found in _AT.finditer(text)), default=-1)
+    kept, begin = "", 0
+    for found in _AUTHORITY.finditer(text):
+        start, authority = found.end(), found[1]
+        user, colon, _ = authority.partition(":")
+        end = start + authority.rfind("@") if {"<", ">"}.isdisjoint(authority) else -1
+        end = last if colon and last > start + len(user) + 1 else end
+        if start >= begin and end > start:
+            kept, begin = f"{kept}{text[begin:start]}{HIDDEN}", end
+    return kept + text[begin:]
 
 
 def _assignment(found: re.Match[str]) -> str:
@@ -112,9 +124,7 @@ def secrets_in(data: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[s
 
 
 def secret_words(words: Iterable[str]) -> list[str]:
-    """Return the names of the words of a command that have a credential: ``--api-key=...``, ``--password ...``,
-    ``WANDB_API_KEY=...``, a URL.
-    """
+    """Return the names of a command's words with a credential: ``--api-key=...``, ``--password ...``, a URL."""
     found: list[str] = []
     before = ""
     for text in words:
@@ -139,9 +149,7 @@ def _is_option_of(before: object, word: object) -> bool:
 
 
 def _is_secret(name: object, value: object) -> bool:
-    """Return whether a value is a credential by its name. Names such as ``key`` and ``eos_token`` have other uses, so
-    that their value must look like one, too.
-    """
+    """Return whether a value is a credential by its name; under ``key`` or ``eos_token`` it must look like one."""
     if not isinstance(name, str) or _is_no_secret(value):
         return False
     words = _words(name)
@@ -173,8 +181,6 @@ def _is_no_secret(value: object) -> bool:
 
 
 def _words(name: str) -> Sequence[str]:
-    """Return the words of a name, such as ``access`` and ``token`` of ``accessToken``, ``access_token`` and
-    ``accesstoken``.
-    """
+    """Return the words of a name: ``access`` and ``token`` of ``accessToken`` and of ``accesstoken``."""
     words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
     return [part for word in words for part in _JOINED.sub(r"\1 \2", word).split()]

@@ -153,7 +153,7 @@ def _check_first_runs(cycle: Cycle, resolved: Resolved, device: torch.device, *,
 
 
 def _predictable(module: nn.Module, resolved: Resolved) -> bool:
-    """Tell whether ranks that exchange more than weights inside of a forward compute the same values there, so that
+    """Return whether ranks that exchange more than weights inside of a forward compute the same values there, so that
     they call the same units: those of ``tp``, where none has a part of the sequence.
     """
     divided = applied(module).divided or resolved.divided(Role.POSITIONS) or resolved.divided(Role.LAYERS)

@@ -139,7 +139,7 @@ class Entrances:
         return outermost
 
     def reached(self, roots: Iterable[object]) -> bool:
-        """Tell whether a backward from ``roots``, tensors or nodes, reaches a forward of the module."""
+        """Return whether a backward from ``roots``, tensors or nodes, reaches a forward of the module."""
         if not self._known():
             return False
         stack, seen = list(_nodes(roots)), set[Any]()
@@ -153,7 +153,7 @@ class Entrances:
         return False
 
     def _known(self) -> bool:
-        """Tell whether nodes of this thread may be a unit's; a compiler traces a block's backward in its forward."""
+        """Return whether nodes of this thread may be a unit's; a compiler traces a block's backward in its forward."""
         return bool(self._numbers) and not self._open and self._thread == threading.get_ident()
 
     def _owner(self, number: int) -> Run | None:

@@ -60,7 +60,7 @@ class Schedule:
         self._expected = order
 
     def expects(self, unit: nn.Module) -> bool:
-        """Tell whether all ranks call this unit now, as predicted, and remember that it is called. Where it is not the
+        """Return whether all ranks call this unit now, as predicted, and remember the call. Where it is not the
         predicted one, gather the rest of those. Collective where it is not.
         """
         if self._habit is None:  # a unit is called from outside of the module

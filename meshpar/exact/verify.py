@@ -399,7 +399,7 @@ class SplitTest:
         return sizes
 
     def _anywhere(self, true: bool) -> bool:
-        """Tell whether something is true on any rank of the axis. Collective over it."""
+        """Return whether something is true on any rank of the axis. Collective over it."""
         return bool(gather_values(torch.tensor([true], device=self._device()), self._context.group).any())
 
     def _device(self) -> torch.device:

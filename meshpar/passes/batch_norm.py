@@ -72,7 +72,7 @@ def synchronize_batch_norm(module: nn.Module, mesh: DeviceMesh, axes: Sequence[s
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Tell whether a part of ``module`` computes statistics of all samples of a forward."""
+    """Return whether a part of ``module`` computes statistics of all samples of a forward."""
     return any(True for _ in batch_norms(module))
 
 

@@ -60,9 +60,7 @@ def exchange_directly(module: nn.Module) -> None:
 
 
 def swaps(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Tell whether two ranks on CPUs sum ``x`` by a swap and an addition, which costs more than gloo's ring where it is
-    large.
-    """
+    """Return whether two ranks on CPUs sum ``x`` by a swap and an addition; a large one costs less by gloo's ring."""
     return group.size() == 2 and runtime.over_hosts(x.device) and x.nbytes <= _SWAPPED
 
 

@@ -56,12 +56,12 @@ def forked(device: torch.device) -> AbstractContextManager[None]:
 
 
 def is_dropout(module: nn.Module) -> bool:
-    """Tell whether a module is a dropout that draws random numbers in training."""
+    """Return whether a module is a dropout that draws random numbers in training."""
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0.0
 
 
 def draws_random(module: nn.Module) -> bool:
-    """Tell whether some dropout module draws random numbers."""
+    """Return whether some dropout module draws random numbers."""
     return any(map(is_dropout, module.modules()))
 
 

@@ -328,7 +328,7 @@ class _Reached:
 
 
 def _is_numpy(value: object) -> bool:
-    """Tell whether a value is an array of numpy's in memory; one that is mapped from a file is left alone."""
+    """Return whether a value is an array of numpy's in memory; one that is mapped from a file is left alone."""
     return type(value).__module__ == "numpy" and type(value).__name__ != "memmap"
 
 

@@ -253,7 +253,7 @@ def _not_stored(module: nn.Module) -> set[str]:
 
 
 def _harmless(name: str, stored: str, layout: ModelLayout) -> bool:
-    """Tell whether the layout knows of a tensor in files that the model has no use for."""
+    """Return whether the layout knows of a tensor in files that the model has no use for."""
     return any(matches(pattern, name) for pattern in layout.rebuilt) or any(
         re.search(pattern, candidate) for pattern in layout.ignored for candidate in (name, stored)
     )
@@ -273,7 +273,7 @@ def _read(source: WeightSource, names: list[str], tensor: Tensor) -> list[str]:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors have the same bits, also where they are no numbers."""
+    """Return whether two tensors have the same bits, also where they are no numbers."""
     return torch.equal(
         *(tensor.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other))
     )

@@ -76,6 +76,6 @@ def _is_ours(place: str) -> bool:
 
 
 def _is_expected(place: str, function: object) -> bool:
-    """Tell whether torch wraps it once for a whole process, as optimizers and the compiler do, or meshpar in torch."""
+    """Return whether torch, or meshpar in torch, wraps it once for a whole process, as the compiler does."""
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
     return file.startswith(_TORCH) or (file.startswith(_MESHPAR) and place.startswith("torch"))

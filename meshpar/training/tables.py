@@ -97,7 +97,7 @@ def kind_of(path: Path) -> str:
 
 
 def is_table(path: Path) -> bool:
-    """Tell whether a file has records with names: JSON lines or CSV."""
+    """Return whether a file has records with names: JSON lines or CSV."""
     return kind_of(path) in TABLES
 
 

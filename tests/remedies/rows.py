@@ -21,11 +21,13 @@ test can apply are kinds of ``OUTSIDE`` in ``table.py``, each with its reason.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,16 +87,19 @@ def alone(rows: Iterable[Row | Tested]) -> list[Any]:
     return [pytest.param(row, id=row.message[:60]) for row in rows if isinstance(row, Row) and row.ranks == 0]
 
 
-def run_together(rows: Iterable[Row | Tested], ranks: int) -> None:
-    """Run the rows of so many ranks, one after another, on each of them: the body of a test ``@on_ranks(ranks)``."""
+def run_together(rows: Iterable[Row | Tested], ranks: int, folder: Path | str = ".") -> None:
+    """Run the rows of so many ranks, one after another, on each of them: the body of a test ``@on_ranks(ranks)``. They
+    write into ``folder``.
+    """
     failures = []
-    for row in rows:
-        if isinstance(row, Row) and row.ranks == ranks:
-            torch.manual_seed(0)
-            try:
-                row.run()
-            except Exception as error:  # all rows that fail are told at once
-                failures.append("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
+    with contextlib.chdir(folder):
+        for row in rows:
+            if isinstance(row, Row) and row.ranks == ranks:
+                torch.manual_seed(0)
+                try:
+                    row.run()
+                except Exception as error:  # all rows that fail are told at once
+                    failures.append("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
     assert not failures, "\n\n".join(failures)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 
 import pytest
@@ -431,11 +430,6 @@ def test_the_printed_remedy_helps(row):
     row.run()
 
 
-def test_the_printed_remedies_help_on_two_ranks(tmp_path):
-    on_two_ranks(str(tmp_path))
-
-
 @on_ranks(2)
-def on_two_ranks(folder):
-    with contextlib.chdir(folder):
-        run_together(ROWS, 2)
+def test_the_printed_remedies_help_on_two_ranks(tmp_path):
+    run_together(ROWS, 2, tmp_path)

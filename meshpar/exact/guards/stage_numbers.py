@@ -176,7 +176,7 @@ class StageNumbers(Guard):
         self._mark()
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Tell whether an optimizer holds parameters of the module."""
+        """Return whether an optimizer holds parameters of the module."""
         own = set(map(id, self._parameters()))
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 

@@ -67,7 +67,7 @@ class Elsewhere(Tensor):
 
 
 def _is_users(hook: Any) -> bool:
-    """Tell whether a hook is neither torch's nor meshpar's."""
+    """Return whether a hook is neither torch's nor meshpar's."""
     made_by = getattr(getattr(hook, "func", hook), "__module__", None) or type(hook).__module__
     return made_by.split(".")[0] not in ("torch", "meshpar")
 
@@ -232,7 +232,7 @@ class IdleStandIn(StandIn):
 
 
 def is_idle(module: nn.Module) -> bool:
-    """Tell whether a module refuses to run because it did not when the model was cut."""
+    """Return whether a module refuses to run because it did not when the model was cut."""
     return isinstance(module, IdleStandIn) or refuse_idle in module._forward_pre_hooks.values()
 
 

@@ -42,7 +42,7 @@ class _Table:
         return (*self.modules, *self.parameters)
 
     def covers(self, name: str) -> bool:
-        """Tell whether a pattern names the parameter ``name`` itself."""
+        """Return whether a pattern names the parameter ``name`` itself."""
         return any(matches(pattern, name) for pattern in self.parameters)
 
 
