@@ -222,7 +222,7 @@ def test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact_on_more_axes(me
     check_habits(mesh, PLANS[mesh])
 
 
-@on_ranks(2)
+@on_ranks(2, fresh="a module of another test that lives on keeps the guard, whose end is looked at")
 def test_a_lost_write_is_refused_after_rows_were_read_without_meshpar_and_by_each_later_module():
     rows = distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (2,)), [Shard(0)])
     assert rows[:3].sum().full_tensor() == 6  # torch keeps how it ran this
