@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshpar import chunked_token_loss, token_loss
-from meshpar.chunked import CHUNK
 from meshpar.forecasting.recorder import Recorder
+from meshpar.losses.chunked import CHUNK
 
 Loss = Callable[["Head", Tensor], Tensor]
 

@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-FILES = ("meshpar/passes/**/*.py", "meshpar/exact/*.py", "meshpar/parallelized.py", "meshpar/placements.py")
+FILES = tuple(
+    f"meshpar/{name}" for name in ("passes/**/*.py", "step/*.py", "guards/*.py", "trials/*.py", "parallelized.py")
+)
 NAMES = {
     "_all_reduce", "_all_gather", "_reduce_scatter", "_all_to_all", "all_reduce", "copy_to", "copy_weight",
     "reduce_from", "gather_partial", "reduce_scatter", "gather_replicated", "split_replicated", "regroup",
@@ -96,7 +98,7 @@ class Mutation:
 def mutations() -> Iterator[Mutation]:
     """Yield every call of one of ``NAMES`` in ``FILES``."""
     for pattern in FILES:
-        for path in sorted(ROOT.glob(pattern)):
+        for path in sorted((ROOT / "meshpar").glob(pattern)):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Call) and _name(node) in NAMES and not _joins_text(node):
                     yield Mutation(str(path.relative_to(ROOT)), node.lineno, node.col_offset, ast.unparse(node)[:90])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshpar.imports import lazily
+from meshpar.process.imports import lazily
 
 if TYPE_CHECKING:
     from meshpar.checkpoints.export.gguf import export_gguf

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshpar.imports import lazily
+from meshpar.process.imports import lazily
 
 if TYPE_CHECKING:
-    from meshpar.chunked import chunked_token_loss
     from meshpar.core.errors import (
         CheckpointError,
         LaunchError,
@@ -28,7 +27,8 @@ if TYPE_CHECKING:
     from meshpar.core.patterns import covers, matches
     from meshpar.core.runtime import distributed
     from meshpar.forecasting.api import forecast
-    from meshpar.loss import token_loss
+    from meshpar.losses.chunked import chunked_token_loss
+    from meshpar.losses.token_loss import token_loss
     from meshpar.parallelized import Parallelized
     from meshpar.passes import (
         ActivationCheckpoint,
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
         Stage,
         TensorParallel,
     )
+    from meshpar.passes.positions.attention import attention, attention_mask
     from meshpar.plan import Plan
-    from meshpar.positions import attention, attention_mask
     from meshpar.weights import WeightMap, WeightSource
 
 __version__ = "0.1.0"
@@ -99,7 +99,6 @@ _PASSES = (
     "Pass", "PipelineParallel", "Replicate", "Role", "Stage", "TensorParallel",
 )  # fmt: skip
 _HOMES = {
-    "chunked": ("chunked_token_loss",),
     "core.errors": [name for name in __all__ if name.endswith("Error")],
     "core.guards": ("Guard", "Guarded"),
     "core.layout": ("ModelLayout",),
@@ -107,11 +106,12 @@ _HOMES = {
     "core.patterns": ("covers", "matches"),
     "core.runtime": ("distributed",),
     "forecasting.api": ("forecast",),
-    "loss": ("token_loss",),
+    "losses.chunked": ("chunked_token_loss",),
+    "losses.token_loss": ("token_loss",),
     "parallelized": ("Parallelized",),
     "passes": _PASSES,
     "plan": ("Plan",),
-    "positions": ("attention", "attention_mask"),
+    "passes.positions.attention": ("attention", "attention_mask"),
     "weights": ("WeightMap", "WeightSource"),
 }
 

@@ -1,6 +1,6 @@
 """Parallelized: a module that trains on a mesh, and the operations that need the mesh.
 
-A call of ``par.module`` does not come here: it goes through ``exact/cycle.py``.
+A call of ``par.module`` does not come here: it goes through ``step/cycle.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshpar._torch.groups import share_timeout
+from meshpar._torch.patches import while_lives
 from meshpar.core.errors import MeshparError
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Role, unmatched
@@ -27,24 +28,23 @@ from meshpar.core.patterns import class_name, matches, modules_around
 from meshpar.core.registry import imported
 from meshpar.core.resolved import Resolved
 from meshpar.core.waiting import reads_of
-from meshpar.description import Description, describe
-from meshpar.exact.calls import compiled_form, watch_compiled
-from meshpar.exact.cycle import Cycle
-from meshpar.exact.verify import Verification, call, of_stages, run, split_test, verified
-from meshpar.log_probs import TokenLogProbs, token_log_probs
-from meshpar.loss import Found as Losses
-from meshpar.loss import Totals
-from meshpar.passes import random
+from meshpar.losses.log_probs import TokenLogProbs, token_log_probs
+from meshpar.losses.token_loss import Found as Losses
+from meshpar.losses.token_loss import Totals
 from meshpar.passes.applied import applied
-from meshpar.passes.batches import positions, selected, with_positions
+from meshpar.passes.positions.batches import positions, selected, with_positions
+from meshpar.passes.tensor import random
 from meshpar.passes.untouched import CannotKeep, evaluating, untouched
-from meshpar.patches import while_lives
-from meshpar.placements import clip_grad_norms_, like, whole
-from meshpar.same_values import check_replicas
 from meshpar.state import initialize
 from meshpar.state.averaging import Averaged, Decay, averages_of
+from meshpar.state.description import Description, describe
 from meshpar.state.full import gather_state, scatter_state
 from meshpar.state.offloading import on_the_host
+from meshpar.step.calls import compiled_form, watch_compiled
+from meshpar.step.cycle import Cycle
+from meshpar.step.placements import clip_grad_norms_, like, whole
+from meshpar.step.rank_digests import check_replicas
+from meshpar.trials.split import Verification, call, of_stages, run, split_test, verified
 from meshpar.weights import WeightSource
 
 Micro = TypeVar("Micro")
@@ -633,7 +633,7 @@ class Parallelized:
         Values are those of one process, on every mesh, and no rank holds all logits. Where positions are split, pass a
         part of :meth:`split`: values are of these positions. Where layers are divided, call it in the ``loss`` of
         :meth:`backward`; a call under ``torch.no_grad()`` gives all stages the values. See
-        :func:`meshpar.log_probs.token_log_probs`, whose other arguments are the ``options``.
+        :func:`meshpar.losses.log_probs.token_log_probs`, whose other arguments are the ``options``.
 
         Args:
             batch: the keyword arguments of the module, and ``labels`` (B, L): the token that each position predicts,

@@ -21,17 +21,17 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, default_device_type
 from meshpar.core.passes import Pass, Role
 from meshpar.core.resolved import Resolved, resolve
-from meshpar.description import Description, describe
-from meshpar.exact.attach import attach
-from meshpar.exact.meeting import next_number
-from meshpar.exact.proving import prove
-from meshpar.exact.verify import Verification, verified
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
-from meshpar.passes.batch_norm import batch_norm_problems, batch_norms
+from meshpar.passes.data.batch_norm import batch_norm_problems, batch_norms
 from meshpar.passes.prepare import prepare
+from meshpar.state.description import Description, describe
 from meshpar.state.full import refuse_copies
 from meshpar.state.initialize import check_weights, state
+from meshpar.step.attach import attach
+from meshpar.step.meeting import next_number
+from meshpar.trials.proving import prove
+from meshpar.trials.split import Verification, verified
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshpar.core.layout import ModelLayout
 from meshpar.models.layers import Embedding, Linear, ModelOutput, next_token_loss, positions_of
-from meshpar.positions import Mask, attention, attention_mask
+from meshpar.passes.positions.attention import Mask, attention, attention_mask
 
 
 @final

@@ -24,7 +24,6 @@ from meshpar.core.errors import LayoutError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import find_modules, tied_names
 from meshpar.core.registry import untied
-from meshpar.imports import quiet_imports
 from meshpar.models.huggingface_exchange import counts_positions, exchange_positions, mixer_refusal, mixers, refusal
 from meshpar.models.huggingface_tensor import (
     HEAD_RATIO,
@@ -38,6 +37,7 @@ from meshpar.models.huggingface_tensor import (
     tensor_table,
 )
 from meshpar.models.huggingface_weights import weight_map
+from meshpar.process.imports import quiet_imports
 
 _LOGITS = re.compile(r"logits(_[A-Z]+)?$")
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from meshpar.core.errors import MeshparError
 from meshpar.models.huggingface_tensor import HEAD_RATIO
 from meshpar.passes.installed import record
-from meshpar.passes.position_exchange import Exchange
-from meshpar.positions import NO_POSITIONS, added, causal_mask, documents
+from meshpar.passes.positions.attention import NO_POSITIONS, added, causal_mask, documents
+from meshpar.passes.positions.exchange import Exchange
 
 _SERVED = ("sdpa", "eager")
 _OWN = ("indexer", "compressor", "prepare_dynamic_mask", "rel_logits_proj")

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.core.mesh import sizes_text
-from meshpar.loss import IGNORE_INDEX, token_loss
+from meshpar.losses.token_loss import IGNORE_INDEX, token_loss
+from meshpar.passes.data.whole_parameters import features_of
 from meshpar.passes.installed import set_attribute, set_forward
-from meshpar.passes.local import features_of
 from meshpar.passes.tensor.collectives import copy_to
 from meshpar.passes.tensor.context import Context, Style
 from meshpar.passes.tensor.parts import FeatureTable

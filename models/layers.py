@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshpar.loss import IGNORE_INDEX, token_loss
+from meshpar.losses.token_loss import IGNORE_INDEX, token_loss
 
 
 @final

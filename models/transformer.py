@@ -25,8 +25,8 @@ from meshpar.models.transformer_config import (
     published_experts,
     published_names,
 )
+from meshpar.passes.positions.attention import Mask, attention, attention_mask
 from meshpar.passes.tensor.parts import Parts
-from meshpar.positions import Mask, attention, attention_mask
 from meshpar.weights import Rename, WeightMap
 
 

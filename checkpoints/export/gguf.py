@@ -26,7 +26,7 @@ from meshpar.checkpoints.format.verify import Verify
 from meshpar.checkpoints.storage.files import ReadFile, memory_of, read_json, tiles, write_all
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core.errors import CheckpointError, brief
-from meshpar.imports import need
+from meshpar.process.imports import need
 from meshpar.weights import Permute, Transpose, TypedSource, Unstack, WeightMap
 from meshpar.weights.rules import Rule
 

@@ -27,7 +27,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError
 from meshpar.core.waiting import reads_of
 from meshpar.passes.applied import applied
-from meshpar.placements import local_index, local_tensor
+from meshpar.step.placements import local_index, local_tensor
 from meshpar.training.lora import NAME, PackedAdapter, adapted_layers, base_name
 from meshpar.weights import TypedSource, WeightMap
 from meshpar.weights.rules import Spans, spans_of

@@ -20,7 +20,7 @@ from meshpar.checkpoints.storage.objects import ObjectPath
 from meshpar.checkpoints.storage.place import Place, PlaceLike, contains, either, place
 from meshpar.checkpoints.storage.transfer import carried
 from meshpar.core.errors import CheckpointError
-from meshpar.leftovers import LEASE_S, on_the_way
+from meshpar.process.leftovers import LEASE_S, on_the_way
 
 _OCCUPIED = (
     "already exists and is not empty; delete it, choose another folder, or replace it (--overwrite, in Python "

@@ -23,7 +23,7 @@ from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.objects import ObjectPath, Version
 from meshpar.checkpoints.storage.place import Place, entries
 from meshpar.core.errors import CheckpointError, StoreError
-from meshpar.leftovers import Leftover, leftover, on_the_way
+from meshpar.process.leftovers import Leftover, leftover, on_the_way
 
 P = TypeVar("P")
 LATEST_LINK = "latest"

@@ -12,7 +12,7 @@ from typing import Any, final
 from meshpar.checkpoints.steps.leftovers import told_only
 from meshpar.checkpoints.storage.place import PlaceLike, place
 from meshpar.core.errors import CheckpointError
-from meshpar.leftovers import is_running, this_process
+from meshpar.process.leftovers import is_running, this_process
 
 LEASE_NAME = ".writer"
 

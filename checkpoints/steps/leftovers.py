@@ -1,4 +1,4 @@
-"""Remove temporary and replaced folders of checkpoints and exports; :mod:`meshpar.leftovers` names them."""
+"""Remove temporary and replaced folders of checkpoints and exports; :mod:`meshpar.process.leftovers` names them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshpar.checkpoints.format.manifest import MANIFEST_NAME
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.place import Place, either
 from meshpar.core.errors import CheckpointError
-from meshpar.leftovers import NOBODY, Leftover, leftover, on_the_way
+from meshpar.process.leftovers import NOBODY, Leftover, leftover, on_the_way
 
 _log = logging.getLogger("meshpar.checkpoints")
 

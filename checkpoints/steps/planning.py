@@ -23,7 +23,7 @@ from meshpar.checkpoints.format.writing import Group, Part
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.checkpoints.steps.recording import Ledger, Report, pack, unpack
 from meshpar.core.errors import CheckpointError
-from meshpar.placements import held_by_this_rank, local_tensor
+from meshpar.step.placements import held_by_this_rank, local_tensor
 
 Share = Sequence[Sequence[int]]
 """The parts that a rank writes: for each of its :class:`Alike`, positions in the list of names."""

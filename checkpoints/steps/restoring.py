@@ -28,8 +28,8 @@ from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.place import Place
 from meshpar.core.errors import CheckpointError
 from meshpar.core.waiting import reads_of
-from meshpar.placements import held_by_this_rank, local_tensor
 from meshpar.state.averaging import Averaged
+from meshpar.step.placements import held_by_this_rank, local_tensor
 
 
 @final

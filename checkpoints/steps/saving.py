@@ -35,7 +35,7 @@ from meshpar.checkpoints.storage.files import failing_as
 from meshpar.checkpoints.storage.place import Place
 from meshpar.checkpoints.storage.transfer import upload
 from meshpar.core.errors import CheckpointError
-from meshpar.leftovers import leftover, on_the_way
+from meshpar.process.leftovers import leftover, on_the_way
 from meshpar.state.averaging import Averaged
 
 _SPARE_BYTES = 64 << 20  # archives' headers, metadata, the manifest

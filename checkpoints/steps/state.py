@@ -24,9 +24,9 @@ from meshpar.checkpoints.format.dcp import Stored
 from meshpar.checkpoints.format.manifest import AVERAGES, MODEL
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError
-from meshpar.placements import local_tensor, placed_like, sharded_axes
 from meshpar.state.averaging import Averaged
 from meshpar.state.full import BLOCKS, place_optimizer_state
+from meshpar.step.placements import local_tensor, placed_like, sharded_axes
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 """One optimizer, or several by name, of different parameters."""

@@ -11,7 +11,7 @@ from meshpar.checkpoints.steps.commit import LATEST_LINK, PIN_FILE, Commit, Cond
 from meshpar.checkpoints.steps.leftovers import remove, told_only
 from meshpar.checkpoints.storage.place import Place, PlaceLike, either, entries, place
 from meshpar.core.errors import CheckpointError, StoreError
-from meshpar.leftovers import Leftover
+from meshpar.process.leftovers import Leftover
 
 CHECKPOINTS = "checkpoints"
 """The folder of steps in a run's folder."""

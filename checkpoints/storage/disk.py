@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from meshpar.checkpoints.storage.files import COPY_FILES, ReadFile
 from meshpar.checkpoints.storage.writeback import WrittenBehind
 from meshpar.core.errors import CheckpointError
-from meshpar.leftovers import fsync, untouched_s, write_durably
+from meshpar.process.leftovers import fsync, untouched_s, write_durably
 
 
 class DiskPath(PosixPath):

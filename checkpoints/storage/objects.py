@@ -27,7 +27,7 @@ from meshpar.checkpoints.storage.checksums import crc32, joined
 from meshpar.checkpoints.storage.files import Readable
 from meshpar.checkpoints.storage.files import Run as InOrder
 from meshpar.core.errors import CheckpointError, StoreError
-from meshpar.imports import need
+from meshpar.process.imports import need
 
 T = TypeVar("T")
 Version = dict[str, str]

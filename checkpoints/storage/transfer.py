@@ -12,11 +12,11 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from meshpar.build_once import build_once
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.objects import ObjectPath
 from meshpar.checkpoints.storage.place import Place, PlaceLike, either, place
 from meshpar.core.errors import CheckpointError
+from meshpar.process.build_once import build_once
 
 _BLOCK_BYTES = 4 << 20
 

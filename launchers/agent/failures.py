@@ -32,7 +32,7 @@ from meshpar.core.errors import (
 from meshpar.core.secrets import redacted
 from meshpar.launchers import environment
 from meshpar.launchers.agent.terms import NO_USE, OTHERS_S, RETRY, STOPPED, task
-from meshpar.leftovers import write_durably
+from meshpar.process.leftovers import write_durably
 
 _EXITS = ("os._exit", "sys.exit")
 _FULL_MEMORY = (
@@ -357,7 +357,7 @@ def watched(
         moves: returns another value when work moves in which there is neither step nor collective: validation, writing.
     """
     from meshpar.core import runtime  # both load torch, which a script's rank may do without
-    from meshpar.watchdog import Watchdog
+    from meshpar.launchers.agent.watchdog import Watchdog
 
     if stall_s is None or runtime.world_size() == 1 or not runtime.launched():
         yield

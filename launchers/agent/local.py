@@ -46,7 +46,7 @@ from meshpar.launchers.agent.terms import (
     RankTask,
     at_work,
 )
-from meshpar.signals import STOPPING, heard, put_back
+from meshpar.process.signals import STOPPING, heard, put_back
 
 if TYPE_CHECKING:
     from meshpar.launchers.recipes.recipe import Recipe  # loads all that a job may use, which a script does without
@@ -139,8 +139,8 @@ def launch_recipe(recipe: Recipe, placement: Placement, logs: Path | None = None
 def launch(work: Mapping[str, Any], placement: Placement, logs: Path, console: TextIO) -> int:
     """Run this node's ranks until they end.
 
-    The signals of :mod:`meshpar.signals` are passed on to the ranks, which write a checkpoint and stop. No process is
-    left running.
+    The signals of :mod:`meshpar.process.signals` are passed on to the ranks, which write a checkpoint and stop. No
+    process is left running.
 
     Args:
         work: fields of :class:`meshpar.launchers.agent.terms.RankTask` that say what is run.

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, final
 
-from meshpar.signals import Lenient
+from meshpar.process.signals import Lenient
 
 _EVERY_S = 0.1
 

@@ -30,7 +30,7 @@ from meshpar.launchers.agent.meeting import Meeting, Start, publish
 from meshpar.launchers.agent.starting import handling
 from meshpar.launchers.agent.terms import COMPLETE, NO_USE, RETRY, SHUTDOWN_S, STOPPED
 from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.signals import heard
+from meshpar.process.signals import heard
 from meshpar.training import Lighthouse, elastic_job
 
 _POLL_S, _ANSWER_S, _TELL_S, _WAIT_S = 0.2, 5.0, 10.0, 900.0

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from meshpar.core.errors import LaunchError
 from meshpar.launchers import environment
-from meshpar.signals import STOPPING, heard, put_back
+from meshpar.process.signals import STOPPING, heard, put_back
 
 if TYPE_CHECKING:
     from meshpar.launchers.recipes.recipe import Recipe  # loads all that a job may use

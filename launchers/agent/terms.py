@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
-from meshpar.signals import STOPPING
+from meshpar.process.signals import STOPPING
 
 NO_USE = 78
 """Exit code when another start would fail as well (sysexits.h: EX_CONFIG): problems of a recipe or plan, a failed

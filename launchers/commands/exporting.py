@@ -20,7 +20,7 @@ from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk, place
 from meshpar.core.errors import CheckpointError
 from meshpar.launchers.export.publishing import check_repository, held_out, measure, push, write_card
 from meshpar.launchers.export.run import chosen_step, export_run
-from meshpar.leftovers import host_name, is_running, this_process
+from meshpar.process.leftovers import host_name, is_running, this_process
 
 
 def export(

@@ -12,8 +12,8 @@ from typing import Any, final
 import torch
 
 from meshpar.core.errors import MeshparError, brief
-from meshpar.imports import quiet_imports
 from meshpar.models.huggingface import check_attention
+from meshpar.process.imports import quiet_imports
 
 _ADAPTERS, _GENERATION = "adapter_config.json", "generation_config.json"
 

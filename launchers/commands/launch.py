@@ -242,7 +242,7 @@ def mesh(
     """Draw a mesh: the node of each rank, the groups of each axis, and the axes that cross nodes."""
     from meshpar.core.errors import MeshError
     from meshpar.core.mesh import MeshSpec
-    from meshpar.drawing import mesh_svg, mesh_text
+    from meshpar.state.drawing import mesh_svg, mesh_text
 
     spec = MeshSpec(text)
     if -1 in spec.axes.values():

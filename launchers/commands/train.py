@@ -32,7 +32,7 @@ from meshpar.launchers.jobs.preflight import find_batch_size
 from meshpar.launchers.jobs.worker import end_with_parent
 from meshpar.launchers.recipes.loading import load_recipe
 from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.signals import exit_code_of
+from meshpar.process.signals import exit_code_of
 from meshpar.training import elastic_job
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import final
 
 from meshpar.core.mesh import MeshSpec
-from meshpar.drawing import table
 from meshpar.launchers.doctor.checks import Facts, Finding
 from meshpar.launchers.doctor.examine import Report, summary
+from meshpar.state.drawing import table
 
 
 @final

@@ -31,13 +31,13 @@ from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, on_disk
 from meshpar.checkpoints.storage.transfer import copy_file, fetched
 from meshpar.core.errors import CheckpointError, LayoutError
 from meshpar.core.registry import layout_for
-from meshpar.homes import expanded
 from meshpar.launchers import progress
 from meshpar.launchers.jobs.job import RECIPE, TOKENIZER
 from meshpar.launchers.recipes.schema import build, parse_dtype, validate
 from meshpar.launchers.recipes.sections import LoRASection
 from meshpar.launchers.recipes.yamlfile import read_document
 from meshpar.models.huggingface import from_config
+from meshpar.process.homes import expanded
 from meshpar.training.lora import NAME, LoRA, PackedAdapter, adapted_layers, add_adapters, base_name, config_of
 from meshpar.training.tokenizer import load_tokenizer
 from meshpar.weights import TypedSource, WeightMap

@@ -21,8 +21,6 @@ from meshpar.core.mesh import MeshSpec, default_device_type, is_auto
 from meshpar.core.passes import Role, axes_of
 from meshpar.core.patterns import find_modules, suggestion
 from meshpar.core.registry import layout_for
-from meshpar.exact.separable import check_separable
-from meshpar.homes import expanded
 from meshpar.launchers.jobs.data_checks import data_problems
 from meshpar.launchers.jobs.datasets import examples_of, separates, vocab_size_of, with_local_data
 from meshpar.launchers.jobs.elastic import replica_problems
@@ -43,6 +41,7 @@ from meshpar.models import GPT2, Transformer
 from meshpar.models.gpt2 import GPT2Config
 from meshpar.parallelized import Parallelized
 from meshpar.plan import Plan, lost_replica_problems
+from meshpar.process.homes import expanded
 from meshpar.state.averaging import Averaged
 from meshpar.training.documents import takes_positions, untaken
 from meshpar.training.elementwise import check_elementwise
@@ -55,6 +54,7 @@ from meshpar.training.optimizer import AdamWSettings, Schedule, build_adamw, par
 from meshpar.training.profile import LEAST as PROFILED
 from meshpar.training.settings import TrainSettings
 from meshpar.training.tracking import usable
+from meshpar.trials.separable import check_separable
 
 
 def device_type(recipe: Recipe) -> str:

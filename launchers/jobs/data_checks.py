@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, final
 
 from meshpar.core.errors import MeshparError, RecipeError, brief
-from meshpar.homes import expanded
 from meshpar.launchers.jobs.datasets import (
     check_template,
     examples_of,
@@ -24,6 +23,7 @@ from meshpar.launchers.jobs.datasets import (
 )
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection
+from meshpar.process.homes import expanded
 from meshpar.training.chat import ChatSource
 from meshpar.training.samples import tokenizers_problem
 from meshpar.training.tables import PACKED, UNPLAIN, kind_of

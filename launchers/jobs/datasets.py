@@ -11,12 +11,12 @@ from meshpar.checkpoints.storage.place import place
 from meshpar.checkpoints.storage.transfer import fetched
 from meshpar.core import registry, runtime
 from meshpar.core.errors import MeshparError, RecipeError, brief
-from meshpar.homes import expanded
 from meshpar.launchers.jobs.models import DataFacts
 from meshpar.launchers.recipes.named import UntrustedError, has_keyword, make_own
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.sections import DataSection, Own, mixed_names
 from meshpar.parallelized import Parallelized
+from meshpar.process.homes import expanded
 from meshpar.training import elastic_job
 from meshpar.training.chat import ChatSource
 from meshpar.training.data import Batches, LoaderSettings, Samples

@@ -25,7 +25,6 @@ from meshpar.checkpoints.storage.place import Place, place
 from meshpar.checkpoints.storage.transfer import carried, fetched
 from meshpar.core import registry, runtime
 from meshpar.core.errors import CheckpointError, MeshparError, RecipeError, StoreError
-from meshpar.homes import expanded
 from meshpar.launchers.agent.failures import failed_at, last_failed_at, made_step, watched
 from meshpar.launchers.agent.terms import task
 from meshpar.launchers.jobs import build, datasets
@@ -34,9 +33,10 @@ from meshpar.launchers.jobs.forecasting import forecast_feedback
 from meshpar.launchers.jobs.models import with_weights
 from meshpar.launchers.jobs.preflight import opened, patience_s
 from meshpar.launchers.recipes.recipe import Recipe
-from meshpar.leftovers import write_durably
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import all_parameters, applied
+from meshpar.process.homes import expanded
+from meshpar.process.leftovers import write_durably
 from meshpar.state.averaging import Averaged
 from meshpar.training import elastic_job
 from meshpar.training.console import Console

@@ -20,12 +20,12 @@ from meshpar.checkpoints.steps.importing import config_beside
 from meshpar.core.errors import MeshparError, RecipeError, brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import covers, suggestion
-from meshpar.homes import expanded
-from meshpar.imports import quiet_imports
 from meshpar.launchers.recipes.named import UntrustedError
 from meshpar.launchers.recipes.sections import Model
 from meshpar.models.huggingface import for_training, foreign_attention
 from meshpar.parallelized import Parallelized
+from meshpar.process.homes import expanded
+from meshpar.process.imports import quiet_imports
 from meshpar.state import initialize
 from meshpar.training.lora import WithAdapters
 from meshpar.weights import TypedSource

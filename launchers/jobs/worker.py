@@ -24,7 +24,7 @@ from meshpar.launchers.agent.failures import exit_code, forget, note_os_exit, no
 from meshpar.launchers.agent.rank_logs import copy_output, redirect
 from meshpar.launchers.agent.starting import quick_imports
 from meshpar.launchers.agent.terms import NO_USE, RETRY, SHUTDOWN_S, STOPPED, RankTask, at_work, read_task, task
-from meshpar.signals import exit_code_of, heard
+from meshpar.process.signals import exit_code_of, heard
 
 _SET_DEATH_SIGNAL = 1  # linux/prctl.h: PR_SET_PDEATHSIG
 

@@ -12,8 +12,8 @@ import yaml
 
 from meshpar.core.errors import LaunchError
 from meshpar.core.secrets import secrets_in
-from meshpar.homes import expanded
 from meshpar.launchers.targets.job import Template, template_text
+from meshpar.process.homes import expanded
 
 
 class _Dumper(yaml.SafeDumper):

@@ -8,8 +8,8 @@ from pathlib import Path
 from meshpar.checkpoints.storage.files import ReadFile, inside, read_json
 from meshpar.core import registry
 from meshpar.core.errors import LaunchError, MeshparError
-from meshpar.drawing import table
 from meshpar.launchers.targets.job import Launched, Target, make_target
+from meshpar.state.drawing import table
 
 LAUNCH = "launch.json"
 """File in a launch's folder with its target, the target's options, and the engine's answer to the submission."""

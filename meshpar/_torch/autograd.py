@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from meshpar._torch import BEFORE_2_13
-from meshpar.patches import Undo, set_attribute
+from meshpar._torch.patches import Undo, set_attribute
 
 __all__ = [
     "Node",

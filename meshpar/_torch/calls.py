@@ -23,7 +23,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.utils import stateless
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
-from meshpar.patches import Undo, set_attribute
+from meshpar._torch.patches import Undo, set_attribute
 
 __all__ = ["as_one_operator", "assert_async", "check_functional_calls", "eager", "enter_by", "without_modes"]
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 
 from meshpar._torch import BEFORE_2_13
 from meshpar._torch.autograd import in_backward
-from meshpar.patches import Undo
+from meshpar._torch.patches import Undo
 
 __all__ = [
     "StridedShard",

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from meshpar.patches import Undo, set_attribute
+from meshpar._torch.patches import Undo, set_attribute
 
 
 def before_steps(run: Callable[..., Any]) -> Undo:

@@ -22,7 +22,7 @@ from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from meshpar.patches import Undo, set_attribute
+from meshpar._torch.patches import Undo, set_attribute
 
 __all__ = ["checkpoint", "ignore_profiler_marks", "in_checkpoint", "recompute_again", "set_recomputed", "unseen"]
 

@@ -58,7 +58,7 @@ class ModelLayout:
         router_bias: patterns of the buffers or frozen parameters (E,) that routers add to choose experts but not to
             weigh them, in the order of ``experts``. ``training.balance_rate`` changes them.
         exchange: exchanges positions in the attention of a model that does not call :func:`meshpar.attention`; called
-            with the model and a :class:`meshpar.passes.position_exchange.Exchange`.
+            with the model and a :class:`meshpar.passes.positions.exchange.Exchange`.
         counts_positions: the model derives the positions of its tokens itself, so ``par.split`` adds no
             ``position_ids``.
         carries: patterns of blocks, and of modules before them, whose results later blocks use beside the value that

@@ -11,7 +11,7 @@ from typing import Literal, final
 from meshpar._torch.operator_costs import FLOAT8
 from meshpar.core.errors import MeshparError, brief
 from meshpar.core.patterns import suggestion
-from meshpar.imports import need
+from meshpar.process.imports import need
 from meshpar.training.metrics import PEAK_FLOPS
 
 Verdict = Literal["fits", "may fit", "does not fit"]

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from meshpar.drawing import mesh_svg
 from meshpar.forecasting.cost import ERROR_RANGE
 from meshpar.forecasting.hardware import reserved_range
 from meshpar.forecasting.ranking import Candidate, Ranking, group_title
 from meshpar.forecasting.report import GIB, Forecast, reserved_text, rows, with_unit
 from meshpar.forecasting.trace import HELD
+from meshpar.state.drawing import mesh_svg
 
 _COLOURS = dict(
     zip(

@@ -29,13 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar._torch.autograd import in_backward
 from meshpar.core import runtime
 from meshpar.core.guards import Guard
-from meshpar.exact.agreement import Agreement
-from meshpar.exact.guards.losses import Losses
-from meshpar.exact.meeting import Meeting
+from meshpar.guards.agreement import Agreement
+from meshpar.guards.losses import Losses
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
-from meshpar.passes.routing import Routing
-from meshpar.same_values import Largest
+from meshpar.passes.experts.routing import Routing
+from meshpar.step.meeting import Meeting
+from meshpar.step.rank_digests import Largest
 
 __all__ = ["FakeTensor", "Settled", "fake_mode", "hidden_propagation", "register_device", "settle"]
 

@@ -13,7 +13,7 @@ from meshpar.forecasting.hardware import Hardware, Verdict, reserved_range
 from meshpar.forecasting.lints import Lint
 from meshpar.forecasting.step import Batch
 from meshpar.forecasting.trace import Collective, Memory, Trace
-from meshpar.imports import need
+from meshpar.process.imports import need
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -35,9 +35,9 @@ from meshpar.forecasting.step import Batch, Loss, axis_groups, record_step, summ
 from meshpar.forecasting.trace import Collective, Trace
 from meshpar.passes.applied import applied
 from meshpar.passes.pipeline.messages import Header
-from meshpar.placements import local_tensor
 from meshpar.plan import Plan
 from meshpar.state import initialize
+from meshpar.step.placements import local_tensor
 
 ALLOCATOR_ROUNDING = 512
 """Bytes to which torch's CUDA allocator rounds every request."""

@@ -19,10 +19,10 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.passes import find_blocks
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.trace import HELD, Trace
-from meshpar.loss import token_loss
+from meshpar.losses.token_loss import token_loss
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
-from meshpar.placements import local_tensor
+from meshpar.step.placements import local_tensor
 from meshpar.training.objectives import EXAMPLES
 
 

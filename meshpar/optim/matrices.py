@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import covers, matches
-from meshpar.passes.local import is_transposed
+from meshpar.passes.data.whole_parameters import is_transposed
 from meshpar.passes.tensor.parts import Experts, FeatureTable, Parts
 from meshpar.passes.tensor.styles import Colwise, Vocabulary, parse
 

@@ -19,7 +19,7 @@ from meshpar.optim.matrices import Matrices, matrices_of
 from meshpar.optim.owners import Owners, Piece, Place, Round, shares
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied, first_covering
-from meshpar.placements import held_by_this_rank, local_gradient, local_tensor
+from meshpar.step.placements import held_by_this_rank, local_gradient, local_tensor
 
 _ROUND_BYTES = 64 << 20  # that an owner gets in one exchange; a single matrix may be larger
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.parallelized import Parallelized
-from meshpar.placements import held_by_this_rank, local_gradient, local_tensor, placed_like, shard_dim
 from meshpar.state.full import BLOCKS
+from meshpar.step.placements import held_by_this_rank, local_gradient, local_tensor, placed_like, shard_dim
 from meshpar.training.optimizer import parameter_groups
 
 BLOCK = 256

@@ -2,12 +2,12 @@
 
 from meshpar.core.passes import Pass, Role, Stage
 from meshpar.passes.compile import Compile
-from meshpar.passes.context import ContextParallel
-from meshpar.passes.experts import ExpertParallel
+from meshpar.passes.data.shard import FullyShard, HybridShard, Replicate
+from meshpar.passes.experts.parallel import ExpertParallel
 from meshpar.passes.float8 import Float8
 from meshpar.passes.pipeline.parallel import PipelineParallel
+from meshpar.passes.positions.parallel import ContextParallel
 from meshpar.passes.recompute import ActivationCheckpoint
-from meshpar.passes.shard import FullyShard, HybridShard, Replicate
 from meshpar.passes.tensor.context import Style
 from meshpar.passes.tensor.parallel import TensorParallel
 

@@ -13,11 +13,11 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import unmatched
 from meshpar.core.patterns import covers
-from meshpar.passes.local import WholeParameters
+from meshpar.passes.data.replica_shards import ReplicaShards
+from meshpar.passes.data.whole_parameters import WholeParameters
+from meshpar.passes.experts.routing import Routing
 from meshpar.passes.pipeline.running import Layers
-from meshpar.passes.routing import Routing
 from meshpar.passes.tensor.context import Context
-from meshpar.passes.world import ReplicaShards
 
 
 @final

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from meshpar.passes.position_exchange import Exchange
+from meshpar.passes.positions.exchange import Exchange
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Step = Callable[[Tensor], Tensor]

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Stage
 from meshpar.core.resolved import Resolved
-from meshpar.passes.batch_norm import synchronize_batch_norm
-from meshpar.passes.local import keep_unpacked
+from meshpar.passes.data.batch_norm import synchronize_batch_norm
+from meshpar.passes.data.whole_parameters import keep_unpacked
 
 
 def prepare(module: nn.Module, resolved: Resolved, meshes: Mapping[MeshSpec, DeviceMesh]) -> None:

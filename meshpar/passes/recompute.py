@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from meshpar._torch.calls import eager
+from meshpar._torch.patches import while_lives
 from meshpar._torch.recompute import checkpoint, ignore_profiler_marks, in_checkpoint, recompute_again
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
@@ -23,9 +24,8 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Stage, block_problems, find_blocks
 from meshpar.passes.applied import applied
-from meshpar.passes.batch_norm import RECOMPUTED
-from meshpar.passes.reads import read_once
-from meshpar.patches import while_lives
+from meshpar.passes.data.batch_norm import RECOMPUTED
+from meshpar.passes.host_reads import read_once
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """Makes the contexts of one forward of a block and of its recomputation."""

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from meshpar._torch.autograd import keep_version
 from meshpar.core import runtime
-from meshpar.placements import local_tensor
+from meshpar.step.placements import local_tensor
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
 from meshpar.passes.applied import applied
-from meshpar.placements import local_tensor, placed_like, whole_tensor
 from meshpar.state.full import misfits
+from meshpar.step.placements import local_tensor, placed_like, whole_tensor
 
 
 class Resharded(Protocol):

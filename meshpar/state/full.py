@@ -20,12 +20,12 @@ from meshpar._torch.autograd import check_norms_of
 from meshpar._torch.calls import check_functional_calls
 from meshpar._torch.dtensor import refuse_parts_as_numbers
 from meshpar._torch.fsdp import is_shard
+from meshpar._torch.patches import while_lives
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
 from meshpar.passes.applied import applied
-from meshpar.patches import while_lives
-from meshpar.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
+from meshpar.step.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
 
 BLOCKS = "_blocks"
 """The end of the name of an optimizer's tensor that has a number for each block of a row, so that no rank divides its

@@ -19,10 +19,10 @@ from meshpar.core import runtime
 from meshpar.core.errors import LayoutError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import class_name, covers, matches, suggestion, tied_names
-from meshpar.passes import random
 from meshpar.passes.applied import applied
-from meshpar.placements import held_by_this_rank, local_tensor
-from meshpar.same_values import check_equal
+from meshpar.passes.tensor import random
+from meshpar.step.placements import held_by_this_rank, local_tensor
+from meshpar.step.rank_digests import check_equal
 from meshpar.weights import Mapped, WeightSource, dtypes_of
 
 _NONE = 1 << 30  # of the numbers of tied tensors that differ

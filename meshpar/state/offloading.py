@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
-from meshpar.placements import local_tensor
 from meshpar.state.page_locked import Slab, starts
+from meshpar.step.placements import local_tensor
 
 _INSIDE = "inside of par.offloaded(), where its parameters have no memory; call it after the block"
 _AGAIN = (

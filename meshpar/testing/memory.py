@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
-from meshpar.placements import local_index, local_tensor
+from meshpar.step.placements import local_index, local_tensor
 
 Result = TypeVar("Result")
 

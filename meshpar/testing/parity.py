@@ -17,11 +17,11 @@ from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass
 from meshpar.core.registry import layout_for
 from meshpar.core.resolved import resolve
-from meshpar.loss import IGNORE_INDEX, token_loss
+from meshpar.losses.token_loss import IGNORE_INDEX, token_loss
 from meshpar.parallelized import Parallelized
-from meshpar.passes.batch_norm import has_batch_norm
-from meshpar.placements import whole_tensor
+from meshpar.passes.data.batch_norm import has_batch_norm
 from meshpar.plan import Plan
+from meshpar.step.placements import whole_tensor
 
 
 @final

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from meshpar.core import mesh, runtime
-from meshpar.exact import meeting
+from meshpar.step import meeting
 from meshpar.testing.found import Found
 
 P = ParamSpec("P")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from meshpar.core.errors import RecipeError
-from meshpar.imports import need
+from meshpar.process.imports import need
 from meshpar.training.records import RecordSource
 from meshpar.training.tables import TABLES, UNPLAIN, Reading, kind_of, records_of
 from meshpar.training.template import SAID, ChatTemplate, Message, Spans

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, TextIO, cast, final
 
-from meshpar.imports import need
-from meshpar.signals import Lenient
+from meshpar.process.imports import need
+from meshpar.process.signals import Lenient
 from meshpar.training.metrics import Ended, Metrics
 
 if TYPE_CHECKING:

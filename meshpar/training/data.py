@@ -18,8 +18,8 @@ from typing import Any, Protocol, final
 import torch
 
 from meshpar.core.errors import RecipeError
-from meshpar.imports import need
-from meshpar.signals import STOPPING
+from meshpar.process.imports import need
+from meshpar.process.signals import STOPPING
 from meshpar.training.order import Interleave, key_of, permuted
 
 FILLER = -1  # the index of a sample that is fully masked: it fills the last global batch of an epoch

@@ -20,9 +20,9 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.passes import find_blocks
 from meshpar.core.patterns import class_name
 from meshpar.core.registry import layout_for
-from meshpar.exact.trial import as_evaluated
 from meshpar.parallelized import Parallelized
 from meshpar.passes.installed import installed
+from meshpar.trials.blocks import as_evaluated
 
 _LENGTH = 64
 _PART, _NARROW_PART = 1e-3, 0.5

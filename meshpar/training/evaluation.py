@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, final
 
 from meshpar.core.errors import MeshparError, RecipeError
-from meshpar.homes import expanded
-from meshpar.imports import need
 from meshpar.parallelized import Parallelized
+from meshpar.process.homes import expanded
+from meshpar.process.imports import need
 from meshpar.training.generating import generate, log_likelihoods
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
-from meshpar.build_once import build_once
 from meshpar.core.errors import RecipeError
-from meshpar.imports import need
+from meshpar.process.build_once import build_once
+from meshpar.process.imports import need
 from meshpar.training.order import check_held_out, held_out
 from meshpar.training.records import RecordSource
 from meshpar.training.tables import warn_of

@@ -17,7 +17,7 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import class_name, find_modules, matches
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
-from meshpar.passes.chosen import rows_in_order
+from meshpar.passes.experts.calls import rows_in_order
 
 
 @final

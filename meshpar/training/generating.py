@@ -18,7 +18,7 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
 from meshpar.parallelized import Parallelized
-from meshpar.passes.random import mix
+from meshpar.passes.tensor.random import mix
 from meshpar.passes.untouched import evaluating
 from meshpar.training.objectives import whole_logits
 

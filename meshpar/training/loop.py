@@ -20,13 +20,13 @@ from torch import nn
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, brief
 from meshpar.core.passes import Role
-from meshpar.loss import token_losses
+from meshpar.losses.token_loss import token_losses
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
-from meshpar.passes.random import mix
+from meshpar.passes.tensor.random import mix
 from meshpar.passes.untouched import evaluating
-from meshpar.same_values import check_equal
 from meshpar.state.averaging import Averaged
+from meshpar.step.rank_digests import check_equal
 from meshpar.training.beside import Beside
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.documents import check_documents

@@ -23,14 +23,14 @@ from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import find_modules, matches
 from meshpar.core.registry import layout_for
-from meshpar.imports import quiet_imports
 from meshpar.parallelized import Parallelized
-from meshpar.passes import random
-from meshpar.passes.local import local, sum_gradients
+from meshpar.passes.data.whole_parameters import local, sum_gradients
+from meshpar.passes.tensor import random
 from meshpar.passes.tensor.collectives import copy_weight
 from meshpar.passes.tensor.context import Context, Style
-from meshpar.placements import part_like
+from meshpar.process.imports import quiet_imports
 from meshpar.state.initialize import own_init
+from meshpar.step.placements import part_like
 from meshpar.weights import Rename, WeightMap, WeightSource, dtypes_of
 
 NAME = "default"

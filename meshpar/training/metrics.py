@@ -19,9 +19,9 @@ from typing import Literal, Protocol, final
 import torch
 from torch import nn
 
-from meshpar.leftovers import write_durably
-from meshpar.loss import IGNORE_INDEX
+from meshpar.losses.token_loss import IGNORE_INDEX
 from meshpar.passes.applied import all_parameters
+from meshpar.process.leftovers import write_durably
 
 log = logging.getLogger(__name__)
 
@@ -117,8 +117,8 @@ def losses_of(
 
     Args:
         names: of the sources.
-        losses: of every token, from :func:`meshpar.loss.token_losses`; nothing is returned if they are not those of all
-            labels, once.
+        losses: of every token, from :func:`meshpar.losses.token_loss.token_losses`; nothing is returned if they are
+            not those of all labels, once.
         labels_BL: the labels, -100 where none counts.
         source_B: the number of each sample's source.
     """

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshpar.chunked import chunk_for, chunked_token_loss
 from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Role, axes_of
-from meshpar.loss import IGNORE_INDEX, token_loss, token_losses
+from meshpar.losses.chunked import chunk_for, chunked_token_loss
+from meshpar.losses.token_loss import IGNORE_INDEX, token_loss, token_losses
 from meshpar.plan import Plan
 from meshpar.training.settings import Bound, bound_problems
 
@@ -58,8 +58,8 @@ class CausalLM:
 
     Attributes:
         chunk: positions whose logits are held at once (:func:`meshpar.chunked_token_loss`); 0: all, in one piece; None:
-            by :func:`meshpar.chunked.chunk_for`, which takes chunks where the logits are large and the layout names the
-            head.
+            by :func:`meshpar.losses.chunked.chunk_for`, which takes chunks where the logits are large and the layout
+            names the head.
         z_loss: weight of :func:`meshpar.token_loss`'s ``z_loss``, added while the model trains; the cross entropy
             alone is then reported as ``cross_entropy``. Validation has no such term.
     """

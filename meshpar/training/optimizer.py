@@ -17,7 +17,7 @@ from meshpar.core.patterns import suggestion, tied_names
 from meshpar.core.registry import layout_for
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied, first_covering
-from meshpar.placements import by_device, local_tensor
+from meshpar.step.placements import by_device, local_tensor
 from meshpar.training.settings import Bound, Count, Part, bound_problems
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps", "mtia")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from meshpar.core.errors import RecipeError
-from meshpar.imports import need
+from meshpar.process.imports import need
 
 if TYPE_CHECKING:
     import numpy as np

@@ -21,8 +21,8 @@ from meshpar.core.errors import brief
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import axis_groups, hold_state
 from meshpar.forecasting.trace import Phase
-from meshpar.leftovers import on_the_way, write_durably
 from meshpar.parallelized import Parallelized
+from meshpar.process.leftovers import on_the_way, write_durably
 from meshpar.training.data import Batches, TensorBatch
 from meshpar.training.metrics import peak_memory
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshpar.core import runtime
 from meshpar.core.errors import ReplicaError
-from meshpar.imports import need
+from meshpar.process.imports import need
 
 Sum = tuple[int, int]
 """The group in which gradients were added up: a quorum's number, and how often members had failed by then. Later

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
-from meshpar.leaves import leaves
 from meshpar.parallelized import Parallelized
-from meshpar.placements import local_tensor
-from meshpar.same_values import digest_of_several
 from meshpar.state.initialize import state as tensors_of
+from meshpar.step.placements import local_tensor
+from meshpar.step.pytrees import leaves
+from meshpar.step.rank_digests import digest_of_several
 from meshpar.training.data import Batches
 from meshpar.training.quorum import Peers, Quorum
 from meshpar.training.wire import Part, received, send

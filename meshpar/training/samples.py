@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, final
 import torch
 
 from meshpar.core.errors import RecipeError
-from meshpar.imports import need
-from meshpar.loss import IGNORE_INDEX
+from meshpar.losses.token_loss import IGNORE_INDEX
+from meshpar.process.imports import need
 from meshpar.training.data import FILLER, Samples, TensorBatch
 from meshpar.training.examples import ExampleFile
 from meshpar.training.order import Interleave, best_fit, held_out

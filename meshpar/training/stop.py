@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
-from meshpar.signals import STOPPING, heard, put_back
+from meshpar.process.signals import STOPPING, heard, put_back
 
 _NUMBERS = {signal_.name: int(signal_) + 1 for signal_ in STOPPING}
 _OTHERWISE = 1  # a request that is no signal; less than any signal's number + 1
@@ -30,7 +30,7 @@ class StopAskedError(MeshparError):
 
 @final
 class StopRequest:
-    """Convert the signals of :mod:`meshpar.signals` to a stop request on which all ranks agree. A second SIGINT
+    """Convert the signals of :mod:`meshpar.process.signals` to a stop request on which all ranks agree. A second SIGINT
     interrupts at once.
 
     A context manager, which may be entered again inside. Collective: every rank enters it. A small all-reduce of CPU

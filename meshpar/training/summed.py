@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from meshpar.placements import local_tensor
+from meshpar.step.placements import local_tensor
 from meshpar.training.quorum import Peers
 
 _BUCKET = 1 << 22  # elements

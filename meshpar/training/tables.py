@@ -20,7 +20,7 @@ from typing import IO, Any, cast, final
 
 from meshpar.core import runtime
 from meshpar.core.errors import RecipeError
-from meshpar.imports import need
+from meshpar.process.imports import need
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, final
 
 from meshpar.core.errors import RecipeError, brief
-from meshpar.homes import expanded
-from meshpar.imports import need
+from meshpar.process.homes import expanded
+from meshpar.process.imports import need
 from meshpar.training.tokenizer import END_OF_TEXT, TextTokenizer
 
 Message = Mapping[str, Any]

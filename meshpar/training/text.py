@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import final
 
 from meshpar.core.errors import RecipeError
-from meshpar.homes import expanded
+from meshpar.process.homes import expanded
 from meshpar.training.tables import TABLES, UNPLAIN, Reading, as_lines, column, is_table, kind_of, opened
 
 STDLIB = "stdlib"

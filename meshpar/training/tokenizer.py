@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from meshpar.core.errors import RecipeError, brief
-from meshpar.homes import expanded
-from meshpar.imports import need
-from meshpar.leftovers import write_durably
+from meshpar.process.homes import expanded
+from meshpar.process.imports import need
+from meshpar.process.leftovers import write_durably
 
 if TYPE_CHECKING:
     import numpy as np

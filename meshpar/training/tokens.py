@@ -12,10 +12,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, final
 
-from meshpar.build_once import build_once
 from meshpar.core.errors import RecipeError
-from meshpar.homes import expanded
-from meshpar.imports import need
+from meshpar.process.build_once import build_once
+from meshpar.process.homes import expanded
+from meshpar.process.imports import need
 from meshpar.training.order import check_held_out, held_out
 from meshpar.training.tables import Reading, warn_of
 from meshpar.training.text import TextSource

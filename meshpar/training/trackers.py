@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
 from meshpar.core.errors import MeshparError
-from meshpar.imports import need
+from meshpar.process.imports import need
 from meshpar.training.metrics import Ended, Metrics
 from meshpar.training.tracking import TrackedRun
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from meshpar.core import runtime
-from meshpar.placements import local_tensor
+from meshpar.step.placements import local_tensor
 from meshpar.training.quorum import Peers
 
 

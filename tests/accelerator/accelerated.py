@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from meshpar.core import runtime
-from meshpar.same_values import Looks
+from meshpar.step.rank_digests import Looks
 
 
 @contextmanager

@@ -21,8 +21,8 @@ import meshpar.forecasting.device as device
 import meshpar.forecasting.private as private
 from meshpar.core import runtime
 from meshpar.parallelized import Parallelized
-from meshpar.same_values import Looks
 from meshpar.state import initialize
+from meshpar.step.rank_digests import Looks
 from meshpar.testing import PRELOAD
 
 P = ParamSpec("P")

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshpar import host_messages
 from meshpar._torch.groups import collective_counts
 from meshpar.checkpoints.steps import ranks as saving_ranks
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.core.errors import CheckpointError
-from meshpar.host_messages import FAN_OUT, branch_of, hops
-from meshpar.same_values import Largest
+from meshpar.step import host_messages
+from meshpar.step.host_messages import FAN_OUT, branch_of, hops
+from meshpar.step.rank_digests import Largest
 from meshpar.testing import on_ranks
 from tests.support.patience import patient
 from tests.support.tiers import daily

@@ -11,7 +11,7 @@ from torch import nn
 import meshpar.forecasting.device as device
 from meshpar import FullyShard, ModelLayout, Plan
 from meshpar._torch.groups import collective_ops
-from meshpar.passes.reads import beside
+from meshpar.passes.host_reads import beside
 from tests.accelerator.races import Races
 from tests.accelerator.simulated import allocate, alone, install, simulated
 from tests.accelerator.waits import Waits

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import meshpar.forecasting.device as device
 from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, Plan, TensorParallel
-from meshpar.passes import random
+from meshpar.passes.tensor import random
 from meshpar.state import initialize
 from tests.accelerator.draws import Draws, install_generator
 from tests.accelerator.simulated import allocate, alone, simulated

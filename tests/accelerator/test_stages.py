@@ -17,7 +17,7 @@ from torch import nn
 
 from meshpar import MeshparError, ModelLayout, PipelineParallel
 from meshpar.core import runtime
-from meshpar.loss import Totals
+from meshpar.losses.token_loss import Totals
 from meshpar.passes.applied import applied
 from meshpar.passes.pipeline import messages, parallel
 from meshpar.passes.pipeline.cuts import examine

@@ -20,11 +20,11 @@ from meshpar import (
     TensorParallel,
 )
 from meshpar.forecasting.private import Assumed
-from meshpar.passes import random
 from meshpar.passes.applied import applied
-from meshpar.passes.batches import selected
+from meshpar.passes.experts.routing import Routing
 from meshpar.passes.pipeline.messages import Header
-from meshpar.passes.routing import Routing
+from meshpar.passes.positions.batches import selected
+from meshpar.passes.tensor import random
 from meshpar.training.loop import Trainer
 from meshpar.training.objectives import CausalLM
 from meshpar.training.optimizer import AdamWSettings, LossScaler, Schedule, build_adamw

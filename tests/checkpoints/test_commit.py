@@ -32,7 +32,7 @@ from meshpar.checkpoints import (
 )
 from meshpar.core.errors import CheckpointError
 from meshpar.core.layout import ModelLayout
-from meshpar.leftovers import on_the_way
+from meshpar.process.leftovers import on_the_way
 from meshpar.testing import on_ranks
 from tests.support.patience import patient
 

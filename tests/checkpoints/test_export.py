@@ -31,9 +31,9 @@ from meshpar.checkpoints import (
 )
 from meshpar.checkpoints.format.manifest import MANIFEST_NAME
 from meshpar.core.errors import CheckpointError
-from meshpar.leftovers import LEASE_S, on_the_way
 from meshpar.models import GPT2, GPT2Config, Transformer, TransformerConfig
 from meshpar.models.huggingface import from_config
+from meshpar.process.leftovers import LEASE_S, on_the_way
 from meshpar.testing import on_ranks
 from meshpar.weights import Fuse, Permute, Rename, Split, Transpose, WeightMap
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.steps.lease import LEASE_NAME, Lease
 from meshpar.core.errors import CheckpointError
-from meshpar.leftovers import host_name
+from meshpar.process.leftovers import host_name
 from meshpar.testing import on_ranks
 from tests.checkpoints.test_commit import linear
 from tests.support.patience import patient
@@ -111,7 +111,7 @@ def test_of_two_that_replace_a_dead_holder_in_one_moment_one_is_told(
 def test_a_pod_of_the_same_name_is_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pod that replaces one on a lost node has its name, and cannot see whether its process lives."""
     pod, name = ["pid:[4026532001]"], socket.gethostname()
-    monkeypatch.setattr("meshpar.leftovers.os.readlink", lambda _: pod[0])
+    monkeypatch.setattr("meshpar.process.leftovers.os.readlink", lambda _: pod[0])
     first = Lease(tmp_path, beat_s=0.01)
     first.take()
     pod[0] = "pid:[4026532002]"

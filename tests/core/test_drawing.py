@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from meshpar import MeshError, MeshSpec
-from meshpar.drawing import mesh_svg, mesh_text
 from meshpar.launchers.cli import app
+from meshpar.state.drawing import mesh_svg, mesh_text
 
 
 def test_the_text_shows_ranks_groups_and_what_they_cross() -> None:

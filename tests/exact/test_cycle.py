@@ -34,11 +34,11 @@ from meshpar._torch import BEFORE_2_13
 from meshpar._torch.fsdp import is_gathered, units_with_parameters
 from meshpar.core import runtime
 from meshpar.core.errors import ParallelError
-from meshpar.exact.explain import Explanation
-from meshpar.exact.guards.losses import Losses
-from meshpar.exact.verify import SplitTest
-from meshpar.placements import local_tensor
+from meshpar.guards.losses import Losses
+from meshpar.step.explain import Explanation
+from meshpar.step.placements import local_tensor
 from meshpar.testing import on_ranks, whole
+from meshpar.trials.split import SplitTest
 from tests.support.loop_habits import OutOfMemory
 from tests.support.models_for_parity import VOCAB, Given, transformer
 

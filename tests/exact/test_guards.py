@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, PlanError, TensorParallel, same_values
+from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, PlanError, TensorParallel
 from meshpar._torch.groups import collective_counts
 from meshpar.core import registry
 from meshpar.core.guards import Guard
+from meshpar.step import rank_digests
 from meshpar.testing import on_ranks
 
 BLOCKS = ModelLayout(
@@ -225,9 +226,9 @@ def test_a_strangers_guard_sees_each_moment_of_a_step_and_may_refuse():
 @on_ranks(4)
 def test_guards_that_some_ranks_alone_have_are_refused_by_name_in_the_exchange_of_weights():
     entry = EntryPoint("meets", "stranger_guards:Meets", "meshpar.guards")
-    exchanges, gather = [], same_values.all_gather
+    exchanges, gather = [], rank_digests.all_gather
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(same_values, "all_gather", lambda *given: exchanges.append(0) or gather(*given))
+        patch.setattr(rank_digests, "all_gather", lambda *given: exchanges.append(0) or gather(*given))
         Plan("dp_shard=4", [FullyShard()]).apply(Model(), BLOCKS)
         assert len(exchanges) == 2, "names, with those of guards, and weights"
         patch.setattr(

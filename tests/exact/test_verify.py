@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 import meshpar.passes.tensor.styles
 from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError, Plan, PlanError, TensorParallel
-from meshpar.exact import reads
-from meshpar.exact.verify import split_test
-from meshpar.leaves import leaves
 from meshpar.passes.untouched import LARGEST, MOST, CannotKeep, untouched
+from meshpar.step.pytrees import leaves
 from meshpar.testing import assert_parity, on_ranks, token_steps, whole
+from meshpar.trials import gathered_reads
+from meshpar.trials.split import split_test
 from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.tiers import daily
 
@@ -462,14 +462,14 @@ def test_a_block_that_holds_what_cannot_be_put_back_is_not_tried_and_is_named():
 @on_ranks(2)
 def test_a_large_batch_is_tried_on_its_first_samples_and_a_long_one_on_a_shorter_batch():
     par = Plan("tp=2", [TensorParallel()]).apply(Model(), LAYOUT)
-    with mock.patch("meshpar.exact.verify.INPUTS", 200):
+    with mock.patch("meshpar.trials.split.INPUTS", 200):
         verification = par.verify(IDS.expand(6, -1))
         kept = split_test(par.module, par.resolved.blocks, par.device)._short(
             (torch.zeros(6, 12, 8), torch.zeros(12, 8)), {}, whole=True
         )
     assert not verification.skipped and set(verification.modules) == {"blocks.0", "embed", "head"}
     assert [argument.shape for argument in kept.args] == [(1, 12, 8), (12, 8)]
-    with mock.patch("meshpar.exact.verify.INPUTS", 40):
+    with mock.patch("meshpar.trials.split.INPUTS", 40):
         verification = par.verify(IDS.expand(6, -1))
         assert verification.skipped["blocks.0"].startswith(
             "its input has 96 elements in one sample, expected at most 80"
@@ -557,15 +557,15 @@ class Mixed(nn.Module):
 @on_ranks(2)
 def test_one_parameter_is_whole_at_a_time():
     layout = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor, "embed": None, "head": None})
-    alive, most, join = [], [], reads.WholeReads.join
+    alive, most, join = [], [], gathered_reads.WholeReads.join
 
     def counted(self, part):
         whole = join(self, part)
-        alive.append(reads.StorageWeakRef(whole.untyped_storage()))
+        alive.append(gathered_reads.StorageWeakRef(whole.untyped_storage()))
         most.append(sum(not memory.expired() for memory in alive))
         return whole
 
-    with mock.patch.object(reads.WholeReads, "join", counted):
+    with mock.patch.object(gathered_reads.WholeReads, "join", counted):
         sizes = Plan("tp=2", [TensorParallel()]).apply(Model(), layout).verify(IDS).modules
     assert max(sizes.values()) < 1e-5 and len(alive) == 5, (sizes, len(alive))
     assert max(most) <= 2  # with a bias

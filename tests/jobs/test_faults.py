@@ -17,7 +17,7 @@ import pytest
 from meshpar.launchers.agent.failures import failed_at
 from meshpar.launchers.jobs import job
 from meshpar.launchers.recipes.loading import load_recipe
-from meshpar.leftovers import write_durably
+from meshpar.process.leftovers import write_durably
 from meshpar.training.tokenizer import byte_tokenizer
 from tests.support import faults
 from tests.support.patience import patient
@@ -94,4 +94,4 @@ def test_files_that_exist_are_replaced_and_not_truncated() -> None:
         for path in (ROOT / room).rglob("*.py")
         if re.search(r"\.write_(text|bytes)\(|open\([^)\n]*[\"']w", path.read_text())
     }
-    assert found == set(WRITTEN_IN_PLACE), "write a file that may exist by meshpar.leftovers.write_durably"
+    assert found == set(WRITTEN_IN_PLACE), "write a file that may exist by meshpar.process.leftovers.write_durably"

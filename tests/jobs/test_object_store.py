@@ -50,8 +50,8 @@ from meshpar.launchers import export_run
 from meshpar.launchers.cli import app
 from meshpar.launchers.jobs.job import _take_up
 from meshpar.launchers.recipes.loading import load_recipe
-from meshpar.leftovers import host_name
 from meshpar.models import Transformer, TransformerConfig
+from meshpar.process.leftovers import host_name
 from meshpar.testing import on_ranks
 from tests.checkpoints.test_commit import Job, linear
 from tests.support import object_store

@@ -21,8 +21,8 @@ from meshpar.core.errors import CheckpointError
 from meshpar.launchers.cli import app
 from meshpar.launchers.commands.exporting import watch
 from meshpar.launchers.export.run import export_run
-from meshpar.leftovers import host_name
 from meshpar.models import Transformer, TransformerConfig
+from meshpar.process.leftovers import host_name
 from meshpar.training.tokenizer import byte_tokenizer
 
 

@@ -21,15 +21,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshpar import testing, watchdog
+from meshpar import testing
 from meshpar._torch import groups
 from meshpar.checkpoints import CheckpointManager
 from meshpar.core import runtime
 from meshpar.core.mesh import MeshSpec
+from meshpar.launchers.agent import watchdog
 from meshpar.launchers.agent.failures import record, record_stall, recorded
+from meshpar.launchers.agent.watchdog import STALLED, Watchdog, verdict_of
 from meshpar.launchers.jobs.preflight import opened
 from meshpar.launchers.recipes.loading import load_recipe
-from meshpar.watchdog import STALLED, Watchdog, verdict_of
 from tests.checkpoints.test_commit import linear
 from tests.support.patience import patient, until
 from tests.support.warm import ranks_of

@@ -29,7 +29,7 @@ from meshpar.launchers.commands.generating import Completer
 from meshpar.launchers.commands.plan import ranks_of
 from meshpar.launchers.export.run import bytes_of
 from meshpar.models import TransformerConfig
-from meshpar.signals import exit_code_of
+from meshpar.process.signals import exit_code_of
 from meshpar.training.tokenizer import byte_tokenizer
 from tests.support.patience import patient
 
@@ -133,7 +133,7 @@ def test_a_device_that_is_not_there_is_told_before_a_rank_starts(recipe: str) ->
 
 def test_plugins_are_listed_with_their_packages() -> None:
     listed = invoke("plugins").stdout
-    assert "meshpar.passes.shard:FullyShard  (meshpar)" in listed
+    assert "meshpar.passes.data.shard:FullyShard  (meshpar)" in listed
     assert "meshpar.objectives" in listed
 
 

@@ -16,11 +16,11 @@ from meshpar import ActivationCheckpoint, FullyShard, TensorParallel
 from meshpar.core import patterns
 from meshpar.core.errors import LayoutError
 from meshpar.core.mesh import MeshSpec
-from meshpar.imports import quiet_imports
 from meshpar.models.huggingface import from_config, layout_for
 from meshpar.models.huggingface_styles import FullPositions, GPT2Attention, Head, Heads
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.parts import Experts, Parts
+from meshpar.process.imports import quiet_imports
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.support.tiers import daily
 

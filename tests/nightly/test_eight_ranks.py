@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from meshpar import ActivationCheckpoint
-from meshpar.placements import local_tensor
+from meshpar.step.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, token_steps
 from tests.exact.test_adafactor import FACTORS, MOMENTUM
 from tests.passes.test_context import in_parts

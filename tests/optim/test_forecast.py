@@ -12,7 +12,7 @@ from meshpar import ContextParallel, ExpertParallel, FullyShard, HybridShard, Me
 from meshpar.forecasting import Batch
 from meshpar.forecasting.simulate import Simulation, simulate
 from meshpar.optim import Muon, SmallAdamW
-from meshpar.placements import local_tensor
+from meshpar.step.placements import local_tensor
 from meshpar.testing import on_ranks
 from tests.optim.given import on, trained
 from tests.passes.test_world import MIXTURE, WORLD

@@ -24,7 +24,7 @@ from meshpar import (
     TensorParallel,
 )
 from meshpar._torch import BEFORE_2_13
-from meshpar.passes.batch_norm import synchronize_batch_norm
+from meshpar.passes.data.batch_norm import synchronize_batch_norm
 from meshpar.testing import assert_parity, on_ranks, whole
 from tests.support.tiers import daily
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from meshpar import FullyShard, HybridShard, MeshparError, Plan, Replicate, TensorParallel, token_loss
-from meshpar.chunked import chunk_for, chunked_token_loss
-from meshpar.placements import local_tensor
+from meshpar.losses.chunked import chunk_for, chunked_token_loss
+from meshpar.step.placements import local_tensor
 from meshpar.testing import on_ranks
 from meshpar.training.objectives import CausalLM
 from tests.support.models_for_parity import VOCAB, Masked, gpt2, huggingface, transformer
@@ -143,8 +143,8 @@ def test_another_head_than_the_models_is_refused(head):
 MEMORY = """
 import resource, sys, torch
 from meshpar import token_loss
-from meshpar.chunked import chunked_token_loss
-from meshpar.chunked import chunk_for
+from meshpar.losses.chunked import chunked_token_loss
+from meshpar.losses.chunked import chunk_for
 from types import SimpleNamespace
 class Model(torch.nn.Module):
     def __init__(self):
@@ -191,9 +191,9 @@ def test_the_default_takes_chunks_where_the_layout_names_the_head(name, monkeypa
     model, (ids, labels) = make(), batch()
     given = {"input_ids": ids, "labels": labels}
     assert chunk_for(model, given) == 0, "small logits are held at once"
-    monkeypatch.setattr("meshpar.chunked.LARGE_LOGITS", 0)
+    monkeypatch.setattr("meshpar.losses.chunked.LARGE_LOGITS", 0)
     assert chunk_for(model, given) == 0, "chunks would hold more than they save"
-    monkeypatch.setattr("meshpar.chunked.CHUNK", 7)
+    monkeypatch.setattr("meshpar.losses.chunked.CHUNK", 7)
     assert bool(chunk_for(model, given)) is exact
     if exact:
         expected = gradients(model, plain(model, ids, labels))
@@ -203,8 +203,8 @@ def test_the_default_takes_chunks_where_the_layout_names_the_head(name, monkeypa
 @on_ranks(2)
 def test_the_default_holds_on_a_mesh_and_leaves_cast_outputs_alone():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshpar.chunked.LARGE_LOGITS", 0)
-        patch.setattr("meshpar.chunked.CHUNK", 7)
+        patch.setattr("meshpar.losses.chunked.LARGE_LOGITS", 0)
+        patch.setattr("meshpar.losses.chunked.CHUNK", 7)
         ids, labels = batch()
         for mesh, passes, exact in (
             ("dp_shard=2", [FullyShard()], True),

@@ -35,8 +35,8 @@ from meshpar import (
     token_loss,
 )
 from meshpar.models.huggingface import layout_for
-from meshpar.passes.position_exchange import runs
-from meshpar.positions import block_mask, causal_mask
+from meshpar.passes.positions.attention import block_mask, causal_mask
+from meshpar.passes.positions.exchange import runs
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.support.models_for_parity import VOCAB, gpt2, huggingface, huggingface_gpt2, transformer
 from tests.support.tiers import daily
@@ -113,7 +113,10 @@ def test_a_mask_in_pieces_is_the_whole_mask(transport):
 
 @on_ranks(2)
 def in_pieces(transport):
-    with mock.patch("meshpar.passes.position_exchange.BLOCK", 3), mock.patch("meshpar.positions.BLOCK", 3):
+    with (
+        mock.patch("meshpar.passes.positions.exchange.BLOCK", 3),
+        mock.patch("meshpar.passes.positions.attention.BLOCK", 3),
+    ):
         in_parts("transformer", transport)
         steps = with_documents(token_steps(VOCAB, parts=2))
         assert_parity(Strange, "dp_shard=1,cp=2", [ContextParallel(transport=transport), FullyShard()], steps)
@@ -130,7 +133,10 @@ def test_one_process_attends_in_pieces_as_it_does_at_once():
         return mask, out, torch.autograd.grad(out.square().sum(), (q, k, v))
 
     whole = run()
-    with mock.patch("meshpar.passes.position_exchange.BLOCK", 3), mock.patch("meshpar.positions.BLOCK", 3):
+    with (
+        mock.patch("meshpar.passes.positions.exchange.BLOCK", 3),
+        mock.patch("meshpar.passes.positions.attention.BLOCK", 3),
+    ):
         pieces = run()
         with pytest.raises(MeshparError, match="over 8 positions got the mask of 16"):
             attention(Bare(), q[:, :, :8], k[:, :, :8], v[:, :, :8], pieces[0])
@@ -151,8 +157,10 @@ def flexed(transport):
     steps = with_documents(token_steps(VOCAB, parts=2))
     called = mock.Mock(side_effect=lambda: flex_attention.flex_attention)
     with (
-        mock.patch.multiple("meshpar.positions", BLOCK=3, _FLEX=("cpu",), _LEAST_CHANNELS=1, _compiled_flex=called),
-        mock.patch("meshpar.passes.position_exchange.BLOCK", 3),
+        mock.patch.multiple(
+            "meshpar.passes.positions.attention", BLOCK=3, _FLEX=("cpu",), _LEAST_CHANNELS=1, _compiled_flex=called
+        ),
+        mock.patch("meshpar.passes.positions.exchange.BLOCK", 3),
         # On a CPU torch refuses gradients, though what it checks its kernels against has them, and runs without the
         # compiler.
         mock.patch.multiple(
@@ -197,7 +205,7 @@ def test_blocks_of_the_mask_hold_what_the_mask_holds():
 def test_the_blocks_of_32768_tokens_are_made_without_their_matrix():
     positions = torch.cat([torch.arange(length) for length in (9000, 13000, 10768)])[None]
     largest = Largest()
-    with mock.patch("meshpar.positions._FLEX", ("cpu",)), largest:
+    with mock.patch("meshpar.passes.positions.attention._FLEX", ("cpu",)), largest:
         mask = attention_mask(Bare(), positions)
     assert mask.blocks.shape == (1, 1, 32768, 32768) and largest.bytes < 1 << 20, "32,768 x 32,768 bytes are a GiB"
 
@@ -206,7 +214,7 @@ def test_the_blocks_of_32768_tokens_are_made_without_their_matrix():
 def test_the_compiled_kernel_attends_by_these_blocks():
     drawn = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, 1500, 16, generator=drawn) for heads in (4, 2, 2))
-    with mock.patch("meshpar.positions._FLEX", ("cpu",)), torch.no_grad():
+    with mock.patch("meshpar.passes.positions.attention._FLEX", ("cpu",)), torch.no_grad():
         mask = attention_mask(Bare(), torch.cat([torch.arange(500), torch.arange(1000)])[None], window=300)
         found, want = (
             attention(Bare(), q, k, v, one_mask) for one_mask in (mask, dataclasses.replace(mask, blocks=None))

@@ -29,7 +29,7 @@ from meshpar import (
     distributed,
 )
 from meshpar.checkpoints import CheckpointManager, export_module, export_safetensors
-from meshpar.passes.routing import Routing, by_experts
+from meshpar.passes.experts.routing import Routing, by_experts
 from meshpar.testing import assert_parity, launch, on_ranks, token_steps, train_steps, whole
 from meshpar.training import ExpertLoad
 from tests.support.models_for_parity import VOCAB, huggingface, transformer

@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import meshpar
 from benchmarks.chunked_loss import Head
-from meshpar import ContextParallel, FullyShard, HybridShard, TensorParallel, log_probs
-from meshpar.log_probs import token_log_probs
-from meshpar.placements import whole_tensor
+from meshpar import ContextParallel, FullyShard, HybridShard, TensorParallel
+from meshpar.losses import log_probs
+from meshpar.losses.log_probs import token_log_probs
+from meshpar.step.placements import whole_tensor
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.accelerator.accelerated import accelerated
 from tests.passes.test_parity import PLANS as EVERY_PLAN

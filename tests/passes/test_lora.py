@@ -30,7 +30,7 @@ from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, Safete
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.resolved import resolve
 from meshpar.launchers.export.run import export_adapters, merged
-from meshpar.placements import local_tensor
+from meshpar.step.placements import local_tensor
 from meshpar.testing import Memory, on_ranks, token_steps, whole
 from meshpar.testing.parity import Record, assert_records_match, train_steps
 from meshpar.training.experts import ExpertLoad

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from meshpar import MeshparError, token_loss
-from meshpar import loss as module
+from meshpar.losses import token_loss as module
 
 VOCAB = 37
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from meshpar import FullyShard, HybridShard, MeshparError, Plan
 from meshpar._torch.fsdp import units_with_parameters
 from meshpar.forecasting.recorder import Recorder
-from meshpar.passes.over_hosts import scatter_sums
+from meshpar.passes.data.gloo_collectives import scatter_sums
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum
 from tests.support.models_for_parity import VOCAB, transformer
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from meshpar import FullyShard, MeshparError, ModelLayout, PipelineParallel, Plan, PlanError, Replicate
 from meshpar.checkpoints import CheckpointManager
-from meshpar.log_probs import token_log_probs
+from meshpar.losses.log_probs import token_log_probs
 from meshpar.passes.applied import applied
-from meshpar.placements import whole_tensor
+from meshpar.step.placements import whole_tensor
 from meshpar.testing import on_ranks
 from meshpar.training import scale_rates
 from tests.support.models_for_parity import transformer

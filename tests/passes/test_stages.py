@@ -23,7 +23,7 @@ from meshpar import (
     TensorParallel,
 )
 from meshpar.checkpoints import CheckpointManager
-from meshpar.placements import whole_tensor
+from meshpar.step.placements import whole_tensor
 from meshpar.testing import launch, on_ranks, token_loss_sum
 from tests.support.models_for_parity import huggingface
 from tests.support.stages import MODELS, assert_as_one_process, batches, one_process, scaled_loss, trained

@@ -26,9 +26,9 @@ from meshpar.checkpoints import CheckpointManager
 from meshpar.forecasting import Batch, Hardware, forecast
 from meshpar.forecasting.hardware import RESERVED_RANGE
 from meshpar.forecasting.search import search
-from meshpar.passes import world
 from meshpar.passes.applied import applied
-from meshpar.placements import local_tensor
+from meshpar.passes.data import replica_shards
+from meshpar.step.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, random_tokens, token_loss_sum, token_steps, whole
 from meshpar.testing.parity import train_steps
 from tests.support.models_for_parity import VOCAB, transformer
@@ -61,7 +61,7 @@ def sgd(par):
     return torch.optim.SGD(par.module.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 
 
-class PlainReduce(world._Reduce):
+class PlainReduce(replica_shards._Reduce):
     """The sum over replicas as accelerators do it."""
 
     def __init__(self, *groups, exchanges):
@@ -80,7 +80,7 @@ def test_two_replicas_of_two_shards_equal_one_process():
         ODD, "dp_replicate=2,dp_shard=2", [ActivationCheckpoint(), kept], steps, expected=expected, max_norm=0.5
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world, "_Reduce", PlainReduce)
+        patch.setattr(replica_shards, "_Reduce", PlainReduce)
         assert_parity(ODD, "dp_replicate=4,dp_shard=1", [WORLD], steps, expected=expected, max_norm=0.5)
 
 
@@ -240,7 +240,7 @@ def resumed(meshes):
 @on_ranks(4)
 def test_micro_batches_of_a_step_share_what_was_gathered():
     par, batch = sharded(), random_tokens(99, 1, 8, seed=0)
-    sent, inner = [], world._Gather._over_replicas
+    sent, inner = [], replica_shards._Gather._over_replicas
 
     def counted(self, mine):
         sent.append(mine.numel())
@@ -262,7 +262,7 @@ def test_micro_batches_of_a_step_share_what_was_gathered():
             par.describe()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(world._Gather, "_over_replicas", counted)
+        patch.setattr(replica_shards._Gather, "_over_replicas", counted)
         once = step()
         assert once == step() > 0
         assert step(evaluate) == 3 * once

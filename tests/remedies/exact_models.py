@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import parametrize
 
 from meshpar import ContextParallel, FullyShard, ModelLayout, Plan, TensorParallel, token_loss
-from meshpar.exact.explain import Explanation
+from meshpar.step.explain import Explanation
 from tests.passes.test_context import Strange, Sums
 from tests.remedies.exact_loops import IDS, Methods, habit, of, trained
 from tests.remedies.plans import TwoLayers

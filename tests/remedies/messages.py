@@ -11,9 +11,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ("meshpar", "models", "checkpoints", "launchers")
-FOLDERS = ("core", "exact", "passes", "state", "training", "forecasting")
-"""Of ``meshpar``, those with a file of rows of their own; ``loose`` has the others."""
-ROOMS = (*FOLDERS, "loose", *SOURCE[1:])
 
 VERBS = """add aggregate allow append apply ask assign await book bring build call cast change check choose clear clip
 close combine compute configure confirm connect convert copy correct cut declare define delete dequantize describe
@@ -54,12 +51,6 @@ class Message:
     line: int
     text: str
     raised: bool
-
-    @property
-    def room(self) -> str:
-        """The part of the source that the message belongs to: the file of rows with its name answers for it."""
-        first, second, *_ = Path(self.file).parts
-        return first if first != "meshpar" else second if second in FOLDERS else "loose"
 
     @property
     def remedies(self) -> tuple[str, ...]:

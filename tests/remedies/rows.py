@@ -1,6 +1,6 @@
 """The table of remedies: every message of the source that tells its reader what to do, and code that does it.
 
-``messages.py`` reads the messages and their remedies from the source. A file ``test_ROOM.py`` has a room's rows::
+``messages.py`` reads the messages and their remedies from the source. A file ``test_SUBJECT.py`` has rows::
 
     Row(
         "the layout is {} of type {}; expected a ModelLayout",        # a part of the message, {} for what is filled in
@@ -14,9 +14,8 @@ The keys are the first words of the message's remedies, each of its alternatives
 literally what they say. Where a test does so already, the row names it: ``Tested(message, "tests/F.py::test_name",
 {"use A": "piece of the test's source that uses A"})``; the message's text must be in the test, too.
 
-To add rows: ``python -m tests.remedies.table ROOM`` prints what is untried in a room; write a row for each line, run
-``pytest tests/remedies/test_ROOM.py tests/core/test_house.py``, and lower ``UNTRIED`` in the room's file. Remedies that no
-test can apply are kinds of ``OUTSIDE`` in ``table.py``, each with its reason.
+To add rows: ``python -m tests.remedies.table`` prints what is untried; write a row for each line, and run its file and
+``tests/core/test_house.py``. Remedies that no test can apply are kinds of ``OUTSIDE`` in ``table.py``, each with its reason.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from typing import Any
 
 import torch
 
-from meshpar.placements import whole_tensor
+from meshpar.step.placements import whole_tensor
 
 
 @dataclass(frozen=True, slots=True)

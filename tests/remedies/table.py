@@ -73,9 +73,9 @@ def entries() -> tuple[Entry, ...]:
 
 
 @cache
-def compare() -> tuple[dict[str, list[str]], list[str]]:
-    """Return what no row tries, by room, and what is wrong with the rows."""
-    untried: dict[str, list[str]] = defaultdict(list)
+def compare() -> tuple[list[str], list[str]]:
+    """Return what no row tries, and what is wrong with the rows."""
+    untried = list[str]()
     matched: dict[str, set[str]] = defaultdict(set)
     wrong = []
     for message in messages():
@@ -87,7 +87,7 @@ def compare() -> tuple[dict[str, list[str]], list[str]]:
             if len(trying) > 1:
                 wrong.append(f"{message}: two rows try {remedy!r}: {', '.join(entry.where for entry, _ in trying)}")
             if not trying and not any(re.match(kind, remedy) for kind in OUTSIDE):
-                untried[message.room].append(f"{message}\n      remedy: {remedy!r}")
+                untried.append(f"{message}\n      remedy: {remedy!r}")
     for entry in entries():
         if not any(entry.message in message.text for message in messages()):
             wrong.append(f"{entry.where}: no message has the text {entry.message!r}")
@@ -95,14 +95,6 @@ def compare() -> tuple[dict[str, list[str]], list[str]]:
             wrong.append(f"{entry.where}: no remedy of {entry.message!r} begins with {sorted(lost)}")
         wrong += _lost_tests(entry)
     return untried, wrong
-
-
-def untried_at_most(room: str) -> int:
-    """Return the number of remedies that the room's file of rows says are untried; it only gets smaller."""
-    for node in ast.parse((HERE / f"test_{room}.py").read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "UNTRIED":
-            return int(ast.literal_eval(node.value))
-    return 0
 
 
 def bare() -> list[str]:
@@ -148,5 +140,4 @@ def _functions(path: Path) -> dict[str, str]:
 if __name__ == "__main__":
     import sys
 
-    untried, wrong = compare()
-    sys.stdout.write("\n".join([line for room in sys.argv[1:] for line in untried[room]] + wrong) + "\n")
+    sys.stdout.write("\n".join([*compare()[0], *compare()[1], ""]))

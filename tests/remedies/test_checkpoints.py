@@ -37,8 +37,6 @@ from tests.checkpoints.test_foreign import equal as is_read
 from tests.checkpoints.test_foreign import linear as read
 from tests.remedies.rows import Row, Tested, alone, run_together
 
-UNTRIED = 0
-
 STEP = "run/step-00000001"
 
 

@@ -34,8 +34,6 @@ from meshpar.core.passes import held_mesh
 from tests.remedies.plans import TwoLayers, problems, transformer
 from tests.remedies.rows import Row, Tested, alone
 
-UNTRIED = 0
-
 
 @dataclass
 class Halves(Pass):

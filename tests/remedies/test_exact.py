@@ -17,8 +17,6 @@ from tests.support import loop_habits as habits
 from tests.support.loop_sides import Net, adamw, sgd
 from tests.support.models_for_parity import transformer
 
-UNTRIED = 0
-
 FSDP = "FSDP"
 
 ROWS = [

@@ -25,9 +25,9 @@ from meshpar import (
     attention,
     attention_mask,
 )
-from meshpar.passes import shard
+from meshpar.passes.data import shard
 from meshpar.passes.pipeline import parallel
-from meshpar.placements import local_tensor, whole_tensor
+from meshpar.step.placements import local_tensor, whole_tensor
 from meshpar.testing import on_ranks
 from tests.exact.test_cycle import LAYOUT, Net, ids_of, x_of
 from tests.passes.test_experts import OWN, Elsewhere, Own, OwnMixture, Paired, Residual, Scaled, dropped

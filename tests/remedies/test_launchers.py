@@ -39,8 +39,6 @@ from tests.jobs.test_doctor import DOWN, ORDER, Nvml, healthy
 from tests.launchers.test_recipe import SMALL, read
 from tests.remedies.rows import Row, Tested, alone
 
-UNTRIED = 0
-
 
 def recipe(*overrides, text=SMALL):
     """Read a recipe, which has no problem."""

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from meshpar import FullyShard, MeshSpec, ModelLayout, PipelineParallel, Plan, attention, attention_mask, token_loss
-from meshpar.build_once import _room, build_once
-from meshpar.chunked import chunked_token_loss
-from meshpar.drawing import mesh_svg
-from meshpar.homes import expanded
+from meshpar.losses.chunked import chunked_token_loss
 from meshpar.optim import Muon
-from meshpar.placements import local_gradient, whole_tensor
-from meshpar.positions import Mask, documents
+from meshpar.passes.positions.attention import Mask, documents
+from meshpar.process.build_once import _room, build_once
+from meshpar.process.homes import expanded
+from meshpar.state.drawing import mesh_svg
+from meshpar.step.placements import local_gradient, whole_tensor
 from meshpar.testing import on_ranks, one_process
 from meshpar.weights.maps import average_called
 from tests.remedies.rows import Row, Tested, alone, run_together

@@ -24,8 +24,8 @@ from meshpar import (
     attention,
 )
 from meshpar.passes import Style
-from meshpar.passes.batches import positions, with_positions
 from meshpar.passes.pipeline.schedule import SCHEDULES
+from meshpar.passes.positions.batches import positions, with_positions
 from meshpar.passes.tensor.parts import Parts, Shared
 from meshpar.testing import on_ranks
 from tests.passes.test_experts import OWN, Buffered, Dense, Own, OwnMixture, Tied

@@ -18,8 +18,6 @@ from tests.passes.test_traps import Rotating, Weights
 from tests.remedies.rows import Row, Tested, alone, run_together
 from tests.support.models_for_parity import huggingface, transformer
 
-UNTRIED = 0
-
 SHARDED = "dp_shard=2", [FullyShard()]
 SPLIT = "tp=2", [TensorParallel()]
 IDS = torch.arange(16).view(2, 8)

@@ -31,9 +31,10 @@ import torch.distributed as dist
 import meshpar
 from meshpar import FullyShard, Plan
 from meshpar.checkpoints import CheckpointManager
+from meshpar.launchers.agent.watchdog import Watchdog
 from meshpar.launchers.jobs.job import Saver
 from meshpar.models import Transformer, TransformerConfig
-from meshpar.signals import exit_code_of
+from meshpar.process.signals import exit_code_of
 from meshpar.testing import whole
 from meshpar.training import (
     AdamWSettings,
@@ -52,7 +53,6 @@ from meshpar.training import (
 )
 from meshpar.training.loop import Trainer
 from meshpar.training.samples import PackedTokens
-from meshpar.watchdog import Watchdog
 
 STEPS, EVERY, AT = 6, 2, 4
 """Each second step is due: it is saved, then validated and evaluated. Faults come beside step 4."""

@@ -16,8 +16,8 @@ from torch.nn.functional import mse_loss, pad
 from torch.utils.checkpoint import checkpoint
 
 from meshpar import MeshparError, ModelLayout
-from meshpar.passes.random import SplitState
-from meshpar.placements import local_tensor
+from meshpar.passes.tensor.random import SplitState
+from meshpar.step.placements import local_tensor
 from meshpar.testing import whole
 from tests.support.loop_sides import CLASSES, DIM, FEATURES, LAYOUT, Block, Net, Side, adamw, batch, sgd, train
 

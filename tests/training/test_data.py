@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 import torch
 
-from meshpar.build_once import build_once
 from meshpar.core.errors import MeshparError, RecipeError
-from meshpar.imports import need
-from meshpar.loss import IGNORE_INDEX
+from meshpar.losses.token_loss import IGNORE_INDEX
+from meshpar.process.build_once import build_once
+from meshpar.process.imports import need
 from meshpar.training import text
 from meshpar.training.data import FILLER, Batches, LoaderSettings
 from meshpar.training.examples import prepare_examples
@@ -379,7 +379,7 @@ def test_who_waits_for_a_build_says_for_whom_and_not_for_ever(
         except RecipeError as error:
             failures.append(error)
 
-    monkeypatch.setattr("meshpar.build_once._SILENT_S", 0.3, raising=False)
+    monkeypatch.setattr("meshpar.process.build_once._SILENT_S", 0.3, raising=False)
     monkeypatch.setattr("meshpar.core.waiting.EVERY_S", 0.0, raising=False)
     waiter = threading.Thread(target=waits)
     waiter.start()
@@ -397,7 +397,7 @@ def test_who_waits_for_a_build_says_for_whom_and_not_for_ever(
 
 
 def test_a_builder_that_lives_is_waited_for_beyond_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshpar.build_once.EVERY_S", 0.02)
+    monkeypatch.setattr("meshpar.process.build_once.EVERY_S", 0.02)
     begins = threading.Event()
 
     def slow(made: Path) -> None:
@@ -407,7 +407,7 @@ def test_a_builder_that_lives_is_waited_for_beyond_the_bound(tmp_path: Path, mon
     builder = threading.Thread(target=build_once, args=(tmp_path / "made", slow))
     builder.start()
     begins.wait()
-    monkeypatch.setattr("meshpar.build_once._SILENT_S", patient(0.3))
+    monkeypatch.setattr("meshpar.process.build_once._SILENT_S", patient(0.3))
     assert build_once(tmp_path / "made", slow).is_dir()
     builder.join()
 

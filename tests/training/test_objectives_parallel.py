@@ -150,7 +150,7 @@ def distilled(name: str, theirs: str) -> None:
         student, mesh, passes, steps, loss_sum=functools.partial(summed, objective), expected=expected
     )
     assert all(parameter.grad is None for parameter in par.module.parameters())
-    held = sum(meshpar.placements.local_tensor(parameter).numel() for parameter in par.module.parameters())
+    held = sum(meshpar.step.placements.local_tensor(parameter).numel() for parameter in par.module.parameters())
     assert held < 0.6 * sum(parameter.numel() for parameter in par.module.parameters()), "the teacher is not split"
     assert trained.data_size in (2, 4)
 

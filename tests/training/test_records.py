@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshpar import RecipeError
-from meshpar.loss import IGNORE_INDEX
+from meshpar.losses.token_loss import IGNORE_INDEX
 from meshpar.training import records as records_module
 from meshpar.training.data import FILLER, Batches
 from meshpar.training.examples import ExampleFile, prepare_examples

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 import meshpar
 from meshpar import FullyShard, MeshparError, Parallelized, PipelineParallel, Plan, RecipeError, TensorParallel
 from meshpar.models import Transformer, TransformerConfig
-from meshpar.passes.random import mix
-from meshpar.placements import local_tensor
+from meshpar.passes.tensor.random import mix
+from meshpar.step.placements import local_tensor
 from meshpar.testing import on_ranks, whole
 from meshpar.training.console import Console
 from meshpar.training.data import Batches

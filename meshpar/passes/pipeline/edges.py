@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from meshpar._torch.calls import eager, enter_by
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, first_line
+from meshpar.passes.host_reads import beside
 from meshpar.passes.installed import set_forward
 from meshpar.passes.pipeline.cuts import Result
 from meshpar.passes.pipeline.messages import BACK, FAILED, FORTH, Header, Messages
 from meshpar.passes.pipeline.stand_ins import Carried, TailStandIn, tell_hooks_of, tensors, with_result
-from meshpar.passes.random import LossState
-from meshpar.passes.reads import beside
-from meshpar.same_values import FACTOR, digest
+from meshpar.passes.tensor.random import LossState
+from meshpar.step.rank_digests import FACTOR, digest
 
 _WRITES = (
     "the model writes into what a block returns, which is on its way to the next stage; let it compute a new tensor "

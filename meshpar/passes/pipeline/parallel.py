@@ -36,7 +36,7 @@ from meshpar.passes.pipeline.stand_ins import (
     standing_for,
     twin_of,
 )
-from meshpar.passes.random import draws_random
+from meshpar.passes.tensor.random import draws_random
 
 _EXAMINED = WeakKeyDictionary[nn.Module, tuple[ModelLayout, Anatomy]]()
 """Modules that can be cut -> their layout and anatomy, between :meth:`PipelineParallel.problems` and the ``apply`` that

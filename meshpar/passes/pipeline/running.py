@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_map_only
 from meshpar._torch.groups import all_gather
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, brief
-from meshpar.loss import Found, Totals
+from meshpar.losses.token_loss import Found, Totals
+from meshpar.passes.host_reads import beside
 from meshpar.passes.pipeline.edges import Edges, FailedBeforeError, Portion, digest_of
 from meshpar.passes.pipeline.messages import BACK, FORTH, LostError, all_fail, failed_alone, forget_alone, tell_alone
 from meshpar.passes.pipeline.schedule import Action, actions
 from meshpar.passes.pipeline.stand_ins import tensors
-from meshpar.passes.reads import beside
-from meshpar.placements import local_tensor
-from meshpar.same_values import Looks, digest_of_several
+from meshpar.step.placements import local_tensor
+from meshpar.step.rank_digests import Looks, digest_of_several
 
 Micro = TypeVar("Micro")
 _EXACT = (1 << 48) - 1

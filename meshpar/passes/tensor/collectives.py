@@ -20,7 +20,7 @@ from torch import Tensor
 from meshpar._torch.groups import collective_ops as ops
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
-from meshpar.passes.over_hosts import swaps, to_the_other
+from meshpar.passes.data.gloo_collectives import swaps, to_the_other
 
 
 @final

@@ -18,9 +18,9 @@ from meshpar.core import runtime
 from meshpar.core.errors import ParallelError, PlanError
 from meshpar.core.guards import Guards
 from meshpar.passes.installed import set_forward
-from meshpar.passes.random import SplitState
 from meshpar.passes.tensor.collectives import copy_to, gather_partial, reduce_from, reduce_scatter
-from meshpar.same_values import Largest, Looks, same
+from meshpar.passes.tensor.random import SplitState
+from meshpar.step.rank_digests import Largest, Looks, same
 
 SEQUENCE_DIM = 1
 """Activations are (batch, sequence, features)."""

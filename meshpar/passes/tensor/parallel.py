@@ -17,11 +17,11 @@ from meshpar.core.mesh import MeshSpec, sizes_text
 from meshpar.core.passes import Pass, Role, Stage, find_blocks, unmatched
 from meshpar.core.patterns import covers, find_modules, matches, suggestion
 from meshpar.passes.applied import applied
+from meshpar.passes.data.whole_parameters import keep_whole, see_whole, whole_styles
 from meshpar.passes.installed import installed, set_attribute
-from meshpar.passes.local import keep_whole, see_whole, whole_styles
-from meshpar.passes.random import SplitState, draws_random
 from meshpar.passes.tensor.context import Arrivals, Context, Style
 from meshpar.passes.tensor.parts import CopiedHeads, Parts
+from meshpar.passes.tensor.random import SplitState, draws_random
 from meshpar.passes.tensor.styles import PARAMETER_STYLES, PER_HEAD, Colwise, Sequence, parse
 
 _WHOLE_SHARE = 0.25

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.core.mesh import sizes_text
-from meshpar.passes.installed import set_forward
-from meshpar.passes.local import (
+from meshpar.passes.data.whole_parameters import (
     empty_problems,
     features_of,
     is_transposed,
@@ -24,6 +23,7 @@ from meshpar.passes.local import (
     replaced_problems,
     shard_parameter,
 )
+from meshpar.passes.installed import set_forward
 from meshpar.passes.tensor.collectives import copy_to, copy_weight, gather_replicated, regroup
 from meshpar.passes.tensor.context import Context, Style
 

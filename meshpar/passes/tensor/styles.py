@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from meshpar._torch.calls import assert_async
 from meshpar.core.errors import PlanError
 from meshpar.core.mesh import sizes_text
-from meshpar.passes.installed import record, set_forward
-from meshpar.passes.local import (
+from meshpar.passes.data.whole_parameters import (
     empty_problems,
     features_of,
     is_transposed,
@@ -32,6 +31,7 @@ from meshpar.passes.local import (
     strides,
     sum_gradients,
 )
+from meshpar.passes.installed import record, set_forward
 from meshpar.passes.tensor.collectives import copy_to, copy_weight, gather_replicated, regroup, split_replicated
 from meshpar.passes.tensor.context import Context, Style
 from meshpar.passes.tensor.parts import FeatureTable

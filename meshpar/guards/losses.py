@@ -1,0 +1,78 @@
+"""Compare the losses from which ranks that share their samples and positions start a backward.
+
+What is made inside of a split module may leave it by another way than its output: by an attribute, a list, a hook. Each
+rank then has that of its own heads or features, and a loss that takes it in differs between the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshpar.core import runtime
+from meshpar.core.errors import ParallelError
+from meshpar.core.guards import Guard
+from meshpar.step.rank_digests import Largest, Looks
+
+_ROUNDINGS, _QUEUED_ROUNDINGS = 64, 1024
+"""How far losses may differ, in units of their dtype's rounding: an accelerator adds in another order each time."""
+_LEAST = 1e-2
+"""How large a loss counts at least: one whose terms cancel to about zero has the rounding of its terms."""
+
+
+@final
+class Losses(Guard):
+    """The losses of one parallel module's backwards.
+
+    Args:
+        groups: axis -> its process group, of the axes whose ranks see the same samples and positions.
+        device: where numbers are exchanged.
+        always: compare every time on a CPU; False: the first times alone.
+    """
+
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup], device: torch.device, *, always: bool = True) -> None:
+        self.groups, self._device, self._looked = dict(groups), device, 0
+        self._always = always and not runtime.queues(device)
+
+    def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
+        """Compare every time on a CPU, on an accelerator, where reading waits, the first times."""
+        if self.groups and (self._always or self._looked < Looks.FIRST) and reaches():
+            self.check(roots)
+
+    def check(self, roots: Iterable[object]) -> None:
+        """Compare what a backward of the module is about to start from.
+
+        Raises:
+            ParallelError: on every rank of the axis alike.
+
+        Collective over the axes.
+        """
+        self._looked += 1
+        plain = [
+            root.detach()
+            for root in roots
+            if isinstance(root, Tensor) and not isinstance(root, DTensor) and root.numel() == 1
+        ]
+        kind = max((loss.dtype for loss in plain), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
+        mine = torch.zeros((), device=self._device, dtype=torch.float64)
+        for loss in plain:
+            mine += loss.reshape(()).to(self._device, torch.float64).nan_to_num(-1e300)
+        allowed = torch.finfo(kind).eps * (_QUEUED_ROUNDINGS if runtime.queues(self._device) else _ROUNDINGS)
+        for axis, group in self.groups.items():
+            most, least = Largest(torch.stack([mine, -mine]), group).read().tolist()
+            least = -least
+            if most != least and not most - least <= allowed * max(abs(most), abs(least), _LEAST):
+                raise ParallelError(
+                    f"ranks of {axis} compute the same samples together, but their backward starts from different "
+                    f"losses: from {least:.6g} to {most:.6g}, here {mine.item():.6g}. Give collectives of your own in "
+                    "a loss or a hook group=par.data_group, whose ranks have different samples. Where a value made "
+                    "inside of a split module entered the loss by another way than the module's output (an attribute, "
+                    "a list, a hook), each rank has that of its own heads or features; leave that module and the "
+                    "layers in it whole, TensorParallel(styles={'blocks.*.attn': None}), or draw random numbers of the "
+                    "loss alike on these ranks"
+                )

@@ -1,0 +1,1 @@
+"""Token losses and log-probabilities, also where the vocabulary is split."""

@@ -1,0 +1,1 @@
+"""Data parallelism: shards, replicas and what they keep whole."""

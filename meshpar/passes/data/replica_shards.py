@@ -1,0 +1,232 @@
+"""Two hops for FSDP2: slices of all data ranks are gathered over replicas once a step, over the shards of a replica
+as often as needed. Gradients are reduced the same way back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from meshpar._torch.calls import assert_async
+from meshpar._torch.fsdp import gathered_bytes, gathered_inputs, is_gathered, make_ready, units_with_parameters
+from meshpar._torch.groups import all_gather, collective_ops, share_timeout
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError
+from meshpar.passes.data.gloo_collectives import Allocates, gather_shards, scatter_sums
+
+_WRITTEN = (
+    "a parameter was written between the micro-batches of one step, which share their weights; write before the first "
+    "of them, or after the optimizer's step"
+)
+# units whose slices are gathered before they are needed, on an accelerator; on a CPU they have a group of their own,
+# and all are
+_AHEAD = 2
+# exchanges of one unit that are under way at once, because a link between replicas stands still between one exchange
+# and the next
+_PARTS = 4
+
+
+@final
+class _Gather(Allocates):
+    """The all-gather of one unit: over replicas into the shard that this rank keeps for its replica, then over the
+    replica's shards.
+
+    Attributes:
+        fresh: the shard has the values of the slices.
+        following: the gather of a later unit, whose hop over replicas runs beside this unit's computing.
+        in_parts: the hop over shards is a call for each replica, without a copy; else it is one call, whatever the
+            number of replicas, and a copy, which costs an accelerator less than the launches.
+    """
+
+    def __init__(
+        self, unit: FSDPModule, replicas: dist.ProcessGroup, shards: dist.ProcessGroup, *, in_parts: bool
+    ) -> None:
+        self._unit, self._replicas, self._shards, self.in_parts = unit, replicas, shards, in_parts
+        self._shard: Tensor | None = None
+        self.fresh = False
+        self.following: _Gather | None = None
+
+    def begin(self) -> None:
+        """Start the hop over replicas, which the next gather waits for, unless the shard is up to date or nobody
+        waits for it.
+        """
+        if not self.fresh and not is_gathered(self._unit):
+            self._over_replicas(self._mine())
+
+    def unwritten(self) -> Tensor:
+        """Return whether this rank's part of the shard equals its slices, a bool of no dimensions."""
+        mine = self._mine()
+        own = collective_ops.wait_tensor(self.shard()).chunk(self._replicas.size())[self._replicas.rank()]
+        return (mine.view(torch.uint8) == own.view(torch.uint8)).all()
+
+    def shard(self) -> Tensor:
+        """Return the shard; one that was never gathered has memory and no values."""
+        return self._shard if self._shard is not None else self._memory(self._mine())
+
+    def _mine(self) -> Tensor:
+        return torch.cat(gathered_inputs(self._unit))
+
+    def _memory(self, mine: Tensor) -> Tensor:
+        size = self._replicas.size() * mine.numel()
+        if self._shard is None or (self._shard.dtype, self._shard.numel()) != (mine.dtype, size):
+            self._shard = mine.new_empty(size)
+        return self._shard
+
+    def _over_replicas(self, mine: Tensor) -> None:
+        count = self._replicas.size()
+        memory = collective_ops.wait_tensor(self._memory(mine))
+        own = memory.chunk(count)[self._replicas.rank()]
+        own.copy_(mine)
+        collective_ops.all_gather_into_tensor_out(own, count, self._replicas.group_name, out=memory)
+        self.fresh = True
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False) -> None:
+        if not self.fresh:
+            self._over_replicas(input_tensor)
+        shard, count = collective_ops.wait_tensor(self.shard()), self._replicas.size()
+        if self.following is not None:
+            self.following.begin()
+        if self.in_parts:
+            gather_shards(output_tensor.chunk(count), shard.chunk(count), self._shards)
+            return
+        # shard after shard, and FSDP2 reads the slices of one replica after those of another
+        joined = torch.empty_like(output_tensor)
+        all_gather(joined, shard, self._shards)
+        output_tensor.view(count, self._shards.size(), -1).copy_(
+            joined.view(self._shards.size(), count, -1).transpose(0, 1)
+        )
+
+
+@final
+class _Reduce(Allocates):
+    """The reduce-scatter of a unit: over the replica's shards, then over replicas.
+
+    Attributes:
+        exchanges: a hop is an all-to-all and a sum, because gloo's reduce-scatter is an all-reduce, which sends twice
+            the bytes.
+    """
+
+    def __init__(self, replicas: dist.ProcessGroup, shards: dist.ProcessGroup, *, exchanges: bool) -> None:
+        self._replicas, self._shards, self.exchanges = replicas, shards, exchanges
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: Any, async_op: bool = False
+    ) -> None:
+        count = self._replicas.size()
+        sums = input_tensor.new_empty(count * output_tensor.numel())
+        outputs, inputs = [output_tensor], [sums]
+        if not self.exchanges:
+            by_shard = input_tensor.view(count, self._shards.size(), -1).transpose(0, 1).reshape(-1)
+            scatter_sums([sums], [by_shard], op, self._shards, exchanges=False)
+        else:
+            chunks = list(sums.chunk(count)), list(input_tensor.chunk(count))
+            scatter_sums(*chunks, op, self._shards, exchanges=True)
+            parts = max(1, min(_PARTS, output_tensor.numel()))
+            outputs = list(output_tensor.tensor_split(parts))
+            inputs = [part.contiguous() for part in sums.view(count, -1).tensor_split(parts, dim=1)]
+        again = op if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
+        scatter_sums(outputs, inputs, again, self._replicas, exchanges=self.exchanges)
+
+
+def _slices_group(axis: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return another group of the same ranks, for slices alone, where collectives wait for earlier ones of their group
+    (gloo).
+
+    What ranks compare before each unit would wait for the slices of later units, and the link between replicas for the
+    comparison.
+    """
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        return group
+    made: Any = dist.new_group(
+        dist.get_process_group_ranks(group), use_local_synchronization=True, group_desc=f"{axis} slices"
+    )
+    share_timeout([made])
+    return made
+
+
+@final
+class ReplicaShards:
+    """The shards that the ranks of a replica keep of parameters that are split over all data ranks.
+
+    FSDP2 splits a unit over replicas and, in each, over shards: rank (r, s) stores slice (r, s), which it trains.
+    Gathering takes two hops. The first gathers the slices (0..R, s) over replicas into a shard in the computing dtype,
+    once in each forward, or in the first of those that accumulate gradients. The second gathers the shards inside the
+    replica, and is each of FSDP2's all-gathers. Gradients take the same hops back. This is the secondary partition of
+    ZeRO++ (Wang et al. 2023, arXiv 2306.10209).
+
+    Args:
+        module: the outermost module, whose units are sharded over the flattened (replicas, shards).
+        mesh: has both axes.
+        divided: modules that another axis divides -> a mesh of their own, which has both axes, too.
+        replicas: the axis over which a shard is gathered once a step.
+        shards: the axis inside a replica.
+
+    Attributes:
+        groups: process groups made for slices alone, with their axis.
+    """
+
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh, divided: Mapping[nn.Module, DeviceMesh], replicas: str, shards: str
+    ) -> None:
+        self._module, self._replicas = module, mesh[replicas].size()
+        self._gathers, alone = list[_Gather](), runtime.over_hosts(mesh.device_type)
+        slices_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        unit: Any  # FSDP2 names the classes of its collectives in private modules alone
+        for unit in units_with_parameters(module):
+            held_on = divided.get(unit, mesh)
+            axis = held_on.get_group(replicas)
+            if axis not in slices_groups:
+                slices_groups[axis] = _slices_group(replicas, axis)
+            groups = slices_groups[axis], held_on.get_group(shards)
+            self._gathers.append(_Gather(unit, *groups, in_parts=alone))
+            unit.set_custom_all_gather(self._gathers[-1])
+            unit.set_custom_reduce_scatter(_Reduce(*groups, exchanges=alone))
+        self.groups = [(replicas, made) for axis, made in slices_groups.items() if made is not axis]
+        self._ahead = len(self._gathers) if alone else _AHEAD
+        for gather, following in itertools.zip_longest(self._gathers, self._gathers[self._ahead :]):
+            gather.following = following
+
+    def changed(self) -> None:
+        """Forget the shards: slices may have other values."""
+        for gather in self._gathers:
+            gather.fresh = False
+
+    def check_unwritten(self) -> None:
+        """Check that this rank's slices are still what the shards were gathered from, bit for bit.
+
+        Raises:
+            MeshparError: they are not. On an accelerator, where looking would wait, the device ends with an assertion.
+        """
+        looked_at = [gather.unwritten() for gather in self._gathers if gather.fresh]
+        if looked_at and not runtime.queues(looked_at[0].device) and not all(looked_at):
+            raise MeshparError(_WRITTEN)
+        for same in looked_at:
+            assert_async(same, _WRITTEN)
+
+    def begin(self) -> None:
+        """Start to gather the first units' shards, if out of date; each unit starts a later one's. Collective over
+        replicas.
+        """
+        for gather in self._gathers[: self._ahead]:
+            gather.begin()
+
+    def tensors(self) -> list[Tensor]:
+        """Return the shards of all units, of which those that were never gathered have no values yet."""
+        make_ready(self._module)
+        return [gather.shard() for gather in self._gathers]
+
+    def held(self) -> list[Tensor]:
+        """Return the shards that have memory: those of units that were gathered."""
+        return [gather._shard for gather in self._gathers if gather._shard is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shards, also of a module on the meta device."""
+        return sum(gathered_bytes(unit) for unit in units_with_parameters(self._module)) * self._replicas

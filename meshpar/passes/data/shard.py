@@ -1,0 +1,452 @@
+"""FullyShard, HybridShard and Replicate: ranks that see different data, and split or repeat parameters and optimizer
+state (FSDP2).
+
+FSDP2 averages the gradients of a unit at the end of the unit's backward. Others are averaged or summed in
+``whole_parameters.py`` (parameters that ranks keep whole), ``replica_shards.py`` (one optimizer for all replicas),
+``external_gradients.py`` (weights that a loss uses by itself), and in the backward of ``passes/tensor/collectives.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from meshpar._torch import BEFORE_2_13
+from meshpar._torch.fsdp import is_shard, replicate
+from meshpar._torch.groups import flattened
+from meshpar.core import runtime
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec, divisors
+from meshpar.core.passes import Pass, Role, Stage, block_problems, find_blocks, unmatched
+from meshpar.core.patterns import covers, find_modules, suggestion
+from meshpar.passes.applied import applied
+from meshpar.passes.data.gloo_collectives import exchange_directly
+from meshpar.passes.data.replica_shards import ReplicaShards
+from meshpar.passes.data.whole_parameters import WholeParameters, kept_whole
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The arguments of every data-parallel pass; each pass describes them."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    buffer_dtype: torch.dtype | None = None
+    blocks: tuple[str, ...] | None = None
+    whole: tuple[str, ...] | Literal["frozen"] = ()
+
+    def policy(
+        self, param_dtype: torch.dtype | None, output_dtype: torch.dtype | None, cast_inputs: bool
+    ) -> MixedPrecisionPolicy:
+        """Return a policy whose reduction is in the dtype of the computation unless ``reduce_dtype`` says otherwise.
+
+        FSDP2's own default is that up to torch 2.14, and the dtype of the stored parameters since.
+        """
+        return MixedPrecisionPolicy(param_dtype, self.reduce_dtype or param_dtype, output_dtype, cast_inputs)
+
+    def inner(self) -> MixedPrecisionPolicy:
+        """Return the policy of a unit inside the model."""
+        return self.policy(self.param_dtype, None, self.cast_forward_inputs)
+
+    def outer(self) -> MixedPrecisionPolicy:
+        """Return the policy of the outermost unit, which alone casts the output."""
+        return self.policy(self.param_dtype, self.output_dtype, self.cast_forward_inputs)
+
+    def kept(self) -> MixedPrecisionPolicy:
+        """Return the policy of a module that computes in float32 among others that do not: its output goes back to
+        their dtype.
+        """
+        return self.policy(torch.float32, self.param_dtype, True)
+
+    def units(
+        self, module: nn.Module, layout: ModelLayout, min_params: int = 0
+    ) -> list[tuple[nn.Module, MixedPrecisionPolicy, str]]:
+        """Return (module, policy, name) of the units, innermost first; the last is the whole model with what no
+        other unit holds.
+        """
+        order = {name: place for place, (name, _) in enumerate(module.named_modules())}
+        found_blocks = find_blocks(module, layout, self.blocks)
+        large = {
+            name: block for name, block in found_blocks if sum(p.numel() for p in block.parameters()) >= min_params
+        }
+        single: dict[str, nn.Module] = {}
+        if self.param_dtype not in (None, torch.float32):
+            found = (pair for pattern in layout.fp32 for pair in find_modules(module, pattern))
+            single = {name: child for name, child in found if any(True for _ in child.parameters())}
+        chosen = {name: child for name, child in {**large, **single}.items() if child is not module}
+        inner = sorted(chosen.items(), key=lambda item: (-item[0].count("."), order[item[0]]))
+        return [
+            *((child, self.kept() if name in single else self.inner(), name) for name, child in inner),
+            (module, self.outer(), ""),
+        ]
+
+    def keeps(self, module: nn.Module, layout: ModelLayout) -> set[str]:
+        return set(kept_whole(module, self.whole)) if self.whole else set()
+
+    def keep_whole(self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> set[nn.Parameter]:
+        """Take out the parameters that every rank of ``axes`` keeps whole, and return them as FSDP2 is to ignore
+        them.
+        """
+        for parameter in module.parameters():
+            held: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            # which FSDP2 cannot split
+            if not held.is_contiguous() and 0 not in held.stride() and not is_shard(parameter):
+                held.data = held.data.contiguous()
+        names, record = list(kept_whole(module, self.whole)), applied(module)
+        if names and record.whole is None:
+            record.whole = WholeParameters(module, mesh, axes)
+        if record.whole is not None:
+            record.whole.take(names)
+        return {module.get_parameter(name) for name in names}
+
+    def common_problems(self, module: nn.Module, layout: ModelLayout, min_params: int = 0) -> Iterator[str]:
+        """Yield the dtypes that are none, patterns that match nothing, and what the units mix."""
+        owner = type(self).__name__
+        yield from block_problems(owner, module, layout, self.blocks, required=False)
+        known = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        for pattern in () if self.whole == "frozen" else self.whole:
+            if not any(covers(pattern, name) for name in known):
+                names = [*known, *(name for name, _ in module.named_modules())]
+                yield f"{owner}(whole=...) {pattern!r} matches no parameter; {suggestion(pattern, names)}"
+        for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+            value = getattr(self, field)
+            if value is not None and value not in FLOATS:
+                yield f"{owner}({field}={value}) is not a floating dtype; use one of {', '.join(map(str, FLOATS))}"
+        integers = [
+            name for name, parameter in module.named_parameters() if not parameter.is_floating_point() and BEFORE_2_13
+        ]
+        if left := sorted(set(integers) - set(kept_whole(module, self.whole))):
+            yield (
+                f"{owner}: {', '.join(left)} are parameters of integers, which torch {torch.__version__} cannot "
+                f"shard; use torch 2.13 or newer, register them as buffers, or use {owner}(whole={left})"
+            )
+        units = [(name, unit) for unit, _, name in self.units(module, layout, min_params)]
+        yield from unit_content_problems(units, module, set(kept_whole(module, self.whole)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sharding(Precision):
+    """The arguments of FullyShard and HybridShard, which describe them."""
+
+    reshard_after_forward: bool | int = True
+    offload: Literal["cpu"] | None = None
+    prefetch_forward: int = 0
+    prefetch_backward: int = 1
+    min_params: int = 0
+
+    @property
+    def keeps_on_host(self) -> bool:
+        """Parameters, gradients and optimizer state live in host memory."""
+        return self.offload == "cpu"
+
+    @property
+    def blocks_ahead(self) -> int:
+        """Largest number of blocks whose parameters are gathered before they are used."""
+        return self.prefetch_forward + self.prefetch_backward
+
+    def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        owner, shards = type(self).__name__, mesh.axes["dp_shard"]
+        yield from self.common_problems(module, layout, self.min_params)
+        keep = self.reshard_after_forward
+        if not isinstance(keep, bool) and not (1 < keep < shards and shards % keep == 0):
+            fits = [divisor for divisor in divisors(shards) if divisor < shards]
+            would = fits or "no number"
+            yield (
+                f"{owner}(reshard_after_forward={keep}) must be a divisor of dp_shard={shards}, between 1 and "
+                f"{shards}; use {would}"
+            )
+        if self.offload not in (None, "cpu"):
+            yield f"{owner}(offload={self.offload!r}) is not known; use 'cpu' or None"
+        if self.prefetch_forward < 0 or self.prefetch_backward < 0:
+            yield (
+                f"{owner}: prefetch depths are 0 or more, got forward {self.prefetch_forward}, backward "
+                f"{self.prefetch_backward}"
+            )
+        for pattern in layout.fp32:
+            if not any(find_modules(module, pattern)):
+                yield unmatched(f"layout.fp32 pattern {pattern!r}", pattern, module)
+
+    def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
+        kept = {id(parameter) for parameter in kept_whole(module, self.whole).values()}
+        return {
+            name for name, parameter in module.named_parameters(remove_duplicate=False) if id(parameter) not in kept
+        }
+
+    def shard(
+        self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, axes: tuple[str, ...], held_on: DeviceMesh
+    ) -> None:
+        """Apply ``fully_shard`` unit by unit, the outermost last, on ``held_on``: the mesh of ``axes``, (shards) or
+        (replicas, shards).
+        """
+        cast_buffers(module, self.buffer_dtype)
+        common: dict[str, Any] = {
+            "mesh": held_on,
+            "offload_policy": self._offload_policy(mesh),
+            "ignored_params": self.keep_whole(module, mesh, axes),
+        }
+        keep = self.reshard_after_forward
+        applied(module).keeps_gathered = keep is False
+        divided = self._shard_divided(module, layout, axes, common)
+        *inner, (_, outer, _) = self.units(module, layout, self.min_params)
+        units = [
+            fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **common)
+            for unit, policy, _ in inner
+            if unit not in divided  # blocks=(...) may name what is divided
+        ]
+        outermost = keep if not isinstance(keep, bool) else False
+        fully_shard(module, reshard_after_forward=outermost, mp_policy=outer, **common)
+        if runtime.over_hosts(mesh.device_type):
+            exchange_directly(module)
+        self._prefetch(units, by_order=applied(module).layers is None)
+
+    def _shard_divided(
+        self, module: nn.Module, layout: ModelLayout, axes: tuple[str, ...], common: dict[str, Any]
+    ) -> set[FSDPModule]:
+        """Shard what an axis of samples divides over the data axes alone, each module a unit; what is inside of it sees
+        every sample.
+
+        It computes in the dtype in which it would as a part of the unit around it, which has cast the inputs.
+        """
+        units = set[FSDPModule]()
+        keep = self.reshard_after_forward if isinstance(self.reshard_after_forward, bool) else True
+        single = {child for pattern in layout.fp32 for _, child in find_modules(module, pattern)}
+        within = {inner for child in single for inner in child.modules()}
+        for unit, mesh in applied(module).divided.items():
+            dtype = torch.float32 if unit in within and self.param_dtype is not None else self.param_dtype
+            policy = self.policy(dtype, None, False)
+            make = partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **common)
+            units.update(make(child) for child in unit.children() if any(True for _ in child.parameters()))
+            held_on = mesh[axes] if common["mesh"].ndim == len(axes) else flattened(mesh[axes])
+            policy = self.kept() if unit in single and self.param_dtype is not None else policy
+            make = partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **{**common, "mesh": held_on})
+            units.add(make(unit))
+        return units
+
+    def _offload_policy(self, mesh: DeviceMesh) -> OffloadPolicy:
+        return (
+            CPUOffloadPolicy(pin_memory=not runtime.on_host(mesh.device_type))
+            if self.offload == "cpu"
+            else OffloadPolicy()
+        )
+
+    def _prefetch(self, units: list[FSDPModule], *, by_order: bool) -> None:
+        """Set what is gathered ahead: FSDP2's own choice follows forwards, and fails for several before a backward."""
+        for place, unit in enumerate(units):
+            if self.prefetch_forward:
+                unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + self.prefetch_forward])
+            if self.prefetch_backward != 1 or not by_order:
+                # An empty list means FSDP2's own choice, so "none" is said by naming the unit itself, which is gathered
+                # already.
+                ahead = units[max(0, place - self.prefetch_backward) : place][::-1]
+                unit.set_modules_to_backward_prefetch(ahead or [unit])
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullyShard(_Sharding, Pass):  # type: ignore[override]
+    """Shard every parameter over the ``dp_shard`` axis, whose ranks get different data (ZeRO-3, arXiv 1910.02054;
+    FSDP2).
+
+    Parameters and optimizer state keep the dtype of the model: build the model in float32 for float32 master weights.
+
+    >>> import torch
+    >>> from meshpar import FullyShard, Plan
+    >>> print(Plan("dp_shard=8", [FullyShard(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)]))
+    dp_shard=8 [FullyShard]
+
+    Args:
+        param_dtype: dtype of gathered parameters and of the computation. Defaults to the dtype of the parameters.
+        reduce_dtype: dtype in which gradients are reduced. Defaults to ``param_dtype``.
+        output_dtype: dtype of the outermost module's floating-point outputs. Defaults to no cast.
+        cast_forward_inputs: cast floating-point inputs to ``param_dtype``, as FSDP2 does. This also rounds timesteps
+            and positions: 998.39 becomes 1000 in bfloat16. Pass these as integers, or cast inputs in the model and set
+            False.
+        buffer_dtype: dtype of floating-point buffers. Defaults to no cast.
+        blocks: name patterns or class names of the units. Defaults to the layout's blocks.
+        whole: patterns of parameters, or of modules for all of theirs, that every rank stores whole, in their own dtype
+            (``("logit_scale", "vision")``), or ``"frozen"``: those that are not trained, such as the weights under
+            adapters; nothing gathers them. Scalars are always whole. Their gradients are averaged at the end of each
+            backward.
+        reshard_after_forward: True (ZeRO-3): free gathered parameters after forward and gather them again in backward.
+            False (ZeRO-2): keep gathered parameters until the backward; those of ``module.eval()`` serve all forwards
+            until somebody writes a parameter, or ``module.train()``. A number: reshard to groups of this many adjacent
+            ranks (a node). The outermost unit keeps its parameters, unless this is a number.
+        offload: ``"cpu"`` stores parameters, gradients and optimizer state in host memory, which is pinned for an
+            accelerator.
+        prefetch_forward: number of units that forward gathers ahead, beyond FSDP2's own overlap. Defaults to FSDP2's
+            overlap alone.
+        prefetch_backward: number of units that backward gathers ahead. 1 is FSDP2's default; 0 gathers each unit when
+            it is needed.
+        min_params: merge blocks with fewer parameters than this into the unit around them.
+    """
+
+    name = "FullyShard"
+    stage = Stage.DATA
+    roles = MappingProxyType({"dp_shard": Role.SAMPLES})
+
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        self.shard(module, layout, mesh, self.axes, mesh[self.axes])
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridShard(_Sharding, Pass):  # type: ignore[override]
+    """Shard parameters over ``dp_shard`` and replicate the shards over ``dp_replicate`` (FSDP2 on a 2-D mesh).
+
+    Put ``dp_shard`` inside a node and ``dp_replicate`` across nodes, as ``MeshSpec.auto`` does. All-gathers then stay
+    inside the nodes, and one all-reduce of gradient shards crosses the nodes.
+
+    ``optimizer="world"`` splits parameters, gradients and optimizer state over all ranks of both axes. Each rank trains
+    one slice of its shard, and keeps the shard itself in ``param_dtype`` only. The all-reduce becomes a reduce-scatter
+    in backward and an all-gather of the slices in the next forward, which send the same bytes together. The results are
+    the same.
+
+    Parameters and optimizer state keep the dtype of the model: build the model in float32 for float32 master weights.
+
+    >>> from meshpar import HybridShard, Plan
+    >>> print(Plan("dp_replicate=4,dp_shard=8", [HybridShard()]))
+    dp_replicate=4,dp_shard=8 [HybridShard]
+
+    The other options are those of :class:`FullyShard`.
+
+    Args:
+        optimizer: ``"replica"``: each replica has the whole optimizer state. ``"world"``: the replicas share the
+            optimizer state, gradients and parameters. With ``par.accumulate(reduce_each=True)``, each micro-batch is
+            then also reduced over ``dp_replicate``, into slices. With ``offload="cpu"``, the shard in ``param_dtype``
+            stays on the device. Replicas that may be lost (:class:`meshpar.training.Replicas`) require ``"replica"``.
+    """
+
+    optimizer: Literal["replica", "world"] = "replica"
+
+    name = "HybridShard"
+    stage = Stage.DATA
+    roles = MappingProxyType({"dp_replicate": Role.SAMPLES, "dp_shard": Role.SAMPLES})
+
+    @property
+    def divides_optimizer(self) -> bool:  # type: ignore[override]
+        """Optimizer state is divided over replicas."""
+        return self.optimizer == "world"
+
+    def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        yield from _Sharding.problems(self, module, layout, mesh)
+        if self.optimizer not in ("replica", "world"):
+            yield f"{self.name}(optimizer={self.optimizer!r}) is not known; use 'replica' or 'world'"
+        if self.optimizer == "world" and not isinstance(self.reshard_after_forward, bool):
+            yield (
+                f"{self.name}(optimizer='world', reshard_after_forward={self.reshard_after_forward}) reshards to "
+                "parts of a replica, whose shards are kept as they are; use reshard_after_forward=True or False"
+            )
+
+    def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        if mesh.spans_nodes("dp_shard"):
+            yield (
+                f"axis 'dp_shard' (size {mesh.axes['dp_shard']}) spans nodes of {mesh.ranks_per_node} ranks, so every "
+                f"gather crosses them; hybrid sharding is meant to keep it inside: dp_shard={mesh.ranks_per_node} or "
+                "a divisor"
+            )
+
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        replicas, shards = self.axes
+        splits = self.optimizer == "world" and mesh[replicas].size() > 1
+        self.shard(module, layout, mesh, self.axes, flattened(mesh[self.axes]) if splits else mesh[self.axes])
+        if splits:
+            applied(module).replica_shards = ReplicaShards(module, mesh, applied(module).divided, replicas, shards)
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Cast the floating buffers to ``dtype``; None leaves them as they are."""
+    if dtype is None:
+        return
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                child._buffers[name] = buffer.to(dtype)
+
+
+def unit_content_problems(units: list[tuple[str, nn.Module]], module: nn.Module, whole: set[str]) -> Iterator[str]:
+    """Yield units with several dtypes, and tied parameters that would land in two units; those in ``whole`` are in
+    none.
+    """
+    unit_of: dict[int, str] = {}
+    names: dict[int, str] = {id(parameter): name for name, parameter in module.named_parameters()}
+    for unit_name, unit in units:
+        dtypes: dict[torch.dtype, str] = {}
+        for parameter in unit.parameters():
+            managed = parameter.requires_grad and names[id(parameter)] not in whole
+            if unit_of.setdefault(id(parameter), unit_name) == unit_name and managed:
+                dtypes.setdefault(parameter.dtype, names[id(parameter)])
+        if len(dtypes) > 1:
+            listed = ", ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
+            title = unit_name or "(the outermost)"
+            yield (
+                f"unit {title!r} mixes dtypes: {listed}; FSDP2 needs one dtype a unit: cast the model, or give the "
+                "odd ones a unit"
+            )
+    yield from _tied_problems(units, module, whole)
+
+
+def _tied_problems(units: list[tuple[str, nn.Module]], module: nn.Module, whole: set[str]) -> Iterator[str]:
+    titles = {id(unit): title for title, unit in units}
+    homes = {"": ""}
+    places: dict[int, dict[str, str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        homes[name] = titles.get(id(child), homes[name.rpartition(".")[0]])
+        for leaf, parameter in child.named_parameters(recurse=False):
+            places.setdefault(id(parameter), {})[f"{name}.{leaf}" if name else leaf] = homes[name]
+    for group in places.values():
+        if len(set(group.values())) > 1 and not whole.intersection(group):
+            listed = ", ".join(f"{name} in {home or '(the outermost)'!r}" for name, home in group.items())
+            yield (
+                f"tied parameters would land in two units: {listed}; take both out of the blocks, so that the "
+                "outermost unit holds them"
+            )
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicate(Precision, Pass):
+    """Replicate the model on every rank of ``dp_replicate`` (DDP). Gradients are averaged block by block while backward
+    runs.
+
+    Composes with :class:`TensorParallel`. For replicas of a sharded model use :class:`HybridShard`.
+
+    Parameters and optimizer state keep the dtype of the model: build the model in float32 for float32 master weights.
+
+    >>> from meshpar import Plan, Replicate
+    >>> print(Plan("dp_replicate=4", [Replicate()]))
+    dp_replicate=4 [Replicate]
+
+    ``param_dtype``, ``reduce_dtype``, ``output_dtype``, ``cast_forward_inputs``, ``buffer_dtype``, ``blocks`` and
+    ``whole`` are those of :class:`FullyShard`.
+    """
+
+    name = "Replicate"
+    stage = Stage.DATA
+    roles = MappingProxyType({"dp_replicate": Role.SAMPLES})
+
+    def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        yield from self.common_problems(module, layout)
+        if mesh.axes.get("dp_shard", 1) > 1:
+            yield (
+                "Replicate keeps whole replicas and cannot be combined with dp_shard; use HybridShard() for replicas "
+                "of a sharded model"
+            )
+
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        cast_buffers(module, self.buffer_dtype)
+        ignored = self.keep_whole(module, mesh, self.axes)
+        for unit, policy, _ in self.units(module, layout):
+            replicate(unit, mesh=mesh["dp_replicate"], mp_policy=policy, ignored_params=ignored)

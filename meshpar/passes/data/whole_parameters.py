@@ -1,0 +1,461 @@
+"""Parameters in a forward: the local part of a split one, and those that data ranks keep whole, with gradients averaged
+here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NoReturn, final
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+
+from meshpar._torch.autograd import part_here
+from meshpar._torch.fsdp import is_shard
+from meshpar._torch.groups import root_of
+from meshpar.core.errors import MeshparError, ParallelError
+from meshpar.core.mesh import sizes_text
+from meshpar.core.patterns import class_name, covers, is_called
+from meshpar.passes.installed import Product, installed, own_forward, record, set_forward
+from meshpar.passes.tensor.collectives import copy_weight
+from meshpar.passes.tensor.context import Context
+from meshpar.step.placements import local_tensor
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Tell GPT-2's Conv1D, whose weight is (in, out), from a linear layer, whose weight is (out, in)."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ in (
+        "transformers.pytorch_utils",
+        "meshpar.models.gpt2",
+    )
+
+
+def replaced_problems(name: str, module: nn.Module, base: type[nn.Module]) -> Iterator[str]:
+    """Yield why a style that computes in a module's place would compute something else: what it replaces must be what
+    it knows.
+
+    Args:
+        name: the module's name.
+        module: what is to be replaced.
+        base: the class whose forward the style knows (``nn.Linear``, which stands for GPT-2's Conv1D too;
+            ``nn.Embedding``).
+    """
+    kind, known = type(module), base.__name__
+    leave = f"leave it whole: {whole_styles([name])}, or give it a style of your own"
+    if parametrize.is_parametrized(module):
+        parts = ", ".join(sorted(module.parametrizations))  # type: ignore[arg-type]
+        yield f"{name} computes its {parts} by a parametrization, which a style for {known} would skip; {leave}"
+    elif kind.forward is not base.forward and not is_transposed(module):
+        yield (
+            f"{name} is a {class_name(module)} with a forward of its own, which a style for {known} would skip; {leave}"
+        )
+    elif own_forward(module) is not None:
+        yield f"{name} has a forward that was set on it, which a style for {known} would skip; {leave}"
+    elif kind is NonDynamicallyQuantizableLinear:
+        around = name.rpartition(".")[0] or "the model"
+        yield (
+            f"{name} is a part of {around}, a nn.MultiheadAttention, which reads its weights itself and cannot be "
+            f"split; {leave}"
+        )
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    if any(hooks):
+        yield (
+            f"{name} has hooks, which would see a rank's part of what they expect (or weights that they compute, as "
+            f"weight_norm of torch.nn.utils does, would be skipped); register them on a module around it, or {leave}"
+        )
+
+
+def whole_styles(names: Sequence[str]) -> str:
+    """Return the pass that leaves modules whole, as a user writes it."""
+    return f"TensorParallel(styles={{{', '.join(f'{name!r}: None' for name in names)}}})"
+
+
+def features_of(module: nn.Module) -> tuple[int, int] | None:
+    """Return (input features, output features) of a linear layer, None for anything else."""
+    weight = getattr(module, "weight", None)
+    if (
+        not isinstance(weight, Tensor)
+        or weight.ndim != 2
+        or not (isinstance(module, nn.Linear) or is_transposed(module))
+    ):
+        return None
+    rows, columns = weight.shape
+    return (rows, columns) if is_transposed(module) else (columns, rows)
+
+
+def empty_problems(name: str, what: str, count: int, size: int) -> Iterator[str]:
+    """Yield a split that leaves ranks with nothing; one that leaves the last rank less is exact."""
+    if -(-count // size) * (size - 1) >= count:
+        yield (
+            f"{name} has {count} {what}, which tp={size} splits so that some ranks would hold none; "
+            f"{sizes_text('tp', count)}"
+        )
+
+
+def set_product(module: nn.Linear, product: Product) -> None:
+    """Let a linear layer multiply by ``(x, weight, bias) -> y``, also where tensor parallelism has given it another
+    forward.
+    """
+    record(module).product = product
+    if type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
+        set_forward(module, lambda x: product(x, module.weight, module.bias))
+
+
+def linear(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply a layer with another weight and bias than its own."""
+    known = installed(module)
+    if known is not None and known.product is not None:
+        return known.product(x, weight, bias)
+    return F.linear(x, weight.t() if is_transposed(module) else weight, bias)
+
+
+def local(parameter: Any) -> Any:
+    """Return this rank's part of a parameter, as autograd knows it; None stays None.
+
+    Raises:
+        ParallelError: a plain tensor, which somebody put in a parameter's place: whether it is the whole or a part
+            cannot be known; or what data ranks have of it where it is not gathered.
+    """
+    if parameter is None:
+        return None
+    if is_shard(parameter):
+        raise ParallelError(
+            "a layer is called where its weights are not gathered: outside of its block, or of a call of the module; "
+            "call par.module, or let a method of the model's own enter by par.register_method(name)"
+        )
+    if isinstance(parameter, DTensor):
+        return part_here(parameter)
+    raise ParallelError(
+        f"a plain tensor {tuple(parameter.shape)} replaced a layer's part of a parameter, a DTensor; "
+        "torch.func.functional_call with whole weights cannot work on a parallel module: load them with "
+        "par.load_state_dict, average weights with par.averaged, or hand in DTensors placed like the parameters"
+    )
+
+
+def keep_unpacked(module: nn.Module) -> None:
+    """Let recurrent layers leave their weights in the memory where they are.
+
+    On CUDA, ``flatten_parameters`` moves them side by side into memory of its own, where no later gather would write
+    them.
+    """
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase):
+            child.flatten_parameters = _leave  # type: ignore[method-assign]
+
+
+def _leave() -> None:
+    pass
+
+
+def strides(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of ``shape``."""
+    return torch.empty(shape, device="meta").stride()
+
+
+def shard_parameter(module: nn.Module, name: str, dim: int, context: Context) -> None:
+    """Replace a parameter by a DTensor split along ``dim``; one that was replaced already, under another name, stays
+    the same.
+    """
+    _place(module, name, Shard(dim), context)
+
+
+def keep_whole(module: nn.Module, context: Context) -> None:
+    """Make DTensors of the parameters in ``module`` that nothing split, so that optimizers and loops see one kind of
+    parameter.
+    """
+    for child in module.modules():
+        for name in child._parameters:
+            _place(child, name, Replicate(), context)
+
+
+def _place(module: nn.Module, name: str, placement: Shard | Replicate, context: Context) -> None:
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        return
+    taken = _taken(parameter, context)
+    if taken is None:
+        part, mesh = parameter.detach(), context.mesh
+        placements: list[Placement] = [placement]
+        if isinstance(part, DTensor):  # experts, which another axis divided before
+            mesh, placements = part.device_mesh, list(part.placements)
+            placements[(mesh.mesh_dim_names or ()).index((context.mesh.mesh_dim_names or ("",))[0])] = placement
+            part = part.to_local()
+        if isinstance(placement, Shard):
+            part = part.chunk(context.size, placement.dim)[context.rank].clone(memory_format=torch.contiguous_format)
+        taken = part_of(parameter, part, mesh, placements)
+        was, now = weakref.ref(parameter), weakref.ref(taken)
+        context.placed.update({id(parameter): (was, now), id(taken): (now, now)})
+    module._parameters[name] = taken
+
+
+def _taken(parameter: nn.Parameter, context: Context) -> nn.Parameter | None:
+    """Return the parameter that took the place of ``parameter``, or is in place already; None where none did.
+
+    Numbers of objects are given again once an object is gone, so a reference says whose number it was.
+    """
+    was, now = context.placed.get(id(parameter), (None, None))
+    return now() if was is not None and now is not None and was() is parameter else None
+
+
+def part_of(parameter: nn.Parameter, part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
+    """Return a parameter in the place of ``parameter``, of which this rank holds ``part``."""
+    whole = DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=parameter.shape, stride=strides(parameter.shape)
+    )
+    taken = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    vars(taken).update(vars(parameter))
+    return taken
+
+
+def see_whole(module: nn.Module, blocks: set[nn.Module], styled: set[nn.Module]) -> None:
+    """Let modules that know nothing of the split compute with the plain tensors behind the parameters that every rank
+    holds whole.
+
+    Each block, which may be gathered or recomputed alone, does so for all that is in it, whose methods and parameters
+    any code inside may use, and the outermost module for what is in no block: a recomputation must do what the forward
+    did. A module that is called alone does so for itself, and without a styled one in it for its children.
+    """
+    in_blocks = {child for block in blocks if block is not module for child in block.modules()}
+    for child in module.modules():
+        if child is module or child in blocks:
+            inside = [inner for inner in child.modules() if child in blocks or inner not in in_blocks]
+        elif _reads(child) or not any(True for _ in child.parameters(recurse=False)):
+            continue
+        else:
+            inside = (
+                [child]
+                if any(inner in styled for inner in child.modules() if inner is not child)
+                else list(child.modules())
+            )
+        see_plain(
+            child,
+            [inner for inner in inside if any(True for _ in inner.parameters(recurse=False)) and not _reads(inner)],
+            "tensor axis",
+        )
+
+
+def _reads(module: nn.Module) -> bool:
+    known = installed(module)
+    return known is not None and known.reads_parameters
+
+
+def see_plain(module: nn.Module, inside: list[nn.Module], over: str) -> None:
+    """Replace replicated DTensor parameters of modules ``inside`` by their local tensors in ``module``'s forward.
+
+    ``over`` names the ranks that hold them alike.
+    """
+    record(module).sees[over], inner = inside, module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kept = [
+            (child._parameters, name, value)
+            for child in inside
+            for name, value in child._parameters.items()
+            if is_whole(value)
+        ]
+        seen: list[tuple[str, Any, int, int]] = []
+        try:
+            for owner, name, value in kept:
+                plain: Any = part_here(value)  # type: ignore[arg-type]
+                plain = plain if plain.ndim else _Scalar.apply(plain)
+                owner[name] = plain
+                if not torch.compiler.is_compiling():
+                    seen.append((name, plain, plain.untyped_storage()._cdata, plain._version))
+            output = inner(*args, **kwargs)
+            for (owner, _, _), (name, given, memory, _) in zip(kept, seen):
+                if given.untyped_storage()._cdata != memory or owner[name] is not given:
+                    refuse_written(name)
+            return output
+        except MeshparError:
+            raise
+        except RuntimeError as error:  # autograd's of views
+            if written := [name for name, given, _, version in seen if given._version != version]:
+                refuse_written(written[0], error)
+            raise
+        finally:
+            for owner, name, value in kept:
+                owner[name] = value
+
+    set_forward(module, forward)
+
+
+def refuse_written(name: str, cause: Exception | None = None) -> NoReturn:
+    """Refuse a forward that writes a parameter, which led to the error ``cause``.
+
+    Raises:
+        ParallelError: always.
+    """
+    raise ParallelError(
+        f"{name} was written or replaced in a forward: a gathered copy is freed afterwards, and copies that ranks "
+        "keep would differ. Write between steps, outside of the module's calls, into the parameters of par.module "
+        "(under torch.no_grad(), by operators that DTensors have), or register as a buffer what forward updates"
+    ) from cause
+
+
+class _Scalar(torch.autograd.Function):
+    """A number, whose gradient is a DTensor where it stood beside one, such as logits that are split for the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        return grads[0].full_tensor() if isinstance(grads[0], DTensor) else grads[0]
+
+
+def is_whole(parameter: Any) -> bool:
+    """Return whether a parameter is a DTensor that all ranks of its mesh hold whole, and that no FSDP unit reduces."""
+    return (
+        isinstance(parameter, DTensor)
+        and all(placement.is_replicate() for placement in parameter.placements)
+        and not is_shard(parameter)
+    )
+
+
+def sum_gradients(name: str, module: nn.Module, context: Context) -> None:
+    """Let the module's own parameters be seen through ``copy_weight``, so that their partial gradients are summed
+    inside autograd.
+
+    A hook on the parameter would sum what earlier micro-batches accumulated once more.
+    """
+    inner, group = module.forward, context.group
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own = {leaf: value for leaf, value in module._parameters.items() if value is not None}
+        if own:
+            context.arrive(name, next(iter(own.values())))
+        try:
+            for leaf, value in own.items():
+                module._parameters[leaf] = copy_weight(local(value), group)  # type: ignore[assignment]
+            return inner(*args, **kwargs)
+        finally:
+            module._parameters.update(own)
+
+    set_forward(module, forward, reads_parameters=True)
+
+
+def kept_whole(module: nn.Module, patterns: Sequence[str] | Literal["frozen"]) -> dict[str, nn.Parameter]:
+    """Return the parameters, by their first name, that FSDP2 does not manage: ``patterns``, or those that are not
+    trained; scalars and empty ones.
+    """
+    named = module.named_parameters(remove_duplicate=False)
+    known = ((name, parameter) for name, parameter in named if not is_lazy(parameter) and not is_shard(parameter))
+    chosen = {
+        id(parameter)
+        for name, parameter in known
+        if not parameter.ndim
+        or not parameter.numel()
+        or is_kept(parameter)
+        or (not parameter.requires_grad if patterns == "frozen" else any(covers(pattern, name) for pattern in patterns))
+    }
+    return {name: parameter for name, parameter in module.named_parameters() if id(parameter) in chosen}
+
+
+def is_kept(parameter: nn.Parameter) -> bool:
+    """Return whether data ranks keep a parameter whole already."""
+    return "_meshpar_whole" in vars(parameter)
+
+
+@final
+class WholeParameters:
+    """Parameters of a module that every data rank holds whole: DTensors like the others, plain tensors in forward.
+
+    FSDP2 does not reduce the gradients of what it does not manage, so they are averaged here when a backward has ended.
+
+    Args:
+        module: the outermost module, whose parameters are replaced.
+        mesh: the whole mesh.
+        axes: the data axes.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
+        self._module, self._mesh, self._axes = module, mesh, axes
+        self._taken: dict[str, nn.Parameter] = {}
+
+    def take(self, names: Sequence[str]) -> None:
+        """Take the parameters that have these names, tied ones once; those that were taken stay the same."""
+        module = self._module
+        taken = {name: module.get_parameter(name) for name in names}
+        placed = {
+            id(parameter): parameter if is_kept(parameter) else self._placed(parameter) for parameter in taken.values()
+        }
+        self._taken = {name: placed[id(parameter)] for name, parameter in taken.items()}
+        holders = []
+        for child in module.modules():
+            held = [name for name, value in child._parameters.items() if id(value) in placed]
+            for name in held:
+                child._parameters[name] = placed[id(child._parameters[name])]
+            if held and not _reads(child):
+                holders.append(child)
+        # Code of any module around may read them, and a block may be called, or recomputed, alone.
+        for child in module.modules():
+            within = set(child.modules())
+            if is_called(child) and (inside := [holder for holder in holders if holder in within]):
+                see_plain(child, inside, "data ranks")
+
+    def _placed(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the parameter as a DTensor that data axes replicate, split over other axes (``ep``) as before."""
+        mesh, names, placements = self._mesh, self._axes, [Replicate()] * len(self._axes)
+        if isinstance(parameter, DTensor):
+            mesh, divided = root_of(parameter.device_mesh), parameter.device_mesh.mesh_dim_names or ()
+            copies = [axis for axis in names if axis not in divided]
+            names = (*copies, *divided)
+            placements = [*[Replicate()] * len(copies), *parameter.placements]  # type: ignore[list-item]
+        held = local_tensor(parameter)
+        held = held if held.is_meta else held.to(self._mesh.device_type)
+        whole = DTensor.from_local(
+            held, mesh[names], placements, run_check=False, shape=parameter.shape, stride=strides(parameter.shape)
+        )
+        fresh = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        vars(fresh).update(vars(parameter), _meshpar_whole=True)
+        return fresh
+
+    def _named(self) -> dict[str, Any]:
+        """Return the parameters by name: the module's, or the ones that were taken where their modules have moved."""
+
+        def now(name: str, taken: nn.Parameter) -> nn.Parameter:
+            try:
+                return self._module.get_parameter(name)
+            except AttributeError:
+                return taken
+
+        return {name: now(name, taken) for name, taken in self._taken.items()}
+
+    def versions(self) -> dict[str, tuple[int, int]]:
+        """Return by name numbers that change when somebody writes a parameter or gives it other memory."""
+        held = {name: parameter._local_tensor for name, parameter in self._named().items()}
+        return {name: (tensor._version, tensor.untyped_storage()._cdata) for name, tensor in held.items()}
+
+    @torch.no_grad()
+    def reduce(self) -> list[nn.Parameter]:
+        """Average the gradients over the data axes, in float32 or wider; return the parameters that had none here,
+        which count as zero.
+
+        Collective over the axes.
+        """
+        trained = [parameter for parameter in self._named().values() if parameter.requires_grad]
+        if not trained:
+            return []
+        missing = [weight for weight in trained if weight.grad is None]
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
+        grads = [local_tensor(weight.grad) for weight in trained]
+        flat = torch.cat([grad.reshape(-1).to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads])
+        count = 1
+        for axis in self._axes:
+            dist.all_reduce(flat, group=self._mesh.get_group(axis))
+            count *= self._mesh[axis].size()
+        flat /= count
+        for grad, part in zip(grads, flat.split([gradient.numel() for gradient in grads])):
+            grad.copy_(part.view_as(grad))
+        return missing

@@ -1,0 +1,147 @@
+"""How a module of experts is called: on rows that chose from its experts, all of them or those of one rank."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from meshpar.core.errors import ParallelError
+from meshpar.core.patterns import class_name
+from meshpar.passes.applied import Applied
+from meshpar.passes.experts.routing import INTERFACE, Inner, by_experts
+from meshpar.passes.tensor.parts import with_own
+
+IN_ORDER = "(rows (R, D) in the order of experts) or (such rows, the number of each expert's)"
+
+_COUNTS = re.compile(r"_?(moe_)?(n|num)_(local_|routed_|total_)?experts")
+
+
+def counted_by(module: nn.Module, count: int) -> list[str]:
+    """Return the attributes by which a module counts its experts."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if _COUNTS.fullmatch(name) and type(value) is int and value == count
+    ]
+
+
+class Chosen:
+    """How a module of experts is called: with hidden states, chosen experts and weights."""
+
+    dense = False
+
+    def __init__(self, name: str, module: nn.Module, record: Applied) -> None:
+        self.name, self.module, self.inner, self.record = name, module, module.forward, record
+        self.count = len(next(module.parameters(recurse=False)))
+        self.names, self._signature = counted_by(module, self.count), inspect.signature(module.forward)
+
+    def read(self, *args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, Tensor, Tensor, Tensor]:
+        """Return the call with its hidden states, chosen experts and weights."""
+        bound = self._signature.bind(*args, **kwargs)
+        hidden, chosen, weights = (bound.arguments[key] for key in _inputs(self.name, self.module, bound.arguments))
+        return bound, hidden, chosen, weights
+
+    def compute(self, bound: inspect.BoundArguments, own: Mapping[str, Tensor], *inputs: Tensor) -> Tensor:
+        """Return what experts with the parameters ``own`` make of such inputs, chosen from theirs."""
+        bound.arguments.update(zip(_inputs(self.name, self.module, bound.arguments), inputs))
+        return self.called(bound, own, inputs[0])
+
+    def called(self, bound: inspect.BoundArguments, own: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        """Call the module with other parameters; see that it returns a row for each of ``hidden``."""
+        held = dict.fromkeys(self.names, len(next(iter(own.values()))))
+        output = with_own(self.module, own, lambda: self.inner(*bound.args, **bound.kwargs), held)
+        if isinstance(output, Tensor) and output.shape[:-1] == hidden.shape[:-1]:
+            return output
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ParallelError(
+            f"{self.name} ({class_name(self.module)}) returned {got}, expected one tensor (N, D) for hidden states "
+            f"{tuple(hidden.shape)}; return what else it computes from the module around it, or use a mesh without ep"
+        )
+
+
+@final
+class InOrder(Chosen):
+    """How experts are called with rows in their order: the number of each expert's, or equally many, most of them
+    zeros.
+    """
+
+    def __init__(self, name: str, module: nn.Module, record: Applied) -> None:
+        super().__init__(name, module, record)
+        self.dense = len(self._signature.parameters) == 1
+
+    def read(self, *args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, Tensor, Tensor, Tensor]:
+        bound = self._signature.bind(*args, **kwargs)
+        rows, chosen = rows_in_order(bound.arguments, self.count)
+        return bound, rows, chosen[:, None], rows.new_ones(len(rows), 1)
+
+    def compute(self, bound: inspect.BoundArguments, own: Mapping[str, Tensor], *inputs: Tensor) -> Tensor:
+        rows, chosen, weights = inputs
+        held, order = len(next(iter(own.values()))), chosen[:, 0].argsort(stable=True)
+        sizes = self.record.routing.sizes(chosen[:, 0], held)
+        given, places = rows[order], torch.arange(len(rows), device=rows.device)
+        if self.dense:  # as many rows for each as for the one with most
+            places = torch.cat([places[:size] + number * max(sizes) for number, size in enumerate(sizes)])
+            given = rows.new_zeros(held * max(sizes), rows.shape[-1]).index_copy(0, places, given)
+        came = list(bound.arguments.values())[-1]
+        counts = (
+            torch.tensor(sizes, dtype=came.dtype, device=came.device)
+            if isinstance(came, Tensor) and not self.dense
+            else sizes
+        )
+        bound.arguments.update(zip(list(bound.arguments), (given, counts)))
+        output = self.called(bound, own, given)[places]
+        return (
+            output[torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))] * weights
+        )
+
+
+def rows_in_order(arguments: Mapping[Any, Any], count: int) -> tuple[Tensor, Tensor]:
+    """Return the rows (R, D) of a call of ``count`` experts with rows in their order, and each row's expert (R,)."""
+    rows, *sizes = arguments.values()
+    numbers = torch.arange(count, device=rows.device)
+    if not sizes:
+        return rows, numbers.repeat_interleave(len(rows) // count, output_size=len(rows))
+    return rows, numbers.repeat_interleave(torch.as_tensor(sizes[0], device=rows.device), output_size=len(rows))
+
+
+def by_all_ranks(compute: Inner, call: Chosen, count: int, group: Any) -> Inner:
+    """Return ``compute``, which has the experts of this rank, for rows that chose from the ``count`` experts of all
+    ranks.
+    """
+    routing = call.record.routing
+
+    def divided(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return by_experts(compute, rows, chosen, weights, count, group, routing)
+
+    def passing(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Send no rows of zeros, which give zeros."""
+        some = routing.filled(rows, call.count)
+        computed = divided(rows[some], chosen[some], weights[some])
+        return computed.new_zeros(len(rows), computed.shape[-1]).index_copy(0, some, computed)
+
+    return passing if call.dense else divided
+
+
+def _inputs(name: str, module: nn.Module, given: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return under which names a call got hidden states, chosen experts and weights.
+
+    Raises:
+        ParallelError: a call of another interface; on all ranks alike, as they run the same code.
+    """
+    tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+    floats = [key for key, tensor in tensors.items() if tensor.is_floating_point()]
+    numbers = [key for key, tensor in tensors.items() if not tensor.is_floating_point() and tensor.dtype != torch.bool]
+    if len(tensors) == 3 and len(floats) == 2 and len(numbers) == 1 and floats[0] == next(iter(given)):
+        return floats[0], numbers[0], floats[1]
+    got = ", ".join(
+        f"{key} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for key, tensor in tensors.items()
+    )
+    raise ParallelError(
+        f"{name} ({class_name(module)}) got the tensors ({got}), expected {INTERFACE} and no other tensor, which "
+        "would not travel with its tokens; compute with others outside of the module, or use a mesh without ep"
+    )

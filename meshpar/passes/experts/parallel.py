@@ -1,0 +1,219 @@
+"""ExpertParallel: each rank of an axis holds whole experts, and tokens travel to the experts that they chose and back.
+
+Expert parallelism of GShard (arXiv 2006.16668, section 3) without a capacity: the ranks send one another as many rows
+as were chosen (arXiv 2211.15841), so that nothing is dropped and the result is that of one process.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, final
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshpar._torch.calls import eager
+from meshpar.core.layout import ModelLayout
+from meshpar.core.mesh import MeshSpec, sizes_text
+from meshpar.core.passes import Pass, Role, Stage, unmatched
+from meshpar.core.patterns import OWN_NUMBER, find_modules, matches
+from meshpar.passes.applied import applied
+from meshpar.passes.data.whole_parameters import local, part_of
+from meshpar.passes.experts.calls import IN_ORDER, Chosen, InOrder, by_all_ranks, counted_by
+from meshpar.passes.experts.routing import INTERFACE, Mean, Routing, refuse_shapes
+from meshpar.passes.experts.trial import try_experts
+from meshpar.passes.installed import set_forward
+from meshpar.passes.tensor.parts import with_own
+
+_TORCHS = {"parameters", "buffers", "modules", "non_persistent_buffers_set", "meshpar"}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertParallel(Pass):
+    """Divide whole experts over ``ep``, whose ranks get different samples; each token is sent to the ranks of its
+    experts.
+
+    All other parameters are sharded over ``dp_shard`` and ``ep`` together, the experts of a rank over ``dp_shard``
+    alone. No token is dropped. ``tp`` then splits the features of each expert.
+
+    Attributes:
+        skew: rows of the busiest rank of ``ep`` relative to equal routing. The forecast assumes them for this rank;
+            training ignores the value.
+
+    >>> from meshpar import ExpertParallel, FullyShard, Plan
+    >>> print(Plan("dp_shard=2,ep=4", [ExpertParallel(), FullyShard()]))
+    dp_shard=2,ep=4 [ExpertParallel -> FullyShard]
+    """
+
+    name = "ExpertParallel"
+    stage = Stage.EXPERTS
+    roles = MappingProxyType({"ep": Role.SAMPLES})
+
+    skew: float = 1.0
+
+    def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        if "ep" in layout.refusals:
+            yield layout.refusals["ep"]
+        elif not layout.experts:
+            yield (
+                f"ExpertParallel has nothing to divide: the layout of {type(module).__name__} names no experts; give "
+                "ModelLayout(experts=('layers.*.moe.experts',)), or drop ExpertParallel and ep from the mesh"
+            )
+        size, owners = mesh.axes["ep"], dict[nn.Parameter, list[str]]()
+        if not 1 <= self.skew <= size:
+            yield (
+                f"ExpertParallel(skew={self.skew}) is expected to be from 1, equal routing, to ep={size}, all rows to "
+                "one rank; change it"
+            )
+        for name, child in module.named_modules():
+            for leaf, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
+                owners.setdefault(parameter, []).append(f"{name}.{leaf}")
+        divided, tied = self.shards(module, layout), [names for names in owners.values() if len(names) > 1]
+        for names in (group for group in tied if not divided.isdisjoint(group)):
+            yield (
+                f"{' and '.join(names)} are one parameter, which ExpertParallel would divide separately for each "
+                "module; use one experts module for both layers, untie them, or use a mesh without ep"
+            )
+        for pattern in layout.experts:
+            found = list(find_modules(module, pattern))
+            if not found:
+                yield unmatched(f"layout experts {pattern!r}", pattern, module)
+            for name, child in found:
+                counts = {
+                    leaf: len(parameter) if parameter.ndim else 0
+                    for leaf, parameter in child.named_parameters(recurse=False)
+                }
+                if isinstance(child, nn.ModuleList):
+                    yield (
+                        f"{name} is a list of {len(child)} modules, expected one module with their parameters "
+                        f"stacked, and {INTERFACE} into its forward; stack them, or use a mesh without ep"
+                    )
+                elif len(set(counts.values())) != 1:
+                    held = ", ".join(f"{leaf} {tuple(getattr(child, leaf).shape)}" for leaf in counts) or "no parameter"
+                    yield (
+                        f"{name} must hold parameters whose first dim counts its experts, got {held}; take it out of "
+                        "ModelLayout.experts"
+                    )
+                else:
+                    count = next(iter(counts.values()))
+                    if count % size:
+                        yield f"{name} has {count} experts, which ep={size} does not divide; {sizes_text('ep', count)}"
+                    yield from _undivided_problems(name, child, count, _is_in_order(name, layout))
+
+    def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
+        if mesh.spans_nodes("ep"):
+            yield (
+                f"axis 'ep' (size {mesh.axes['ep']}) spans nodes of {mesh.ranks_per_node} ranks: every layer of "
+                "experts then sends its tokens between nodes four times a step; keep ep x tp within a node, and use "
+                "dp_shard across nodes"
+            )
+
+    def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
+        found = [pair for pattern in layout.experts for pair in find_modules(module, pattern)]
+        return {f"{name}.{leaf}" for name, child in found for leaf, _ in child.named_parameters(recurse=False)}
+
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+        axis, names = mesh["ep"], mesh.mesh_dim_names or ()
+        if axis.size() == 1:
+            return
+        record, inside = applied(module), mesh[names[names.index("ep") :]]
+        record.routing = Routing(self.skew)
+        placements = [Shard(0), *[Replicate()] * (inside.ndim - 1)]
+        placed: dict[int, nn.Parameter] = {}
+        found = {child: name for pattern in layout.experts for name, child in find_modules(module, pattern)}
+        untried = (
+            {_kind(child, place): child for place, child in reversed([*enumerate(found)])} if record.verify else {}
+        )
+        for child, name in found.items():
+            for leaf, parameter in child.named_parameters(recurse=False):
+                if id(parameter) not in placed:
+                    mine = parameter.detach().chunk(axis.size())[axis.get_local_rank()]
+                    placed[id(parameter)] = part_of(parameter, mine.clone(), inside, placements)
+                child._parameters[leaf] = placed[id(parameter)]
+            kind = InOrder if _is_in_order(name, layout) else Chosen
+            _install(kind(name, child, record), axis.get_group(), tried=child not in untried.values())
+            record.divided[child] = mesh
+
+
+def _is_in_order(name: str, layout: ModelLayout) -> bool:
+    return any(matches(pattern, name) for pattern in layout.experts_in_order)
+
+
+def _undivided_problems(name: str, module: nn.Module, count: int, in_order: bool) -> Iterator[str]:
+    """Yield what a module of ``count`` experts has beside its own parameters that a rank would have to divide, too."""
+    remedy = "make it a parameter of the module's own, or use a mesh without ep"
+    kept = [
+        *module.named_buffers(),
+        *((leaf, parameter) for leaf, parameter in module.named_parameters() if "." in leaf),
+    ]
+    for leaf, tensor in kept:
+        if tensor.ndim and len(tensor) == count:
+            kind = "parameter of a child module" if isinstance(tensor, nn.Parameter) else "buffer"
+            yield (
+                f"{name}.{leaf} {tuple(tensor.shape)} is a {kind} whose first dim counts experts, and it would stay "
+                f"whole; {remedy}"
+            )
+    if len(numbers := counted_by(module, count)) > 1:
+        yield (
+            f"{name} stores its number of experts as {' and as '.join(numbers)}, expected one attribute, such as "
+            "num_experts; keep one"
+        )
+    given = list(inspect.signature(module.forward).parameters.values())
+    if (len(given) not in (1, 2) if in_order else len(given) < 3) or any(
+        argument.kind == argument.VAR_POSITIONAL for argument in given
+    ):
+        got, want = ", ".join(map(str, given)), IN_ORDER if in_order else INTERFACE
+        remedy = "take it out of ModelLayout.experts, or use a mesh without ep"
+        yield f"{name} has forward({got}), expected {want}; {remedy}"
+
+
+def _kind(module: nn.Module, place: int) -> Any:
+    """Return what experts of one kind have in common; ``place`` is a number that a module may know itself by."""
+    facts = []
+    for inner, child in module.named_modules():
+        plain = {
+            key: value
+            for key, value in vars(child).items()
+            if key.strip("_") not in _TORCHS and key not in dir(nn.Module)
+        }
+        settings = {
+            key: value if isinstance(value, bool | float | str | None) else id(value) for key, value in plain.items()
+        }
+        numbers = {key: value for key, value in plain.items() if type(value) is int}
+        settings |= {
+            key: None if value == place and OWN_NUMBER.search(key) else value for key, value in numbers.items()
+        }
+        shapes = tuple((leaf, tuple(parameter.shape)) for leaf, parameter in child.named_parameters(recurse=False))
+        forward = getattr(child.forward, "__func__", child.forward)
+        facts.append((inner, type(child), forward, shapes, tuple(sorted(settings.items(), key=str))))
+    return tuple(facts)
+
+
+def _install(call: Chosen, group: Any, *, tried: bool) -> None:
+    """Let a module of experts compute with those of this rank, on the rows of all ranks that chose them."""
+    module, untried = call.module, set() if tried else {False, True}
+
+    @eager
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        own = {
+            leaf: local(parameter) if isinstance(parameter, DTensor) else parameter
+            for leaf, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        if len(next(iter(own.values()))) == call.count:  # all of them, in a test against the unsplit module
+            return with_own(module, own, lambda: call.inner(*args, **kwargs))
+        bound, hidden, chosen, weights = call.read(*args, **kwargs)
+        refuse_shapes(hidden, chosen, weights)
+        for training in sorted(untried & {False, module.training}):
+            untried.discard(training)
+            try_experts(call, bound, own, hidden, weights.dtype, chosen.shape[-1], group, training=training)
+        own = {leaf: Mean.apply(parameter, group.size()) for leaf, parameter in own.items()}
+        return by_all_ranks(partial(call.compute, bound, own), call, call.count, group)(hidden, chosen, weights)
+
+    set_forward(module, forward, reads_parameters=True)

@@ -1,0 +1,1 @@
+"""Positions of one sequence on several ranks."""

@@ -1,0 +1,180 @@
+"""The bytes of each rank, block by block."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshpar.core.layout import ModelLayout
+from meshpar.core.passes import find_blocks
+from meshpar.core.patterns import class_name
+from meshpar.passes.applied import applied
+from meshpar.state.drawing import table
+from meshpar.step.placements import local_tensor, shard_dim
+
+ADAM_STATE_TENSORS = 2
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Like parameters of one block, or of ``blocks`` like blocks.
+
+    Attributes:
+        block: name of the block; like ones share a row, ``layers.0..79``.
+        blocks: how many blocks the row stands for.
+        parameter: name within the block.
+        shape: of the whole parameter.
+        placements: by axis, ``"dp_replicate:copy dp_shard:dim 0 tp:dim 1"``, or ``"whole"``.
+        dtype: of the stored parameter.
+        rank_bytes: bytes of it that this rank stores, in one block.
+    """
+
+    block: str
+    blocks: int
+    parameter: str
+    shape: tuple[int, ...]
+    placements: str
+    dtype: torch.dtype
+    rank_bytes: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """The tensors of one rank; ``str()`` prints the table.
+
+    Attributes:
+        title: the model and its plan.
+        rows: block by block.
+        parameters: number of parameters of the whole model; tied ones count once.
+        parameter_bytes: bytes of parameters that this rank stores.
+        gradient_bytes: the same for gradients (of trainable parameters).
+        optimizer_bytes: AdamW's two moments of trainable parameters; None: another optimizer, whose state is not known.
+        buffer_bytes: buffers, which every rank holds whole.
+        shard_bytes: the shard that this rank keeps for its replica, in the computing dtype, where it stores a slice of
+            the shard (``HybridShard(optimizer="world")``).
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int | None
+    buffer_bytes: int
+    shard_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that live through the whole of training; activations and gathered units come on top."""
+        return (
+            self.parameter_bytes
+            + self.gradient_bytes
+            + (self.optimizer_bytes or 0)
+            + self.buffer_bytes
+            + self.shard_bytes
+        )
+
+    def __str__(self) -> str:
+        head = ("block", "parameter", "shape", "placement", "dtype", "bytes a rank")
+        body = [
+            (
+                row.block + (f" (x{row.blocks})" if row.blocks > 1 else ""),
+                row.parameter,
+                " x ".join(map(str, row.shape)) or "scalar",
+                row.placements,
+                str(row.dtype).removeprefix("torch."),
+                f"{row.rank_bytes:,}" + (" each" if row.blocks > 1 else ""),
+            )
+            for row in self.rows
+        ]
+        lines = table(head, body)
+        optimizer = (
+            "optimizer state of unknown size"
+            if self.optimizer_bytes is None
+            else f"{_size(self.optimizer_bytes)} of AdamW state"
+        )
+        shards = f", {_size(self.shard_bytes)} of shards for its replica" if self.shard_bytes else ""
+        totals = (
+            f"{self.parameters:,} parameters; this rank stores "
+            f"{_size(self.parameter_bytes)} of parameters, {_size(self.gradient_bytes)} of gradients, "
+            f"{optimizer}{shards} and {_size(self.buffer_bytes)} of buffers: {_size(self.total_bytes)} in all, "
+            "activations and gathered units aside"
+        )
+        return "\n".join([self.title, "", lines[0], "-" * len(lines[0]), *lines[1:], "", totals])
+
+
+def describe(module: nn.Module, layout: ModelLayout, title: str) -> Description:
+    """Return what this rank holds of ``module``; like blocks share their rows.
+
+    Args:
+        module: after its passes.
+        layout: its description.
+        title: of the table.
+    """
+    blocks = sorted(((name, child) for name, child in find_blocks(module, layout)), key=lambda item: -len(item[0]))
+    rows: dict[str, list[Row]] = {}
+    parameters = stored = gradients = 0
+    for name, parameter in module.named_parameters():
+        block = next((prefix for prefix, _ in blocks if name.startswith(prefix + ".")), "")
+        local = local_tensor(parameter)
+        size = local.numel() * local.element_size()
+        parameters, stored = parameters + parameter.numel(), stored + size
+        gradients += size if parameter.requires_grad else 0
+        row = Row(
+            block=block,
+            blocks=1,
+            parameter=name[len(block) + 1 :] if block else name,
+            shape=tuple(parameter.shape),
+            placements=_placements(parameter),
+            dtype=parameter.dtype,
+            rank_bytes=size,
+        )
+        rows.setdefault(block, []).append(row)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    shards = applied(module).replica_shards
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
+    return Description(
+        title=f"{class_name(module)} under {title}",
+        rows=tuple(_fold(rows)),
+        parameters=parameters,
+        parameter_bytes=stored,
+        gradient_bytes=gradients,
+        optimizer_bytes=ADAM_STATE_TENSORS * sum(local_tensor(parameter).nbytes for parameter in trained),
+        buffer_bytes=buffers,
+        shard_bytes=0 if shards is None else shards.nbytes,
+    )
+
+
+def _fold(rows: dict[str, list[Row]]) -> list[Row]:
+    """Let like blocks, whose rows differ only by the block's number, share their rows."""
+    kinds: dict[tuple[object, ...], list[str]] = {}
+    for block, held in rows.items():
+        content = tuple((row.parameter, row.shape, row.placements, row.dtype, row.rank_bytes) for row in held)
+        kinds.setdefault((re.sub(r"\d+", "*", block), content), []).append(block)
+    folded = []
+    for names in kinds.values():
+        title = names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rpartition('.')[2]}"
+        folded += [replace(row, block=title or "(outermost)", blocks=len(names)) for row in rows[names[0]]]
+    return folded
+
+
+def _placements(parameter: torch.Tensor) -> str:
+    if not isinstance(parameter, DTensor):
+        return "whole"
+    names = parameter.device_mesh.mesh_dim_names or ()
+    dims = [shard_dim(placement) for placement in parameter.placements]
+    return " ".join(f"{axis}:{'copy' if dim is None else f'dim {dim}'}" for axis, dim in zip(names, dims, strict=True))
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:,.2f} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,1 @@
+"""A step of a parallel module: its calls, its backward, and what ranks exchange around them."""

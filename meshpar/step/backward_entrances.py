@@ -1,0 +1,178 @@
+"""The ways by which a backward comes into a unit: each gathers the unit's weights, whatever tensor the backward starts
+from.
+
+FSDP2 gathers a unit for backward where a gradient reaches one of its outputs. A loss that a block keeps as an attribute
+leads into the block by another way, and its weights are free by then. Autograd numbers the nodes of its graph in the
+order in which they are made, so the numbers at the beginning and at the end of a unit's forward tell which nodes are
+its own. Before a backward runs, its graph is looked through once, a microsecond a node: where an edge leads from
+elsewhere into a unit's own nodes, and not to its outputs, the node gets the hook that FSDP2 gives to outputs. (Hooks on
+saved tensors would find every use of a weight, too, but cost more, take the place of a user's own, and keep autograd
+from noticing that a saved tensor was changed in place.)
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from meshpar._torch.autograd import Node, next_node
+from meshpar._torch.units import Run
+from meshpar.core.errors import MeshparError
+from meshpar.step.pytrees import leaves
+
+STALE = (
+    "weights changed between a forward and its backward (by an optimizer's step), and the backward would "
+    "use the new weights; run the backward before the change, or the forward again after it"
+)
+_MOST = 1 << 17
+"""Beginnings and ends of units that are remembered at most; forwards that no optimizer step follows would pile up."""
+
+
+@final
+class Entrances:
+    """The ways into the units of one module.
+
+    Args:
+        enter: is called in a backward that comes into a unit otherwise than by its outputs.
+    """
+
+    def __init__(self, enter: Callable[[nn.Module], None]) -> None:
+        self._enter = enter
+        self._numbers: list[int] = []
+        self._owners: list[Run | None] = []  # of the nodes from each of the numbers on
+        self._outermost: list[Run] = []
+        self._exits: set[int] = set()
+        self._hooked: set[int] = set()
+        self._open: list[Run] = []
+        self._stepped = 0
+        self._thread = threading.get_ident()
+
+    def begin(self) -> None:
+        """Begin a forward of the outermost module."""
+        self._open.clear()
+
+    def opens(self, unit: nn.Module) -> None:
+        """Remember that the nodes from here on are ``unit``'s own."""
+        run = Run(unit, self._open[-1] if self._open else None, next_node())
+        (self._outermost if run.around is None else run.around.inside).append(run)
+        self._open.append(run)
+        self._mark(run)
+
+    def closes(self, unit: nn.Module, output: object) -> None:
+        """Remember that ``unit`` returns ``output``."""
+        if not self._open or self._open[-1].unit is not unit:
+            return  # an error came before its own forward
+        self._open.pop().last = next_node()
+        self._mark(self._open[-1] if self._open else None)
+        self._exits.update(node._sequence_nr() for node in _nodes(leaves(output, objects=True)))
+
+    def _mark(self, owner: Run | None) -> None:
+        if self._thread != threading.get_ident():  # each thread numbers its own nodes
+            self._thread, self._stepped = threading.get_ident(), 0
+            for known in (self._numbers, self._owners, self._outermost, self._exits, self._hooked):
+                known.clear()
+        number = next_node()
+        if self._numbers and self._numbers[-1] == number:  # no node came between
+            self._owners[-1] = owner
+            return
+        self._numbers.append(number)
+        self._owners.append(owner)
+        if len(self._numbers) > _MOST:
+            self._forget(self._numbers[_MOST // 2])
+
+    def step(self) -> None:
+        """Forget the forwards before the optimizer step before this one."""
+        if self._thread != threading.get_ident():
+            return
+        self._forget(self._stepped)
+        self._stepped = next_node()
+
+    def _forget(self, number: int) -> None:
+        first = bisect_right(self._numbers, number - 1)
+        del self._numbers[:first], self._owners[:first]
+        self._outermost = [run for run in self._outermost if run.last >= number or run in self._open]
+        self._exits = {exit_number for exit_number in self._exits if exit_number >= number}
+        self._hooked = {exit_number for exit_number in self._hooked if exit_number >= number}
+
+    def look(self, roots: Iterable[object]) -> list[Run]:
+        """Look through the graph of a backward that is about to run from ``roots``, tensors or nodes.
+
+        Returns:
+            The outermost runs that it reaches, which know now which of the runs inside it reaches.
+
+        Raises:
+            MeshparError: it comes into a unit that ran before the last optimizer step.
+        """
+        if not self._known():
+            return []
+        exits = self._exits
+        seen: set[Any] = set()
+        reached: set[Run] = set()
+        stack: list[tuple[Run | None, list[Any]]] = [(None, list(_nodes(roots)))]
+        while stack:
+            here, nodes = stack.pop()
+            for node in nodes:
+                number = node._sequence_nr()
+                owner = self._owner(number)
+                if owner is not here and owner is not None:
+                    reached.add(owner)
+                    if number not in exits and number not in self._hooked:
+                        self._hook(node, number, owner.unit)
+                if node not in seen:
+                    seen.add(node)
+                    stack.append((owner, [function for function, _ in node.next_functions if function is not None]))
+        for run in list(reached):
+            around = run.around
+            while around is not None:
+                reached.add(around)
+                around = around.around
+        outermost = [run for run in self._outermost if run in reached]
+        for outer in outermost:
+            for run in outer.in_backward():
+                # Before its forward has made a node, a run needs no gradients on any rank.
+                run.reached, run.done = run in reached, run.last <= outer.first
+        return outermost
+
+    def reached(self, roots: Iterable[object]) -> bool:
+        """Return whether a backward from ``roots``, tensors or nodes, reaches a forward of the module."""
+        if not self._known():
+            return False
+        stack, seen = list(_nodes(roots)), set[Any]()
+        while stack:
+            node = stack.pop()
+            if self._owner(node._sequence_nr()) is not None:
+                return True
+            if node not in seen:
+                seen.add(node)
+                stack += [function for function, _ in node.next_functions if function is not None]
+        return False
+
+    def _known(self) -> bool:
+        """Return whether nodes of this thread may be a unit's; a compiler traces a block's backward in its forward."""
+        return bool(self._numbers) and not self._open and self._thread == threading.get_ident()
+
+    def _owner(self, number: int) -> Run | None:
+        place = bisect_right(self._numbers, number) - 1
+        return self._owners[place] if place >= 0 else None
+
+    def _hook(self, node: Any, number: int, owner: nn.Module) -> None:
+        if number < self._stepped:
+            raise MeshparError(STALE)
+        self._hooked.add(number)
+        node.register_prehook(partial(self._reach, owner))
+
+    def _reach(self, owner: nn.Module, grads: object) -> None:
+        self._enter(owner)
+
+
+def _nodes(values: Iterable[object]) -> Iterator[Any]:
+    """Yield the nodes of a graph from which gradients of ``values`` come, tensors or nodes."""
+    for leaf in values:
+        node = leaf.grad_fn if isinstance(leaf, Tensor) else leaf
+        if isinstance(node, Node):
+            yield node

@@ -1,0 +1,286 @@
+"""Which part of a tensor a rank holds and over which axes, and the joint norm of gradients that are split so, and
+clipping by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from meshpar._torch.dtensor import StridedShard, quiet_gathers
+from meshpar.core.errors import MeshparError
+
+
+def shard_dim(placement: Placement) -> int | None:
+    """Return the dim that a placement splits (``Shard`` and ``_StridedShard``, which is no subclass in every torch),
+    else None.
+    """
+    if placement.is_shard() or isinstance(placement, StridedShard):
+        return placement.dim  # type: ignore[attr-defined]
+    return None
+
+
+def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
+    """Return the names of the mesh axes over which ``tensor`` is split; none for a plain tensor. A flattened axis
+    stands for its parts.
+    """
+    if not isinstance(tensor, DTensor):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names
+    assert names is not None, "meshpar's meshes have names"
+    split = (name for name, placement in zip(names, tensor.placements, strict=True) if shard_dim(placement) is not None)
+    return tuple(part for name in split for part in name.split("+"))
+
+
+def local_index(
+    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
+) -> tuple[slice, ...]:
+    """Return the slice of a tensor of ``shape`` that the rank at ``coordinate`` holds.
+
+    A shard is torch's chunk: ceil-sized, the last ones short or empty. FSDP2 over a tensor-parallel dim splits what the
+    tensor axis left, and says so by ``_StridedShard``: those placements are taken last.
+    """
+    starts, sizes = [0] * len(shape), list(shape)
+    order = sorted(range(len(placements)), key=lambda axis: isinstance(placements[axis], StridedShard))
+    for axis in order:
+        dim = shard_dim(placements[axis])
+        if dim is None:
+            continue
+        chunk = -(-sizes[dim] // mesh_shape[axis])
+        start = min(chunk * coordinate[axis], sizes[dim])
+        starts[dim], sizes[dim] = starts[dim] + start, min(chunk, sizes[dim] - start)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def held_by_this_rank(tensor: Tensor) -> tuple[slice, ...]:
+    """Return the slice of the whole that this rank's part of ``tensor`` is."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the tensor's mesh"
+    return local_index(tensor.shape, tensor.placements, tensor.device_mesh.shape, coordinate)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of ``tensor``, detached, sharing its memory."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole of ``tensor``, detached. Collective where ``tensor`` is a DTensor."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    device = tensor.device_mesh.device_type
+    # ranks gather offloaded parts on their devices
+    held: Any = tensor if tensor.device.type in (device, "meta") else tensor.to(device)
+    with quiet_gathers():
+        return held.full_tensor()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole of ``tensor``, with the gradient that ``full_tensor()`` has: see ``Parallelized``."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return whole_tensor(tensor)
+    with quiet_gathers():
+        return tensor.full_tensor()
+
+
+def like(tensor: Tensor, values: Any) -> Tensor:
+    """Return whole ``values`` placed as ``tensor`` is: see ``Parallelized``."""
+    if not isinstance(values, DTensor):
+        values = torch.as_tensor(values).to(tensor.device)
+    expanded = values.expand(tensor.shape).contiguous()
+    return placed_like(expanded, tensor, ()) if isinstance(tensor, DTensor) else whole_tensor(expanded).clone()
+
+
+def undivided(placements: Sequence[Placement], dims: Collection[int]) -> tuple[Placement, ...]:
+    """Return ``placements`` without those that split ``dims``, or that leave sums to be made."""
+    return tuple(
+        Replicate() if (dim := shard_dim(placement)) is None or dim in dims else placement for placement in placements
+    )
+
+
+def placed_like(value: Tensor, like: DTensor, reduced: Collection[int]) -> DTensor:
+    """Return ``value`` divided as ``like`` is, but for the dims ``reduced``, of which ``value`` has one element.
+
+    Args:
+        value: the same whole tensor on every rank, or a DTensor. A DTensor that is divided so is returned itself.
+        like: has the dims of ``value``.
+        reduced: dims of either.
+
+    Collective where ``value`` is a DTensor that is divided otherwise.
+    """
+    mesh, placements = like.device_mesh, undivided(like.placements, reduced)
+    if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):
+        return value
+    whole, coordinate = whole_tensor(value), mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the tensor's mesh"
+    part = whole[local_index(value.shape, placements, mesh.shape, coordinate)].clone(
+        memory_format=torch.contiguous_format
+    )
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=value.shape, stride=whole.stride())
+
+
+def part_like(part: Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor of which this rank holds ``part``, of the shape of ``like`` and divided as ``like`` is."""
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def unevenly_split(tensor: Tensor) -> bool:
+    """Return whether ranks hold parts of ``tensor`` of different sizes."""
+    if not isinstance(tensor, DTensor):
+        return False
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    parts = [(dim, size) for placement, size in sizes if (dim := shard_dim(placement)) is not None]
+    return any(tensor.shape[dim] % math.prod(size for other, size in parts if other == dim) for dim, _ in parts)
+
+
+class Apart(Protocol):
+    """Ranks of which each has other parameters, or the same as another one."""
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+
+    def counted_elsewhere(self) -> set[int]:
+        """Return the ``id`` of this rank's parameters that another one counts."""
+        ...
+
+
+def clip_grad_norms_(
+    parameters: Iterable[Tensor],
+    groups: Mapping[str, dist.ProcessGroup],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+    apart: Apart | None = None,
+    rows: Mapping[int, int] | None = None,
+    count: int = 1,
+) -> Tensor:
+    """Scale gradients so that their joint norm is at most ``max_norm``, and return the norms before: see
+    ``Parallelized``.
+
+    Args:
+        parameters: of the model, the same on every rank.
+        groups: axis -> this rank's process group, outermost first.
+        max_norm: largest norm. ``inf`` scales nothing.
+        norm_type: p.
+        device: where the norms are.
+        apart: ranks that have other parameters.
+        rows: ``id`` of a parameter -> the norm to which it belongs beside the joint one, from 1.
+        count: number of norms, the joint one first.
+
+    Collective over the groups of axes that split a parameter, and over that of ``apart``.
+    """
+    parameters, rows = list(parameters), rows or {}
+    elsewhere = set[int]() if apart is None else apart.counted_elsewhere()
+    parts: dict[frozenset[str], list[list[Tensor]]] = {}
+    twice = list[Tensor]()
+    for parameter in parameters:
+        if (grad := _placed_gradient(parameter)) is not None:
+            over = parts.setdefault(_split_over(grad, groups), [[] for _ in range(count)])
+            (twice if id(parameter) in elsewhere else over[rows.get(id(parameter), 0)]).append(local_tensor(grad))
+    # A rank may have no gradient where another has: every rank joins the same reductions all the same.
+    kinds = {_split_over(parameter, groups) for parameter in parameters if parameter.requires_grad}
+    wide = (
+        torch.float64
+        if any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
+        else torch.float32
+    )
+    empty: list[list[Tensor]] = [[] for _ in range(count)]
+    powers = {
+        axes: torch.stack([_power(grads, norm_type, device).to(wide) for grads in parts.get(axes, empty)])
+        for axes in kinds | set(parts)
+    }
+    joined = _joined(powers, groups, norm_type, torch.zeros(count, device=device))
+    if apart is not None:
+        dist.all_reduce(joined, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=apart.group)
+    joined[0] = joined.max() if math.isinf(norm_type) else joined.sum()
+    norms = joined if math.isinf(norm_type) else joined ** (1.0 / norm_type)
+    if not math.isinf(max_norm):
+        scale = (max_norm / (norms[0] + 1e-6)).clamp(max=1.0)
+        every = [twice, *(grads for found in parts.values() for grads in found)]
+        scales = {place: scale.to(place) for place in by_device(grad for grads in every for grad in grads)}
+        for grads in every:
+            for place, together in by_device(grads).items():
+                torch._foreach_mul_(together, scales[place])
+    return norms
+
+
+def _joined(
+    powers: dict[frozenset[str], Tensor], groups: Mapping[str, dist.ProcessGroup], norm_type: float, none: Tensor
+) -> Tensor:
+    """Join powers of norms, by the axes over which gradients are split, axis by axis, innermost first."""
+    largest = math.isinf(norm_type)
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    for axis in reversed(list(groups)):
+        keys = sorted((key for key in powers if axis in key), key=sorted)
+        if not keys:
+            continue
+        vector = torch.stack([powers.pop(key) for key in keys])
+        dist.all_reduce(vector, op, group=groups[axis])
+        for key, value in zip(keys, vector.unbind(), strict=True):
+            rest = key - {axis}
+            known = powers.get(rest)
+            powers[rest] = value if known is None else torch.maximum(known, value) if largest else known + value
+    return powers.get(frozenset(), none)
+
+
+def _split_over(tensor: Tensor, groups: Collection[str]) -> frozenset[str]:
+    """Return the axes of ``groups`` that split a tensor; that of experts is a part of the data axis."""
+    return frozenset(sharded_axes(tensor)).intersection(groups)
+
+
+def _placed_gradient(parameter: Tensor) -> Tensor | None:
+    """Return the gradient, with partial sums reduced, divided as its parameter is."""
+    grad: Any = parameter.grad
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
+    return parameter.grad
+
+
+def local_gradient(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a gradient, divided as its parameter is. Collective where it is divided otherwise.
+
+    Raises:
+        MeshparError: the gradient is sparse.
+    """
+    grad = _placed_gradient(parameter)
+    assert grad is not None
+    if grad.is_sparse:
+        raise MeshparError(
+            "the optimizer does not support sparse gradients; build the embedding with sparse=False, or use SparseAdam"
+        )
+    return local_tensor(grad)
+
+
+def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return sum |g|^p over ``grads`` (their maximum for p = inf), in float32, or in float64 where a gradient is."""
+    grads = [grad.abs() if grad.is_complex() else grad for grad in grads if grad.numel()]
+    if not grads:
+        return torch.zeros((), device=device)
+    wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+    norms = [
+        torch.stack(torch._foreach_norm(together, norm_type, dtype=wide)) for together in by_device(grads).values()
+    ]
+    stacked = torch.cat([norm.to(device, non_blocking=True) for norm in norms])
+    return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
+
+
+def by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    """Return the tensors by the device on which they are, for the kernels that take many at once."""
+    groups: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return groups

@@ -1,0 +1,262 @@
+"""The comparison of ranks that should hold the same values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshpar._torch.groups import all_gather
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError
+from meshpar.core.mesh import MeshSpec
+from meshpar.step.host_messages import FAN_OUT, LargestByHops
+from meshpar.step.placements import local_tensor, sharded_axes
+
+FACTOR = 6364136223846793005
+"""By which a digest is multiplied before the next is added, in wrapping 64-bit arithmetic."""
+_CHUNK = 1 << 18  # words of 8 bytes
+_PRIME = 1_000_003
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Return a 64-bit digest of a tensor's bytes as a 0-dim int64 tensor on its device; position counts, equal bytes
+    give equal digests.
+
+    A polynomial hash in wrapping 64-bit arithmetic (Rabin and Karp 1987): on the device, without a copy to the host.
+    """
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if data.numel() % 8:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
+    elif data.storage_offset() % 8:
+        data = data.clone()  # a part that begins in the middle of a word cannot be read by words
+    words = data.view(torch.int64)
+    result = torch.full((), tensor.numel(), dtype=torch.int64, device=tensor.device)
+    powers = torch.arange(1, min(_CHUNK, max(1, words.numel())) + 1, device=tensor.device, dtype=torch.int64)
+    powers.mul_(_PRIME).bitwise_or_(1)
+    powers.mul_(powers * powers)
+    for chunk in words.split(_CHUNK) if words.numel() else ():  # two chunks of memory at a time, 4 MiB
+        mixed = (chunk >> 29).bitwise_xor_(chunk).mul_(powers[: chunk.numel()]).sum()
+        result = result * FACTOR + mixed + 1442695040888963407
+    return result
+
+
+def digest_of_several(tensors: Iterable[Tensor]) -> Tensor:
+    """Return one 64-bit digest of several tensors in their order, 0-dim int64 in host memory."""
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
+    for tensor in tensors:
+        total = total * FACTOR + digest(tensor).cpu()
+    return total
+
+
+@final
+class Looks:
+    """Decide in which calls ranks compare: in each on a CPU; in the first ones on an accelerator, where reading waits.
+
+    Args:
+        always: look each time on a CPU; False: the first times on any device.
+    """
+
+    FIRST = 2
+
+    def __init__(self, *, always: bool = True) -> None:
+        self._count: Counter[str] = Counter()
+        self._always = always
+
+    def now(self, name: str, device: torch.device) -> bool:
+        """Return whether to look at what is called ``name`` this time, and count it."""
+        return self.first(name) or (self._always and not runtime.queues(device))
+
+    def first(self, name: str) -> bool:
+        """Return whether this is one of the first times, and count it."""
+        self._count[name] += 1
+        return self._count[name] <= self.FIRST
+
+
+@final
+class Largest:
+    """The largest of each of the ranks' numbers, exchanged while this rank goes on.
+
+    On a CPU a few ranks send each other their numbers at once, which takes half the time of gloo's maximum on four
+    ranks: that goes twice around a ring. More ranks do so in a few hops.
+
+    Args:
+        numbers: as many on every rank.
+        group: the ranks.
+    """
+
+    ONE_HOP = FAN_OUT
+    """Up to how many ranks send each other their numbers."""
+
+    def __init__(self, numbers: Tensor, group: dist.ProcessGroup) -> None:
+        ranks, hosts = group.size(), runtime.over_hosts(numbers.device)
+        self._every, self._work, self._hops = numbers.expand(ranks, *numbers.shape), None, None
+        if hosts and 1 < ranks <= self.ONE_HOP:
+            sent, self._every = self._every.contiguous(), self._every.new_empty(self._every.shape)
+            self._work = dist.all_to_all_single(self._every, sent, group=group, async_op=True)
+        elif hosts and ranks > 1 and not runtime.is_simulated():
+            self._hops = LargestByHops(numbers, group, self.ONE_HOP)
+        elif ranks > 1:
+            self._every = numbers[None].clone()
+            self._work = dist.all_reduce(self._every, dist.ReduceOp.MAX, group, async_op=True)
+
+    def read(self) -> Tensor:
+        """Wait for the exchange, and return the numbers."""
+        if self._hops is not None:
+            return self._hops.wait()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._every.amax(0)
+
+
+def same(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[bool]:
+    """Tell of each of some 64-bit numbers whether all ranks of the groups have the same.
+
+    Collective over the groups, and reading waits for the device.
+    """
+    both = torch.cat([values, ~values])
+    for group in groups:
+        both = Largest(both, group).read()
+    most, inverse = both.view(2, -1).tolist()
+    return [high == ~low for high, low in zip(most, inverse)]
+
+
+def check_equal(
+    tensors: Mapping[str, Tensor],
+    groups: Mapping[str, Sequence[int]],
+    what: str,
+    *,
+    remedy: str = "",
+    guards: Sequence[str] = (),
+) -> None:
+    """Compare ranks' tensors by digest. The hosts exchange the digests.
+
+    Args:
+        tensors: name -> this rank's part, the same names in the same order on every rank.
+        groups: name -> for every rank of the world a number; ranks with the same number must hold equal values.
+        what: how the message calls them.
+        remedy: what to do, the end of the message.
+        guards: the guards of installed packages, which are compared in the same exchange.
+
+    Raises:
+        MeshparError: on every rank alike, naming the tensors, or the guards, and the ranks that differ.
+
+    Collective: every rank of the world calls it.
+    """
+    _check_same_names(tensors, what, guards)
+    if not tensors:
+        return
+    digests = [digest(tensor) for tensor in tensors.values()]
+    # some may be offloaded
+    device = max((value.device for value in digests), key=lambda candidate: not runtime.on_host(candidate))
+    table = _gathered(torch.stack([value.to(device) for value in digests]).cpu())
+    differing = []
+    for column, name in enumerate(tensors):
+        references = _first_with_the_same(groups[name])
+        odd = (table[:, column] != table[references, column]).nonzero()[:, 0].tolist()
+        against: dict[int, list[int]] = {}
+        for rank in odd:
+            against.setdefault(int(references[rank]), []).append(rank)
+        differing += [f"{name}: rank {reference} against ranks {ranks}" for reference, ranks in against.items()]
+    if differing:
+        shown = "\n  ".join(differing[:20]) + (f"\n  and {len(differing) - 20} more" if len(differing) > 20 else "")
+        raise MeshparError(
+            f"{what} differ between ranks that must hold the same:\n  {shown}" + (f"\n{remedy}" if remedy else "")
+        )
+
+
+def check_replicas(state: Mapping[str, Tensor], held: MeshSpec, *, other_names: bool) -> None:
+    """Compare the tensors that must be equal on several ranks: every one, along the axes that do not divide it.
+
+    Args:
+        state: name -> tensor; a DTensor where a mesh divides it.
+        held: the mesh on which they are held.
+        other_names: ranks have tensors of different names.
+
+    Raises:
+        MeshparError: on every rank; names the tensors and the ranks that differ.
+
+    Collective: every rank of the world calls it.
+    """
+    tensors = {name: local_tensor(tensor) for name, tensor in state.items()}
+    places = [held.coordinates(rank) for rank in range(held.size)]
+    split: dict[str, Collection[str]] = {name: sharded_axes(tensor) for name, tensor in state.items()}
+    has = dict[str, list[bool]]()
+    if other_names:
+        tensors, split, has = _of_all_ranks(tensors, split)
+    groups = {
+        name: [
+            hash((tuple(place[axis] for axis in axes if axis in place), *has.get(name, ())[rank : rank + 1]))
+            for rank, place in enumerate(places)
+        ]
+        for name, axes in split.items()
+    }
+    check_equal(tensors, groups, "parameters or buffers")
+
+
+def _of_all_ranks(
+    tensors: Mapping[str, Tensor], split: Mapping[str, Collection[str]]
+) -> tuple[dict[str, Tensor], dict[str, Collection[str]], dict[str, list[bool]]]:
+    """Return what :func:`check_equal` compares where ranks have different layers: tensors and the axes that split them,
+    of all ranks' names, an empty one where this rank has none; and name -> whether each rank has it.
+
+    Collective: every rank of the world calls it.
+    """
+    mine = {name: (tensor.dtype, tuple(split[name])) for name, tensor in tensors.items()}
+    every: list[dict[str, tuple[torch.dtype, tuple[str, ...]]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, mine, group=runtime.hosts())
+    known = {name: kind for rank in every for name, kind in rank.items()}
+    named = {name: tensors.get(name, torch.empty(0, dtype=dtype)) for name, (dtype, _) in known.items()}
+    axes: dict[str, Collection[str]] = {name: axes for name, (_, axes) in known.items()}
+    return named, axes, {name: [name in rank for rank in every] for name in known}
+
+
+def _first_with_the_same(numbers: Sequence[int]) -> Tensor:
+    """Return for each place the first with an equal number."""
+    first: dict[int, int] = {}
+    return torch.tensor([first.setdefault(number, place) for place, number in enumerate(numbers)], device="cpu")
+
+
+def _gathered(mine: Tensor) -> Tensor:
+    """Return the numbers (N,) of all ranks, (ranks, N), which the hosts exchange."""
+    every = mine.new_empty(dist.get_world_size() * len(mine))
+    all_gather(every, mine, runtime.hosts())
+    return every.view(-1, len(mine))
+
+
+def _check_same_names(tensors: Mapping[str, Tensor], what: str, guards: Sequence[str]) -> None:
+    """Refuse names that differ between ranks, and guards of some ranks alone, which would wait for others."""
+    listed = "\n".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items()), "\n".join(guards)
+    mine = [byte for text in listed for byte in hashlib.blake2b(text.encode(), digest_size=8).digest()]
+    every = _gathered(torch.tensor(mine, device="cpu"))
+    names, offered = (every != every[0]).split(8, dim=1)
+    if offered.any():
+        _refuse_guards(guards)
+    if odd := names.any(1).nonzero()[:, 0].tolist():
+        raise MeshparError(
+            f"{what} have other names or dtypes on ranks {odd} than on rank 0; build the same model on every rank, "
+            "everywhere on the meta device or everywhere with weights"
+        )
+
+
+def _refuse_guards(guards: Sequence[str]) -> None:
+    """Raise an error that names the guards that some ranks alone have. Collective."""
+    every: list[Sequence[str]] = [()] * dist.get_world_size()
+    dist.all_gather_object(every, list(guards), group=runtime.hosts())
+    lines = []
+    for guard in sorted({guard for rank in every for guard in rank}):
+        has = [rank for rank, offered in enumerate(every) if guard in offered]
+        if len(has) < len(every):
+            lines.append(f"guard {guard}: on ranks {has}, and not on {sorted(set(range(len(every))) - set(has))}")
+    listed = "\n  ".join(lines)
+    raise MeshparError(
+        f"the installed packages offer guards on some ranks and not on others:\n  {listed}\n"
+        "ranks of a guard that exchanges values would wait for the others; install the same packages on every host, or "
+        "leave guards out by Plan(guards='off')"
+    )

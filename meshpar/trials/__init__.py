@@ -1,0 +1,1 @@
+"""Trials of what passes divide, before anybody trusts it."""
