@@ -1,6 +1,4 @@
-"""The launchers' reader of the environment: what a scheduler, torchrun or a user sets. It loads no torch, which a
-script's rank may do without.
-"""
+"""The launchers' one reader of the environment. It loads no torch, which a script's rank may do without."""
 
 from __future__ import annotations
 
@@ -66,11 +64,7 @@ def kubeflow() -> dict[str, str]:
 
 
 def srun() -> Mapping[str, str]:
-    """Return the variables of a step of several tasks of srun; empty outside of one, and under torchrun.
-
-    Raises:
-        LaunchError: the number of tasks cannot be read.
-    """
+    """Return the variables of a step of several srun tasks; empty outside of one, and under torchrun."""
     known = {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
     if "RANK" in os.environ or not {"SLURM_PROCID", "SLURM_STEP_ID"} <= known.keys():
         return {}

@@ -28,9 +28,7 @@ def of_bytes() -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def of_parts(name: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield what shows which part of the work is done, how many of its pieces, and of how many; ``name`` is what
-    they are.
-    """
+    """Yield what shows a part of the work and how many of its pieces, called ``name``, are done."""
     if not sys.stderr.isatty():
         line = _Lines()
         yield lambda part, done, total: line(f"{part}: {done} of {total} {name}")

@@ -1,6 +1,4 @@
-"""Connect all nodes within a time limit before their agents start: print for whom they wait, and name the nodes that
-are missing.
-"""
+"""Connect all nodes within a time limit before their agents start, and name the missing nodes."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ _TOLD_S = 10.0  # in which node 0's word reaches the others
 
 
 def unreached(host: str, port: int, wait_s: float, whom: str) -> str:
-    """Wait until a port accepts connections; return the reason if it does not within ``wait_s`` seconds, else an
-    empty text.
-    """
+    """Wait until a port accepts connections; return why it did not within ``wait_s`` seconds, or an empty text."""
     waiting = Waiting(wait_s)
     while True:
         try:
@@ -40,16 +36,7 @@ def unreached(host: str, port: int, wait_s: float, whom: str) -> str:
 
 @contextmanager
 def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float) -> Iterator[str]:
-    """Wait until all nodes have connected. Node 0 serves the store at ``head``, which the agents share while this is
-    open.
-
-    Yields:
-        The start's id: ``run_id``, or an id chosen by node 0 if that is empty.
-
-    Raises:
-        LaunchError: nodes did not connect within ``wait_s`` seconds, or two nodes have the same number; the message
-            names them.
-    """
+    """Wait for all nodes at node 0's store and yield the start's id; raises LaunchError naming the missing nodes."""
     reach_head(head, node_rank, wait_s)
     host, _, port = head.rpartition(":")
     try:
@@ -92,11 +79,7 @@ def checked_in(head: str, node_rank: int, nodes: int, run_id: str, wait_s: float
 
 
 def reach_head(head: str, node_rank: int | None, wait_s: float) -> None:
-    """Wait until node 0 answers; node 0 itself, and a node without a number, do not wait.
-
-    Raises:
-        LaunchError: it did not answer within ``wait_s`` seconds.
-    """
+    """Wait until node 0 answers, except on node 0 and on a node without a number; raises LaunchError."""
     host, _, port = head.rpartition(":")
     if node_rank and (why := unreached(host, int(port), wait_s, "node 0")):
         raise _unanswered(head, wait_s, why)
@@ -111,9 +94,7 @@ def _unanswered(head: str, wait_s: float, why: str) -> LaunchError:
 
 @contextmanager
 def told_while_joining(head: str, nodes: str, wait_s: float) -> Iterator[None]:
-    """Print every ten seconds that nodes are awaited, until this process has started ranks: torch's elastic
-    rendezvous waits silently.
-    """
+    """Print every ten seconds which nodes are awaited: torch's elastic rendezvous waits silently."""
     ended = threading.Event()
 
     def tell() -> None:
@@ -131,9 +112,7 @@ def told_while_joining(head: str, nodes: str, wait_s: float) -> Iterator[None]:
 
 
 def children(mark: Path | None = None, *, of: int | None = None) -> list[int]:
-    """Return the processes that a process (this one) has started, with ``mark`` those of which it is a word of the
-    command line.
-    """
+    """Return the child processes of a process (this one), with ``mark`` those that have it as an argument."""
     found: list[int] = []
     for path in Path(f"/proc/{of or os.getpid()}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended by now

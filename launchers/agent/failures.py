@@ -101,13 +101,7 @@ def _found_full(error: BaseException) -> bool:
 
 @contextmanager
 def first_told(logs: Path, rank: int) -> Iterator[None]:
-    """Let the rank that fails first show its traceback, where no launcher of ours sees the ranks; the others name it in
-    a LaunchError.
-
-    Args:
-        logs: a folder of this start of the job, which the ranks share.
-        rank: this process's rank.
-    """
+    """Let the rank that fails first show its traceback; all other ranks name it in a LaunchError."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -127,19 +121,13 @@ def first_told(logs: Path, rank: int) -> Iterator[None]:
 
 
 def record_stall(logs: Path, rank: int, message: str, *, cause: bool = True) -> None:
-    """Write the watchdog's reason for ending a rank.
-
-    With ``cause`` the reason is ordered before all other errors, because the watchdog may also have killed ranks.
-    Otherwise it is ordered by its time.
-    """
+    """Write the watchdog's reason: before all other errors if it is the ``cause``, else ordered by time."""
     seconds = -1.0 if cause else time.time()
     _write(logs, Failure(rank=rank, host=socket.gethostname(), kind="LaunchError", message=message, seconds=seconds))
 
 
 def note_os_exit(logs: Path, rank: int) -> None:
-    """Make ``os._exit`` write who called it: a rank that it ends leaves no other trace, and its peers fail in its
-    place.
-    """
+    """Make ``os._exit`` record its caller: a rank that it ends leaves no other trace."""
     end, own = os._exit, os.getpid()
 
     def noted(status: int) -> NoReturn:
@@ -152,9 +140,7 @@ def note_os_exit(logs: Path, rank: int) -> None:
 
 
 def note_sys_exit(logs: Path, rank: int, error: SystemExit) -> None:
-    """Write who called ``sys.exit`` without an error, which is no failure by itself; where others then fail, it is
-    the likely cause.
-    """
+    """Record who called ``sys.exit`` without an error: the likely cause if other ranks then fail."""
     _note_exit(logs, rank, "sys.exit", 0, "".join(traceback.format_tb(error.__traceback__)), seen_at(error))
 
 
@@ -189,9 +175,7 @@ def _folders(logs: Path) -> list[Path]:
 
 
 def record_kills(logs: Path, exit_codes: Mapping[int, int]) -> None:
-    """Write which ranks ended without an error of their own, ordered before the errors of other ranks, which follow
-    from it.
-    """
+    """Record ranks that ended without an error of their own, before the errors that follow from it."""
     for rank, code in exit_codes.items():
         if code > 0 and code not in STOPPED and not any(error_file(folder, rank).exists() for folder in _folders(logs)):
             message = f"rank {rank} ended with exit code {code} and without a Python error; see its log"
@@ -237,14 +221,7 @@ def _recorded(logs: Path) -> list[Failure]:
 
 
 def first_error(logs: Path, exit_codes: Mapping[int, int]) -> MeshparError:
-    """Return the error that ended the job: a killed rank, or the error that a rank wrote first.
-
-    If the first failing rank is on another host, the error names that rank and its error file.
-
-    Args:
-        logs: the folder of the ranks' logs, which hosts may share.
-        exit_codes: exit codes of this host's failed ranks.
-    """
+    """Return the error that ended the job: a killed rank's, or the first one recorded on any host."""
     found = _recorded(logs)
     if not found:
         return LaunchError(
@@ -295,11 +272,7 @@ def _told(failure: Failure) -> str:
 
 
 def note_start(logs: Path) -> None:
-    """Note a start of a recipe; rank 0 calls this before anything else.
-
-    Raises:
-        RepeatedFailureError: the last two starts made no new step.
-    """
+    """Note a start of a recipe, on rank 0; raises RepeatedFailureError if the last two made no new step."""
     if in_vain(logs):
         raise RepeatedFailureError(IN_VAIN)
     start = f"{logs.name}/{environment.restart()}"
@@ -349,13 +322,7 @@ def _starts_file(logs: Path) -> Path:
 def watched(
     stall_s: float | None, progress: Callable[[], object], moves: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
-    """Watch the code inside the ``with`` block; does nothing if ``stall_s`` is None or there is one rank.
-
-    Args:
-        stall_s: seconds without progress after which the watchdog ends the job.
-        progress: returns a new value when the job has made progress, such as the step.
-        moves: returns another value when work moves in which there is neither step nor collective: validation, writing.
-    """
+    """Run a watchdog, unless ``stall_s`` is None or the job has one rank; see :class:`Watchdog`."""
     from meshpar.core import runtime  # both load torch, which a script's rank may do without
     from meshpar.launchers.agent.watchdog import Watchdog
 

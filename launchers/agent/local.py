@@ -128,33 +128,12 @@ def launch_local(recipe: Recipe, ranks: int) -> int:
 
 
 def launch_recipe(recipe: Recipe, placement: Placement, logs: Path | None = None) -> int:
-    """Run a recipe's ranks on this node.
-
-    Raises:
-        MeshparError: see :func:`launch`.
-    """
+    """Run a recipe's ranks on this node, see :func:`launch`."""
     return launch({"kind": "recipe", "recipe": recipe.sent()}, placement, logs or recipe.folder / "logs", sys.stderr)
 
 
 def launch(work: Mapping[str, Any], placement: Placement, logs: Path, console: TextIO) -> int:
-    """Run this node's ranks until they end.
-
-    The signals of :mod:`meshpar.process.signals` are passed on to the ranks, which write a checkpoint and stop. No
-    process is left running.
-
-    Args:
-        work: fields of :class:`meshpar.launchers.agent.terms.RankTask` that say what is run.
-        placement: number and place of the ranks.
-        logs: folder of logs. Each start of the job has a subfolder with one file per rank.
-        console: stream that receives rank 0's output.
-
-    Returns:
-        The exit code: 0, or 128 + the signal that stopped it.
-
-    Raises:
-        MeshparError: the error that the first failing rank raised.
-        LaunchError: a rank failed with another kind of error; the message has its traceback.
-    """
+    """Run this node's ranks until they end; return 0, or 128 + the signal that stopped them."""
     with tempfile.TemporaryDirectory(prefix="meshpar-") as folder, _signals_restored(), ExitStack() as stack:
         placement = stack.enter_context(_identified(placement))
         logs = (logs / placement.run_id).absolute()
@@ -259,11 +238,7 @@ def _config(placement: Placement, folder: str) -> LaunchConfig:
 
 
 def _numa(ranks: int) -> dict[str, Any]:
-    """Return the agent's binding of ranks to NUMA nodes, as torchrun's --numa-binding.
-
-    Unless the environment sets it, ranks are bound where each has a GPU of the same number, numactl is there, and no
-    scheduler gave this process a part of the CPUs alone, which numactl would refuse to leave.
-    """
+    """Return torchrun's --numa-binding: as the environment sets it, or by node if each rank has its own GPU."""
     mode = environment.numa_binding()
     if not mode:
         whole = (
@@ -321,11 +296,7 @@ def _ignore_signals() -> None:
 
 
 def _end_ranks(mark: Path) -> None:
-    """Kill remaining ranks: the user sent a second signal, or the ranks did not stop in time.
-
-    Args:
-        mark: a path that only the command lines of these ranks contain.
-    """
+    """Kill ranks, which have ``mark`` in their command lines, that did not stop in time."""
     for child in children(mark):
         with suppress(OSError):  # it may be gone by now
             os.kill(child, signal.SIGKILL)

@@ -1,6 +1,4 @@
-"""Let the nodes of a replica start, stop and restart their ranks together: each start waits for all nodes, and each
-end reaches all.
-"""
+"""Start, stop and restart the ranks of a replica on all of its nodes together."""
 
 from __future__ import annotations
 
@@ -96,12 +94,7 @@ class Meeting:
         self._stack.close()
 
     def gather(self, over: Callable[[], bool], wait_s: float) -> Start | None:
-        """Wait until all nodes of the replica are here.
-
-        Returns:
-            The next start. None: ``over()``, another node told how its ranks ended, or nodes did not come within
-            ``wait_s`` seconds.
-        """
+        """Wait for all nodes and return the next start; None if it is ``over``, or nodes are missing or have ended."""
         if self.lost is not None or self.verdict() == RETRY:
             self._series = self._starts  # the ranks are no cause of these
         self._leave()
@@ -134,9 +127,7 @@ class Meeting:
         self._ended(self._node, code)
 
     def verdict(self) -> int | None:
-        """Return the exit code of the replica's start, which is the same on all nodes; None: ranks of a node have
-        not ended.
-        """
+        """Return the exit code of the replica's start, equal on all nodes; None until all ranks have ended."""
         if len(self.codes) < self._nodes:
             return None
         codes = set(self.codes.values())
@@ -280,11 +271,7 @@ class Meeting:
 
 @final
 class _Link:
-    """A connection to another node.
-
-    Attributes:
-        closed: the other node has closed it, or is silent for :data:`SILENT_S` seconds.
-    """
+    """A connection to another node; ``closed``: by that node, or after :data:`SILENT_S` seconds of silence."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -310,9 +297,7 @@ class _Link:
         return [words for line in whole if (words := line.decode(errors="replace").split())]
 
     def leave(self) -> None:
-        """Send no more; a full close would discard lines on their way if the other node sent some that were not read
-        here.
-        """
+        """Send no more. A full close would discard lines that the other node has not read yet."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 

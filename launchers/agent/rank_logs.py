@@ -46,9 +46,7 @@ def redirect(logs: Path, rank: int) -> None:
 
 
 def copy_output(logs: Path, rank: int) -> None:
-    """Write to the terminal and to the log, except control sequences (a progress bar), which go to the terminal
-    alone.
-    """
+    """Write to the terminal and to the log; control sequences (a progress bar) go to the terminal alone."""
     logs.mkdir(parents=True, exist_ok=True)
     file = log_file(logs, rank).open("a", encoding="utf-8", buffering=1)
     sys.stdout, sys.stderr = _Both(sys.stdout, file), _Both(sys.stderr, file)  # type: ignore[assignment]

@@ -1,8 +1,4 @@
-"""Start the replicas of this node, each a job of its own that is started again when it fails: ``--elastic=replicas``.
-
-A replica that spans nodes is a job of fixed nodes. Its nodes start their ranks together, and end them together when one
-of them fails.
-"""
+"""Start the replicas of this node (``--elastic=replicas``): jobs of fixed nodes that start again after a failure."""
 
 from __future__ import annotations
 
@@ -78,12 +74,7 @@ def check_elastic(elastic: str) -> None:
 
 
 def divided(mesh: MeshSpec, nodes: int, node_rank: int) -> Division:
-    """Return the replicas of a resolved mesh on ``nodes`` nodes.
-
-    Raises:
-        LaunchError: there is one replica, or neither of the numbers of replicas and of nodes is a multiple of the
-            other.
-    """
+    """Return the replicas of a mesh on ``nodes`` nodes; raises LaunchError if nodes cannot share them evenly."""
     count = mesh.axes.get("dp_replicate", 1)
     if count < 2:
         raise LaunchError(f"--elastic=replicas: the mesh {mesh} has one replica; write dp_replicate=2 or more")
@@ -195,9 +186,7 @@ class _Replica:
         self._stopped = self._signals = 0
 
     def run(self) -> int:
-        """Run the replica until it ends, and return its exit code; 0 also where the others have completed the job
-        without it.
-        """
+        """Run the replica until it ends; return its exit code, 0 also if others completed the job without it."""
         # one node's agent has restarted the ranks after other failures
         again = (RETRY,) if self._division.nodes == 1 else (RETRY, 1)
         code = RETRY

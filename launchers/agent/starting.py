@@ -30,9 +30,7 @@ _POLL_S = 0.2
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import large packages without looking for garbage among what they define, then or ever: a second less of a
-    CPU's time with torch.
-    """
+    """Import large packages without garbage collection of their definitions: saves a second with torch."""
     gc.disable()
     try:
         yield
@@ -42,13 +40,7 @@ def quick_imports() -> Iterator[None]:
 
 
 def adopt_srun() -> str:
-    """Set RANK, WORLD_SIZE and the others from srun's variables, and return an id of this start of the step.
-
-    Does nothing outside a step of several tasks, or under torchrun, and returns an empty text.
-
-    Raises:
-        LaunchError: a variable is missing or the node list cannot be read.
-    """
+    """Set RANK and the others from srun's variables; return the step's id, empty outside of such a step."""
     known = environment.srun()
     if not known:
         return ""
@@ -92,13 +84,7 @@ def handling(signals: Sequence[signal.Signals], handle: Callable[[int], None]) -
 
 
 def launch_nodes_here(recipe: Recipe, nodes: int, nproc: int) -> int:
-    """Run a recipe on ``nodes`` agents of this machine with ``nproc`` ranks each, and return the exit code.
-
-    The ranks see a job of several nodes: ``mesh: auto`` puts replicas across the nodes and shards inside each.
-
-    Raises:
-        LaunchError: a node failed; its own message was printed before.
-    """
+    """Run a recipe on ``nodes`` agents of this machine with ``nproc`` ranks each; return the exit code."""
     with tempfile.TemporaryDirectory(prefix="meshpar-") as folder:
         path = Path(folder) / f"{recipe.name}.yaml"
         path.write_text(recipe.to_yaml(), encoding="utf-8")
@@ -143,9 +129,7 @@ def _pass_on(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 
 def free_port() -> int:
-    """Return a free port outside the kernel's ephemeral range (32768 and up), so that it stays free for some
-    seconds.
-    """
+    """Return a free port below the kernel's ephemeral range (32768), so that it stays free for some seconds."""
     first = os.getpid() % len(_FREE_PORTS)  # processes that ask at the same time begin at different ports
     for port in (*_FREE_PORTS[first:], *_FREE_PORTS[:first]):
         with socket.socket() as server, suppress(OSError):  # taken

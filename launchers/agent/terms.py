@@ -1,6 +1,4 @@
-"""The terms between a launcher and the ranks that it starts: their task as one value, exit codes, marker files and
-waits.
-"""
+"""What a launcher and its ranks agree on: a task as one value, exit codes, marker files and waits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A watchdog: when a job stands still, every rank says where it is, one names those that did not arrive, and the job
-ends.
-"""
+"""A watchdog: if a job makes no progress, each rank prints its state and the job ends with the missing ranks' names."""
 
 from __future__ import annotations
 
@@ -173,9 +171,7 @@ class Watchdog:
         return found[0] if found else (f"the store does not answer; {_STORE}", False)
 
     def _agree(self, where: Mapping[str, Any]) -> tuple[str, bool]:
-        """Answer, and return the verdict. The first rank that gives up reads all answers, for all ranks: a rank makes
-        a fixed number of requests, however many ranks there are.
-        """
+        """Answer, and return the verdict; the first rank that gives up reads all answers, for all ranks."""
         store, deadline = self._store, time.monotonic() + self._answer_s + self._every
         store.append("answers", f"{json.dumps(where)}\n")
         store.add("answered", 1)
@@ -238,13 +234,7 @@ def _left(until: float) -> timedelta:
 
 
 def verdict_of(answers: Mapping[int, Mapping[str, Any]], missing: Sequence[int], hosts: Mapping[int, str]) -> str:
-    """Return which ranks did not arrive where.
-
-    Args:
-        answers: rank -> its step and, for each group, the number and the name of its last collective.
-        missing: ranks that did not answer.
-        hosts: of those, where that is known.
-    """
+    """Return which ranks did not answer, and which are behind at which collective of which group."""
     parts = []
     if missing:
         named = ", ".join(f"{rank} ({hosts[rank]})" if rank in hosts else str(rank) for rank in missing)

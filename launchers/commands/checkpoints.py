@@ -1,6 +1,4 @@
-"""``meshpar checkpoints ls, show, verify, diff, prune, pin`` and ``meshpar import``; the command line calls
-:func:`register`.
-"""
+"""``meshpar checkpoints ls, show, verify, diff, prune, pin, rm`` and ``meshpar import``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""``meshpar export``: export a step, or each new one beside the job that writes them; measure and push what was
-exported.
-"""
+"""``meshpar export``: export a step, or each new step of a running job; measure and push the export."""
 
 from __future__ import annotations
 
@@ -99,18 +97,7 @@ def export(
 def watch(
     root: Path, export: Callable[[Place], object], *, best: str | None = None, every: int = 1, poll_s: float = 5.0
 ) -> None:
-    """Export each new step until no job writes the folder any more.
-
-    A step is pinned while it is exported, so that retention does not delete it.
-
-    Args:
-        root: the folder of steps.
-        export: exports the step's folder that it is given; a CheckpointError of it is printed, and the next step is
-            tried.
-        best: a metric (``+name``: higher is better): export a step only if it is the best so far; None: any.
-        every: export each step whose number is a multiple of this.
-        poll_s: seconds between two looks at the folder.
-    """
+    """Export each new step, pinned meanwhile, until no job writes the folder; errors of one step are printed."""
     steps, done, held = Steps(root), set[int](), None
     _release_dead(steps)
     while True:

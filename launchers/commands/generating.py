@@ -46,21 +46,13 @@ class Sampling:
 
 @final
 class Completer:
-    """Complete text with a causal language model and its tokenizer, loaded by transformers alone.
-
-    Attributes:
-        model: the model, in evaluation mode.
-        tokenizer: the tokenizer of the same folder.
-        continues: the answer continues the prompt; an encoder-decoder writes a text of its own.
-    """
+    """Complete text with a language model by transformers; ``continues``: the answer continues the prompt."""
 
     continues = True
 
     @quiet_imports()
     def __init__(self, folder: Path) -> None:
-        """Load a folder: of a model, of peft's adapters or with a GGUF file; nothing is downloaded. Raises MeshparError
-        if the folder has no model with a tokenizer.
-        """
+        """Load a model, adapters or a GGUF file; downloads nothing. Raises MeshparError if it cannot."""
         need_transformers()
         import transformers
 
@@ -114,16 +106,7 @@ class Completer:
             raise MeshparError(f"transformers cannot load the tokenizer of {folder}: {brief(error)}") from error
 
     def complete(self, prompt: str, how: Sampling = Sampling(), *, chat: bool = False) -> str:
-        """Return the text after ``prompt``. An empty prompt begins a new text.
-
-        Args:
-            prompt: the beginning of the text; with ``chat``, what the user says.
-            how: the choice of tokens.
-            chat: put the prompt into the tokenizer's chat template.
-
-        Raises:
-            MeshparError: the tokenizer has no chat template, or no token that begins a text.
-        """
+        """Return the text after ``prompt``, put into the chat template with ``chat``; an empty one begins a text."""
         ids = _ids(self.tokenizer, prompt, chat=chat)
         choice: dict[str, Any] = {"do_sample": False}
         if how.temperature > 0:
@@ -144,13 +127,7 @@ class Completer:
 
 @final
 class VllmCompleter:
-    """Complete text as :class:`Completer` does, with vLLM, which also runs quantised exports. Requires the package
-    ``vllm``.
-
-    Attributes:
-        engine: the ``vllm.LLM``.
-        continues: as for :class:`Completer`.
-    """
+    """Complete text as :class:`Completer` does, by vLLM, which also runs quantised exports."""
 
     continues = True
 

@@ -28,19 +28,7 @@ def describe_recipe(
     elastic: str | None = None,
     trust: bool = False,
 ) -> str:
-    """Return a table of the parameters that a rank stores.
-
-    Args:
-        source: a recipe, or the name of a shape (``llama-70b``, ``gpt2``).
-        overrides: fields of the recipe to set.
-        mesh: replaces the recipe's mesh.
-        world_size: number of ranks; None: the size of the mesh.
-        elastic: ``"replicas"``: each replica of the mesh is a job of its own.
-        trust: import the classes that the recipe names by import path.
-
-    Raises:
-        MeshparError: the recipe or the plan has problems.
-    """
+    """Return a table of the parameters that each rank stores, for a recipe or a shape (``llama-70b``)."""
     recipe = recipe_or_shape(source, [*overrides, *([] if mesh is None else [f"mesh={mesh}"])], trust=trust)
     recipe, ranks, replicas = one_replica(
         recipe, build.world_size_of(recipe) if world_size is None else world_size, elastic
@@ -51,17 +39,7 @@ def describe_recipe(
 
 
 def one_replica(recipe: Recipe, ranks: int, elastic: str | None, nodes: int = 1) -> tuple[Recipe, int, int]:
-    """Return the recipe of one replica of an elastic job, its number of ranks, and the number of replicas.
-
-    Args:
-        recipe: of the whole job; None of the three changes unless it is ``elastic``.
-        ranks: number of ranks of the whole job.
-        elastic: the option ``--elastic``.
-        nodes: number of nodes, each with whole replicas, or each replica with whole nodes.
-
-    Raises:
-        LaunchError: see :func:`meshpar.launchers.agent.replicas.divided`.
-    """
+    """Return the recipe of one replica of an elastic job, its ranks, and the number of replicas."""
     if elastic is None:
         return recipe, ranks, 1
     check_elastic(elastic)
@@ -77,11 +55,7 @@ def check_recipe(
     elastic: str | None = None,
     trust: bool = False,
 ) -> str:
-    """Check a recipe and return a line that says that it fits, or what is not checked without ``trust``.
-
-    Raises:
-        RecipeError, PlanError: listing every problem.
-    """
+    """Check a recipe; return a line that says that it fits, and what is not checked without ``trust``."""
     recipe = load_recipe(source, overrides, trust=trust)
     recipe, ranks, replicas = one_replica(
         recipe, build.world_size_of(recipe) if world_size is None else world_size, elastic
@@ -106,12 +80,7 @@ def check_recipe(
 
 
 def convert_recipe(source: str, overrides: Sequence[str] = ()) -> str:
-    """Return a recipe as resolved: with overrides, defaults and the passes that its mesh requires. Options of classes
-    that the recipe names by import path stay as they are written.
-
-    Raises:
-        RecipeError: with everything that is wrong.
-    """
+    """Return a recipe as resolved: with overrides, defaults and the passes that its mesh requires."""
     return load_recipe(source, overrides).to_yaml()
 
 
@@ -128,12 +97,7 @@ def list_plugins() -> str:
 
 
 def recipe_or_shape(source: str, overrides: Sequence[str], *, trust: bool) -> Recipe:
-    """Return the recipe called ``source``, or a recipe of the shape with that name; ``trust`` as for
-    :func:`load_recipe`.
-
-    Raises:
-        RecipeError: there is neither, or the recipe has problems.
-    """
+    """Return the recipe called ``source``, or a recipe of the shape with that name."""
     if source in PRESETS or (source == "gpt2" and source not in shipped()):
         model = {"kind": "gpt2"} if source == "gpt2" else {"preset": source}
         document = Document(source, {"name": source, "model": model, "training": {"steps": 1}})

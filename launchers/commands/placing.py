@@ -1,6 +1,4 @@
-"""Where ranks run: the options of the command line, Kubeflow's variables, or another launcher that made this process
-a rank.
-"""
+"""Where ranks run: by the command line, Kubeflow's variables, or another launcher."""
 
 from __future__ import annotations
 
@@ -35,12 +33,7 @@ class Given(_Options, total=False):
 
 
 def adopted(given: Given, placement: Mapping[str, object]) -> str | None:
-    """Return None unless this process is a rank that another launcher started; then the id of srun's step, empty under
-    torchrun.
-
-    Raises:
-        LaunchError: the process is a rank, and options that start ranks are given.
-    """
+    """Return None unless another launcher started this rank; then srun's step, empty under torchrun."""
     if "nodes" in given:
         return None
     step = adopt_srun()
@@ -85,16 +78,7 @@ def from_kubeflow(options: Mapping[str, str]) -> Given:
 
 
 def placed(given: Given, ranks_here: Callable[[int], int] | None = None) -> Placement:
-    """Return the placement from the given options.
-
-    Args:
-        given: the options.
-        ranks_here: number of nodes -> number of ranks on this one, where no number is given; None: one for each
-            accelerator.
-
-    Raises:
-        LaunchError: a number cannot be read.
-    """
+    """Return the placement; ``ranks_here``: nodes -> ranks on this one by default; None: one per accelerator."""
     least, most = node_range(str(given.get("nodes", 1)))
     ranks = ranks_on_node(given, most, ranks_here)
     names = (

@@ -1,6 +1,4 @@
-"""``meshpar quickstart``: train, resume on another mesh, export, load with transformers, complete lines; in about
-three minutes.
-"""
+"""``meshpar quickstart``: train, resume on another mesh, export, load with transformers, complete lines."""
 
 from __future__ import annotations
 
@@ -40,17 +38,7 @@ _PROMPTS = ("import os\nimport", "    def __init__(self", "        if not isinst
 
 
 def quickstart(out: Path, *, mesh: str = "fsdp", minutes: float = 3.0, overrides: Sequence[str] = ()) -> int:
-    """Train, resume on another mesh, export and generate; return the exit code.
-
-    Args:
-        out: the run's folder.
-        mesh: ``fsdp`` or ``hsdp``.
-        minutes: approximate duration on two CPU cores.
-        overrides: fields of the recipe ``quickstart`` to set.
-
-    Raises:
-        MeshparError: a step failed, or its result is wrong.
-    """
+    """Train, resume on another mesh, export and generate in about ``minutes`` on two cores; return the exit code."""
     if mesh not in MESHES:
         raise RecipeError(f"--mesh is {mesh!r}; expected {' or '.join(MESHES)}")
     need_transformers()

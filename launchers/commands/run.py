@@ -35,24 +35,7 @@ def run(
     logs: Path | None = None,
     elastic: str | None = None,
 ) -> int:
-    """Run a script, a module or a recipe, and return the exit code.
-
-    If this process is already a rank (of torchrun, or of an srun with one task per rank), it runs as that rank.
-    Otherwise torch's elastic agent starts the ranks in this process.
-
-    Args:
-        what: a file ending in ``.py``, a module's name, or a recipe.
-        arguments: of the script; overrides of the recipe.
-        placement: the given options of a :class:`Placement`. Kubeflow's variables
-            (``PET_*``) set the others.
-        module: whether ``what`` is a module's name.
-        logs: the folder of logs; None: ``logs`` in the recipe's output folder, or ``runs/<script>/logs``.
-        elastic: ``"replicas"``: each replica of a recipe's mesh is a job of its own, see
-            :mod:`meshpar.launchers.agent.replicas`.
-
-    Raises:
-        MeshparError: the first failing rank's error.
-    """
+    """Run a script, module or recipe on ranks of this node, or as the rank that this process is."""
     kind = "module" if module else "script" if what.endswith(".py") else "recipe"
     if kind == "script" and not Path(what).is_file():
         raise LaunchError(f"there is no file {what}; give the path of a script, -m MODULE, or a recipe")
@@ -77,18 +60,7 @@ def run(
 def run_doctor(
     mesh: str, placement: Mapping[str, object], *, folder: Path | None, profile: Path | None, wait_s: float
 ) -> int:
-    """Run the doctor and return the exit code: 0 without findings, 1 with findings.
-
-    Args:
-        mesh: the mesh to check.
-        placement: the given options of ``nproc``, ``nodes``, ``node_rank`` and ``head``.
-        folder: the folder of checkpoints to check; None: none.
-        profile: the file for a measured hardware profile; None: measure none.
-        wait_s: seconds within which all ranks must connect.
-
-    Raises:
-        LaunchError: a rank failed, or ranks did not connect.
-    """
+    """Run the doctor on ranks of this node, or as a rank; return 1 if there are findings."""
     arguments = [f"mesh={mesh}", f"wait={wait_s}"]
     arguments += [f"folder={folder.absolute()}"] if folder is not None else []
     arguments += [f"profile={profile.absolute()}"] if profile is not None else []

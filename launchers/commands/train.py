@@ -1,6 +1,4 @@
-"""Run a recipe, in this process or on ranks: ``meshpar train``, and ``meshpar run`` of a recipe on nodes or as
-replicas.
-"""
+"""``meshpar train``, and ``meshpar run`` of a recipe, on nodes or as replicas."""
 
 from __future__ import annotations
 
@@ -81,13 +79,7 @@ def train_recipe(
 
 
 def launch(recipe: Recipe, ranks: int, *, quiet: bool = False) -> int:
-    """Check a recipe on ``ranks`` ranks, then run it: in this process for one rank, otherwise on processes of this
-    machine.
-
-    Raises:
-        PlanError, RecipeError: the recipe or the plan has problems; raised before any rank starts.
-        MeshparError: the run failed.
-    """
+    """Check a recipe and run it: in this process for one rank, else on processes of this machine."""
     check(recipe, ranks, build.machine_problems(recipe, ranks))
     if not quiet:
         show(recipe)
@@ -102,9 +94,7 @@ def run_as_rank(recipe: Recipe) -> int:
 
 
 def check(recipe: Recipe, ranks: int, found: Sequence[str], *, replica: bool = False) -> None:
-    """Raise PlanError with the problems ``found`` and with those of a recipe, or of a ``replica``'s, on ``ranks``
-    ranks.
-    """
+    """Raise PlanError with the problems ``found`` and those of a recipe, or of a ``replica``'s, on ``ranks`` ranks."""
     problems = [*found, *build.check_job(recipe, ranks, replica=replica)]
     if problems:
         raise PlanError(problems)
@@ -131,10 +121,7 @@ def run_recipe(
     logs: Path | None,
     elastic: str | None,
 ) -> int:
-    """Run a recipe for ``meshpar run``; see :func:`meshpar.launchers.commands.run.run`.
-
-    ``given`` is ``placement`` with Kubeflow's variables.
-    """
+    """Run a recipe for ``meshpar run``; ``given`` is ``placement`` with Kubeflow's variables."""
     recipe = load_recipe(source, overrides, trust=True)
     if elastic is not None:
         tell_origins(recipe)
@@ -178,11 +165,7 @@ def _run_replicas(recipe: Recipe, given: Given, logs: Path | None, elastic: str)
 
 
 def division_of(recipe: Recipe, given: Given) -> Division:
-    """Return the replicas of a recipe, of which this node has its share.
-
-    Raises:
-        LaunchError: see :func:`meshpar.launchers.agent.replicas.divided`.
-    """
+    """Return the replicas of a recipe and this node's share of them; raises LaunchError."""
     least, nodes = node_range(str(given.get("nodes", 1)))
     if least != nodes:
         raise LaunchError("--elastic=replicas and --nodes MIN:MAX are two kinds of elastic jobs; give --nodes a number")

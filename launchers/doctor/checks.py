@@ -1,6 +1,4 @@
-"""Facts of a rank's machine, and checks of all ranks' facts: findings, each with what is wrong, where, and what to
-do.
-"""
+"""Facts of a rank's machine, and checks of all ranks' facts, which yield findings."""
 
 from __future__ import annotations
 

@@ -26,11 +26,7 @@ somebody set.
 
 
 def health(identity: str | None) -> dict[str, Any] | None:
-    """Return what NVML says of a device; None without nvidia-ml-py, a driver, or where it does not know the device.
-
-    Args:
-        identity: the device's UUID.
-    """
+    """Return what NVML says of the device with a UUID; None without nvidia-ml-py, a driver or such a device."""
     if identity is None:
         return None
     try:
@@ -108,9 +104,7 @@ def health_findings(found: Found) -> Iterator[Finding]:
 
 
 def product(device: torch.device, size: int = _SIZE) -> tuple[float, str]:
-    """Return the operations a second of a matrix product, and a digest of its result, which is the same on every
-    device of a kind.
-    """
+    """Return a matrix product's operations per second, and a digest of its result: equal on devices of a kind."""
     ramp = torch.arange(size * size, dtype=torch.int32, device=device).view(size, size) % 251
     one = (ramp.float() / 251 - 0.5).to(torch.bfloat16)
     result = one @ one.t()

@@ -1,6 +1,4 @@
-"""Examine the machines without a collective: ranks meet in a store, tell their facts, clocks, connections and the
-checkpoint folder.
-"""
+"""Examine the machines without a collective: facts, clocks, connections, and the checkpoint folder."""
 
 from __future__ import annotations
 
@@ -36,15 +34,7 @@ class Meeting:
     """Exchange plain data between all ranks. Every rank makes every call, in the same order."""
 
     def __init__(self, wait_s: float, name: str = "doctor") -> None:
-        """Connect.
-
-        Args:
-            wait_s: seconds within which every rank must connect.
-            name: purpose of the exchange; keys of different names are separate.
-
-        Raises:
-            LaunchError: rank 0 does not answer.
-        """
+        """Connect within ``wait_s`` seconds; keys of different names are separate. Raises LaunchError."""
         self.rank, self.world = runtime.rank(), runtime.world_size()
         self._wait_s = wait_s
         place = runtime.settings("MASTER_")
@@ -60,11 +50,7 @@ class Meeting:
             ) from error
 
     def gather(self, name: str, value: object) -> list[Any]:
-        """Return every rank's value, in the order of ranks.
-
-        Raises:
-            LaunchError: on every rank that connected; the message names the ranks that did not.
-        """
+        """Return every rank's value in rank order; raises LaunchError that names ranks which did not connect."""
         self._store.set(f"{name}/{self.rank}", json.dumps(value))
         if self.rank == 0:
             found = self._collect(name)
@@ -166,11 +152,7 @@ class Report:
 
 
 def examine(meeting: Meeting, device: torch.device, folder: Folder | None) -> Report:
-    """Examine all machines without a collective, so that every wait is bounded. Every rank calls it.
-
-    Raises:
-        LaunchError: ranks did not connect.
-    """
+    """Examine all machines by exchanges with bounded waits, without a collective. Every rank calls it."""
     mine = collect(device)
     mine["device"]["health"] = health(mine["device"]["id"])
     facts = meeting.gather("facts", mine)

@@ -70,10 +70,7 @@ def _slowest(seconds: float, device: torch.device) -> float:
 
 
 def measured_profile(facts: Sequence[Facts], device: torch.device) -> str:
-    """Measure the profile and return it as YAML. Its ``sources`` name the values that could not be measured.
-
-    Collective: every rank calls it. All ranks compute at the same time, as in training, and the slowest counts.
-    """
+    """Measure the profile and return its YAML. Collective; all ranks compute at once, the slowest counts."""
     hosts = len(hosts_of(facts))
     per_host = len(facts) // hosts
     memory = _memory(device, per_host)

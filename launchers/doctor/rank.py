@@ -59,21 +59,7 @@ def mesh_of(text: str) -> MeshSpec:
 def look(
     spec: MeshSpec, kind: str, folder: Folder | None, *, wait_s: float = WAIT_S, profile: bool = False
 ) -> tuple[Report, str]:
-    """Examine the machines and, if the hosts can connect, what their devices compute; return the report and a hardware
-    profile's text.
-
-    Every rank calls it, outside a process group.
-
-    Args:
-        spec: the resolved mesh.
-        kind: device type.
-        folder: the folder of checkpoints to check; None: none.
-        wait_s: seconds within which all ranks must connect.
-        profile: also measure a hardware profile.
-
-    Raises:
-        LaunchError: ranks did not connect.
-    """
+    """Examine the machines outside a process group, and measure a profile if all hosts can connect."""
     device = runtime.device(kind)
     meeting = Meeting(wait_s)
     report = examined(meeting, spec, device, folder)
@@ -85,13 +71,7 @@ def look(
 
 
 def examined(meeting: Meeting, spec: MeshSpec, device: torch.device, folder: Folder | None) -> Report:
-    """Examine the machines and the placement of the mesh.
-
-    The meeting's store may be rank 0's own: keep ``meeting`` until the process group is closed.
-
-    Raises:
-        LaunchError: ranks did not connect.
-    """
+    """Examine machines and placement. Keep ``meeting``, whose store may be rank 0's, until the group is closed."""
     report = examine(meeting, device, folder)
     hosts = [fact["host"] for fact in report.facts]
     price = price_of_sharding(spec, hosts)
@@ -100,9 +80,7 @@ def examined(meeting: Meeting, spec: MeshSpec, device: torch.device, folder: Fol
 
 
 def computed(report: Report, device: torch.device) -> Report:
-    """Let accelerators compute a product each, and return the report with those whose results or speeds differ.
-    Collective: every rank calls it.
-    """
+    """Let accelerators compute a product each, and add findings of differing results or speeds. Collective."""
     if not runtime.queues(device):
         return report
     products: list[tuple[float, str]] = [(0.0, "")] * runtime.world_size()

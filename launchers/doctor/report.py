@@ -47,9 +47,7 @@ def spans(spec: MeshSpec, hosts: Sequence[str]) -> list[AxisSpan]:
 
 
 def placement_findings(spec: MeshSpec, hosts: Sequence[str]) -> Iterator[Finding]:
-    """Yield a finding for each axis that spans hosts and should not: tp, ep and cp always, dp_shard beside
-    dp_replicate.
-    """
+    """Yield each axis that spans hosts but should not: tp, ep, cp always, dp_shard under dp_replicate."""
     names = list(dict.fromkeys(hosts))
     if len(names) < 2:
         return
@@ -80,9 +78,7 @@ def placement_findings(spec: MeshSpec, hosts: Sequence[str]) -> Iterator[Finding
 
 
 def price_of_sharding(spec: MeshSpec, hosts: Sequence[str]) -> str | None:
-    """Return a note if shards span hosts and hybrid sharding would keep their all-gathers inside a host; None
-    otherwise.
-    """
+    """Return a note if hybrid sharding would keep all-gathers inside of a host; None otherwise."""
     names = list(dict.fromkeys(hosts))
     shard = spec.axes.get("dp_shard", 1)
     if len(names) < 2 or shard == 1 or spec.axes.get("dp_replicate", 1) > 1 or shard % len(names):

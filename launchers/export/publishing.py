@@ -1,6 +1,4 @@
-"""After an export: ``--measure`` what quantising does to loss and logits; ``--push`` it to the Hugging Face Hub,
-with a model card.
-"""
+"""After an export: measure the effect of quantising, and push to the Hugging Face Hub with a model card."""
 
 from __future__ import annotations
 
@@ -43,30 +41,13 @@ def check_repository(name: str) -> None:
 
 
 def write_card(step: Path, exported: Path, name: str) -> Path:
-    """Write the model card of an export and return its path.
-
-    Args:
-        step: the step that was exported.
-        exported: the folder of the export.
-        name: ``owner/name``.
-    """
+    """Write the model card of a step's export to the Hub as ``name``, and return its path."""
     (exported / CARD).write_text("\n".join(_card(step, exported, name)) + "\n", encoding="utf-8")
     return exported / CARD
 
 
 def push(exported: Path, name: str, *, dry_run: bool) -> str:
-    """Upload a folder as one commit by huggingface_hub's uploader; return a line of text.
-
-    Credentials and the address are huggingface_hub's own: ``hf auth login``, ``HF_TOKEN``, ``HF_ENDPOINT``.
-
-    Args:
-        exported: the folder.
-        name: ``owner/name``; created, private, if it does not exist.
-        dry_run: only say what would be uploaded.
-
-    Raises:
-        MeshparError: the upload failed.
-    """
+    """Upload a folder as one commit by huggingface_hub, with its own credentials; return a line of text."""
     files = [path for path in sorted(exported.iterdir()) if path.is_file()]
     if dry_run:
         rows = [f"  {file.name}  {file.stat().st_size:,} bytes" for file in files]
@@ -132,11 +113,7 @@ def _sha256(path: Path) -> str:
 
 
 def held_out(step: Path, file: Path, config: Path | None = None) -> torch.Tensor:
-    """Return the tokens (N, L) of the first samples of a text, by the tokenizer that is exported with a step.
-
-    Raises:
-        CheckpointError: there is no such file, or no tokenizer, or the text is shorter than two tokens.
-    """
+    """Return the tokens (N, L) of a text's first samples, by the tokenizer that is exported with a step."""
     found = beside(place(step), config)
     folder = found.tokenizer if config is None else config
     if not file.is_file():
@@ -157,18 +134,7 @@ def held_out(step: Path, file: Path, config: Path | None = None) -> torch.Tensor
 
 
 def measure(step: Path, exported: Path, ids: torch.Tensor, names: Mapping[str, Any]) -> str:
-    """Compare a quantised export with the step's own weights; return a line of text.
-
-    Args:
-        step: the step.
-        exported: its quantised export.
-        ids: tokens (N, L) from :func:`held_out`.
-        names: the options ``config`` and ``layout`` of the export.
-
-    Raises:
-        CheckpointError: transformers does not load one of both.
-        LayoutError: their config names an attention that is not installed.
-    """
+    """Compare a quantised export with the step's own weights on tokens (N, L); return a line of text."""
     with tempfile.TemporaryDirectory(prefix=f".{exported.name}.plain-", dir=exported.resolve().parent) as beside_it:
         plain = Path(beside_it) / "plain"
         export_run(step, plain, **names)

@@ -1,6 +1,4 @@
-"""``meshpar export``: write a run's model for transformers, adapters merged or in peft's format, with config and
-tokenizer beside it.
-"""
+"""``meshpar export``: write a run's model, adapters merged or alone, with config and tokenizer."""
 
 from __future__ import annotations
 
@@ -67,18 +65,7 @@ class Beside:
 
 
 def beside(step: Place, given: Path | None = None) -> Beside:
-    """Find the files beside the model of a step: the tokenizer, chat template and end of text with which the run
-    trained, always.
-
-    Args:
-        step: the step's folder, in the folder of checkpoints of a run's folder.
-        given: a folder whose ``config.json`` and other files take precedence; None: the config that was saved with the
-            step, or of adapters that of the adapted weights; the run's tokenizer, otherwise that of the weights from
-            which the run started; and the generation config and processors of these weights.
-
-    Raises:
-        CheckpointError: ``given`` is not a folder, or a config cannot be read.
-    """
+    """Find config, generation config, processors and tokenizer for a step's export; files in ``given`` win."""
     run = step.parent.parent
     recipe = _recipe_of(run)
     tokenizer: Place | None = fetched(run / TOKENIZER) if (run / TOKENIZER).is_dir() else None
@@ -120,9 +107,7 @@ class _Recipe:
 
 
 def _recipe_of(run: Place) -> _Recipe | None:
-    """Read a run's recipe as plain data: it comes with the checkpoint, so nothing that it names is imported. None
-    without a recipe.
-    """
+    """Read a run's recipe as plain data: nothing that it names is imported. None without a recipe."""
     if not (run / RECIPE).is_file():
         return None
     document = read_document(fetched(run / RECIPE))
@@ -154,13 +139,7 @@ def _config_of(recipe: _Recipe, sources: Sequence[Place]) -> dict[str, Any]:
 
 
 def _ended(config: Mapping[str, Any], end: int | None, otherwise: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a config whose ends of text include the id ``end``, at which the run taught its model to stop.
-
-    Args:
-        config: a model's config or its generation config.
-        end: the id; None: unknown.
-        otherwise: a config with the ends of text of one that has none.
-    """
+    """Return a config whose ends of text include the id ``end``; ``otherwise``: the config with the other ends."""
     inner = config.get("text_config")
     found = [source.get(_EOS) for source in (config, inner, otherwise) if isinstance(source, Mapping)]
     known: Any = next((value for value in found if value is not None), [])
@@ -172,13 +151,7 @@ def _ended(config: Mapping[str, Any], end: int | None, otherwise: Mapping[str, A
 
 
 def weight_names(layout: str | None) -> WeightMap | None:
-    """Return the rules from the saved names to the published ones.
-
-    Args:
-        layout: ``own``: keep the names; ``llama``, ``qwen3``, ``gpt2``: the rules of meshpar's models; the path of a
-            JSON file: the rules of ``WeightMap.to_json``; None: the rules that were saved with the step, for which this
-            function returns None.
-    """
+    """Return the rules from saved to published names: own, a family of ours, or a JSON file; None: as saved."""
     if layout is None:
         return None
     if layout == "own":
@@ -222,17 +195,7 @@ def _json(path: Place) -> dict[str, Any]:
 
 
 def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
-    """Return the weights of the adapted model, to be exported tile by tile, with the result of peft's
-    ``merge_and_unload``.
-
-    Args:
-        src: a step of adapters, or the folder of all steps (its newest).
-        settings: settings of the adapters.
-        base: the folder of the adapted weights.
-
-    Raises:
-        CheckpointError: the folder has other weights than those that were adapted.
-    """
+    """Return the adapted weights for export tile by tile, equal to those of peft's ``merge_and_unload``."""
     adapters, packed, names = stored_adapters(src), dict[str, PackedAdapter](), WeightMap()
     if settings.parameters:  # files may store what the model packs one by one, and the model alone knows how
         model = from_config(on_disk(base, why="its config.json is read by transformers"))

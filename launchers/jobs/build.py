@@ -99,16 +99,7 @@ def _vocabulary_for(recipe: Recipe, section: Any) -> int:  # noqa: ANN401 - one 
 
 
 def build_model(recipe: Recipe, vocab_size: int, facts: DataFacts | None = None) -> nn.Module:
-    """Return the model on the meta device.
-
-    Args:
-        recipe: says which.
-        vocab_size: of the data.
-        facts: what else the model takes from the data; None: not known yet.
-
-    Raises:
-        RecipeError: the model has fewer tokens or positions than the data needs.
-    """
+    """Return the model on the meta device; raises RecipeError if the data needs more tokens or positions."""
     model = _model(recipe, recipe.model, vocab_size, facts or DataFacts())
     if recipe.dtype != "float32":
         kept = {
@@ -203,9 +194,7 @@ def _optimizer(
 def own_optimizer(
     kind: type[torch.optim.Optimizer], keywords: Mapping[str, Any], module: nn.Module
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of a class over the module's parameters that want a gradient; vectors do not decay. Classes
-    of :mod:`meshpar.optim` sort the parameters themselves. Raises RecipeError if it cannot be made.
-    """
+    """Return a class's optimizer; vectors do not decay. Classes of :mod:`meshpar.optim` sort parameters themselves."""
     whole = getattr(kind, "takes_module", False)
     given = module if whole else parameter_groups(module, keywords.get("weight_decay"))
     made: torch.optim.Optimizer = make_own(kind, keywords, given)

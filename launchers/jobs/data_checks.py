@@ -36,9 +36,7 @@ _TRIED = 1 << 20  # characters on which a BPE is tried, in about a second
 
 
 def data_notes(recipe: Recipe) -> list[str]:
-    """Return what a person must know of the data, such as fields that nothing reads; the beginning of each file is
-    read.
-    """
+    """Return notes on the data, such as fields that nothing reads, from the beginning of each file."""
     found = dict[str, None]()
     for section in parts_of(recipe.data).values() if recipe.data.source != "dataset" else ():
         for path in (*section.paths, *section.validation_paths) if section.source not in ("stdlib", "tokens") else ():

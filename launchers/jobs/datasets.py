@@ -137,9 +137,7 @@ def vocab_size_of(recipe: Recipe) -> int:
 
 
 def parts_of(data: DataSection) -> dict[str, DataSection]:
-    """Return the sources of a mixture by name, each as a section of its own; the section itself where there is no
-    mixture.
-    """
+    """Return a mixture's sources by name, each as a section of its own; without a mixture the section itself."""
     if not data.mix:
         return {"": data}
     fields = [{**part.given(), "source": part.source, "mix": ()} for part in data.mix]
@@ -150,12 +148,7 @@ def parts_of(data: DataSection) -> dict[str, DataSection]:
 
 
 def with_local_data(recipe: Recipe) -> Recipe:
-    """Return a recipe whose data is on this machine's disk: what ``data.paths`` names by URL is copied once to
-    ``data.cache``.
-
-    Raises:
-        CheckpointError: a URL names nothing, or its store fails.
-    """
+    """Return a recipe whose data is on this disk: what ``data.paths`` names by URL is copied once to the cache."""
     data = recipe.data
 
     def local(source: str, paths: Sequence[str]) -> tuple[str, ...]:
@@ -261,12 +254,7 @@ def inputs_of(section: DataSection) -> tuple[str, ...]:
 
 
 def origin_of(recipe: Recipe, batch: int) -> dict[str, Any]:
-    """Return what a run's samples are made of, for a checkpoint: a resume with other data then says what has changed.
-
-    Args:
-        recipe: of the run.
-        batch: samples of all ranks in a step.
-    """
+    """Return what the samples are made of, ``batch`` in a step: on resume, :func:`changes` names the differences."""
     data = recipe.data
     names = (
         "source",
@@ -314,9 +302,7 @@ def same_but_documents(fingerprint: str, now: Samples) -> bool:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Sequence[str] = ()) -> list[str]:
-    """Return how two origins of :func:`origin_of` differ, one text each; batches and settings that are ``allowed``
-    to differ aside.
-    """
+    """Return how two origins differ, one text each, apart from batches and ``allowed`` settings."""
     old, new = _BEFORE | before["settings"], now["settings"]
     found = [
         f"{name} was {old[name]!r} and is {new[name]!r}"
@@ -402,11 +388,7 @@ def packed(recipe: Recipe, file: TokenFile) -> PackedTokens:
 
 
 def own_samples(recipe: Recipe, section: Own) -> MappedSamples:
-    """Return the samples of a user's own dataset; a keyword ``sequence_length`` that is not written is the recipe's.
-
-    Raises:
-        RecipeError: it cannot be made, or is no such dataset.
-    """
+    """Return the samples of a user's own dataset; raises RecipeError if it cannot be made or read."""
     factory, given = recipe.find(registry.DATASET, section.class_), {}
     if "sequence_length" not in section.keywords and has_keyword(factory, "sequence_length"):
         given["sequence_length"] = recipe.data.sequence_length

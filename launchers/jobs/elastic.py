@@ -1,6 +1,4 @@
-"""Fit a recipe to an elastic job: to the remaining ranks, or as one of several replicas, of which the leading one
-reports.
-"""
+"""Fit a recipe to an elastic job: to the remaining ranks, or as one of several replicas."""
 
 from __future__ import annotations
 
@@ -18,15 +16,7 @@ from meshpar.training.metrics import Ended, Metrics, Reporter
 
 
 def fitted(recipe: Recipe, world_size: int, whole: int) -> Recipe:
-    """Return the recipe on a mesh of ``world_size`` of ``whole`` ranks, with the same global batch; unchanged outside
-    of an elastic job, where ``whole`` is 0.
-
-    More, or smaller, micro-batches compensate for lost data ranks. If the remaining data ranks do not divide the batch,
-    the nearest batch that they divide is used, and a note reports the change.
-
-    Raises:
-        LaunchError: no legal mesh fits; the message has the reason.
-    """
+    """Return the recipe on ``world_size`` of ``whole`` ranks (0: not elastic), with the nearest global batch."""
     if whole in (0, world_size):
         return recipe
     before, now = _meshes(recipe.mesh, whole, world_size)
@@ -69,9 +59,7 @@ def _data_ranks(spec: MeshSpec) -> int:
 
 
 def replica_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield what ``--elastic=replicas`` does not support in a recipe, one line each; the plan's and the data's own
-    come with them.
-    """
+    """Yield what ``--elastic=replicas`` does not support in a recipe; plan and data have checks of their own."""
     if recipe.teacher is not None:
         yield f"{recipe.where('teacher')}: --elastic=replicas does not support a teacher; remove one of the two"
     if recipe.training.balance_rate or recipe.training.balance_loss:

@@ -40,15 +40,7 @@ def batch_of(recipe: Recipe) -> Batch:
 def forecast_job(
     recipe: Recipe, hardware: Hardware | str, ranks: int, *, plan: Plan | None = None, **options: Any
 ) -> Forecast:
-    """Forecast a recipe's step: its model with adapters, its objective, and its teacher.
-
-    Args:
-        recipe: the job.
-        hardware: a profile or the name of one.
-        ranks: number of ranks.
-        plan: instead of the recipe's.
-        options: of :func:`meshpar.forecast`.
-    """
+    """Forecast a recipe's step, or that of another ``plan``; ``options`` are those of :func:`meshpar.forecast`."""
     model = build.build_shape(recipe)
     layout = build.layout_of(recipe, model)
     teacher: tuple[Plan, nn.Module] | None = None
@@ -92,17 +84,12 @@ def profile_of(device: torch.device) -> str | None:
 
 @final
 class ForecastFeedback:
-    """A reporter that forecasts the job during its first steps and prints one comparison.
-
-    A forecast that fails, or is late, is one line of output and does not affect the job.
-    """
+    """A reporter that prints one comparison with a forecast; a late or failed forecast is one line."""
 
     def __init__(
         self, recipe: Recipe, hardware: str, console: Reporter, counted: Literal["cuda", "cpu"] = "cuda"
     ) -> None:
-        """Start the forecast in another process. ``counted``: device type; ``"cuda"`` also counts the bytes of its
-        tensors.
-        """
+        """Start the forecast in a thread; ``counted``: ``"cuda"`` also compares peak memory."""
         self._recipe, self._hardware, self._console, self._counted = recipe, hardware, console, counted
         self._forecast: Any = None
         self._failure = ""

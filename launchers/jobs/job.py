@@ -61,11 +61,7 @@ PROFILE = "profile"
 
 
 def run_job(recipe: Recipe) -> Outcome:
-    """Train a recipe. Every rank of the job calls it, or one process alone.
-
-    Raises:
-        MeshparError: the recipe has problems on this mesh, or training failed.
-    """
+    """Train a recipe. Every rank of the job calls it, or one process alone."""
     kind = build.device_type(recipe)
     # Before the process group opens: one rank prepares, the others wait for its lock, without a time-out.
     given, recipe = recipe, build.with_local_data(recipe)

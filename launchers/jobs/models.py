@@ -1,6 +1,4 @@
-"""Build the models of transformers for an objective, and give a model its first weights: drawn, read, or read except
-for a new head.
-"""
+"""Build models of transformers for an objective, and give a model its first weights."""
 
 from __future__ import annotations
 
@@ -83,19 +81,7 @@ def refuse_endless(config: Mapping[str, Any] | str) -> None:
 def build_transformers(
     source: Mapping[str, Any] | str, head: str, facts: DataFacts, *, trust: bool = False
 ) -> nn.Module:
-    """Build a model of transformers on the meta device, in float32, for training.
-
-    Args:
-        source: the contents of a ``config.json``, or a folder that contains one; nothing is downloaded.
-        head: ``causal_lm``, ``seq2seq_lm`` or ``sequence_classification``.
-        facts: facts of the data. A config given as contents gets the ids that it lacks; every config gets the classes.
-        trust: let the config name an attention that is not installed: transformers loads its code from the Hugging
-            Face Hub.
-
-    Raises:
-        UntrustedError: the config names such an attention, without ``trust``.
-        RecipeError: transformers is not installed, or has no such head for this kind of model.
-    """
+    """Build a model of transformers on the meta device in float32, from a config's contents or folder."""
     try:
         import transformers
     except ImportError as error:
@@ -163,14 +149,7 @@ def _ids(head: str, facts: DataFacts) -> dict[str, Any]:
 
 
 def with_weights(par: Parallelized, section: Model, seed: int, *, adapters: bool = False) -> Parallelized:
-    """Give a parallel model, with or without new adapters, the first weights of its recipe section, and return the
-    model.
-
-    Raises:
-        RecipeError: ``new`` matches no parameter.
-        CheckpointError: the weights cannot be read.
-        LayoutError: weights do not fit; the message names all of them.
-    """
+    """Give a parallel model, with or without adapters, the first weights of its section, and return it."""
     if section.weights is None:
         return par.materialize(seed=seed)
     source, new = _first_weights(par.module, section, seed, adapters=adapters)
@@ -181,9 +160,7 @@ def with_weights(par: Parallelized, section: Model, seed: int, *, adapters: bool
 
 
 def weights_problems(module: nn.Module, layout: ModelLayout, section: Model, *, adapters: bool = False) -> list[str]:
-    """Return why the ranks could not read a section's weights into a model, by the headers of the files: in seconds
-    for any size.
-    """
+    """Return why ranks could not read a section's weights, by the headers of the files alone."""
     if section.weights is None or not expanded(section.weights).exists():
         return []  # a folder that is missing is told by folder_problems
     try:

@@ -1,6 +1,4 @@
-"""Before a job trains: the doctor (``preflight: warn | fail | off``), and the largest micro-batch
-(``--find-batch-size``).
-"""
+"""Before a job trains: the doctor, and the largest micro-batch (``--find-batch-size``)."""
 
 from __future__ import annotations
 
@@ -35,15 +33,7 @@ _STEPS = 3
 
 @contextmanager
 def opened(recipe: Recipe, data: datasets.Data, kind: str) -> Iterator[torch.device]:
-    """Run the doctor, then open a job's process group as :func:`meshpar.core.runtime.distributed` does.
-
-    ``warn`` prints the findings, ``fail`` ends the job with them before training, ``off`` skips the doctor, and so does
-    a single process.
-
-    Raises:
-        PreflightError: the findings, the same on every rank.
-        LaunchError: ranks did not connect within the time in which nodes must; another start may succeed.
-    """
+    """Open the process group, after the doctor: ``warn`` prints its findings, ``fail`` raises PreflightError."""
     timeout_s = patience_s(recipe)
     if recipe.preflight == "off" or not runtime.launched() or runtime.world_size() == 1:
         with runtime.distributed(kind, timeout_s=timeout_s) as device:
@@ -58,9 +48,7 @@ def opened(recipe: Recipe, data: datasets.Data, kind: str) -> Iterator[torch.dev
 
 
 def patience_s(recipe: Recipe) -> float:
-    """Return the time-out of collectives in seconds: longer than the watchdog's, which names the ranks that did not
-    arrive.
-    """
+    """Return the time-out of collectives: longer than the watchdog's, which names the missing ranks."""
     if elastic_job.replica()[1]:
         return recipe.patience + _SKEW_S  # the other replicas go on by then
     return max(runtime.DEFAULT_TIMEOUT_S, (recipe.watchdog or 0.0) + _LATER_S)
@@ -94,18 +82,7 @@ class Trial:
 
 
 def find_batch_size(recipe: Recipe, run: Callable[[Recipe], int], memory: int | None) -> Recipe:
-    """Return the recipe with the largest micro-batch that fits. A step keeps its number of samples, in fewer
-    micro-batches.
-
-    Args:
-        recipe: the recipe; a step of a data rank has ``data.micro_batch`` x ``data.accumulate`` samples.
-        run: runs a recipe to its end and returns the exit code.
-        memory: memory limit of a rank in bytes; None: the accelerator's memory.
-
-    Raises:
-        RecipeError: ``memory`` is None on a CPU, or no micro-batch fits.
-        SystemExit: a signal stopped a trial.
-    """
+    """Return the recipe with the largest micro-batch in ``memory`` bytes per rank and the same samples per step."""
     if memory is None and runtime.on_host(build.device_type(recipe)):
         raise RecipeError(
             "--find-batch-size on a CPU needs --memory 4GiB, or another limit per rank: there is no device memory to "
@@ -142,12 +119,7 @@ def find_batch_size(recipe: Recipe, run: Callable[[Recipe], int], memory: int | 
 
 
 def try_batch(recipe: Recipe, run: Callable[[Recipe], int], size: int) -> Trial:
-    """Train a few steps with a micro-batch of ``size`` in a temporary folder.
-
-    Raises:
-        LaunchError: the run failed for another reason than memory.
-        SystemExit: a signal stopped it.
-    """
+    """Train a few steps with a micro-batch of ``size`` in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="meshpar-batch-") as folder:
         overrides = [
             f"output={folder}",

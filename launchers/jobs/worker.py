@@ -87,9 +87,7 @@ def run_recipe(assigned: RankTask) -> int:
 
 
 def run_code(kind: str, what: str, arguments: Sequence[str]) -> int:
-    """Run a script or a module as ``python WHAT ARGS`` does: as ``__main__``, so that spawned processes can load its
-    file.
-    """
+    """Run a script or module as ``__main__``, so that spawned processes can load its file."""
     sys.argv = [what, *arguments]
     if signal.SIGUSR1 in heard():
         signal.signal(signal.SIGUSR1, _unheard)
@@ -118,13 +116,7 @@ def _unheard(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Make the kernel send SIGTERM (checkpoint and stop) to this process when its parent is killed; one that does
-    not end is killed.
-
-    Args:
-        parent: number of the process that started this one; None: the one that is the parent now. This process ends at
-            once if that process has ended already, and another is the parent.
-    """
+    """Get SIGTERM, then SIGKILL, after ``parent`` (default: the current one) ends; exit if it has ended."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)

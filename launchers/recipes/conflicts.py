@@ -1,6 +1,4 @@
-"""Problems of a recipe whose fields are right by themselves: fields that are wrong together, and arguments that a
-class does not take.
-"""
+"""Fields of a recipe that are wrong together, and arguments that a class does not take."""
 
 from __future__ import annotations
 
@@ -29,12 +27,7 @@ _DOWNLOAD = "expected a folder (nothing is downloaded: `hf download NAME --local
 
 
 def conflicts(recipe: Recipe, *, disks: bool) -> Conflicts:
-    """Yield fields that are right by themselves and wrong together.
-
-    Args:
-        recipe: the recipe, whose fields have the right types.
-        disks: whether the folders of the model must exist here.
-    """
+    """Yield fields that are wrong together; ``disks``: the folders of the model must exist here."""
     yield from _length_problems(recipe)
     yield from _source_problems(recipe)
     yield from _mix_problems(recipe)
@@ -265,9 +258,7 @@ def _shape_problems(section: Any) -> Iterator[str]:
 
 
 def calling_problems(recipe: Recipe, document: Document) -> list[str]:
-    """Return what is wrong with the objective's options and with classes of the user's own, as far as they may be
-    imported.
-    """
+    """Return what is wrong with options of the objective, plugins and own classes that may be imported."""
     data, training, teacher = recipe.data, recipe.training, recipe.teacher
     own: list[tuple[Place, registry.Kind, Any, tuple[str, ...]]] = [
         (("model",), registry.MODEL, recipe.model, ("vocab_size",)),

@@ -56,12 +56,7 @@ class Classes:
     document: Document = field(default_factory=lambda: Document("", {}))
 
     def find(self, kind: registry.Kind, name: str) -> Any:
-        """Return the plugin or the class called ``name``.
-
-        Raises:
-            UntrustedError: it would have to be imported, and the recipe is not trusted.
-            MeshparError: see :meth:`meshpar.core.registry.Kind.find`.
-        """
+        """Return the plugin or class called ``name``; raises UntrustedError if it may not be imported."""
         if not self.trusted and not kind.has(name):
             registry.check_path(name)
             where = next((f"{self.document.where(place)}: " for place, path in self.paths.items() if path == name), "")
@@ -87,9 +82,7 @@ class Classes:
 
 
 def make_importable(folder: Path) -> None:
-    """Let modules of ``folder`` be imported, after all installed ones: a file there called like a package does not
-    hide the package.
-    """
+    """Append ``folder`` to the import path: a file there does not hide an installed package."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -97,15 +90,7 @@ def make_importable(folder: Path) -> None:
 def own_problems(
     factory: object, keywords: Mapping[str, Any], document: Document, place: Place, given: tuple[str, ...] = ()
 ) -> list[str]:
-    """Return what is wrong with the keywords of a class or function, one line each with file and line.
-
-    Args:
-        factory: the class, the function, or an object that takes no keywords.
-        keywords: as a recipe writes them.
-        document: for messages.
-        place: where in the document the keywords stand.
-        given: names of keywords, or of leading arguments, that meshpar passes itself.
-    """
+    """Return problems of a class's keywords, with file and line; ``given``: arguments that meshpar passes."""
     if not callable(factory) or (not isinstance(factory, type) and not inspect.isroutine(factory)):
         return [
             f"{document.where((*place, name))}: {type(factory).__name__} is an object already and accepts no keywords"
@@ -119,12 +104,7 @@ def own_problems(
 
 
 def make_own(factory: Any, keywords: Mapping[str, Any], *arguments: Any, **given: Any) -> Any:
-    """Return what a class or function makes of its keywords, which :func:`own_problems` has checked; an object is
-    returned as it is.
-
-    Raises:
-        RecipeError: it raises an error, or its keywords do not fit.
-    """
+    """Return what a class or function makes of its keywords; objects as they are. Raises RecipeError."""
     if not isinstance(factory, type) and not inspect.isroutine(factory):
         return factory
     leading = tuple(inspect.signature(factory).parameters)[: len(arguments)]
@@ -158,15 +138,7 @@ def make_objective(factory: Any, options: Mapping[str, Any], teacher: nn.Module 
 def read_passes(
     raw: object, mesh: MeshSpec | str | None, classes: Classes, problems: list[str], at: Place = ()
 ) -> list[Written]:
-    """Return the passes of a recipe, resolved; what is wrong goes to ``problems``.
-
-    Args:
-        raw: what stands under ``passes``; None or ``auto``: the passes that the mesh's axes call for.
-        mesh: the mesh, None where it cannot be read.
-        classes: those of the recipe, with its document; a pass that may not be imported stays as it is written.
-        problems: takes one line for each fault.
-        at: where in the document the list stands.
-    """
+    """Return a recipe's passes, resolved, or those that the mesh requires; adds problems to ``problems``."""
     document = classes.document
     if raw in (None, "auto"):
         return default_passes(mesh)
@@ -210,11 +182,7 @@ def default_passes(mesh: MeshSpec | str | None) -> list[Written]:
 
 
 def make_passes(passes: Sequence[Mapping[str, Mapping[str, Any]]], find: Find = registry.Kind.find) -> list[Pass]:
-    """Return the pass objects of a resolved recipe, whose classes ``find`` finds.
-
-    Raises:
-        MeshparError: one is not installed or refuses its options.
-    """
+    """Return the pass objects of a resolved recipe, whose classes ``find`` finds; raises MeshparError."""
     made: list[Pass] = []
     for written in passes:
         (name, options), problems = next(iter(written.items())), list[str]()

@@ -192,9 +192,7 @@ class Recipe(Section):
 
 
 def received(sent: Mapping[str, Any]) -> Recipe:
-    """Return the recipe that a launcher sent by :meth:`Recipe.sent`: it was checked there and is to run, and its
-    messages name the lines of the file that the launcher read.
-    """
+    """Return the recipe that a launcher sent by :meth:`Recipe.sent`, trusted, with its file's line numbers."""
     lines, overrides = ({tuple(place): text for place, text in sent[name]} for name in ("lines", "overrides"))
     document = Document(sent["name"], sent["recipe"], lines, overrides)
     if "code" in sent["recipe"]:

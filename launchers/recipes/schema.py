@@ -87,11 +87,7 @@ def section_of(cls: type, *, partial: bool = True, without: tuple[str, ...] = ()
 
 @cache
 def section_of_call(factory: Callable[..., Any], without: tuple[str, ...] = ()) -> type[Section]:
-    """Return the section whose fields are the keywords of a class or function, with their types as far as they are
-    annotated.
-
-    Keywords that take functions or modules are left out, as are those in ``without``.
-    """
+    """Return the section of a callable's keywords, except functions, modules and those in ``without``."""
     fields: dict[str, Any] = {}
     parameters = inspect.signature(factory).parameters.values()
     for parameter in parameters:
@@ -135,9 +131,7 @@ def _hint(annotation: object, home: dict[str, Any]) -> Any:
 
 
 def build(cls: Callable[..., Any], section: Section, *arguments: Any, **given: Any) -> Any:
-    """Return the object of a section made by :func:`section_of` or :func:`section_of_call`, with what is ``given``
-    beside it.
-    """
+    """Return the object of a section made by :func:`section_of` or :func:`section_of_call`."""
     hints = _hints(cls)
     values = {}
     for name in section.model_fields_set & {*hints, *(section.model_extra or ())}:

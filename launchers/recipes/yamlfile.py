@@ -26,9 +26,7 @@ _SIZE, _DEPTH, _VALUES = 1 << 18, 32, 10_000
 
 
 class BoundedLoader(yaml.SafeLoader):
-    """PyYAML's safe loader for files of others: it refuses aliases, whose few characters can stand for gigabytes, and
-    more than a recipe or a job file ever has.
-    """
+    """PyYAML's safe loader without aliases, whose expansion is unbounded, and with limits."""
 
     depth = values = 0
 
@@ -97,11 +95,7 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """Read a file.
-
-    Raises:
-        RecipeError: it cannot be read, is not YAML, has aliases, is too large, is no mapping, or has a key twice.
-    """
+    """Read a file; raises RecipeError if it is no small YAML mapping, or has aliases or double keys."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_SIZE + 1)
@@ -135,11 +129,7 @@ def parse_document(text: str, name: str) -> Document:
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
-    """Set fields from the command line: ``training.steps=50``, ``passes.0.FullyShard.offload=cpu``; values are YAML.
-
-    Raises:
-        RecipeError: one cannot be read, or leads into a value that has no fields; every one of them is named.
-    """
+    """Set fields, ``training.steps=50``, values as YAML; raises RecipeError with every bad override."""
     problems = []
     for text in overrides:
         path, equals, value = text.partition("=")

@@ -91,10 +91,7 @@ def _patches(name: str) -> list[dict[str, Any]]:
 
 
 def _add(into: dict[str, Any], patch: dict[str, Any], place: str, name: str) -> None:
-    """Add a patch's values; lists are joined, and their items of one name are merged.
-
-    A value that meshpar writes stays: each has its option, and the job depends on the others.
-    """
+    """Add a patch's values: lists are joined, items of one name merged; values that meshpar writes stay."""
     for key, value in patch.items():
         here, old = f"{place}.{key}".lstrip("."), into.get(key)
         if key not in into:

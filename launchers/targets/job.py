@@ -183,11 +183,7 @@ class Target(Protocol):
 
 
 def ask(command: Sequence[str], limit_s: float = ANSWER_S) -> str:
-    """Run a command of an engine and return its output.
-
-    Raises:
-        LaunchError: the command is not installed, failed, or did not answer within ``limit_s`` seconds.
-    """
+    """Run an engine's command and return its output; raises LaunchError if it is missing, fails or is too slow."""
     shown = shlex.join(command)
     try:
         done = subprocess.run(
@@ -214,16 +210,7 @@ _MOST_OPTIONS = 500
 
 
 def make_target(name: str, cls: type, options: Sequence[str]) -> Target:
-    """Return the target with its options set.
-
-    Args:
-        name: the plugin's name.
-        cls: the plugin, a dataclass.
-        options: options as text, ``partition=gpu``.
-
-    Raises:
-        LaunchError: listing every unknown or invalid option.
-    """
+    """Return the target with its options (``partition=gpu``) set; raises LaunchError with every problem."""
     if len(options) > _MOST_OPTIONS:
         raise LaunchError(f"{len(options):,} options of {name}; expected at most {_MOST_OPTIONS}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -306,8 +293,6 @@ def _is_empty(line: str, values: Mapping[str, object]) -> bool:
 
 
 def dns_label(name: str) -> str:
-    """Return a valid Kubernetes name, also for a Service: lower case, digits and dashes, a letter first, at most 50
-    characters.
-    """
+    """Return a Kubernetes name, also for a Service: at most 50 characters, a letter first."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return (label if label[:1].isalpha() else f"job-{label}")[:50].rstrip("-")  # pods add an index

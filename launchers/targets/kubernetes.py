@@ -1,6 +1,4 @@
-"""Kubernetes, by kubectl: an Indexed Job, whose index is the node rank, a JobSet of one, or a TrainJob of Kubeflow
-Trainer v2.
-"""
+"""Kubernetes, by kubectl: an Indexed Job, a JobSet, or a TrainJob of Kubeflow Trainer v2."""
 
 from __future__ import annotations
 

@@ -16,12 +16,7 @@ LAUNCH = "launch.json"
 
 
 def list_jobs(root: Path) -> str:
-    """Return a table of the launches of the runs in ``root``, or of the run ``root``: folder, target, number or name in
-    the engine, state.
-
-    Raises:
-        LaunchError: there are none.
-    """
+    """Return a table of the launches of the runs in ``root``, or of the run ``root``."""
     depths = ("", "*/", "*/*/")  # not all of it: checkpoints have many files
     found = [
         _read(path)
@@ -47,9 +42,7 @@ def list_jobs(root: Path) -> str:
 
 
 def job_status(folder: Path) -> str:
-    """Return a launch's state and the engine's own description of its job; ``folder`` is the launch's, or its run's
-    (the newest launch).
-    """
+    """Return a launch's (or a run's newest launch's) state and the engine's description of its job."""
     name, target, job = _read(_file(folder))
     ((number, state),) = target.states([job])
     head = f"{_short(job.folder)}: {name} {number or job.label}, {_state(state, job)}"
@@ -57,11 +50,7 @@ def job_status(folder: Path) -> str:
 
 
 def show_logs(folder: Path, *, follow: bool) -> int:
-    """Print a job's output and return the exit code of the engine's command.
-
-    Raises:
-        LaunchError: there is no output yet, or the engine's command is not installed.
-    """
+    """Print a job's output and return the exit code of the engine's command."""
     _, target, job = _read(_file(folder))
     command = target.logs(job, follow=follow)
     try:
@@ -73,11 +62,7 @@ def show_logs(folder: Path, *, follow: bool) -> int:
 
 
 def cancel_job(folder: Path) -> str:
-    """End a job and return the engine's answer.
-
-    Raises:
-        LaunchError: the engine does not know the job.
-    """
+    """End a job and return the engine's answer; raises LaunchError if the engine does not know it."""
     _, target, job = _read(_file(folder))
     ((number, state),) = target.states([job])
     if not state:

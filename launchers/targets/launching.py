@@ -162,11 +162,7 @@ def _script(
 def _recipe(
     what: str, arguments: Sequence[str], place: _Place, mesh: str | None, preflight: str | None, *, shares_disks: bool
 ) -> tuple[Path, dict[str, Any], Sequence[str]]:
-    """Return a recipe's folder of runs, the job's fields that describe the recipe, and notes.
-
-    Raises:
-        MeshparError: listing every problem.
-    """
+    """Return a recipe's folder of runs, the job's fields that describe it, and notes; raises every problem."""
     nodes, ranks = place["nodes"], place["ranks_per_node"]
     wants = arguments if mesh is None else [*arguments, f"mesh={_placed(mesh, nodes, ranks)}"]
     wants = wants if preflight is None else [*wants, f"preflight='{preflight}'"]

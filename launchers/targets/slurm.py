@@ -1,6 +1,4 @@
-"""SLURM: a batch script with one task per node, each an elastic agent, or an array of replicas; failed jobs are
-requeued.
-"""
+"""SLURM: a batch script with one agent per node, or an array of replicas; failed jobs are requeued."""
 
 from __future__ import annotations
 
