@@ -19,12 +19,13 @@ from typing import Any, Literal, final
 import torch
 
 from meshpar.checkpoints.export.quantizing import fitting, is_high
-from meshpar.checkpoints.export.safetensors import opened
+from meshpar.checkpoints.export.safetensors import ExportOptions, open_model
 from meshpar.checkpoints.export.target import free_target, made_on_disk
 from meshpar.checkpoints.format.copying import ByteCount, Progress, StoredSource, check_piece
 from meshpar.checkpoints.format.verify import Verify
 from meshpar.checkpoints.storage.files import ReadFile, memory_of, read_json, tiles, write_all
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
+from meshpar.checkpoints.storage.transfer import fetched
 from meshpar.core.errors import CheckpointError, brief
 from meshpar.process.imports import need
 from meshpar.weights import Permute, Transpose, TypedSource, Unstack, WeightMap
@@ -113,7 +114,7 @@ def export_gguf(
     src: PlaceLike | TypedSource,
     dst: PlaceLike,
     kind: Kind,
-    tokenizer: str | Path | None = None,
+    tokenizer: PlaceLike | None = None,
     progress: Progress | None = None,
     *,
     config: Mapping[str, Any] | None = None,
@@ -146,27 +147,37 @@ def export_gguf(
             know; a row that blocks of 32 do not divide.
         MeshparError: ``gguf`` is not installed.
     """
+    options = ExportOptions(
+        quantize=kind, tokenizer=tokenizer, progress=progress, config=config, weights=weights, verify=verify, high=high,
+        averaged=averaged, overwrite=overwrite,
+    )  # fmt: skip
+    return write_gguf(src, dst, options)
+
+
+def write_gguf(src: PlaceLike | TypedSource, dst: PlaceLike, options: ExportOptions) -> Place:
+    """Export a model to the folder ``dst``, as :func:`export_gguf`; ``options.quantize`` is the kind."""
     library = need("gguf", extra="gguf")
+    kind = options.quantize
     if kind not in KINDS:
         raise CheckpointError(f"the kind is {kind!r}; expected one of {', '.join(KINDS)}")
-    target = free_target(dst, overwrite=overwrite)
-    source, config = opened(src, weights, verify, config, averaged)
+    target = free_target(dst, overwrite=options.overwrite)
+    source, config = open_model(src, options)
     architecture = _architecture(config or {})
     assert config is not None
     laid_out = WeightMap(tuple(architecture.rules(config))).view(source)
     names = _names(library, architecture, config, laid_out.shapes())
-    kinds = _kinds(library, names, laid_out.shapes(), kind, high)
+    kinds = _kinds(library, names, laid_out.shapes(), kind, options.high)
     writer = library.GGUFWriter(None, architecture.name)
     _write_keys(library, writer, config, kind)
+    tokenizer = None if options.tokenizer is None else fetched(options.tokenizer)
     _write_tokenizer(library, writer, tokenizer, config["vocab_size"])
-    if verify != "none" and isinstance(source, StoredSource):
+    if options.verify != "none" and isinstance(source, StoredSource):
         for name in source.shapes():
             for piece in source.pieces(name):
                 check_piece(piece)
-    with made_on_disk(target, overwrite=overwrite) as folder:
-        _write_file(
-            folder / f"model-{kind}.gguf", library, writer, laid_out, names, kinds, architecture, config, progress
-        )
+    with made_on_disk(target, overwrite=options.overwrite) as folder:
+        path = folder / f"model-{kind}.gguf"
+        _write_file(path, library, writer, laid_out, names, kinds, architecture, config, options.progress)
     return place(dst)
 
 
@@ -360,7 +371,7 @@ def _rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
     return (1 / ((1 - smooth) / factor + smooth)).float()
 
 
-def _write_tokenizer(library: ModuleType, writer: Any, folder: str | Path | None, vocabulary: int) -> None:
+def _write_tokenizer(library: ModuleType, writer: Any, folder: Path | None, vocabulary: int) -> None:
     """Add a byte-level BPE, with special tokens and chat template; raises CheckpointError for another tokenizer."""
     if folder is None or not (Path(folder) / "tokenizer.json").is_file():
         writer.add_tokenizer_model("no_vocab")

@@ -20,7 +20,7 @@ from meshpar._torch.groups import shared_timeout
 from meshpar.checkpoints.export.merging import Factors, Merged
 from meshpar.checkpoints.export.published import Digest, bytes_of, clean_name, in_files, in_order
 from meshpar.checkpoints.export.quantizing import Quantization, Quantized
-from meshpar.checkpoints.export.safetensors import MAX_SHARD_BYTES, tiles_of, written_as
+from meshpar.checkpoints.export.safetensors import MAX_SHARD_BYTES, ExportOptions, convert, tiles_of
 from meshpar.checkpoints.steps.checkpointable import Checkpointable
 from meshpar.checkpoints.steps.state import check_have_memory, model_state
 from meshpar.core import runtime
@@ -105,10 +105,10 @@ class Published:
         to: int = 0,
         digested: bool = False,
     ) -> None:
-        self._par, self._dtype, self._bucket = par, dtype, bytes_of(bucket)
+        self._par, self._bucket = par, bytes_of(bucket)
         self._adapters, self._averaged = adapters, averaged
-        self._quantize: Quantization | None = quantize
-        self._high, self.to = tuple(high), to
+        self._options = ExportOptions(dtype=dtype, quantize=quantize, high=tuple(high), verify="none")
+        self.to = to
         self._digested, self.version, self.digest = digested, 0, ""
         if not 0 <= to < dist.get_world_size():
             raise CheckpointError(f"to is {to}; expected a rank from 0 to {dist.get_world_size() - 1}")
@@ -223,11 +223,9 @@ class Published:
                 f"adapters is {self._adapters!r}, and the module has {len(adapted)} layers with adapters; expected "
                 "'merged', or 'only' for a module of add_adapters"
             )
-        made, dtypes = written_as(
-            weights.publish(source), self._dtype, self._quantize, self._high, self._par.layout.config, checked=False
-        )
-        files = in_files(made.shapes(), dtypes, MAX_SHARD_BYTES, scaled=isinstance(made, Quantized))
-        return made, dtypes, list(itertools.chain.from_iterable(files.values()))
+        converted, dtypes = convert(weights.publish(source), self._options, self._par.layout.config)
+        files = in_files(converted.shapes(), dtypes, MAX_SHARD_BYTES, scaled=isinstance(converted, Quantized))
+        return converted, dtypes, list(itertools.chain.from_iterable(files.values()))
 
 
 _Boxes = list[tuple[Spans, list[int]]]

@@ -10,7 +10,8 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 
@@ -41,6 +42,28 @@ _NOT_TOKENIZER = (
     ".gguf",
     ".safetensors.index.json",
 )
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """How a model is exported: the arguments of :func:`export_safetensors` and :func:`export_gguf`, of which each reads
+    its own; ``quantize`` may also be a kind of GGUF.
+    """
+
+    dtype: torch.dtype | None = None
+    max_shard_size: int = MAX_SHARD_BYTES
+    tokenizer: PlaceLike | None = None
+    progress: Progress | None = None
+    config: Mapping[str, Any] | None = None
+    generation: Mapping[str, Any] | None = None
+    beside: Sequence[PlaceLike] = ()
+    weights: WeightMap | None = None
+    verify: Verify = "size"
+    quantize: str | None = None
+    high: Sequence[str] = ()
+    averaged: str = "trained"
+    overwrite: bool = False
 
 
 def export_safetensors(
@@ -98,51 +121,67 @@ def export_safetensors(
             existing folder, or a full disk.
         LayoutError: the weight map does not fit the tensors, or gives two tensors the same name.
     """
-    target = free_target(dst, overwrite=overwrite)
+    options = ExportOptions(
+        dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer, progress=progress, config=config,
+        generation=generation, beside=beside, weights=weights, verify=verify, quantize=quantize, high=high,
+        averaged=averaged, overwrite=overwrite,
+    )  # fmt: skip
+    return write_safetensors(src, dst, options)
+
+
+def write_safetensors(src: PlaceLike | TypedSource, dst: PlaceLike, options: ExportOptions) -> Place:
+    """Export a model to the folder ``dst``, as :func:`export_safetensors`."""
+    target = free_target(dst, overwrite=options.overwrite)
     if not isinstance(src, TypedSource):
         apart(target, open_step(src))
-    source, config = opened(src, weights, verify, config, averaged)
-    source, dtypes = written_as(source, dtype, quantize, high, config, checked=verify != "none")
+    source, config = open_model(src, options)
+    source, dtypes = convert(source, options, config)
     if isinstance(source, Quantized):
         config = {**(config or {}), **source.entry()}
-    with made_whole(target, overwrite=overwrite) as folder:
-        scaled = isinstance(source, Quantized)
-        _write_model(folder, source, dtypes, in_files(source.shapes(), dtypes, max_shard_size, scaled=scaled), progress)
-        for file in (*(files_beside_weights(tokenizer) if tokenizer is not None else ()), *map(place, beside)):
+    tokenizer_files = files_beside_weights(options.tokenizer) if options.tokenizer is not None else []
+    with made_whole(target, overwrite=options.overwrite) as folder:
+        _write_model(folder, source, dtypes, options)
+        for file in (*tokenizer_files, *map(place, options.beside)):
             copy_file(file, folder / file.name)
-        if generation:
-            _write_json(folder / "generation_config.json", generation)
+        if options.generation:
+            _write_json(folder / "generation_config.json", options.generation)
         if config:  # last: where nothing can be renamed, an export without it is not complete
             _write_json(folder / "config.json", {**config, **_dtype_entry(config, dtypes)})
     return place(dst)
 
 
-def written_as(
-    source: TypedSource,
-    dtype: torch.dtype | None,
-    quantize: Quantization | None,
-    high: Sequence[str],
-    config: Mapping[str, Any] | None,
-    *,
-    checked: bool,
+def open_model(src: PlaceLike | TypedSource, options: ExportOptions) -> tuple[TypedSource, Mapping[str, Any] | None]:
+    """Return the model of a checkpoint, or of a source of weights, under its published names, and its config."""
+    if isinstance(src, TypedSource):
+        return (src if options.weights is None else options.weights.publish(src)), options.config
+    published = published_model(src, options.weights, options.verify, options.averaged)
+    if adapters := [name for name in published.shapes() if ".lora_A." in name]:
+        raise CheckpointError(
+            f"{src} has adapters ({adapters[0]}, ...), and a step does not have the scale that merges them; write "
+            "the tensors that par.published() yields, of a model that restored the step"
+        )
+    return published, published.config if options.config is None else options.config
+
+
+def convert(
+    source: TypedSource, options: ExportOptions, config: Mapping[str, Any] | None
 ) -> tuple[TypedSource, Mapping[str, torch.dtype]]:
-    """Return the tensors of a published model as they are written, and the dtype of each; arguments as for
-    :func:`export_safetensors`.
-    """
+    """Return the tensors of a published model as they are written, and the dtype of each."""
+    dtype = options.dtype
     if dtype is not None and (not dtype.is_floating_point or dtype.itemsize < 2):
         raise CheckpointError(
             f"dtype is {dtype}; expected a floating-point dtype of 16 bits or more, such as torch.bfloat16: float8 "
             'weights need scales; quantize them (--quantize fp8, in Python quantize="fp8")'
         )
-    if quantize is not None:
-        made = quantized(source, quantize, dtype, high, config, checked=checked)
-        return made, made.dtypes()
-    if high:
+    if options.quantize is not None:
+        checked = options.verify != "none"
+        scaled = quantized(source, options.quantize, dtype, options.high, config, checked=checked)
+        return scaled, scaled.dtypes()
+    if options.high:
         raise CheckpointError("high names weights that are not quantised; pass quantize as well")
-    own = source.dtypes().items()
     return source, {
         name: dtype if dtype is not None and stored_dtype.is_floating_point else stored_dtype
-        for name, stored_dtype in own
+        for name, stored_dtype in source.dtypes().items()
     }
 
 
@@ -153,34 +192,10 @@ def tiles_of(source: TypedSource, name: str, dtype: torch.dtype, limit: int | No
     return tiles(tuple(source.shapes()[name]), dtype.itemsize, TILE_BYTES if limit is None else min(limit, TILE_BYTES))
 
 
-def opened(
-    src: PlaceLike | TypedSource,
-    weights: WeightMap | None,
-    verify: Verify,
-    config: Mapping[str, Any] | None,
-    averaged: str = "trained",
-) -> tuple[TypedSource, Mapping[str, Any] | None]:
-    """Return the model of a checkpoint, or of a source of weights, under its published names, and its config."""
-    if isinstance(src, TypedSource):
-        return (src if weights is None else weights.publish(src)), config
-    published = published_model(src, weights, verify, averaged)
-    if adapters := [name for name in published.shapes() if ".lora_A." in name]:
-        raise CheckpointError(
-            f"{src} has adapters ({adapters[0]}, ...), and a step does not have the scale that merges them; write "
-            "the tensors that par.published() yields, of a model that restored the step"
-        )
-    return published, published.config if config is None else config
-
-
-def _write_model(
-    folder: Place,
-    source: TypedSource,
-    dtypes: Mapping[str, torch.dtype],
-    files: Mapping[str, list[str]],
-    progress: Progress | None,
-) -> None:
+def _write_model(folder: Place, source: TypedSource, dtypes: Mapping[str, torch.dtype], options: ExportOptions) -> None:
+    files = in_files(source.shapes(), dtypes, options.max_shard_size, scaled=isinstance(source, Quantized))
     total = sum(nbytes(shape, dtypes[name]) for name, shape in source.shapes().items())
-    count = ByteCount(total, progress)
+    count = ByteCount(total, options.progress)
     for file, names in files.items():
         _write_file(folder / file, source, names, dtypes, count)
     if len(files) > 1:

@@ -12,12 +12,12 @@ from typing import Any, final
 
 import torch
 
-from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, export_gguf, export_safetensors
-from meshpar.checkpoints.export.gguf import KINDS, Kind
+from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint
+from meshpar.checkpoints.export.gguf import KINDS, Kind, write_gguf
 from meshpar.checkpoints.export.merging import Factors, Merged
 from meshpar.checkpoints.export.published import bytes_of
 from meshpar.checkpoints.export.quantizing import Quantization
-from meshpar.checkpoints.export.safetensors import files_beside_weights
+from meshpar.checkpoints.export.safetensors import ExportOptions, files_beside_weights, write_safetensors
 from meshpar.checkpoints.export.target import apart, free_target, made_on_disk
 from meshpar.checkpoints.format.manifest import MODEL, read_manifest
 from meshpar.checkpoints.format.safetensors import weights_in
@@ -336,27 +336,18 @@ def export_run(
         verify_files(folder, read_manifest(folder), verify)
         model = merged(folder, *adapted)
     found = beside(folder, config)
-    options: dict[str, Any] = {
-        "config": found.config,
-        "weights": names,
-        "verify": verify,
-        "high": high,
-        "averaged": weights,
-        "overwrite": overwrite,
-    }
-    with progress.of_bytes() as advance:
-        if quantize in KINDS:
-            if dtype is not None:
-                raise CheckpointError(
-                    f"--dtype {dtype} does not fit --quantize {quantize}, which sets each tensor's dtype; drop --dtype"
-                )
-            return export_gguf(
-                model, dst, quantize, None if found.tokenizer is None else fetched(found.tokenizer), advance, **options
-            )
-        options |= {"beside": found.files, "generation": found.generation, "quantize": quantize}
-        return export_safetensors(
-            model, dst, _dtype(dtype), bytes_of(max_shard_size), found.tokenizer, advance, **options
+    if quantize in KINDS and dtype is not None:
+        raise CheckpointError(
+            f"--dtype {dtype} does not fit --quantize {quantize}, which sets each tensor's dtype; drop --dtype"
         )
+    with progress.of_bytes() as advance:
+        options = ExportOptions(
+            dtype=_dtype(dtype), max_shard_size=bytes_of(max_shard_size), tokenizer=found.tokenizer, progress=advance,
+            config=found.config, generation=found.generation, beside=found.files, weights=names, verify=verify,
+            quantize=quantize, high=high, averaged=weights, overwrite=overwrite,
+        )  # fmt: skip
+        write = write_gguf if quantize in KINDS else write_safetensors
+        return write(model, dst, options)
 
 
 def _export_alone(
