@@ -4,10 +4,16 @@ compared.
 
 from __future__ import annotations
 
+import inspect
+import sys
+from pathlib import Path
 from typing import Any
 
 import fuzz_habits
 import fuzz_models
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.support import comparison
 
 Spec = dict[str, Any]
 
@@ -47,31 +53,7 @@ class Alone:
     def token_scale(self, count):
         return 1 / count
 '''
-COMPARE = '''
-def differences(expected, got, tolerance, floor):
-    """A tensor may be off by ``tolerance`` of its largest value, or of ``floor`` of the largest of its kind where it is zero by theory."""
-    numbers = lambda value: value.double() if value.dtype == torch.bool else value
-    expected, got = ({name: numbers(value) for name, value in each.items()} for each in (expected, got))
-    kinds = {}
-    for name, value in expected.items():
-        kinds[name.split()[0]] = max(kinds.get(name.split()[0], 1e-12), float(value.abs().max()) if value.numel() else 0.0)
-    for name in [*expected, *(set(got) - set(expected))]:
-        if name.startswith("gradient "):  # none is as good as zero, until an optimizer's step tells them apart
-            zero = torch.zeros_like(expected.get(name, got.get(name)))
-            want, have = expected.get(name, zero), got.get(name, zero)
-        elif name in expected and name in got:
-            want, have = expected[name], got[name]
-        else:
-            yield f"{name}: only {'expected' if name in expected else 'got'}"
-            continue
-        if want.shape != have.shape:
-            yield f"{name}: shape {tuple(have.shape)}, expected {tuple(want.shape)}"
-            continue
-        size = max(float(want.abs().max()), floor * kinds.get(name.split()[0], 0.0), 1e-12) if want.numel() else 1.0
-        off = float((want - have).abs().max()) / size if want.numel() else 0.0
-        if not off <= tolerance:
-            yield f"{name}: off by {off:.1e} of its largest value"
-'''
+COMPARE = "\n".join(map(inspect.getsource, (comparison.distance, comparison.apart, comparison.differences)))
 MAIN = """
 def main():
     expected, got = train(Alone), train(apply)

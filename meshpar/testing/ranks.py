@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import sys
@@ -43,7 +44,7 @@ class RankFailure(AssertionError):
 
 
 def on_ranks(
-    count: int, *, timeout_s: float = 90.0, fresh: str = ""
+    count: int | str, *, timeout_s: float = 90.0, fresh: str = ""
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Run the decorated test's body in ``count`` processes, each a rank of one gloo group on the CPU.
 
@@ -51,8 +52,11 @@ def on_ranks(
     each. They also run the next test of as many ranks, which saves their start. The first failure ends all of them and
     is raised here with its rank's traceback.
 
+    The test may have parameters and fixtures of pytest; each rank gets a copy, so their values must be picklable.
+
     Args:
-        count: number of ranks.
+        count: number of ranks, or the name of the test's parameter that has it: a number, or a mesh such as
+            "dp_shard=2,tp=2".
         timeout_s: seconds after which the test fails and its processes are ended.
         fresh: reason for which this test needs new processes that end with it, such as "ends a rank" or "counts all
             groups". A test that leaves nothing behind in a process (no hooks of the whole process, no unfinished
@@ -66,7 +70,11 @@ def on_ranks(
     def decorate(test: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(test)
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
-            launch(test.__module__, test.__qualname__, count, args, dict(kwargs), timeout_s, fresh)
+            size: Any = count
+            if isinstance(size, str):
+                size = inspect.signature(test).bind(*args, **kwargs).arguments[size]
+            size = mesh.MeshSpec(size).size if isinstance(size, str) else size
+            launch(test.__module__, test.__qualname__, size, args, dict(kwargs), timeout_s, fresh)
 
         return run
 

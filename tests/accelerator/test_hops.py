@@ -99,7 +99,9 @@ def test_threads_in_the_place_of_many_ranks_get_the_largest(monkeypatch, ranks):
     assert set(network.sent.values()) == {3 * sum(map(len, hops(ranks)))}
 
 
-def largest_by_hops(most):
+@pytest.mark.parametrize(("ranks", "most"), daily([(3, 2), (4, 2), (5, 2), (5, 3)], (4, 2)))
+@on_ranks("ranks")
+def test_ranks_get_the_largest_by_hops(ranks, most):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     group, one_hop = dist.new_group(), Largest.ONE_HOP
     Largest.ONE_HOP = most
@@ -119,21 +121,12 @@ def largest_by_hops(most):
         Largest.ONE_HOP = one_hop
 
 
-@pytest.mark.parametrize(("ranks", "most"), daily([(3, 2), (4, 2), (5, 2), (5, 3)], (4, 2)))
-def test_ranks_get_the_largest_by_hops(ranks, most):
-    on_ranks(ranks)(largest_by_hops)(most)
-
-
 @on_ranks(3, fresh="ends a rank")
-def lose_a_rank():
+def test_a_rank_that_does_not_come_is_an_error_in_the_time_of_the_group():
     Largest.ONE_HOP, host_messages.shared_timeout = 2, lambda: timedelta(seconds=2)
     if dist.get_rank() < 2:
         with pytest.raises(RuntimeError):
             Largest(torch.ones(3), dist.group.WORLD).read()
-
-
-def test_a_rank_that_does_not_come_is_an_error_in_the_time_of_the_group():
-    lose_a_rank()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 16, 17, 18, 273, 1024, 8192])

@@ -144,21 +144,13 @@ def check_hops(seen):
         torch.testing.assert_close(grads[1][name], grad)
 
 
-DAILY, NIGHTLY = ("fsdp-tp",), ("fsdp", "hsdp", "world", "tp", "cp", "experts", "experts-selective")
+DAILY = ("fsdp-tp",)
+NIGHTLY = tuple(name for name in PLANS if name not in DAILY)
 
 
-def test_broken_rules_are_refused_and_a_train_step_of_every_pass_keeps_them():
-    keep_the_rules(DAILY)
-
-
-@pytest.mark.nightly
-def test_a_train_step_of_other_plans_keeps_the_rules():
-    assert {*DAILY, *NIGHTLY} == {*PLANS}
-    keep_the_rules(NIGHTLY)
-
-
+@pytest.mark.parametrize("plans", [DAILY, pytest.param(NIGHTLY, marks=pytest.mark.nightly)], ids=["daily", "others"])
 @on_ranks(4, timeout_s=170, fresh="changes what a device is")
-def keep_the_rules(plans):
+def test_broken_rules_are_refused_and_a_train_step_of_every_pass_keeps_them(plans):
     with rules() as seen:
         check_controls()
         with pytest.raises(Broken, match="in another order"):
@@ -200,10 +192,10 @@ BESIDE = {
     "published": (4, published, "dp_shard=2,tp=2"),
     "published stages": (4, published, "pp=2,dp_shard=2"),
     "offloaded": (2, test_offloaded.test_a_lent_module_trains_on_as_if_nothing_had_been),
-    "log-probs": (4, test_log_probs.on_a_mesh, "dp_shard=2,tp=2 loss", False),
-    "Muon": (4, test_muon.equals_one_process, "dp_replicate=2,dp_shard=2", 1),
-    "SmallAdamW": (4, test_small_adamw.equal_bits, 4, False),
-    "a second model": (4, test_several.interleaved, "dp_shard=4", "dp_shard=2,tp=2", 6),
+    "log-probs": (4, test_log_probs.test_values_and_gradients_are_those_of_one_process, "dp_shard=2,tp=2 loss", False),
+    "Muon": (4, test_muon.test_a_mesh_equals_one_process, "dp_replicate=2,dp_shard=2"),
+    "SmallAdamW": (4, test_small_adamw.test_ranks_have_the_bits_of_one_process, 4, False),
+    "a second model": (4, test_several.test_two_models_interleave_in_every_order, "dp_shard=4", "dp_shard=2,tp=2", 6),
 }
 """What a job does beside the train steps of :data:`PLANS`: ranks, and a test of its numbers."""
 

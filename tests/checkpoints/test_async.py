@@ -180,10 +180,11 @@ def test_memory_that_replaces_that_of_a_parameter_does_not_enter_the_save(tmp_pa
 CHANGES = {"in place": lambda weight: weight.mul_(2), "in a list": lambda weight: torch._foreach_mul_([weight], 2.0)}
 
 
+@pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2)
-def change_a_shard_while_it_is_saved(root: str, change: str) -> None:
+def test_a_change_of_a_shard_before_it_is_copied_fails_the_save_on_every_rank(tmp_path, change):
     par, optimizer = parallelized("dp_shard=2", [meshpar.FullyShard()], seed=1)
-    manager = CheckpointManager(root, async_=True, timeout_s=patient(30))
+    manager = CheckpointManager(tmp_path, async_=True, timeout_s=patient(30))
     original, changed = Stager.stage, threading.Event()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stager, "stage", lambda self, *args: changed.wait(patient(60)) and original(self, *args))
@@ -200,11 +201,6 @@ def change_a_shard_while_it_is_saved(root: str, change: str) -> None:
         CHANGES[change](next(par.module.parameters()))
     manager.close()
     assert manager.steps() == [2]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_a_shard_before_it_is_copied_fails_the_save_on_every_rank(tmp_path, change):
-    change_a_shard_while_it_is_saved(str(tmp_path), change)
 
 
 def test_without_an_optimizer_save_waits_for_staging_itself(tmp_path, monkeypatch):
@@ -302,29 +298,28 @@ def test_nothing_outlives_close(tmp_path):
 
 
 @on_ranks(4)
-def train_asynchronously(root: str) -> None:
+def test_training_that_went_on_during_a_save_resumes_bitwise_from_it(tmp_path):
     hybrid = "dp_shard=2,tp=2", [meshpar.TensorParallel(), meshpar.FullyShard()]
     par, optimizer = parallelized(*hybrid, seed=1)
-    with CheckpointManager(root, async_=True, timeout_s=patient(30)) as manager:
+    with CheckpointManager(tmp_path, async_=True, timeout_s=patient(30)) as manager:
         for step in range(1, 4):
             go_on(par, optimizer)
             manager.save(step, par, optimizer, extra={"step": step})
         want = go_on(par, optimizer)  # while the last save is under way
     values = {name: full(tensor) for name, tensor in par.module.state_dict().items()}
     par, optimizer = parallelized(*hybrid, seed=2)
-    assert CheckpointManager(root).restore(par, optimizer, verify="full").step == 3
+    assert CheckpointManager(tmp_path).restore(par, optimizer, verify="full").step == 3
     assert go_on(par, optimizer) == want
     for name, tensor in par.module.state_dict().items():
         assert torch.equal(full(tensor), values[name]), name
 
 
-def test_training_that_went_on_during_a_save_resumes_bitwise_from_it(tmp_path):
-    train_asynchronously(str(tmp_path))
-
-
 @on_ranks(2)
-def fail_to_stage_on_one_rank(root: str) -> None:
-    with pytest.MonkeyPatch.context() as patch, CheckpointManager(root, async_=True, timeout_s=patient(120)) as manager:
+def test_an_error_of_staging_on_one_rank_fails_all_at_once(tmp_path):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        CheckpointManager(tmp_path, async_=True, timeout_s=patient(120)) as manager,
+    ):
         job = linear(1)
         optimizer = stepped(job)
         manager.save(1, job, optimizer)
@@ -344,12 +339,9 @@ def fail_to_stage_on_one_rank(root: str) -> None:
     assert manager.steps() == [1, 3]
 
 
-def test_an_error_of_staging_on_one_rank_fails_all_at_once(tmp_path):
-    fail_to_stage_on_one_rank(str(tmp_path))
-
-
 @on_ranks(2, fresh="leaves a collective of its checkpoints unfinished")
-def lose_and_find_a_rank(root: str) -> None:
+def test_ranks_that_missed_each_other_meet_again_at_the_next_save(tmp_path):
+    root = tmp_path / "run"
     manager = CheckpointManager(root)
     manager.save(1, linear(1))
     impatient(manager)
@@ -362,7 +354,3 @@ def lose_and_find_a_rank(root: str) -> None:
     dist.barrier()
     manager.save(2, linear(2))
     assert manager.steps() == [1, 2] and not [path for path in Path(root).iterdir() if "tmp" in path.name]
-
-
-def test_ranks_that_missed_each_other_meet_again_at_the_next_save(tmp_path):
-    lose_and_find_a_rank(str(tmp_path / "run"))

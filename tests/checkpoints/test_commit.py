@@ -77,8 +77,8 @@ def impatient(manager: CheckpointManager) -> None:
 
 
 @on_ranks(3)
-def fail_on_one_rank(root: str) -> None:
-    manager = CheckpointManager(root, timeout_s=patient(20))
+def test_a_failure_on_one_rank_fails_all_with_one_message_and_leaves_the_last_step(tmp_path):
+    manager = CheckpointManager(tmp_path, timeout_s=patient(20))
     manager.save(1, linear(1))
     broken = linear(2)
     if dist.get_rank() == 1:
@@ -103,12 +103,9 @@ def fail_on_one_rank(root: str) -> None:
     assert manager.restore(linear(3)).step == 2
 
 
-def test_a_failure_on_one_rank_fails_all_with_one_message_and_leaves_the_last_step(tmp_path):
-    fail_on_one_rank(str(tmp_path))
-
-
 @on_ranks(3, fresh="ends a rank")
-def lose_a_rank(root: str) -> None:
+def test_a_rank_that_does_not_come_fails_the_others_in_bounded_time(tmp_path):
+    root = tmp_path / "run"
     manager = CheckpointManager(root)
     manager.save(1, linear(1))
     impatient(manager)
@@ -120,10 +117,6 @@ def lose_a_rank(root: str) -> None:
         store.set(f"rank {dist.get_rank()} has given up", "")
     else:
         store.wait(["rank 0 has given up", "rank 2 has given up"])
-
-
-def test_a_rank_that_does_not_come_fails_the_others_in_bounded_time(tmp_path):
-    lose_a_rank(str(tmp_path / "run"))
 
 
 # Commit

@@ -97,9 +97,9 @@ def test_a_number_that_is_no_step_is_refused(tmp_path: Path, step: float) -> Non
 
 
 @on_ranks(2)
-def restore_different_steps(root: str) -> None:
+def test_ranks_that_restore_different_steps_are_told(tmp_path: Path) -> None:
     par = Plan("dp_replicate=2", [Replicate()]).apply(nn.Linear(2, 2))
-    manager = CheckpointManager(root, timeout_s=patient(30))
+    manager = CheckpointManager(tmp_path, timeout_s=patient(30))
     for step in (1, 2):
         manager.save(step, par)
     with pytest.raises(CheckpointError, match=r"restore\(\) got step=1 on rank 0 and 2 on rank 1; pass the same"):
@@ -114,18 +114,10 @@ def restore_different_steps(root: str) -> None:
     assert manager.restore(par, step=1).step == 1
 
 
-def test_ranks_that_restore_different_steps_are_told(tmp_path: Path) -> None:
-    restore_different_steps(str(tmp_path))
-
-
-def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
-    differing(str(tmp_path))
-
-
 @on_ranks(2)
-def differing(root: str) -> None:
+def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
     par = Plan("dp_replicate=2", [Replicate()]).apply(nn.Linear(2, 2).requires_grad_())
-    manager = CheckpointManager(root)
+    manager = CheckpointManager(tmp_path)
     with pytest.raises(CheckpointError, match="this rank saves step 4, rank 0 step 3"):
         manager.save(3 + dist.get_rank(), par)
     assert manager.steps() == []

@@ -46,21 +46,17 @@ def values(module):
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["now", "async"])
-def test_conjugate_and_negative_views_come_back_as_they_were(tmp_path, later):
-    come_back(str(tmp_path), later)
-
-
 @on_ranks(2)
-def come_back(root, later):
+def test_conjugate_and_negative_views_come_back_as_they_were(tmp_path, later):
     module, other = Views(0), Views(1)
     assert module.conjugate.is_conj() and module.negative.is_neg() and module.both.is_neg()
     want = values(module)
     par = Plan("dp_replicate=2", [Replicate()]).apply(module, ModelLayout())
-    with CheckpointManager(root, async_=later) as manager:
+    with CheckpointManager(tmp_path, async_=later) as manager:
         manager.save(1, par)
     for mesh, passes in (("dp_replicate=2", [Replicate()]), ("dp_shard=2", [FullyShard()])):
         again = Plan(mesh, passes).apply(other, ModelLayout())
-        CheckpointManager(root).restore(again, verify="full")
+        CheckpointManager(tmp_path).restore(again, verify="full")
         for name, tensor in values(again.module).items():
             torch.testing.assert_close(tensor, want[name], rtol=0, atol=0, msg=name)
         again.check_replicas()

@@ -163,23 +163,19 @@ def test_its_metadata_has_the_five_tensor_properties_that_every_torch_reads(tmp_
 
 
 @on_ranks(2)
-def load_a_foreign_checkpoint(root: str) -> None:
+def test_weights_come_from_any_distributed_checkpoint(tmp_path):
     torch.manual_seed(0)
     config = TransformerConfig(vocab_size=32, dim=16, layers=1, heads=4, hidden=24, tied=False)
     stranger = Transformer(config)
-    dcp.save(stranger.state_dict(), checkpoint_id=root)
+    dcp.save(stranger.state_dict(), checkpoint_id=tmp_path)
     with torch.device("meta"):
         module = Transformer(config)
     par = (
         meshpar.Plan("dp_shard=2", [meshpar.FullyShard()])
         .apply(module)
-        .materialize(weights=DistributedCheckpoint(root))
+        .materialize(weights=DistributedCheckpoint(tmp_path))
     )
     assert_same({name: full(tensor) for name, tensor in par.module.state_dict().items()}, stranger.state_dict())
-
-
-def test_weights_come_from_any_distributed_checkpoint(tmp_path):
-    load_a_foreign_checkpoint(str(tmp_path))
 
 
 @pytest.fixture
@@ -213,11 +209,11 @@ def go_on(par: meshpar.Parallelized, optimizer: torch.optim.Optimizer) -> list[f
 
 
 @on_ranks(4)
-def resume(root: str) -> None:
+def test_training_with_dropout_resumes_bitwise_on_the_same_mesh_and_goes_on_on_another(tmp_path):
     hybrid = "dp_shard=2,tp=2", [meshpar.TensorParallel(), meshpar.FullyShard()]
     par, optimizer = parallelized(*hybrid, seed=1)
     go_on(par, optimizer)
-    manager = CheckpointManager(root)
+    manager = CheckpointManager(tmp_path)
     manager.save(3, par, optimizer)
     want = go_on(par, optimizer)
     values = {name: full(tensor) for name, tensor in par.module.state_dict().items()}
@@ -230,10 +226,6 @@ def resume(root: str) -> None:
     par.module.eval()
     par.check_replicas()
     go_on(par, optimizer)
-
-
-def test_training_with_dropout_resumes_bitwise_on_the_same_mesh_and_goes_on_on_another(tmp_path):
-    resume(str(tmp_path))
 
 
 class Scaled(nn.Module):

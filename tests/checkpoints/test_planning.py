@@ -136,11 +136,11 @@ def values(par: meshpar.Parallelized, optimizer: torch.optim.Optimizer) -> dict[
 
 
 @on_ranks(4)
-def plan_again(root: str) -> None:
+def test_a_change_of_structure_mesh_or_of_one_ranks_plan_makes_all_ranks_plan_again(tmp_path):
     first = dist.get_rank() == 0
     number, saved = 0, {}
     par, optimizer = begun("dp_shard=4", [meshpar.FullyShard()])
-    manager = CheckpointManager(root, keep=None, timeout_s=patient(60))
+    manager = CheckpointManager(tmp_path, keep=None, timeout_s=patient(60))
 
     def plans_of_a_save() -> int:
         nonlocal number
@@ -186,7 +186,7 @@ def plan_again(root: str) -> None:
         manager._planning._agreed = None
     assert plans_of_a_save() == 1
     manager.close()
-    again = CheckpointManager(root, keep=None)
+    again = CheckpointManager(tmp_path, keep=None)
     other, every = begun("dp_shard=2,dp_replicate=2", [meshpar.HybridShard()])
     for parameter_name, want in saved.items():
         fresh = torch.optim.AdamW(other.module[2].parameters(), lr=0.1, fused=True) if parameter_name == 5 else every
@@ -196,13 +196,9 @@ def plan_again(root: str) -> None:
         assert restored.rank_extra == ({"rank": dist.get_rank()} if parameter_name > 6 else None)
 
 
-def test_a_change_of_structure_mesh_or_of_one_ranks_plan_makes_all_ranks_plan_again(tmp_path):
-    plan_again(str(tmp_path))
-
-
 @on_ranks(2)
-def other_ranks(root: str) -> None:
-    manager = CheckpointManager(root, keep=None, timeout_s=patient(60))
+def test_another_rank_or_number_of_ranks_is_another_plan(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=None, timeout_s=patient(60))
     par, optimizer = begun("dp_shard=2", [meshpar.FullyShard()])
     manager.save(1, par, optimizer)
     kept = manager._planning
@@ -216,12 +212,8 @@ def other_ranks(root: str) -> None:
     assert kept._greet(described, ranks).token is None, "more ranks"
 
 
-def test_another_rank_or_number_of_ranks_is_another_plan(tmp_path):
-    other_ranks(str(tmp_path))
-
-
 @on_ranks(2)
-def values_of_another_rank(root: str) -> None:
+def test_the_optimizers_settings_on_ranks_with_other_parameters_are_those_of_this_save(tmp_path):
     """Rank 1 alone trains a second tensor, whose options are its own."""
     from tests.checkpoints.test_commit import Job
 
@@ -232,7 +224,7 @@ def values_of_another_rank(root: str) -> None:
 
     job = Job(Stage())
     optimizer = torch.optim.SGD(job.module.parameters(), lr=0.1, momentum=0.9)
-    with CheckpointManager(root, keep=None) as manager, Plans() as plans:
+    with CheckpointManager(tmp_path, keep=None) as manager, Plans() as plans:
         for number in range(1, 4):
             for group in optimizer.param_groups:
                 group["lr"] = number / 10 + dist.get_rank()
@@ -241,10 +233,6 @@ def values_of_another_rank(root: str) -> None:
         for number in range(1, 4):
             manager.restore(job, optimizer, step=number)
             assert optimizer.param_groups[0]["lr"] == number / 10 + dist.get_rank()
-
-
-def test_the_optimizers_settings_on_ranks_with_other_parameters_are_those_of_this_save(tmp_path):
-    values_of_another_rank(str(tmp_path))
 
 
 def test_a_later_save_is_checked_as_the_first_and_files_may_be_laid_out_in_another_way(tmp_path, monkeypatch):

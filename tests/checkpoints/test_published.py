@@ -134,12 +134,8 @@ OTHERS = "dp_replicate=2,dp_shard=2", "dp_replicate=2,dp_shard=2 world", "dp_sha
 
 
 @pytest.mark.parametrize("mesh", daily(OTHERS, "dp_shard=2,ep=2"))
-def test_other_meshes_stream_what_they_export(mesh: str) -> None:
-    other_meshes(mesh)
-
-
 @on_ranks(4)
-def other_meshes(mesh: str) -> None:
+def test_other_meshes_stream_what_they_export(mesh: str) -> None:
     assert_exported(mesh, ["qwen3_moe"])
 
 
@@ -235,11 +231,8 @@ STAGES = [("pp=2", name) for name in MODELS] + [
 
 
 @pytest.mark.parametrize(("mesh", "name"), daily(STAGES, ("pp=2", "tied")))
+@on_ranks("mesh")
 def test_stages_stream_what_they_export(mesh: str, name: str) -> None:
-    on_ranks(2 if mesh == "pp=2" else 4)(assert_stages_exported)(mesh, name)
-
-
-def assert_stages_exported(mesh: str, name: str) -> None:
     par = planned(name, mesh)
     expected = exported(par, dtype=torch.bfloat16)
     for bucket in (3000, "256MiB"):  # tensors in several buckets, all in one

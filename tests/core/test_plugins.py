@@ -91,24 +91,18 @@ def test_it_takes_part_in_order_and_checks(stranger):
         Plan("dp_shard=4", [copies, FullyShard()]).check(transformer(), world_size=4)
 
 
-def test_it_runs(stranger):
-    run_it()
-
-
+@pytest.mark.usefixtures("stranger")
 @on_ranks(2, fresh="imports a package that the test installs")
-def run_it():
+def test_it_runs():
     registry._found.cache_clear()
     assert_parity(
         transformer, "ep=2", [registry.plugin("meshpar.passes", "ExpertCopies")()], token_steps(VOCAB, parts=2)
     )
 
 
-def test_a_strangers_tensor_and_offloading_passes_get_what_ours_get(stranger):
-    split_and_kept_on_the_host()
-
-
+@pytest.mark.usefixtures("stranger")
 @on_ranks(4, fresh="imports a package that the test installs")
-def split_and_kept_on_the_host():
+def test_a_strangers_tensor_and_offloading_passes_get_what_ours_get():
     registry._found.cache_clear()
     passes = [registry.plugin("meshpar.passes", name)() for name in ("SplitFeedForward", "HostShard")]
     assert_parity(transformer, "dp_shard=2,tp=2", passes, token_steps(VOCAB, parts=2))
@@ -124,11 +118,9 @@ def split_and_kept_on_the_host():
 @pytest.mark.parametrize(
     "ranks", [2, pytest.param(4, marks=pytest.mark.nightly), pytest.param(8, marks=pytest.mark.long)]
 )
-def test_a_strangers_split_of_positions_equals_one_process(stranger, ranks):
-    on_ranks(ranks, fresh="imports a package that the test installs")(split_by_positions)()
-
-
-def split_by_positions():
+@pytest.mark.usefixtures("stranger")
+@on_ranks("ranks", fresh="imports a package that the test installs")
+def test_a_strangers_split_of_positions_equals_one_process(ranks):
     registry._found.cache_clear()
     positions, features = (registry.plugin("meshpar.passes", name)() for name in ("SplitPositions", "SplitFeedForward"))
     plans = {
@@ -155,12 +147,9 @@ def split_by_positions():
         )
 
 
-def test_what_splits_positions_is_told_what_it_needs(stranger):
-    split_wrongly()
-
-
+@pytest.mark.usefixtures("stranger")
 @on_ranks(2, fresh="imports a package that the test installs")
-def split_wrongly():
+def test_what_splits_positions_is_told_what_it_needs():
     registry._found.cache_clear()
     positions = registry.plugin("meshpar.passes", "SplitPositions")()
     with pytest.raises(

@@ -54,11 +54,8 @@ DAILY = [("all", "dp_shard=2,tp=2")]
 
 
 @pytest.mark.parametrize(("trained", "mesh"), daily(CASES, *DAILY))
+@on_ranks(4)
 def test_four_ranks_equal_one_process(trained, mesh):
-    on_ranks(4)(four_ranks)(trained, mesh)
-
-
-def four_ranks(trained, mesh):
     build, optimizer = TRAINED[trained]
     steps = token_steps(VOCAB, parts=2 if "tp" in mesh or "cp" in mesh else 4, micro_batches=2)
     assert_replicas_are_equal(assert_parity(build, mesh, ON_FOUR[mesh], steps, max_norm=0.5, optimizer=optimizer))

@@ -97,12 +97,8 @@ def bits(module):
 
 
 @pytest.mark.parametrize("plan", daily(PLANS, "fsdp-tp"))
-def test_the_average_equals_torchs_in_one_process(plan):
-    equals_torchs(plan)
-
-
 @on_ranks(4)
-def equals_torchs(plan):
+def test_the_average_equals_torchs_in_one_process(plan):
     par = parallel(plan)
     averaged = Averaged(par, decay=0.8)
     train(par.module, range(4), averaged.update)
@@ -197,12 +193,8 @@ class WithBuffers(nn.Module):
 
 
 @pytest.mark.parametrize("buffers", [False, True])
-def test_buffers_as_in_torchs_averaged_model(buffers):
-    with_buffers(buffers)
-
-
 @on_ranks(2)
-def with_buffers(buffers):
+def test_buffers_as_in_torchs_averaged_model(buffers):
     torch.manual_seed(0)
     par, model = Plan("dp_replicate=2", [Replicate()]).apply(WithBuffers(), ModelLayout()), WithBuffers()
     model.load_state_dict({name: whole(tensor) for name, tensor in par.module.state_dict().items()})
@@ -273,27 +265,23 @@ def test_wrong_use_is_refused():
         Averaged(Plan("dp_shard=2", [FullyShard()]).apply(module))
 
 
+@pytest.mark.parametrize(
+    "plans", daily([(("hsdp",),), (("tp", "fsdp-tp"),)], (("hsdp",),), ids=lambda case: ", ".join(*case))
+)
 @on_ranks(4)
-def save_and_resume(folder, plans):
+def test_the_average_is_saved_and_resumed_on_another_mesh(tmp_path, plans):
     par = parallel("fsdp-tp")
     averaged = Averaged(par, decay=0.8)
     train(par.module, range(3), averaged.update)
-    dcp.save({"average": averaged.state_dict(), "model": par.module.state_dict()}, checkpoint_id=folder)
+    dcp.save({"average": averaged.state_dict(), "model": par.module.state_dict()}, checkpoint_id=tmp_path)
     for plan in plans:
         again = parallel(plan)
         state = {"average": (resumed := Averaged(again, decay=0.8)).state_dict(), "model": again.module.state_dict()}
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=tmp_path)
         resumed.load_state_dict(state["average"])
         assert resumed.updates == 3
         train(again.module, [3], resumed.update)
         close(values(resumed.state_dict()["averages"].items()), dict(expected()[1].module.named_parameters()))
-
-
-@pytest.mark.parametrize(
-    "plans", daily([(("hsdp",),), (("tp", "fsdp-tp"),)], (("hsdp",),), ids=lambda case: ", ".join(*case))
-)
-def test_the_average_is_saved_and_resumed_on_another_mesh(tmp_path, plans):
-    save_and_resume(str(tmp_path), plans)
 
 
 @on_ranks(2)

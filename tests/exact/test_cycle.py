@@ -603,12 +603,8 @@ def test_gradients_of_what_data_ranks_share_are_not_taken_by_autograd():
 
 
 @pytest.mark.parametrize("compiled", [[], [Compile(backend="eager")]], ids=["eager", "compiled"])
-def test_a_recomputed_block_that_counts_is_refused(compiled):
-    counted(compiled)
-
-
 @on_ranks(2)
-def counted(compiled):
+def test_a_recomputed_block_that_counts_is_refused(compiled):
     par = applied(Net(counts=True), "dp_shard=2", [ActivationCheckpoint(), *compiled, FullyShard()])
     with pytest.raises(MeshparError, match="changes its buffer 'calls' in forward"):
         par.module(x_of())

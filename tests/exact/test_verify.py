@@ -99,12 +99,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_the_first_forward_finds(case):
-    finds(case)
-
-
 @on_ranks(2)
-def finds(case):
+def test_the_first_forward_finds(case):
     with pytest.MonkeyPatch.context() as patch:  # without the guards of single cases
         patch.setattr(meshpar.passes.tensor.styles, "replaced_problems", lambda *_: iter(()))
         patch.setattr(meshpar.passes.tensor.styles, "local", unwrapped)
@@ -221,12 +217,8 @@ def loss_sum(model, batch):
 @pytest.mark.parametrize(
     ("styles", "layout"), [({}, WITH_GAIN), ({"blocks.*.gain": None}, LAYOUT)], ids=["in the layout", "in the pass"]
 )
-def test_a_parameter_beside_split_layers_that_meets_whole_features_stays_whole(styles, layout):
-    stays_whole(styles, layout)
-
-
 @on_ranks(4)
-def stays_whole(styles, layout):
+def test_a_parameter_beside_split_layers_that_meets_whole_features_stays_whole(styles, layout):
     assert_parity(
         Scaled,
         "dp_shard=2,tp=2",

@@ -316,12 +316,8 @@ ON_A_MESH: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", daily(ON_A_MESH, "deepseek_v3", "mixtral"))
-def test_adapted_models_match_one_process(name: str) -> None:
-    matches_one_process(name)
-
-
 @on_ranks(4, timeout_s=170)
-def matches_one_process(name: str) -> None:
+def test_adapted_models_match_one_process(name: str) -> None:
     values, options = ON_A_MESH[name]
     passes = [TensorParallel(**options), ActivationCheckpoint(), FullyShard()]
     # Qwen2's biases start at zero: two AdamW steps are their whole value, so the rounding of a gradient's sum shows

@@ -123,18 +123,11 @@ ON_FOUR = {
 }
 
 
-@pytest.mark.parametrize("mesh", daily(ON_TWO, "tp=2"))
-def test_two_ranks_equal_one_process(mesh):
-    on_ranks(2, timeout_s=400)(equals_one_process)(mesh, 2)
-
-
-@pytest.mark.parametrize("mesh", daily(ON_FOUR))
-def test_four_ranks_equal_one_process(mesh):
-    on_ranks(4, timeout_s=400)(equals_one_process)(mesh, 1)
-
-
-def equals_one_process(mesh, micro_batches):
-    steps = token_steps(VOCAB, steps=10, parts=dist.get_world_size(), micro_batches=micro_batches)
+@pytest.mark.parametrize("mesh", daily([*ON_TWO, *ON_FOUR], "tp=2"))
+@on_ranks("mesh", timeout_s=400)
+def test_a_mesh_equals_one_process(mesh):
+    ranks = dist.get_world_size()
+    steps = token_steps(VOCAB, steps=10, parts=ranks, micro_batches=4 // ranks)
     passes = {**ON_TWO, **ON_FOUR}[mesh]
     assert_equals(one_process(ODD, steps), ODD, mesh.rstrip(","), passes, steps)
 
@@ -164,11 +157,8 @@ OF_THEIR_OWN = {
 
 
 @pytest.mark.parametrize("mesh", daily(OF_THEIR_OWN, "dp_shard=1,ep=2"))
+@on_ranks("mesh", timeout_s=400)
 def test_experts_and_fused_projections_are_matrices_of_their_own(mesh):
-    on_ranks(2 if mesh == "dp_shard=1,ep=2" else 4, timeout_s=400)(of_their_own)(mesh)
-
-
-def of_their_own(mesh):
     build, pieces, passes, make = OF_THEIR_OWN[mesh]
     # An expert of fewer tokens than its matrix has rows has a gradient of lower rank: the iteration lifts rounding there.
     steps = token_steps(VOCAB, steps=10, parts=dist.get_world_size(), length=64)
@@ -177,12 +167,8 @@ def of_their_own(mesh):
 
 
 @pytest.mark.parametrize("plan", daily(["fsdp-tp", "world"]))
-def test_adapters_equal_one_process(plan):
-    with_adapters(plan)
-
-
 @on_ranks(4, timeout_s=400)
-def with_adapters(plan):
+def test_adapters_equal_one_process(plan):
     check(qwen3, SETTINGS, shared_folder(), (plan,), FLOAT32)
 
 

@@ -43,11 +43,8 @@ DAILY = {2: KINDS[:1], 3: KINDS[3:], 4: KINDS[3:]}
 
 @pytest.mark.parametrize("every", daily([False, True], False, ids=lambda every: "every kind" if every else "by day"))
 @pytest.mark.parametrize("ranks", MESHES)
+@on_ranks("ranks", timeout_s=400)
 def test_ranks_have_the_bits_of_one_process(ranks, every):
-    on_ranks(ranks, timeout_s=400)(equal_bits)(ranks, every)
-
-
-def equal_bits(ranks, every):
     kinds = KINDS if every else DAILY[ranks]
     expected = [alone(make, 20) for make in kinds]
     for mesh, passes in MESHES[ranks]:

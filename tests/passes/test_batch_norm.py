@@ -146,22 +146,14 @@ LONG = ("recomputed-and-compiled", "replicate")
         *(pytest.param(plan, marks=pytest.mark.long) for plan in LONG),
     ],
 )
-def test_batch_norm_equals_one_process(plan):
-    equals_one_process(plan)
-
-
 @on_ranks(4, timeout_s=170)
-def equals_one_process(plan):
+def test_batch_norm_equals_one_process(plan):
     assert_equals_one_process(*PLANS[plan], [4, 4, 4, 4])
 
 
 @pytest.mark.parametrize("plan", daily(["replicate", "hsdp", "fsdp-tp", "recomputed"], "hsdp"))
-def test_uneven_batches_equal_one_process(plan):
-    uneven(plan)
-
-
 @on_ranks(4)
-def uneven(plan):
+def test_uneven_batches_equal_one_process(plan):
     assert_equals_one_process(*PLANS[plan], [2, 5, 3, 4])
 
 
@@ -211,13 +203,8 @@ def gathered(mine, like):
     ],
     ids=str,
 )
-def test_the_knobs_of_batch_norm_equal_one_process(options):
-    knobs(options)
-
-
 @on_ranks(2)
-def knobs(options):
-    # Without running statistics each evaluation takes those of the batch, here of different ones.
+def test_the_knobs_of_batch_norm_equal_one_process(options):
     evaluate = options.get("track_running_stats", True)
     made = {"build": lambda: build(**options), "reference": lambda: build(**options)}
     assert_equals_one_process("dp_shard=2", [FullyShard()], [1, 4], evaluate=evaluate, **made)
@@ -250,12 +237,8 @@ def test_evaluation_does_not_communicate():
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str
 )
-def test_input_dtypes(dtype, tolerance):
-    inputs(dtype, tolerance)
-
-
 @on_ranks(2)
-def inputs(dtype, tolerance):
+def test_input_dtypes(dtype, tolerance):
     norm = nn.BatchNorm2d(4, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     expected = copy.deepcopy(norm).double()
     synchronize_batch_norm(norm, dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)), ("dp_shard",))

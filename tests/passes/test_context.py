@@ -107,12 +107,8 @@ def in_parts(model, transport, place=None, guards="always"):
 
 
 @pytest.mark.parametrize("transport", daily(["gather", "heads"], "heads"))
-def test_a_mask_in_pieces_is_the_whole_mask(transport):
-    in_pieces(transport)
-
-
 @on_ranks(2)
-def in_pieces(transport):
+def test_a_mask_in_pieces_is_the_whole_mask(transport):
     with (
         mock.patch("meshpar.passes.positions.exchange.BLOCK", 3),
         mock.patch("meshpar.passes.positions.attention.BLOCK", 3),
@@ -146,12 +142,8 @@ def test_one_process_attends_in_pieces_as_it_does_at_once():
 
 
 @pytest.mark.parametrize("transport", daily(["gather", "heads"], "gather"))
-def test_flex_attention_reads_the_mask_that_attention_reads_in_pieces(transport):
-    flexed(transport)
-
-
 @on_ranks(2)
-def flexed(transport):
+def test_flex_attention_reads_the_mask_that_attention_reads_in_pieces(transport):
     from torch.nn.attention import flex_attention
 
     steps = with_documents(token_steps(VOCAB, parts=2))
@@ -258,12 +250,8 @@ def test_flex_attention_on_a_gpu_gives_the_gradients_of_a_mask(window):
     assert torch.cuda.max_memory_allocated() < 1 << 29, "a mask of 32,768 x 32,768 takes a GiB"
 
 
-def test_a_mask_that_lets_a_query_see_later_keys_is_not_cut():
-    prefix()
-
-
 @on_ranks(2)
-def prefix():
+def test_a_mask_that_lets_a_query_see_later_keys_is_not_cut():
     from transformers.models.llama import modeling_llama
 
     def together(batch, head, query, key):
@@ -333,12 +321,8 @@ class Counted(Strange):
         return SimpleNamespace(logits=self.head(x))
 
 
-def test_a_strangers_model_that_calls_attention_is_exact_and_what_else_mixes_positions_is_named():
-    strange()
-
-
 @on_ranks(2)
-def strange():
+def test_a_strangers_model_that_calls_attention_is_exact_and_what_else_mixes_positions_is_named():
     plan = [ContextParallel(), FullyShard()]
     assert_parity(Strange, "dp_shard=1,cp=2", plan, with_documents(token_steps(VOCAB, parts=2)))
     par = Plan("dp_shard=1,cp=2", plan).apply(Strange())
@@ -447,12 +431,8 @@ MIXING = [(name, transport) for name in OWN for transport in ("gather", "heads")
 
 
 @pytest.mark.parametrize(("name", "transport"), daily(MIXING, ("qwen3_next", "heads")))
-def test_what_mixes_positions_in_its_own_way_is_computed_whole(name, transport):
-    whole(name, transport)
-
-
 @on_ranks(2)
-def whole(name, transport):
+def test_what_mixes_positions_in_its_own_way_is_computed_whole(name, transport):
     steps = token_steps(VOCAB, parts=2, micro_batches=2)
     passes = [ContextParallel(transport=transport), ActivationCheckpoint(), FullyShard()]
     assert_parity(functools.partial(own, name), "dp_shard=1,cp=2", passes, steps)
@@ -526,11 +506,8 @@ FIRST_STEPS = [
 
 
 @pytest.mark.parametrize("passes", FIRST_STEPS, ids=str)
+@on_ranks(2)
 def test_the_test_of_positions_leaves_no_trace_in_the_first_step(passes):
-    on_ranks(2)(first_step)(passes)
-
-
-def first_step(passes):
     assert_parity(
         transformer,
         "dp_shard=1,cp=2",
@@ -539,23 +516,15 @@ def first_step(passes):
     )
 
 
-def test_what_computes_in_few_bits_is_no_mixing():
-    few_bits()
-
-
 @on_ranks(2)
-def few_bits():
+def test_what_computes_in_few_bits_is_no_mixing():
     for passes in ([Float8(emulate=True), FullyShard()], [FullyShard(param_dtype=torch.bfloat16)]):
         par = Plan("dp_shard=1,cp=2", [ContextParallel(), *passes]).apply(transformer(dim=64, hidden=64))
         par.module(**par.split({"input_ids": torch.arange(16)[None]})).logits.sum().backward()
 
 
-def test_models_of_one_config_do_not_exchange_for_each_other():
-    shared_config()
-
-
 @on_ranks(2)
-def shared_config():
+def test_models_of_one_config_do_not_exchange_for_each_other():
     one = huggingface("Llama")
     other = type(one)(one.config)
     plans = [Plan("dp_shard=1,cp=2", [ContextParallel(), FullyShard()]).apply(network) for network in (one, other)]

@@ -154,12 +154,8 @@ class Carried(nn.Module):
         return ModelLayout(blocks=("layers.*",))
 
 
-def test_a_model_that_lets_documents_see_each_other_is_refused_by_name():
-    refused()
-
-
 @on_ranks(1)
-def refused():
+def test_a_model_that_lets_documents_see_each_other_is_refused_by_name():
     import transformers
 
     sizes = dict(
@@ -185,13 +181,9 @@ def refused():
         assert model.training
 
 
-def test_a_trainer_tries_its_model_and_its_teacher(tmp_path):
-    trained(tmp_path)
-
-
 @on_ranks(1)
-def trained(folder):
-    one, samples = packed(folder / "one", documents(40), 16), packed(folder, documents(9, 1, 14, 8), 16)
+def test_a_trainer_tries_its_model_and_its_teacher(tmp_path):
+    one, samples = packed(tmp_path / "one", documents(40), 16), packed(tmp_path, documents(9, 1, 14, 8), 16)
     unlabelled = MappedSamples([{"input_ids": torch.arange(8), "labels": torch.full((8,), -100)}] * 4, "unlabelled")
     for model, objective, data, message in (
         (Carried("recurrent"), CausalLM(), samples, "Carried does not keep the documents"),
@@ -232,11 +224,8 @@ def trained(folder):
     ],
     ids=str,
 )
+@on_ranks(2)
 def test_the_try_runs_on_every_mesh(mesh, passes):
-    on_ranks(2)(tried)(mesh, passes)
-
-
-def tried(mesh, passes):
     par = Plan(mesh, passes).apply(transformer())
     check_documents(par, par.module, VOCAB, 64)
     if "cp" not in mesh:

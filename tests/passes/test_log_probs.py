@@ -125,12 +125,8 @@ CASES = [(mesh, packed) for mesh in PLANS for packed in (False, True) if not (pa
 @pytest.mark.parametrize(
     ("mesh", "packed"), daily(CASES, (SEQUENCES, False), ("tp=4", True), ("dp_shard=2,cp=2", True))
 )
-def test_values_and_gradients_are_those_of_one_process(mesh, packed):
-    on_a_mesh(mesh, packed)
-
-
 @on_ranks(4)
-def on_a_mesh(mesh: str, packed: bool) -> None:
+def test_values_and_gradients_are_those_of_one_process(mesh, packed):
     """Values to 1e-6 of one process in float64: two or three units in the last place of what is near to -4."""
     for build in (llama,) if packed else (transformer, llama):
         given, parts = batch(), [slice(None)]

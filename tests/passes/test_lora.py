@@ -159,12 +159,8 @@ NIGHTLY = ("frozen-tp", "fsdp", "hsdp", "fsdp-tp-sequence", "world", "frozen", "
 
 
 @pytest.mark.parametrize("plans", [("fsdp-tp",), pytest.param(NIGHTLY, marks=pytest.mark.nightly)])
-def test_adapters_train_as_in_one_process_and_are_merged_as_peft_does(plans: tuple[str, ...]) -> None:
-    train_and_merge(plans)
-
-
 @on_ranks(4)
-def train_and_merge(plans: tuple[str, ...]) -> None:
+def test_adapters_train_as_in_one_process_and_are_merged_as_peft_does(plans: tuple[str, ...]) -> None:
     folder = shared_folder()
     par = check(qwen3, SETTINGS, folder, plans)
     saved_and_exported(par, qwen3, SETTINGS, "fsdp", folder)
@@ -230,12 +226,8 @@ ON_EXPERTS = LoRA(targets=("q_proj",), parameters=("experts.gate_up_proj", "expe
 
 
 @pytest.mark.parametrize("plan", daily(["experts", "experts-tp", "frozen-experts"]))
-def test_adapters_on_divided_experts_train_as_in_one_process_and_are_merged_as_peft_does(plan: str) -> None:
-    train_experts(plan)
-
-
 @on_ranks(4)
-def train_experts(plan: str) -> None:
+def test_adapters_on_divided_experts_train_as_in_one_process_and_are_merged_as_peft_does(plan: str) -> None:
     import peft
 
     folder = shared_folder()
@@ -285,14 +277,10 @@ def names_in(step: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("plan", daily(["fsdp", "fsdp-tp"]))
-def test_adapters_on_fused_and_transposed_projections(plan: str) -> None:
-    train_fused((plan,))
-
-
 @on_ranks(4)
-def train_fused(plans: tuple[str, ...]) -> None:
+def test_adapters_on_fused_and_transposed_projections(plan: str) -> None:
     folder = shared_folder()
-    check(huggingface_gpt2, GPT2_SETTINGS, folder, plans)
+    check(huggingface_gpt2, GPT2_SETTINGS, folder, (plan,))
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)

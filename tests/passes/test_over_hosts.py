@@ -15,12 +15,8 @@ from tests.support.models_for_parity import VOCAB, transformer
 
 
 @pytest.mark.parametrize("op", ["SUM", "AVG"])
-def test_both_ways_give_the_sums(op):
-    sums(op)
-
-
 @on_ranks(4)
-def sums(op):
+def test_both_ways_give_the_sums(op):
     torch.manual_seed(dist.get_rank())
     inputs = [torch.randn(4 * count) for count in (1, 6)]
     expected = [value.clone() for value in inputs]
@@ -33,12 +29,8 @@ def sums(op):
         torch.testing.assert_close(outputs, [value.chunk(4)[dist.get_rank()] for value in expected])
 
 
-def test_sums_in_half_precision_are_rounded_once():
-    half()
-
-
 @on_ranks(4)
-def half():
+def test_sums_in_half_precision_are_rounded_once():
     """1 + 3 x 2^-9, of which each sum in bfloat16 would drop a part."""
     mine = torch.full((4,), 1.0 if dist.get_rank() == 0 else 2**-9, dtype=torch.bfloat16)
     got = torch.empty(1, dtype=torch.bfloat16)
@@ -46,17 +38,17 @@ def half():
     assert got.item() == torch.tensor(1 + 3 * 2**-9).bfloat16().item() != 1.0
 
 
-@pytest.mark.parametrize("optimizer", ["replica", "world"])
-def test_no_unit_makes_a_reduce_scatter_on_a_cpu(optimizer):
-    step("dp_replicate=2,dp_shard=2", HybridShard(optimizer=optimizer))
-
-
-def test_no_unit_of_a_sharded_model_makes_a_reduce_scatter_on_a_cpu():
-    step("dp_shard=4", FullyShard())
-
-
-@on_ranks(4)
-def step(mesh, data_pass):
+@pytest.mark.parametrize(
+    ("mesh", "data_pass"),
+    [
+        ("dp_replicate=2,dp_shard=2", HybridShard(optimizer="replica")),
+        ("dp_replicate=2,dp_shard=2", HybridShard(optimizer="world")),
+        ("dp_shard=4", FullyShard()),
+    ],
+    ids=str,
+)
+@on_ranks("mesh")
+def test_no_unit_makes_a_reduce_scatter_on_a_cpu(mesh, data_pass):
     with torch.device("meta"):
         module = transformer()
     par = Plan(mesh, [data_pass]).apply(module).materialize(seed=0)
@@ -70,12 +62,8 @@ def step(mesh, data_pass):
     assert kinds.count("all_to_all") >= len(par.module.layers) + 1
 
 
-def test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it():
-    factor()
-
-
 @on_ranks(2)
-def factor():
+def test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it():
     norms = []
     for forced in (None, False, True):
         with torch.device("meta"):

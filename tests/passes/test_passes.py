@@ -61,12 +61,8 @@ DAILY = ("offload", "one-unit", "whole-subtree", "selective", "every-second")
         ),
     ],
 )
-def test_fsdp_knobs(knob):
-    fsdp_knob(knob)
-
-
 @on_ranks(2, timeout_s=170)
-def fsdp_knob(knob):
+def test_fsdp_knobs(knob):
     assert_parity(lambda: transformer(layers=3), "dp_shard=2", KNOBS[knob], token_steps(VOCAB, parts=2))
 
 
@@ -104,12 +100,8 @@ def test_selective_recomputation_in_mixed_precision():
     ],
     ids=["replicate", "hsdp", "tp", "everything"],
 )
-def test_compiled_plans(mesh, passes):
-    compiled(mesh, passes)
-
-
 @on_ranks(2, timeout_s=170)
-def compiled(mesh, passes):
+def test_compiled_plans(mesh, passes):
     assert_parity(transformer, mesh, passes, token_steps(VOCAB, parts=2))
 
 
@@ -126,12 +118,8 @@ def test_fsdp_rows_that_do_not_divide():
 
 
 @pytest.mark.parametrize("style", [SEQUENCE, pytest.param(TensorParallel(), marks=pytest.mark.nightly)], ids=str)
-def test_tp_features_that_do_not_divide(style):
-    odd_features(style)
-
-
 @on_ranks(4)
-def odd_features(style):
+def test_tp_features_that_do_not_divide(style):
     build = lambda: transformer(hidden=7, vocab_size=10, kv_heads=4)  # noqa: E731
     assert_parity(build, "tp=4", [style], token_steps(10, parts=2))
 
@@ -228,12 +216,8 @@ def test_modules_of_the_layout_stay_in_float32_under_mixed_precision():
 
 
 @pytest.mark.parametrize("passes", [[FullyShard()], [Replicate()]], ids=["fsdp", "replicate"])
-def test_nothing_is_reduced_before_the_last_micro_batch(passes):
-    unreduced(passes)
-
-
 @on_ranks(2)
-def unreduced(passes):
+def test_nothing_is_reduced_before_the_last_micro_batch(passes):
     par = (
         Plan("dp_shard=2" if passes[0].name == "FullyShard" else "dp_replicate=2", passes)
         .apply(on_meta(transformer))

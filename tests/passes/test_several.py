@@ -52,18 +52,9 @@ ORDERS = sorted(set(itertools.permutations([0, 1, 0, 1])))
 
 
 @pytest.mark.parametrize(("first", "second"), daily(itertools.combinations(PLANS, 2), DAILY))
-def test_two_models_interleave_in_every_order(first, second):
-    interleaved(first, second, len(ORDERS))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("first", "second"), itertools.combinations(PLANS, 2))
-def test_two_models_interleave_for_200_steps(first, second):
-    interleaved(first, second, 200)
-
-
+@pytest.mark.parametrize("steps", daily([len(ORDERS), 200], len(ORDERS)))
 @on_ranks(4, timeout_s=300)
-def interleaved(first: str, second: str, steps: int) -> None:
+def test_two_models_interleave_in_every_order(first: str, second: str, steps: int) -> None:
     ones = [built(1), built(2)]
     pars = [applied(first, 1), applied(second, 2, frozen=True)]
     groups = [{group.group_name for _, group in par.groups()} for par in pars]
@@ -82,12 +73,8 @@ def interleaved(first: str, second: str, steps: int) -> None:
 
 
 @pytest.mark.parametrize("rounds", daily([10, 200], 10))
-def test_one_model_runs_in_a_thread(rounds: int) -> None:
-    in_a_thread(rounds)
-
-
 @on_ranks(4, fresh="kept processes give equal meshes the same communicators")
-def in_a_thread(rounds: int) -> None:
+def test_one_model_runs_in_a_thread(rounds: int) -> None:
     ones = [built(1), built(2)]
     pars = [applied("dp_shard=4", 1), applied("dp_shard=4", 2, frozen=True)]
     found: list[object] = []

@@ -63,12 +63,8 @@ TIED = {
 
 
 @pytest.mark.parametrize("name", daily(TIED, "transformer"))
-def test_initial_weights_do_not_depend_on_the_mesh_and_ties_hold(name):
-    initialised(name)
-
-
 @on_ranks(4)
-def initialised(name):
+def test_initial_weights_do_not_depend_on_the_mesh_and_ties_hold(name):
     build = TIED[name]
     expected = alone(build)
     for mesh, passes in MESHES.values():
@@ -553,12 +549,8 @@ own.
 
 @pytest.mark.parametrize("accumulated", [False, True], ids=["each", "accumulated"])
 @pytest.mark.parametrize("passes", [[FullyShard()], [Replicate(reduce_dtype=torch.float64)]], ids=["fsdp", "replicate"])
-def test_branches_that_some_ranks_take_equal_one_process(passes, accumulated):
-    branches_of_some(passes, accumulated)
-
-
 @on_ranks(2)
-def branches_of_some(passes, accumulated):
+def test_branches_that_some_ranks_take_equal_one_process(passes, accumulated):
     torch.manual_seed(0)
     model = Choosing()
 
@@ -716,12 +708,8 @@ def test_ranks_that_bring_different_modules_are_told_instead_of_waiting():
     [[FullyShard(param_dtype=torch.bfloat16)], [Replicate(param_dtype=torch.bfloat16)]],
     ids=["fsdp", "replicate"],
 )
-def test_modules_kept_in_float32_compute_in_it(passes):
-    kept_in_float32(passes)
-
-
 @on_ranks(2)
-def kept_in_float32(passes):
+def test_modules_kept_in_float32_compute_in_it(passes):
     layout = ModelLayout(blocks=("0",), fp32=("1",))
     build = lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))  # noqa: E731
     par = Plan(f"{passes[0].axes[0]}=2", passes).apply(on_meta(build), layout).materialize(seed=0)

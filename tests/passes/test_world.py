@@ -119,13 +119,9 @@ def test_divided_experts_resume_on_replicas_that_each_have_an_optimizer_and_back
 
 
 @pytest.mark.parametrize("dtype", daily([torch.bfloat16, torch.float16, None], torch.bfloat16, ids=str))
+@on_ranks(4)
 def test_it_has_the_bits_of_plain_hybrid_sharding(dtype):
     """Momentum and masters are float32 whatever the dtype of the shards that a replica keeps."""
-    has_the_bits(dtype)
-
-
-@on_ranks(4)
-def has_the_bits(dtype):
     steps = token_steps(VOCAB, parts=4, micro_batches=2)
     runs = []
     for optimizer in ("replica", "world"):
@@ -198,12 +194,8 @@ BY_DAY = ("dp_replicate=2,dp_shard=2", "dp_shard=2,tp=2")
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("meshes", [BY_DAY, tuple(RESUMED)], ids=" then ".join)
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and_its_values_on_others(meshes):
-    resumed(meshes)
-
-
 @on_ranks(4)
-def resumed(meshes):
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_on_this_mesh_and_its_values_on_others(meshes):
     root = [tempfile.mkdtemp(prefix="meshpar-world-")]
     dist.broadcast_object_list(root)
     steps = token_steps(VOCAB, parts=4, steps=4)

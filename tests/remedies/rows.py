@@ -26,6 +26,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,17 @@ class Tested:
     message: str
     test: str
     remedies: Mapping[str, str]
+
+
+Loop = partial(Row, result=None, ranks=2)
+"""A row whose remedies are loops on two ranks, which return what differs from one process."""
+TwoRanks = partial(Row, result=True, ranks=2)
+"""A row whose remedies two ranks run; each returns whether all is as it should be."""
+
+
+def each(function: Callable[[Any], Iterable[Any]], *cases: Any) -> Callable[[], list[Any]]:
+    """Return what a function gives for one case after another, as one list, when it is called."""
+    return lambda: [problem for case in cases for problem in function(case)]
 
 
 def alone(rows: Iterable[Row | Tested]) -> list[Any]:

@@ -37,6 +37,9 @@ FACTS = {
 """What a message without a remedy does, by its words. A message that does neither leaves its reader alone."""
 
 
+ROWS = ("Row", "Loop", "TwoRanks", "Tested")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """A row as its file has it."""
@@ -53,7 +56,7 @@ def entries() -> tuple[Entry, ...]:
     found = []
     for path in sorted(HERE.glob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Row", "Tested"):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ROWS:
                 given = dict(zip(("message", "second", "remedies"), node.args, strict=False))
                 given |= {keyword.arg: keyword.value for keyword in node.keywords}
                 remedies = given["remedies"]

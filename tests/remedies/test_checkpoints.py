@@ -502,7 +502,7 @@ ROWS = [
     ),
     Tested(
         "tensors were changed while the save in the background copied them",
-        "tests/checkpoints/test_async.py::change_a_shard_while_it_is_saved",
+        "tests/checkpoints/test_async.py::test_a_change_of_a_shard_before_it_is_copied_fails_the_save_on_every_rank",
         {"call before_step() of the CheckpointManager": "manager.before_step()"},
     ),
     Row(
@@ -539,17 +539,17 @@ ROWS = [
     # Ranks
     Tested(
         "restore() got",
-        "tests/checkpoints/test_identity.py::restore_different_steps",
+        "tests/checkpoints/test_identity.py::test_ranks_that_restore_different_steps_are_told",
         {"pass the same arguments on every rank": "assert manager.restore(par, step=1).step == 1"},
     ),
     Tested(
         "not the same step on rank 0 and on rank",
-        "tests/checkpoints/test_identity.py::restore_different_steps",
+        "tests/checkpoints/test_identity.py::test_ranks_that_restore_different_steps_are_told",
         {"use a file system that all ranks share": "assert manager.restore(par).step == 2"},
     ),
     Tested(
         "this rank saves step {}, rank 0 step",
-        "tests/checkpoints/test_identity.py::differing",
+        "tests/checkpoints/test_identity.py::test_ranks_that_save_different_steps_are_told",
         {"pass the same step on every rank": "manager.save(3, par)"},
     ),
     Row(

@@ -12,7 +12,7 @@ from tests.passes.test_context import Counted
 from tests.remedies import exact_loops as loops
 from tests.remedies import exact_models as models
 from tests.remedies.exact_loops import exact, fsdp, refused, tp
-from tests.remedies.rows import Row, Tested, alone, run_together
+from tests.remedies.rows import Loop, Row, Tested, TwoRanks, alone, run_together
 from tests.support import loop_habits as habits
 from tests.support.loop_sides import Net, adamw, sgd
 from tests.support.models_for_parity import transformer
@@ -104,70 +104,54 @@ ROWS = [
         "tests/exact/test_cycle.py::test_a_part_that_is_called_from_outside_of_its_block_is_named_and_exact_as_a_block_of_its_own",
         {"make it a block of its own too": 'blocks=("blocks.*", "blocks.0.ff")', "{}(blocks=())": "blocks=()"},
     ),
-    Row(
+    Loop(
         "Adafactor's {} has shape {}, and of a parameter of shape {} it has {}",
         refused(FSDP, loops.factored("other")),
         {
             "restore the optimizer by CheckpointManager": exact(FSDP, loops.factored("restored")),
             "load the state of an Adafactor of this model": exact(FSDP, loops.factored("loaded")),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "ranks of {} have different random states, and the model draws random numbers",
         lambda: loops.dropped(lambda par: torch.manual_seed(torch.distributed.get_rank())),
         {"call par.manual_seed(seed) before training": lambda: loops.dropped(lambda par: par.manual_seed(3))},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "data ranks train different parameters in {}: requires_grad differs",
         refused(FSDP, loops.frozen(alike=False)),
         {"set it alike on every rank": exact(FSDP, loops.frozen(alike=True))},
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "ranks have different numbers of micro-batches in one step",
         refused(FSDP, loops.micro_batches(rest=True)),
         {"pass the same number to par.accumulate on every rank": exact(FSDP, loops.micro_batches(rest=False))},
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "ranks step {} with different settings, this rank with {}",
         refused(FSDP, loops.rate_of_loss(mean=False)),
         {"set them alike on every rank": exact(FSDP, loops.rate_of_loss(mean=True))},
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "data ranks hold different values of the buffers {}",
         refused(FSDP, loops.running_mean()),
         {
             "sum their input over the ranks (par.data_sum)": exact(FSDP, loops.running_mean(summed=True)),
             "register the buffers with persistent=False": exact(FSDP, loops.running_mean(persistent=False, used=False)),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "call the module, or a method by par.register_method(name)",
         refused(FSDP, loops.scored("method")),
         {
             "call the module": exact(FSDP, loops.scored("module")),
             "a method by par.register_method(name)": exact(FSDP, loops.scored("registered")),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "its weights are gathered with those of a larger unit; {}, or name it",
         refused(FSDP, loops.scored("method")),
         {"name it in the pass's blocks": exact(fsdp(blocks=("blocks.*", "embed", "head")), loops.scored("method"))},
-        result=None,
-        ranks=2,
     ),
     Row(
         "it would treat this rank's positions as the whole sequence; {}, or use",
@@ -176,44 +160,36 @@ ROWS = [
         result=loops.sequence,
         ranks=2,
     ),
-    Row(
+    Loop(
         "weights changed between a forward and its backward",
         refused(FSDP, loops.stale("kept")),
         {
             "run the backward before the change": exact(FSDP, loops.stale("backward first")),
             "the forward again after it": exact(FSDP, loops.stale("forward again")),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "requires_grad of {} changed between a forward and its backward",
         refused(FSDP, loops.turned("between")),
         {
             "freeze and unfreeze parameters before the forward": exact(FSDP, loops.turned("before")),
             "after the backward": exact(FSDP, loops.turned("after")),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "{} was written between a forward and the end of its backward",
         refused(FSDP, loops.written("between")),
         {"write after the backward": exact(FSDP, loops.written("after"), loops.written("averaged"))},
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "whose weights data parallelism has freed; add the losses",
         refused(FSDP, loops.two_losses("kept")),
         {
             "add the losses and run one backward": exact(FSDP, loops.two_losses("one backward")),
             "run the forward again": exact(FSDP, loops.two_losses("forward again")),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "an error ended an earlier backward, and the forward of this one came before it",
         refused(FSDP, loops.failed("earlier")),
         {
@@ -221,10 +197,8 @@ ROWS = [
                 FSDP, loops.failed("cleared")
             )
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "whose saved results selective recomputation has freed",
         refused(tp(ActivationCheckpoint(mode="selective")), loops.two_losses("kept")),
         {
@@ -235,34 +209,26 @@ ROWS = [
                 tp(ActivationCheckpoint(mode="full")), loops.two_losses("kept")
             ),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "a gradient of a gradient (create_graph=True) needs weights",
         refused(FSDP, habits.gradient_penalty),
         {
             "use a mesh of tensor parallelism alone": exact("TP", habits.gradient_penalty),
             "compute the penalty from finite differences": exact(FSDP, loops.differences()),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "{} has no method {}; give the name of one",
         refused(FSDP, loops.named_method("scores")),
         {"give the name of one": exact(FSDP, loops.named_method("score"))},
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "have different gradients for parameters that each keeps whole",
         refused("TP", loops.dithered(same=False)),
         {"where it draws random numbers, draw them from a generator": exact("TP", loops.dithered(same=True))},
-        result=None,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "has no values yet; call par.materialize(seed=...) or (weights=...) before the first forward",
         loops.valued,
         {
@@ -270,22 +236,16 @@ ROWS = [
                 loops.valued(seed=0) and loops.valued(weights=True)
             )
         },
-        result=True,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "{} was written in a backward, by a hook",
         refused(FSDP, loops.written_by_hook(inside=True)),
         {"write after it, outside of the module's calls": exact(FSDP, loops.written_by_hook(inside=False))},
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "take the count from the tensor: x.unflatten(-1, (-1, head_dim))",
         refused("TP", models.heads("view")),
         {"take the count from the tensor": exact("TP", models.heads("unflatten"), models.heads("chunk"))},
-        result=None,
-        ranks=2,
     ),
     Row(
         "use TensorParallel(sequence_parallel=False), or batches without attention_mask",
@@ -307,7 +267,7 @@ ROWS = [
             "leave the layer before it whole": lambda: models.layers(_0=None, _1=None),
         },
     ),
-    Row(
+    Loop(
         "call the module that owns the weight (x = self.head(x)) instead of using its weight directly",
         refused("TP", models.tied(calls=False)),
         {
@@ -316,10 +276,8 @@ ROWS = [
                 tp(styles={"head": None}), models.tied(calls=False)
             ),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "call the block that owns it (x = self.block(x))",
         refused(FSDP, models.linears(calls=False)),
         {
@@ -329,10 +287,8 @@ ROWS = [
                 FSDP, models.logits_of("registered")
             ),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "cast the input to the parameter's dtype, or keep cast_forward_inputs=True",
         lambda: models.narrow(cast_forward_inputs=False),
         {
@@ -342,10 +298,8 @@ ROWS = [
                 fp32=("layers.*", "head"), cast_forward_inputs=False
             ),
         },
-        result=True,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "write x = x + y instead of x += y, and F.relu(x) instead of F.relu(x, inplace=True)",
         refused(FSDP, models.changing(lambda x: x.add_(x))),
         {
@@ -353,28 +307,22 @@ ROWS = [
                 FSDP, models.changing(lambda x: x + x), models.changing(lambda x: F.relu(x))
             )
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "put such code on the module before plan.apply (torch.nn.utils.parametrizations)",
         refused(FSDP, models.normalized("assigned")),
         {
             "put such code on the module before plan.apply": exact(FSDP, models.normalized("parametrized")),
             "keep what a loss reads in a list or a dict": exact(FSDP, models.normalized("kept")),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "run the same number of steps on every rank, and look at the first error",
         lambda: models.explained(RuntimeError("[../third_party/gloo] Connection closed by peer [127.0.0.1]:30151")),
         {
             "run the same number of steps on every rank": exact(FSDP, loops.trained()),
             "cut the data to the same length, DistributedSampler(..., drop_last=True)": exact(FSDP, loops.dealt()),
         },
-        result=None,
-        ranks=2,
     ),
     Row(
         "run the model without the plan: if it fails in the same way, the model is at fault",
@@ -389,7 +337,7 @@ ROWS = [
         result=models.grouped,
         ranks=2,
     ),
-    Row(
+    Loop(
         "{} changes its buffer {} in forward, which recomputation would do twice",
         refused(("dp_shard=2", [ActivationCheckpoint(), FullyShard()]), loops.trained(loops.CountsFirst)),
         {
@@ -398,42 +346,32 @@ ROWS = [
                 loops.trained(loops.CountsFirst),
             )
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "but their backward starts from different losses",
         refused("TP", loops.random_loss(alike=False)),
         {"draw random numbers of the loss alike on these ranks": exact("TP", loops.random_loss(alike=True))},
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "holds {} parameters from before plan.apply",
         refused(FSDP, loops.built(first=True)),
         {"build the optimizer after plan.apply, from par.module.parameters()": exact(FSDP, loops.built(first=False))},
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "which torch cannot do with parameters that are split unevenly over ranks",
         refused(FSDP, loops.stepped_by(loops.lbfgs)),
         {
             "use Replicate()": exact("Replicate", loops.stepped_by(loops.lbfgs)),
             "another optimizer, such as AdamW or SGD": exact(FSDP, loops.stepped_by(adamw), loops.stepped_by(sgd)),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "which torch before 2.13 cannot do with parameters",
         refused("TP", loops.before_2_13(loops.lbfgs)),
         {
             "use a mesh without tp": exact("Replicate", loops.before_2_13(loops.lbfgs)),
             "another optimizer, such as AdamW or SGD": exact("TP", loops.before_2_13(adamw), loops.before_2_13(sgd)),
         },
-        result=None,
-        ranks=2,
     ),
     Row(
         "which torch cannot do with parameters on several meshes",
@@ -454,21 +392,17 @@ ROWS = [
         result=lambda: float(token_loss(models.seeded(transformer)(input_ids=loops.IDS).logits, loops.IDS)),
         ranks=2,
     ),
-    Row(
+    TwoRanks(
         "the module got {} positions, and par.split gave parts of {}",
         lambda: models.evaluated_whole(split=False),
         {"pass every batch through par.split, also in evaluation": lambda: models.evaluated_whole(split=True)},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "every rank got the same positions, which are not this rank's part",
         lambda: models.logits(transformer, split=False, position_ids=loops.IDS),
         {"call the model with par.split(batch)": lambda: models.logits(transformer)},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "use a mesh without cp for this model, or name the module",
         lambda: models.logits(models.Summing, position_ids=loops.IDS),
         {
@@ -479,10 +413,8 @@ ROWS = [
                 models.Summing, position_ids=loops.IDS, mixers=("embed.1",)
             ),
         },
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "{} computes other values without position_ids than with the 0, 1, 2, ... of par.split",
         lambda: models.logits(Counted),
         {
@@ -491,10 +423,8 @@ ROWS = [
             ),
             "use a mesh without cp": lambda: models.logits(Counted, mesh="dp_shard=2"),
         },
-        result=True,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "the model recomputes a block by torch.utils.checkpoint(use_reentrant=True)",
         refused(FSDP, loops.two_forwards(habits.Reentrant)),
         {
@@ -503,54 +433,42 @@ ROWS = [
                 ("dp_shard=2", [ActivationCheckpoint(), FullyShard()]), loops.two_forwards(Net)
             ),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "a post-accumulate-grad hook ran for a parameter that no rank used in this backward",
         refused(FSDP, loops.doubled(used=False, hooked=True)),
         {
             "use every parameter in each step": exact(FSDP, loops.doubled(used=True, hooked=True)),
             "change gradients between backward and step instead": exact(FSDP, loops.doubled(used=False, hooked=False)),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "a hook on a parameter gets the gradient of one backward, but here several are added up",
         refused(FSDP, loops.squashed("hooked")),
         {
             "change gradients between the last backward and the step instead": exact(FSDP, loops.squashed("between")),
             "run one backward a step": exact(FSDP, loops.squashed("one backward")),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "an error ended a backward, so the gradients are incomplete",
         refused(FSDP, loops.failed("not cleared")),
         {"call optimizer.zero_grad() after such an error": exact(FSDP, loops.failed("cleared"))},
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "par.accumulate was left before its last micro-batch",
         refused(FSDP, habits.breaking_without_zero),
         {
             "call optimizer.zero_grad() after leaving it": exact(FSDP, habits.breaking),
             "run all micro-batches": exact(FSDP, habits.accumulating),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "and the other ranks did not come there in time; call the module equally often",
         refused(FSDP, loops.timed_out(alike=False)),
         {"call the module equally often on every rank": exact(FSDP, loops.timed_out(alike=True))},
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "ranks are at different places of their loops",
         refused(FSDP, loops.evaluated(alike=False)),
         {
@@ -558,51 +476,39 @@ ROWS = [
             "Call every block on every rank": exact(FSDP, loops.skipping("zero")),
             "make a skipped part one block with its neighbours": exact(fsdp(blocks=("body",)), loops.skipping("skip")),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "data ranks have gradients for different parameters; here these have none",
         loops.different_gradients,
         {
             "call the same blocks on every rank": exact(FSDP, loops.skipping("all")),
             "to leave out a block, multiply its output by 0": exact(FSDP, loops.skipping("zero")),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "ranks took different steps",
         refused(FSDP, loops.stepped(alike=False)),
         {"step on every rank alike": exact(FSDP, loops.stepped(alike=True))},
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "parameter.data was assigned a {}, and the parameter is a {}",
         refused(FSDP, loops.assigned("plain")),
         {
             "assign a tensor made from it (parameter.data * 0.9)": exact(FSDP, loops.assigned("made from it")),
             "par.like(parameter, values) of a whole one": exact(FSDP, loops.assigned("placed")),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "draws random numbers for a tensor that ranks hold together",
         refused(FSDP, loops.drawn(alike=False)),
         {"call torch.manual_seed(seed) with one seed on every rank before it": exact(FSDP, loops.drawn(alike=True))},
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "Put {} into the model before plan.apply and materialize; {}",
         refused(FSDP, loops.new_module(before=False)),
         {"Put {} into the model before plan.apply and materialize": exact(FSDP, loops.new_module(before=True))},
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "Put a parameter into the model before plan.apply; copy values",
         refused(FSDP, loops.new_parameter("after")),
         {
@@ -610,25 +516,19 @@ ROWS = [
             "copy values into the parameters that are there": exact(FSDP, loops.new_parameter("loaded")),
             "register as a buffer what forward assigns": exact(FSDP, loops.trained(loops.Remembers)),
         },
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "left the module after plan.apply, or became another's",
         refused(FSDP, loops.without_head(stays=False)),
         {"leave it in the module and do not call it": exact(FSDP, loops.without_head(stays=True))},
-        result=None,
-        ranks=2,
     ),
-    Row(
+    Loop(
         "the class of a {} in the module was replaced after plan.apply",
         refused(FSDP, loops.other_class("after")),
         {
             "give it its class before plan.apply": exact(FSDP, loops.other_class("before")),
             "replace its forward": exact(FSDP, loops.other_class("forward")),
         },
-        result=None,
-        ranks=2,
     ),
     Row(
         "a parameter was written through .data between two forwards of an evaluation",
@@ -637,12 +537,10 @@ ROWS = [
         result=loops.evaluated_alone,
         ranks=2,
     ),
-    Row(
+    Loop(
         "{} was written between two micro-batches of a step, which share gathered weights",
         lambda: loops.halved_on_stages(between=True),
         {"write after par.backward": lambda: loops.halved_on_stages(between=False)},
-        result=None,
-        ranks=2,
     ),
     Row(
         "these modules compute other values split over ranks than whole",

@@ -33,7 +33,7 @@ from tests.exact.test_cycle import LAYOUT, Net, ids_of, x_of
 from tests.passes.test_experts import OWN, Elsewhere, Own, OwnMixture, Paired, Residual, Scaled, dropped
 from tests.passes.test_traps import CROSS, CrossAttention
 from tests.remedies.plans import TwoLayers, problems
-from tests.remedies.rows import Row, Tested, alone, run_together
+from tests.remedies.rows import Row, Tested, TwoRanks, alone, run_together
 from tests.support.models_for_parity import huggingface, transformer
 
 IDS = torch.arange(8)[None]
@@ -476,34 +476,28 @@ def with_integers(**options):
 
 ROWS = [
     # Experts
-    Row(
+    TwoRanks(
         "{} ({}) returned {}, expected one tensor (N, D) for hidden states {}",
         lambda: mix(Paired, first),
         {"use a mesh without ep": lambda: without_ep(Paired, first)},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "{} ({}) got the tensors ({}), expected {} and no other tensor",
         lambda: mix(Scaled, scaled_inside),
         {
             "compute with others outside of the module": lambda: mix(Own, scaled_outside),
             "use a mesh without ep": lambda: without_ep(Scaled, scaled_inside),
         },
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "Compile(fullgraph=True) got blocks with divided experts",
         lambda: in_one_graph("dp_shard=1,ep=2", fullgraph=True),
         {
             "drop fullgraph=True": lambda: in_one_graph("dp_shard=1,ep=2", fullgraph=False),
             "use a mesh without ep": lambda: in_one_graph("dp_shard=2", fullgraph=True, forward=False),
         },
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "{} ({}) gives other results with the experts of each rank of ep than with all experts",
         lambda: mix(Residual),
         {
@@ -512,35 +506,27 @@ ROWS = [
             ),
             "use a mesh without ep": lambda: without_ep(Residual),
         },
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "{} ({}) does not run with {} of its experts on rows of noise",
         lambda: mix(Elsewhere),
         {"use a mesh without ep": lambda: without_ep(Elsewhere)},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "experts got chosen experts {} and weights {} for hidden states {}",
         lambda: mix(FirstChoice, first_choice),
         {"use a mesh without ep for this model": lambda: without_ep(FirstChoice, first_choice)},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "{} chosen experts of rank(s) {} of ep are no experts",
         lambda: mix(Own, dropped),
         {
             "choose expert 0 with weight 0 for a slot that is dropped": lambda: mix(Own, dropped_with_weight_0),
             "use a mesh without ep": lambda: without_ep(Own, dropped),
         },
-        result=True,
-        ranks=2,
     ),
     # Stages
-    Row(
+    TwoRanks(
         "the model writes into what a block returns, which is on its way to the next stage",
         lambda: staged(habit="writes"),
         {
@@ -548,48 +534,36 @@ ROWS = [
                 habit="scales", as_does="writes"
             )
         },
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "the module is called twice for one micro-batch",
         lambda: staged(twice),
         {"join the inputs of both calls along the samples": lambda: staged(joined)},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "{} has not returned what ModelLayout.carries says",
         lambda: staged(habit="lends", layout=LENDS),
         {"use a mesh without pp for it": lambda: exact(lambda: Line("lends"), *SHARDED, LENDS, MICRO[0])},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "the module is called, and this rank has a part of its layers",
         lambda: Plan(PP, [PipelineParallel()]).apply(made(Line), LINE).module(MICRO[0]),
         {"run a step by par.backward(micro_batches, loss)": lambda: staged() and evaluated()},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "the ranks of pp cut the model differently",
         other_versions,
         {
             "build the same model with the same versions on all ranks": staged,
             "set PipelineParallel(stages=...)": lambda: other_versions(stages=(1, 3)),
         },
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "{}; give all ranks of pp the same micro-batches, those of par.data_rank",
         lambda: staged(micro=MICRO[: 1 + dist.get_rank()]),
         {"give all ranks of pp the same micro-batches": lambda: staged(micro=MICRO)},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "loss(module, micro_batch) returned a {} and called the module {} times",
         lambda: staged(lambda module, ids: None),
         {
@@ -598,40 +572,30 @@ ROWS = [
                 lambda module, ids: ((loss := square(module, ids)), {"twice": 2 * loss.detach()})
             ),
         },
-        result=True,
-        ranks=2,
     ),
     # Positions
-    Row(
+    TwoRanks(
         "attention over a part of the positions needs the mask of {} queries and {} keys",
         lambda: positions(lambda: Attends("mask"), ATTENDS),
         {"use a mesh without cp": lambda: exact(lambda: Attends("mask"), *SHARDED, ATTENDS)},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "ContextParallel splits self-attention, got {} queries and {} keys",
         lambda: positions(lambda: Attends("other"), ATTENDS),
         {"use a mesh without cp": lambda: exact(lambda: Attends("other"), *SHARDED, ATTENDS)},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "ContextParallel(transport='heads') over cp={} divides the heads, got {}",
         lambda: positions(three_heads, transport="heads"),
         {
             "use transport='gather'": lambda: positions(three_heads, transport="gather"),
             "a cp that divides them": lambda: positions(three_heads, mesh="dp_shard=2,cp=1", transport="heads"),
         },
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "attention does not run with {} of its {} heads ({}): it has separate values for each head",
         lambda: positions(with_sinks, transport="heads"),
         {"use ContextParallel(transport='gather')": lambda: positions(with_sinks, transport="gather")},
-        result=True,
-        ranks=2,
     ),
     Tested(
         "computes whole sequences of",
@@ -642,7 +606,7 @@ ROWS = [
         },
     ),
     # Tensors
-    Row(
+    TwoRanks(
         "ranks of the tensor axis run different modules at a time, this one {}",
         lambda: branches("mixture.experts.*"),
         {
@@ -651,46 +615,34 @@ ROWS = [
                 "mixture.experts.*", sequence_parallel=False
             ),
         },
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "sequence length {} is not divided by tp={}",
         lambda: sequence(15),
         {
             "pad the batch to a multiple": lambda: sequence(16),
             "use TensorParallel(sequence_parallel=False)": lambda: sequence(15, sequence_parallel=False),
         },
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "{} got no hidden states: expected a tensor first, or as {}; name it in layout.hidden_inputs",
         lambda: region(),
         {"name it in layout.hidden_inputs": lambda: region(hidden_inputs=("features",))},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "{} is a region, which splits what is computed of hidden states, and got {}",
         lambda: around({"": "region", **PROJECTIONS}),
         {"give 'region' to the modules inside": lambda: around({"mlp": "region", **PROJECTIONS})},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "{} has a second input with a gradient, whose positions in the sequence are unknown",
         lambda: cross(sequence_parallel=True),
         {"use TensorParallel(sequence_parallel=False)": lambda: cross(sequence_parallel=False)},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "gradients of the third order through packed_colwise are not known",
         lambda: third_order(packed=True),
         {"split the projection into its parts": lambda: third_order(packed=False)},
-        result=True,
-        ranks=2,
     ),
     # Parameters
     Tested(
@@ -701,7 +653,7 @@ ROWS = [
             "let a method of the model's own enter by par.register_method(name)": 'par.register_method("features")',
         },
     ),
-    Row(
+    TwoRanks(
         "a plain tensor {} replaced a layer's part of a parameter, a DTensor",
         lambda: replaced(""),
         {
@@ -710,34 +662,28 @@ ROWS = [
             ),
             "hand in DTensors placed like the parameters": lambda: replaced("place"),
         },
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "{} was written or replaced in a forward: a gathered copy is freed afterwards",
         lambda: halved("parameter"),
         {
             "Write between steps, outside of the module's calls": lambda: halved("", between=True),
             "register as a buffer what forward updates": lambda: halved("buffer"),
         },
-        result=True,
-        ranks=2,
     ),
     Tested(
         "set_force_sum_reduction_for_comms",
-        "tests/passes/test_over_hosts.py::factor",
+        "tests/passes/test_over_hosts.py::test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it",
         {
             "call set_force_sum_reduction_for_comms(True) on the same modules": (
                 "unit.set_force_sum_reduction_for_comms(forced)"
             )
         },
     ),
-    Row(
+    TwoRanks(
         "a parameter was written between the micro-batches of one step, which share their weights",
         lambda: written(1),
         {"write before the first of them": lambda: written(0), "after the optimizer's step": lambda: written("after")},
-        result=True,
-        ranks=2,
     ),
     Row(
         "{}: {} are parameters of integers, which torch {} cannot shard",

@@ -37,7 +37,7 @@ from meshpar.launchers.targets.launched import cancel_job, show_logs
 from meshpar.launchers.targets.launching import launch_job
 from tests.jobs.test_doctor import DOWN, ORDER, Nvml, healthy
 from tests.launchers.test_recipe import SMALL, read
-from tests.remedies.rows import Row, Tested, alone
+from tests.remedies.rows import Row, Tested, alone, each
 
 
 def recipe(*overrides, text=SMALL):
@@ -283,22 +283,15 @@ ROWS = [
         "set the length of the training",
         lambda: recipe("training.steps=null"),
         {
-            "set the length of the training: steps, epochs or both": lambda: [
-                *recipe("training.steps=5"),
-                *recipe("training={epochs: 1}"),
-                *recipe("training={steps: 5, epochs: 1}"),
-            ]
+            "set the length of the training: steps, epochs or both": each(
+                recipe, "training.steps=5", "training={epochs: 1}", "training={steps: 5, epochs: 1}"
+            )
         },
     ),
     Row(
         "set either warmup_steps or warmup_ratio",
         lambda: recipe("schedule={warmup_steps: 2, warmup_ratio: 0.1}"),
-        {
-            "set either warmup_steps or": lambda: [
-                *recipe("schedule={warmup_steps: 2}"),
-                *recipe("schedule={warmup_ratio: 0.1}"),
-            ]
-        },
+        {"set either warmup_steps or": each(recipe, "schedule={warmup_steps: 2}", "schedule={warmup_ratio: 0.1}")},
     ),
     Row(
         "a mixture ends with the epochs of its sources",
@@ -317,12 +310,7 @@ ROWS = [
     Row(
         "set either decay or power, not both",
         lambda: recipe("averages.ema={decay: 0.9, power: 1}"),
-        {
-            "set either decay or power": lambda: [
-                *recipe("averages.ema={decay: 0.9}"),
-                *recipe("averages.ema={power: 1}"),
-            ]
-        },
+        {"set either decay or power": each(recipe, "averages.ema={decay: 0.9}", "averages.ema={power: 1}")},
     ),
     Row(
         "averages are of whole models, and a run with lora",
@@ -346,10 +334,9 @@ ROWS = [
         "set either validation_paths or validation_fraction",
         lambda: recipe("data={validation_fraction: 0.1, validation_paths: [v.txt]}"),
         {
-            "set either validation_paths or": lambda: [
-                *recipe("data={validation_fraction: 0.1}"),
-                *recipe("data={validation_paths: [v.txt]}"),
-            ]
+            "set either validation_paths or": each(
+                recipe, "data={validation_fraction: 0.1}", "data={validation_paths: [v.txt]}"
+            )
         },
     ),
     Row(
@@ -377,17 +364,18 @@ ROWS = [
         "tokenizer {} has no chat template",
         lambda: recipe("data={source: chat, paths: [stdlib]}"),
         {
-            "write template: chatml or llama3": lambda: [
-                *recipe("data={source: chat, paths: [stdlib], template: chatml}"),
-                *recipe("data={source: chat, paths: [stdlib], template: llama3}"),
-            ],
+            "write template: chatml or llama3": each(
+                recipe,
+                "data={source: chat, paths: [stdlib], template: chatml}",
+                "data={source: chat, paths: [stdlib], template: llama3}",
+            ),
             "a file": lambda: recipe(f"data={{source: chat, paths: [stdlib], template: {file('own.jinja')}}}"),
         },
     ),
     Row(
         "best_fit keeps documents whole, and documents: joined makes one text",
         lambda: recipe("data={packing: best_fit, documents: joined}"),
-        {"use one of the two": lambda: [*recipe("data={packing: best_fit}"), *recipe("data={documents: joined}")]},
+        {"use one of the two": each(recipe, "data={packing: best_fit}", "data={documents: joined}")},
     ),
     Row(
         "the input is tokens already",

@@ -24,7 +24,7 @@ from meshpar.state.drawing import mesh_svg
 from meshpar.step.placements import local_gradient, whole_tensor
 from meshpar.testing import on_ranks, one_process
 from meshpar.weights.maps import average_called
-from tests.remedies.rows import Row, Tested, alone, run_together
+from tests.remedies.rows import Loop, Row, Tested, TwoRanks, alone, run_together
 from tests.remedies.sides import difference, on
 from tests.remedies.test_forwards import LINE, MICRO, Line, made, staged
 
@@ -215,14 +215,12 @@ ROWS = [
         {"use SparseAdam": sparse_adam},
         result=lambda: torch.tensor([[0.0, 0.0], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]),
     ),
-    Row(
+    TwoRanks(
         "par.accumulate needs every layer on every rank, and {} divides them",
         lambda: list(Plan("pp=2", [PipelineParallel()]).apply(made(Line), LINE).accumulate(MICRO)),
         {"run a step by par.backward(micro_batches, loss)": staged},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "{} have other names or dtypes on ranks {} than on rank 0",
         lambda: apart("cpu", "meta"),
         {
@@ -230,8 +228,6 @@ ROWS = [
                 apart("meta") and apart("cpu")
             )
         },
-        result=True,
-        ranks=2,
     ),
     Tested(
         "got no position_ids, and each rank has a part",
@@ -363,12 +359,10 @@ ROWS = [
         {"take the trained weights": lambda: average_called("trained", [])},
         result=None,
     ),
-    Row(
+    Loop(
         "clip_grad_norm_ is called between the micro-batches of par.accumulate",
         lambda: on("FSDP", clipping("inside")),
         {"clip after the loop": lambda: difference("FSDP", clipping("after"))},
-        result=None,
-        ranks=2,
     ),
     Tested(
         "its whole state; use HybridShard(optimizer='replica')",

@@ -17,7 +17,7 @@ from meshpar.passes.tensor.context import Context
 from meshpar.testing import on_ranks
 from meshpar.training.lora import LoRA, add_adapters
 from tests.remedies.plans import problems
-from tests.remedies.rows import Row, alone, run_together
+from tests.remedies.rows import Row, TwoRanks, alone, run_together
 from tests.remedies.test_forwards import exact
 from tests.support.models_for_parity import VOCAB, huggingface
 
@@ -221,7 +221,7 @@ ROWS = [
         result=of_one_process,
         ranks=2,
     ),
-    Row(
+    TwoRanks(
         "a model that counts its positions itself is split by its input_ids, got none",
         lambda: exact(roberta, CP_MESH, CP, given={"inputs_embeds": EMBEDDINGS}),
         {
@@ -229,22 +229,16 @@ ROWS = [
                 roberta, FSDP_MESH, [FullyShard()], given={"inputs_embeds": EMBEDDINGS}
             )
         },
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "the model's mask looks at more than positions (kinds of tokens, blocks)",
         lambda: by_kinds(CP_MESH, CP),
         {"use a mesh without cp": lambda: by_kinds(FSDP_MESH, [FullyShard()])},
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "{} adds a bias of its own to its scores, of a rank's positions",
         lambda: exact(encoder, CP_MESH, [ContextParallel(mixers=("encoder.block.0",)), FullyShard()]),
         {"use a mesh without cp": lambda: exact(encoder, FSDP_MESH, [FullyShard()])},
-        result=True,
-        ranks=2,
     ),
     Row(
         "{} got an attention_mask; transformers applies it to the embeddings",

@@ -41,7 +41,7 @@ from tests.core.test_optimizer_groups import told_rates
 from tests.passes.test_documents import Carried, documents
 from tests.passes.test_documents import packed as packed_documents
 from tests.passes.test_lora import qwen3, qwen3_moe
-from tests.remedies.rows import Row, alone, run_together
+from tests.remedies.rows import Loop, Row, TwoRanks, alone, run_together
 from tests.remedies.sides import difference
 from tests.remedies.test_training import scratch, texts
 from tests.support.loop_sides import train
@@ -389,7 +389,7 @@ ROWS = [
         result="offline",
     ),
     # What ranks meet together
-    Row(
+    Loop(
         "the step of {} on a whole tensor differs from its step on two parts of the tensor",
         lambda: check_elementwise(lambda module: Normed(module.parameters(), lr=0.1)),
         {
@@ -398,8 +398,6 @@ ROWS = [
             ),
             "meshpar.optim (class: muon, small_adamw)": lambda: shards_differ(Muon, SmallAdamW),
         },
-        result=None,
-        ranks=2,
     ),
     Row(
         "generating and scoring need whole sequences and every layer on a rank",
@@ -418,25 +416,21 @@ ROWS = [
         result=1,
         ranks=2,
     ),
-    Row(
+    TwoRanks(
         "balance_loss={} needs the logits of all routers on the rank of the loss, and the plan divides layers",
         lambda: balanced(*PP, balance_loss=0.5),
         {
             "use balance_rate": lambda: balanced(*PP, balance_rate=0.5),
             "a mesh without that axis": lambda: balanced("tp=2", [TensorParallel()], balance_loss=0.5),
         },
-        result=True,
-        ranks=2,
     ),
-    Row(
+    TwoRanks(
         "scale_rates: embedding and head are tied over stages of pp",
         lambda: same_rates(*PP, True),
         {
             "use a mesh without pp": lambda: same_rates(*SHARDED, True),
             "a model whose weights are not tied": lambda: same_rates(*PP, False),
         },
-        result=True,
-        ranks=2,
     ),
 ]
 

@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 from meshpar import FullyShard, HybridShard, ModelLayout, PipelineParallel, Plan, Replicate, TensorParallel
 from meshpar.passes.pipeline.stand_ins import Elsewhere
 from meshpar.testing import whole
+from tests.support.comparison import distance
 
 PLANS = {
     "Replicate": ("dp_replicate=2", lambda: [Replicate()]),
@@ -216,13 +217,10 @@ class Side:
             want = want[self.par.data_rank :: self.par.data_size] if rows else want
             if want.shape != have.shape:
                 return f"{label}: shape {tuple(have.shape)}, expected {tuple(want.shape)}"
-            have, want = have.double().nan_to_num(7e7), want.double().nan_to_num(7e7)
-            scale = (
-                max(float(want.abs().max()), floor if label.startswith("gradient") else 0.0, 1e-12)
-                if want.numel()
-                else 1.0
+            want, have = (
+                tensor.double().nan_to_num(7e7, posinf=torch.inf, neginf=-torch.inf) for tensor in (want, have)
             )
-            error = float((have - want).abs().max()) / scale if want.numel() else 0.0
+            error = distance(want, have, floor if label.startswith("gradient") else 0.0)
             worst = max(worst, (error, f"{label} off by {error:.0e} of its largest value"))
         return worst[1] if worst[0] > tolerance else None
 

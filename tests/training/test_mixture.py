@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -146,21 +145,18 @@ def test_a_resume_may_change_documents_and_nothing_else(tmp_path):
 @pytest.mark.parametrize(
     "mesh,split,chunk", [("dp_shard=2,cp=2", [meshpar.ContextParallel()], 0), ("dp_shard=4", [], 3)], ids=str
 )
+@on_ranks(4)
 def test_the_loss_of_each_source_is_reported(mesh, split, chunk, tmp_path):
-    on_ranks(4)(losses)(mesh, split, chunk, tmp_path)
-
-
-def losses(mesh, split, chunk, folder: Path):
     chance = np.random.default_rng(0)
     parts = {}
     for name, most in (("low", 8), ("wide", VOCAB - 1)):
         ids = chance.integers(0, most, 16 * 8 + 1)
-        file = folder / f"{name}-{torch.distributed.get_rank()}.bin"
+        file = tmp_path / f"{name}-{torch.distributed.get_rank()}.bin"
         parts[name] = PackedTokens(write_tokens(file, [ids], vocab_size=VOCAB, eos_id=VOCAB - 1), 8)
     samples = MixedSamples(parts, [1, 3], [None, None])
     par = Plan(mesh, [*split, meshpar.FullyShard()]).apply(transformer())
     data = Batches(samples, micro_batch=4, data_rank=par.data_rank, data_size=par.data_size)
-    records = JsonLines(folder / f"{torch.distributed.get_rank()}.jsonl")
+    records = JsonLines(tmp_path / f"{torch.distributed.get_rank()}.jsonl")
     optimizer = build_adamw(par.module, AdamWSettings(lr=1e-9))
     settings = TrainSettings(steps=1, log_every=1)
     held = Batches(MixedSamples(parts, [1, 1], [1, 1]), micro_batch=4, data_rank=par.data_rank, data_size=par.data_size)
@@ -175,7 +171,7 @@ def losses(mesh, split, chunk, folder: Path):
         reporters=[records],
     )
     trainer.run()
-    found = [json.loads(line) for line in (folder / f"{torch.distributed.get_rank()}.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in (tmp_path / f"{torch.distributed.get_rank()}.jsonl").read_text().splitlines()]
     first, last = found[0], found[-1]
     assert first["train/loss"] == pytest.approx(
         0.25 * first["train/loss/low"] + 0.75 * first["train/loss/wide"], rel=1e-5

@@ -128,12 +128,8 @@ PAIRS = [("fsdp", "hsdp"), ("hsdp", "fsdp"), ("fsdp-tp", "fsdp-tp"), ("fsdp-tp",
 
 
 @pytest.mark.parametrize(("name", "theirs"), daily(PAIRS, ("fsdp-tp", "fsdp")))
-def test_distillation_equals_one_process_whatever_the_two_plans(name: str, theirs: str) -> None:
-    distilled(name, theirs)
-
-
 @on_ranks(4)
-def distilled(name: str, theirs: str) -> None:
+def test_distillation_equals_one_process_whatever_the_two_plans(name: str, theirs: str) -> None:
     steps = token_steps(VOCAB, parts=PARTS, micro_batches=2, steps=2)
     options = {"temperature": 1.5, "weight": 0.7, "hidden_weight": 0.3}
     torch.manual_seed(5)

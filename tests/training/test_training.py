@@ -427,8 +427,23 @@ LONG_STEPS = [(reshard, reduce_each) for reshard in (True, False) for reduce_eac
 
 
 @pytest.mark.parametrize(("reshard", "reduce_each"), daily(LONG_STEPS, (True, False)))
+@on_ranks(2)
 def test_a_stop_in_a_long_step_leaves_its_micro_batches(tmp_path: Path, reshard: bool, reduce_each: bool) -> None:
-    on_ranks(2)(check_stop_in_a_long_step)(tmp_path, reshard, reduce_each)
+    """The micro-batches that were done are left, the state before the step is saved, and the next start repeats the
+    step.
+    """
+    passes = [FullyShard(reshard_after_forward=reshard)]
+    samples, (whole, part) = packed(tmp_path), (parallel("dp_shard=2", passes, dropout=0.2) for _ in range(2))
+    more: dict[str, Any] = {"micro": 1, "accumulate": 6, "steps": 3, "reduce_each": reduce_each}
+    trainer(whole, samples, **more).run()
+    kept = Kept()
+    run = trainer(part, samples, checkpointer=kept, **more)
+    run.objective = Asking(8 if dist.get_rank() else 99, trains=True)
+    outcome = run.run()
+    assert (outcome.stopped, outcome.steps, sorted(kept.steps)) == ("SIGHUP", 1, [1])
+    for again in (part, parallel("dp_shard=2", passes, dropout=0.2)):
+        assert resumed(again, copy.deepcopy(kept.steps[1]), samples, **more).run().steps == 3
+        assert_equal(weights(again), weights(whole))
 
 
 def check_ranks_must_agree(folder: Path) -> None:
@@ -559,30 +574,9 @@ def check_stop_in_validation(folder: Path, par: Parallelized, last: Parallelized
     assert kept.steps[4][2] == whole.steps[4][2]
 
 
-def check_stop_in_a_long_step(folder: Path, reshard: bool, reduce_each: bool) -> None:
-    """The micro-batches that were done are left, the state before the step is saved, and the next start repeats the
-    step.
-    """
-    passes = [FullyShard(reshard_after_forward=reshard)]
-    samples, (whole, part) = packed(folder), (parallel("dp_shard=2", passes, dropout=0.2) for _ in range(2))
-    more: dict[str, Any] = {"micro": 1, "accumulate": 6, "steps": 3, "reduce_each": reduce_each}
-    trainer(whole, samples, **more).run()
-    kept = Kept()
-    run = trainer(part, samples, checkpointer=kept, **more)
-    run.objective = Asking(8 if dist.get_rank() else 99, trains=True)
-    outcome = run.run()
-    assert (outcome.stopped, outcome.steps, sorted(kept.steps)) == ("SIGHUP", 1, [1])
-    for again in (part, parallel("dp_shard=2", passes, dropout=0.2)):
-        assert resumed(again, copy.deepcopy(kept.steps[1]), samples, **more).run().steps == 3
-        assert_equal(weights(again), weights(whole))
-
-
+@on_ranks(2)
 def test_stages_ask_for_a_stop_as_often_whatever_the_micro_batches(tmp_path: Path) -> None:
-    on_ranks(2)(check_how_often_stages_ask)(tmp_path)
-
-
-def check_how_often_stages_ask(folder: Path) -> None:
-    samples, asked, agreed = packed(folder), [], StopRequest.agreed
+    samples, asked, agreed = packed(tmp_path), [], StopRequest.agreed
 
     def counted(stop: StopRequest) -> bool:
         asked[-1] += 1

@@ -13,7 +13,7 @@ import math
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,7 @@ from meshpar.checkpoints import CheckpointManager, export_safetensors
 from meshpar.testing import whole
 from tests.nightly.strangers import vision_operators
 from tests.nightly.strangers.models import STRANGERS, Batch, Stranger
+from tests.support.comparison import apart
 
 STEPS = 3
 WEIGHT = 1e-3
@@ -190,20 +191,7 @@ def compared_by_name(
         yield from apart(f"{name} {what}", want[name], have[name], tolerance, floor)
 
 
-def apart(what: str, want: Tensor, have: Tensor, tolerance: float, floor: float = 0.0) -> Iterator[str]:
-    if want.shape != have.shape:
-        yield f"{what}: shape {tuple(have.shape)}, expected {tuple(want.shape)}"
-    elif want.numel():
-        want, have = want.double(), have.double()
-        error = float(
-            (want - have).where(want != have, 0.0).abs().max()
-        )  # infinities that agree (masks) do not differ by nan
-        scale = max(float(want.where(want.isfinite(), 0.0).abs().max()), floor)
-        if not error <= tolerance * scale:
-            yield f"{what}: off by {error:.1e} of {scale:.1e}"
-
-
-def check(found: Iterator[str]) -> None:
+def check(found: Iterable[str]) -> None:
     """Raise with everything that differs."""
     listed = list(found)
     assert not listed, f"{len(listed)} differences from one process: " + "; ".join(listed[:8])
@@ -283,14 +271,8 @@ def exports(name: str, mesh: str, folder: Path) -> None:
         shared = {id(tensor): key for key, tensor in plain.state_dict(keep_vars=True).items() if key in found}
         absent = [key for key in report.missing_keys if id(plain.state_dict(keep_vars=True)[key]) not in shared]
         assert not absent, f"the export lacks {absent}"
-        check(
-            apart(
-                "inferred after the export",
-                alone(name).inferred[1],
-                inferred(stranger, plain, torch.no_grad),
-                stranger.tolerance,
-            )
-        )
+        got = inferred(stranger, plain, torch.no_grad)
+        check(apart("inferred after the export", alone(name).inferred[1], got, stranger.tolerance))
 
 
 CLAIMS: dict[str, Callable[[str, str, Path], None]] = {

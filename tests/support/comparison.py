@@ -1,0 +1,44 @@
+"""What counts as exact: the one measure of how far values of ranks are from those of one process. A loop's table, the
+fuzzers and the models of other libraries compare by it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def distance(want: torch.Tensor, have: torch.Tensor, floor: float = 0.0) -> float:
+    """The largest difference, as a part of the largest value that is expected, or of ``floor`` where that is larger.
+    Infinities count where one side alone has them; what is no number is never as expected.
+    """
+    want, have = want.double(), have.double()
+    alike = want == have
+    if alike.all():
+        return 0.0
+    scale = max(float(want.where(want.isfinite(), 0.0).abs().max()), floor, 1e-12)
+    return float((want - have).abs().where(~alike, 0.0).nan_to_num(torch.inf, torch.inf).max()) / scale
+
+
+def apart(name: str, want: torch.Tensor, have: torch.Tensor, tolerance: float, floor: float = 0.0) -> list[str]:
+    """What is wrong with a tensor that may be off by ``tolerance`` of its largest value; nothing where it is equal."""
+    if want.shape != have.shape:
+        return [f"{name}: shape {tuple(have.shape)}, expected {tuple(want.shape)}"]
+    off = distance(want, have, floor)
+    return [] if off <= tolerance else [f"{name}: off by {off:.1e} of its largest value"]
+
+
+def differences(expected, got, tolerance, floor):
+    """Yield what differs between tensors by name, of which the first word is their kind. ``floor`` is a part of the
+    largest of a kind, for tensors that are zero by theory; a gradient that is not there is as good as zero.
+    """
+    largest = {}
+    for name, value in expected.items():
+        kind = name.split()[0]
+        largest[kind] = max(largest.get(kind, 0.0), float(value.double().abs().max()) if value.numel() else 0.0)
+    for name in [*expected, *(set(got) - set(expected))]:
+        none = torch.zeros_like(expected.get(name, got.get(name))) if name.startswith("gradient ") else None
+        want, have = expected.get(name, none), got.get(name, none)
+        if want is None or have is None:
+            yield f"{name}: only {'got' if want is None else 'expected'}"
+        else:
+            yield from apart(name, want, have, tolerance, floor * largest.get(name.split()[0], 0.0))
