@@ -83,11 +83,6 @@ def test_an_open_axis_is_shrunk(mesh, ranks, left):
     assert str(MeshSpec(mesh).shrunk(ranks)) == left
 
 
-def test_an_open_axis_that_is_no_data_axis_is_not_shrunk():
-    with pytest.raises(MeshError, match="an axis that is not a data axis"):
-        MeshSpec("dp_shard=2,tp=-1").shrunk(4)
-
-
 def test_a_mesh_without_a_data_axis_is_not_shrunk():
     with pytest.raises(MeshError, match="cannot run on 4 ranks: tp=2 needs exactly 2"):
         MeshSpec("tp=2").shrunk(4)

@@ -465,13 +465,6 @@ def test_tokens_and_sums_are_of_all_data_ranks():
     assert par.data_sum(torch.tensor(1.0 + par.data_rank)) == 3
 
 
-@on_ranks(2)
-def test_ranks_with_different_numbers_of_micro_batches_are_told():
-    par = applied(Net(), "dp_shard=2", [FullyShard()])
-    with pytest.raises(MeshparError, match="different numbers of micro-batches"):
-        list(par.accumulate([x_of()] * (2 + par.data_rank)))
-
-
 @on_ranks(4)
 def test_the_split_is_tried_with_nothing_gathered():
     held = []
@@ -569,14 +562,6 @@ def test_a_forward_mode_derivative_equals_one_process_without_tensor_parallelism
         match=r"likely cause: torch.func \(jvp, vmap, grad\)(.|\n)*use a mesh without tp, on which they equal one process's",
     ):
         torch.func.jvp(par.module, (x,), (x.sin(),))
-
-
-@on_ranks(2)
-def test_a_block_called_alone_under_sequence_parallelism_is_refused():
-    par = Plan("tp=2", [TensorParallel(sequence_parallel=True)]).apply(transformer())
-    par.verify({"input_ids": IDS})
-    with pytest.raises(MeshparError, match="this rank's positions as the whole sequence"):
-        par.module.layers[0](torch.randn(1, 16, 8), None)
 
 
 @on_ranks(2)
@@ -843,14 +828,6 @@ def test_clipping_between_micro_batches_is_refused():
             with pytest.raises(MeshparError, match="between the micro-batches"):
                 par.clip_grad_norm_(1.0)
     assert float(par.clip_grad_norm_(1.0)) > 0
-
-
-@on_ranks(2)
-def test_parameters_that_some_ranks_freeze_are_refused():
-    par = applied(Net(), "dp_shard=2", [FullyShard()])
-    par.module.blocks[1].requires_grad_(par.data_rank == 0)
-    with pytest.raises(MeshparError, match=r"data ranks train different parameters in blocks\.1"):
-        par.module(x_of())
 
 
 class Recurrent(nn.Module):

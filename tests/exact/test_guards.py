@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, PlanError, TensorParallel
+from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, TensorParallel
 from meshpar._torch.groups import collective_counts
 from meshpar.core import registry
 from meshpar.core.guards import Guard
@@ -244,8 +244,3 @@ def test_guards_that_some_ranks_alone_have_are_refused_by_name_in_the_exchange_o
             r"or leave guards out by Plan\(guards='off'\)"
         )
         Plan("dp_shard=4", [FullyShard()], guards="off").apply(Model(), BLOCKS)
-
-
-def test_other_settings_are_refused():
-    with pytest.raises(PlanError, match="guards='never' is not known; expected one of 'always', 'first', 'off'"):
-        Plan("tp=2", [TensorParallel()], guards="never")

@@ -149,11 +149,6 @@ def test_transformer_config_names_what_does_not_fit(fields: dict[str, Any], mess
         TransformerConfig(**fields)
 
 
-def test_gpt2_config_names_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"n_head \(5\) does not divide n_embd \(768\)"):
-        GPT2Config(n_head=5)
-
-
 MODELS: list[Any] = [small("qk_norm_tied_gqa"), small("gqa"), GPT2(SMALL_GPT2)]
 
 

@@ -123,14 +123,6 @@ def test_a_model_that_changes_its_logits_is_refused():
     assert plain(model, *batch()) > 0  # and is as it was
 
 
-def test_a_model_that_names_no_head_is_refused_until_it_is_told():
-    model, (ids, labels) = Masked(), batch()
-    with pytest.raises(MeshparError, match=r"Masked does not say which module makes its logits; name it \(head=\)"):
-        chunked(model, ids, labels)
-    loss = chunked_token_loss(model, {"input_ids": ids}, labels, head=model.head)
-    torch.testing.assert_close(loss, token_loss(model(input_ids=ids).logits, labels))
-
-
 @pytest.mark.parametrize("head", [torch.nn.Identity(), torch.nn.Linear(3, 3)])
 def test_another_head_than_the_models_is_refused(head):
     model, (ids, labels) = transformer(), batch()

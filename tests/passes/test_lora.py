@@ -365,16 +365,6 @@ def test_what_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         add_adapters(model, LoRA())
 
 
-def test_adapters_on_the_head_are_refused_under_tp() -> None:
-    with torch.device("meta"):
-        model = qwen3()
-    layout = add_adapters(model, LoRA(targets=("lm_head",)))
-    with pytest.raises(
-        MeshparError, match=r"adapters on lm_head, whose style is .*, cannot be split; leave it out of lora.targets"
-    ):
-        Plan("tp=2", [TensorParallel()]).check(model, layout, 2)
-
-
 def test_a_recipe_trains_adapters_goes_on_and_exports_them_merged(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

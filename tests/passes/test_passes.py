@@ -7,17 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshpar import (
-    ActivationCheckpoint,
-    Compile,
-    FullyShard,
-    HybridShard,
-    Pass,
-    Plan,
-    PlanError,
-    Replicate,
-    TensorParallel,
-)
+from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, Pass, Plan, Replicate, TensorParallel
 from meshpar._torch.calls import as_one_operator
 from meshpar.passes.recompute import _selective_contexts
 from meshpar.step.placements import local_tensor
@@ -240,13 +230,6 @@ def test_transformers_own_loss_under_loss_parallelism():
         par = Plan(mesh, passes).apply(on_meta(lambda: huggingface("Llama"))).materialize(seed=0)
         losses.append(par.module(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss)
     torch.testing.assert_close(losses[0], losses[1])
-
-
-@on_ranks(2)
-def test_a_module_is_parallelized_once():
-    par = Plan("dp_shard=2", [FullyShard()]).apply(on_meta(transformer))
-    with pytest.raises(PlanError, match="already parallelized"):
-        Plan("dp_shard=2", [FullyShard()]).apply(par.module)
 
 
 class Frozen(Pass):

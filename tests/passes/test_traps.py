@@ -696,13 +696,6 @@ def test_buffers_are_compared():
         Plan("dp_shard=2", [FullyShard()]).apply(module, ModelLayout())
 
 
-@on_ranks(2)
-def test_ranks_that_bring_different_modules_are_told_instead_of_waiting():
-    module = transformer() if dist.get_rank() == 0 else on_meta(transformer)
-    with pytest.raises(MeshparError, match=r"other names or dtypes on ranks \[1\] than on rank 0"):
-        Plan("dp_shard=2", [FullyShard()]).apply(module)
-
-
 @pytest.mark.parametrize(
     "passes",
     [[FullyShard(param_dtype=torch.bfloat16)], [Replicate(param_dtype=torch.bfloat16)]],

@@ -1335,7 +1335,7 @@ def control_refused_on_one_rank(side):
         raise MeshparError("refused")
 
 
-@habit(CONTROL, "a rank that waits for ever", limit_s=4.0)
+@habit(CONTROL, "a rank that waits for ever", limit_s=1.5)
 def control_hang(side):
     if not side.alone and side.rank == 0:
         side.apply(side.net())
