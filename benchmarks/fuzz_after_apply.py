@@ -19,7 +19,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -207,12 +207,32 @@ def source(spec: Spec, title: str = "") -> str:
         "@tolerance", "1e-4" if "par.clip" in str(_lines(spec)) else "1e-9"
     )
     text += fuzz_script.MAIN.replace("{ranks}", str(ranks(spec)))
+    return fill(text, spec["habits"], habits.HABITS, PLAIN, LOOPING)
+
+
+def fill(
+    text: str,
+    chosen: list[Spec],
+    table: Mapping[str, habits.Habit],
+    plain: Mapping[str, tuple[str, ...]],
+    looping: Collection[str],
+) -> str:
+    """Return a script with the lines of habits at its points, which are lines such as ``@step``.
+
+    Args:
+        text: the script.
+        chosen: the habits that were drawn.
+        table: all habits by name.
+        plain: point -> lines there where no habit replaces them.
+        looping: points inside of the loop, where a habit's condition holds.
+    """
+    points = {point for habit in table.values() for point in habit.at} | set(plain) | set(looping) | {"applied"}
     lines = []
     for line in text.splitlines():
         point = line.strip()
-        if point.startswith("@") and point[1:].isidentifier() and point[1:] in POINTS:
+        if point.startswith("@") and point[1:] in points:
             indent = line[: len(line) - len(line.lstrip())]
-            lines += [indent + statement for statement in _at(spec, point[1:])]
+            lines += [indent + statement for statement in _at(point[1:], chosen, table, plain, looping)]
         else:
             lines.append(line)
     return "\n".join(lines) + "\n"
@@ -225,28 +245,29 @@ ALONE = """
     def state_dict(self, **_):
         return self.module.state_dict()
 """
-POINTS = {
-    point
-    for text in (MODEL, LOOP)
-    for point in (line.strip()[1:] for line in text.splitlines() if line.strip().startswith("@"))
-}
 
 
 def _lines(spec: Spec) -> list[str]:
     return [line for drawn in spec["habits"] for lines in habits.HABITS[drawn["name"]].at.values() for line in lines]
 
 
-def _at(spec: Spec, point: str) -> list[str]:
-    found: list[str] = []
-    plain = list(PLAIN.get(point, ()))
-    for drawn in spec["habits"]:
-        lines = [_filled(line, drawn) for line in habits.HABITS[drawn["name"]].at.get(point, ())]
+def _at(
+    point: str,
+    chosen: list[Spec],
+    table: Mapping[str, habits.Habit],
+    plain: Mapping[str, tuple[str, ...]],
+    looping: Collection[str],
+) -> list[str]:
+    lines: list[str] = []
+    otherwise = plain.get(point, ())
+    for drawn in chosen:
+        statements = [_filled(line, drawn) for line in table[drawn["name"]].at.get(point, ())]
         when = _filled(drawn["when"], drawn)
-        if lines and point in LOOPING and when != habits.ALWAYS:
-            lines = [f"if {when}:", *(f"    {line}" for line in lines)]
-            lines += ["else:", *(f"    {line}" for line in plain)] if plain else []
-        found += lines
-    return found or plain
+        if statements and point in looping and when != habits.ALWAYS:
+            statements = [f"if {when}:", *(f"    {line}" for line in statements)]
+            statements += ["else:", *(f"    {line}" for line in otherwise)] if otherwise else []
+        lines += statements
+    return lines or list(otherwise)
 
 
 def _filled(line: str, drawn: Spec) -> str:
@@ -281,9 +302,10 @@ def about(spec: Spec) -> str:
     return f"{spec['mesh']} {' + '.join(drawn)}"
 
 
-def main() -> int:
-    """Run the seeds and print what became of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(fuzzer: Any = None) -> int:
+    """Run the seeds of a fuzzer, a module with the functions of this one, and print what became of them."""
+    fuzzer = fuzzer or sys.modules[__name__]
+    parser = argparse.ArgumentParser(description=fuzzer.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:100", help="FIRST:END, or seeds with commas")
     parser.add_argument("--log", type=Path, help="a line of JSON for each seed; seeds that it has are not run again")
     parser.add_argument("--limit", type=float, default=500.0, help="seconds after which no more seed begins")
@@ -293,7 +315,7 @@ def main() -> int:
     first, colon, end = args.seeds.partition(":")
     seeds = list(range(int(first), int(end))) if colon else [int(part) for part in args.seeds.split(",")]
     if args.print:
-        print(*(source(draw(seed), about(draw(seed))) for seed in seeds), sep="\n")
+        print(*(fuzzer.source(spec, fuzzer.about(spec)) for spec in map(fuzzer.draw, seeds)), sep="\n")
         return 0
     results = [json.loads(line) for line in args.log.read_text().splitlines()] if args.log and args.log.exists() else []
     known, began = {result["seed"] for result in results}, time.monotonic()
@@ -302,38 +324,38 @@ def main() -> int:
         for seed in seeds:
             if seed in known or time.monotonic() - began > args.limit:
                 continue
-            results.append(_result(draw(seed), pool, shrinks=True))
+            results.append(_result(fuzzer, fuzzer.draw(seed), pool))
             if args.log:
                 with args.log.open("a") as log:
                     log.write(json.dumps(results[-1]) + "\n")
     finally:
         pool.close()
-    print(summary(results))
+    print(summary(results, fuzzer.PLANS))
     return int(any(result["kind"] in FAULTS for result in results))
 
 
-def _result(spec: Spec, pool: fuzz_pool.Pool, *, shrinks: bool) -> dict[str, Any]:
-    outcome = run(spec, pool)
+def _result(fuzzer: Any, spec: Spec, pool: fuzz_pool.Pool) -> dict[str, Any]:
+    outcome = fuzzer.run(spec, pool)
     kind = "torch" if outcome.text.startswith("torch refuses") else outcome.kind
-    if outcome.kind in FAULTS and shrinks:
-        small = shrink(spec, lambda smaller: run(smaller, pool).kind == outcome.kind)
+    if outcome.kind in FAULTS:
+        small = fuzzer.shrink(spec, lambda smaller: fuzzer.run(smaller, pool).kind == outcome.kind)
         print(
-            f"\n# seed {spec['seed']}, {outcome.kind}: {about(small)}\n# "
+            f"\n# seed {spec['seed']}, {outcome.kind}: {fuzzer.about(small)}\n# "
             f"{outcome.text[:1500]}\n{outcome.trace[-2500:]}",
             flush=True,
         )
         spec = small
     return {
         "seed": spec["seed"], "kind": kind, "mesh": spec["mesh"], "seconds": round(outcome.seconds, 2),
-        "about": about(spec), "together": outcome.together, "text": outcome.text[:600],
+        "about": fuzzer.about(spec), "together": outcome.together, "text": outcome.text[:600],
     }  # fmt: skip
 
 
-def summary(results: list[dict[str, Any]]) -> str:
+def summary(results: list[dict[str, Any]], plans: Iterable[str]) -> str:
     """Return a table of verdicts by plan."""
-    kinds = ("exact", "refused", "torch", "alike", "wrong", "raw", "hang")
+    kinds = ("exact", "refused", "torch", "alike", "wrong", "raw", "hang", "broken")
     rows = [f"{'':28}" + "".join(f"{kind:>9}" for kind in kinds)]
-    for mesh in [*PLANS, ""]:
+    for mesh in [*plans, ""]:
         counts = Counter(result["kind"] for result in results if mesh in ("", result["mesh"]))
         rows.append(f"{mesh or f'{len(results)} draws':28}" + "".join(f"{counts[kind]:9}" for kind in kinds))
     apart = sum(result["kind"] == "refused" and not result.get("together", True) for result in results)
