@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
-from typing import Any, Final, NoReturn, final
+from typing import Any, ClassVar, Final, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,20 @@ from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
 from meshpar.core.guards import Guard, Guarded
 from meshpar.passes.applied import applied
+from meshpar.passes.pipeline.stand_ins import is_users
+from meshpar.passes.tensor.random import states
 
-_READS: Final = frozenset({"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "is_nonzero"})
-_ARRAYS: Final = frozenset({"numpy", "__array__"})
+_READS: Final = frozenset({"item", "__bool__", "__float__", "__int__", "__index__", "is_nonzero"})
+_ARRAYS: Final = frozenset({"numpy", "__array__", "tolist"})
+_DRAWS: Final = frozenset(
+    {
+        *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_"),
+        *("rand_like", "randn_like", "randint_like", "bernoulli", "multinomial", "dropout", "normal"),
+        *("trunc_normal_", "kaiming_uniform_", "kaiming_normal_"),
+    }
+)
+_HOOKS: Final = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
+_GRADS: Final = (Tensor.grad.__get__, Tensor.grad.__set__)  # type: ignore[attr-defined]
 _REMEDY: Final = (
     "each stage of pp has the parameters of its own layers, and would get another number. Call "
     "par.clip_grad_norm_(max_norm) for the norm of all gradients (float('inf') clips nothing); a number of one "
@@ -49,8 +60,13 @@ class _OfAStage:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            result, name = func(*args, **(kwargs or {})), func.__name__
-            if name != "as_subclass" and not _runs_for_meshpar():
+            name, follows = func.__name__, func.__name__ != "as_subclass" and not _runs_for_meshpar()
+            if follows and name in _HOOKS:
+                args = args[0], _followed(args[0].origins, args[1])
+            elif follows:
+                _check(func, args, kwargs or {})
+            result = func(*args, **(kwargs or {}))
+            if follows:
                 _follow(name, tree_leaves((args, kwargs)), tree_leaves(result))
             return result
 
@@ -81,6 +97,50 @@ _MARKED: Final[Mapping[type, type]] = {
     DTensor: _DTensorOfAStage,
 }
 _PLAIN: Final[Mapping[type, type]] = {marked: plain for plain, marked in _MARKED.items()}
+
+
+def _check(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a function of torch whose result would be another on each stage, before it runs."""
+    if func in _GRADS and any(guard.loses for guard in list(StageNumbers._living)):
+        raise MeshparError(
+            "loss reads or writes gradients, as zero_grad() does, and stages of pp run it ahead of the backwards of "
+            "earlier micro-batches; call optimizer.zero_grad() before par.backward, or after the step"
+        )
+    name = func.__name__
+    if name in _DRAWS and kwargs.get("generator") is None:
+        _refuse_drawn(name)
+    if name == "__set__" or (name.endswith("_") and not name.endswith("__")):
+        _check_drawn(*(args or kwargs.values()))
+
+
+def _check_drawn(into: Any, *args: Any) -> None:
+    """Refuse a write behind one into an earlier parameter if random numbers were drawn in between."""
+    if not isinstance(into, _OfAStage) or not any(isinstance(one, Tensor) for one in args):
+        return
+    now = max(into.origins), torch.initial_seed(), states(into.device)  # type: ignore[attr-defined]
+    before, StageNumbers._written = StageNumbers._written, now
+    if before is None or before[0] >= now[0] or before[1] != now[1]:
+        return
+    if not all(map(torch.equal, before[2], now[2])):
+        _refuse_drawn("the loop")
+
+
+def _followed(origins: frozenset[int], hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Return a hook of a parameter, or of a tensor made of it, that knows of which parameter its gradient is."""
+
+    def run(tensor: Tensor) -> Any:
+        plain, marked = not isinstance(tensor, _OfAStage), [tensor]
+        if plain and isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+            marked.append(tensor.grad)
+        for one in marked:
+            _mark(one, origins, is_number=False)
+        try:
+            return hook(tensor)
+        finally:
+            if plain and isinstance(tensor, nn.Parameter):  # functions of which the backward goes on may have kept it
+                _unmark(tensor)
+
+    return run
 
 
 def _follow(name: str, given: list[Any], results: list[Any]) -> None:
@@ -132,16 +192,29 @@ class StageNumbers(Guard):
     """Mark parameters and gradients outside of the module's calls, of backwards and of optimizers' steps."""
 
     _living: Final[weakref.WeakSet[StageNumbers]] = weakref.WeakSet()
+    _written: ClassVar[tuple[int, int, list[Tensor]] | None] = None
+    """The last parameter that a loop wrote into, and the seed and the random states then."""
 
     def __init__(self, guarded: Guarded, units: Units) -> None:
-        self._module, self._units, self._steps = guarded.module, units, False
+        self._module, self._units, self._steps, self._reverses = guarded.module, units, False, False
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._living.add(self)
         while_lives(guarded.module, "scalers", lambda: check_scalers(_refuse_scaled))
         while_lives(guarded.module, "optimizers' states", lambda: check_loads(_refuse_loaded))
+        for number, parameter in enumerate(self._parameters()):
+            for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+                users = {at: hook for at, hook in (hooks or {}).items() if is_users(hook)}
+                (hooks or {}).update({at: _followed(frozenset([number]), hook) for at, hook in users.items()})
         self._mark()
 
+    @property
+    def loses(self) -> bool:
+        """The loss of a micro-batch runs."""
+        layers = applied(self._module).layers
+        return layers is not None and layers.edges.runs
+
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._reverses = False
         self._unmark()
 
     def after_forward(self, output: object) -> None:
@@ -151,15 +224,19 @@ class StageNumbers(Guard):
         self._mark()
 
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
-        if (layers := applied(self._module).layers) is not None and layers.edges.behind:
+        layers = applied(self._module).layers
+        if layers is not None and layers.edges.behind:
             raise MeshparError(
                 "loss runs a backward or torch.autograd.grad after the module's call, which reaches the layers of one "
                 "stage of pp alone; leave the backward of the loss to par.backward, or use a mesh without pp for a "
                 "gradient of a gradient"
             )
-        self._unmark()
+        if layers is not None and layers.edges.reverses:
+            self._reverses = True
+            self._unmark()
 
     def after_backward(self) -> None:
+        self._reverses = False
         self._mark()
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
@@ -185,7 +262,7 @@ class StageNumbers(Guard):
         return self._units.shards() if self._units.modules else self._module.parameters()
 
     def _mark(self) -> None:
-        if self._steps:
+        if self._steps or self._reverses:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for number, parameter in enumerate(self._parameters()):
@@ -194,6 +271,7 @@ class StageNumbers(Guard):
                         _mark(tensor, frozenset([number]), is_number=False)
 
     def _unmark(self) -> None:
+        StageNumbers._written = None
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._parameters():
                 if parameter.grad is not None:
@@ -203,6 +281,15 @@ class StageNumbers(Guard):
 
 def _refuse(what: str) -> NoReturn:
     raise MeshparError(f"{what}, and {_REMEDY}")
+
+
+def _refuse_drawn(who: str) -> NoReturn:
+    raise MeshparError(
+        f"{who} draws random numbers for parameters or gradients, of which each stage of pp has others, and would draw "
+        "other numbers for them than one process; draw them before plan.apply, or load whole values by "
+        "par.load_state_dict, or draw by a generator that is seeded for each name: "
+        "generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))"
+    )
 
 
 def _refuse_scaled(optimizer: Optimizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import zlib
 from functools import partial
 
 import numpy as np
@@ -653,3 +654,171 @@ def test_functional_calls_are_refused_and_loaded_or_averaged_weights_are_exact()
     with average.swapped():
         outputs = par.forward([batch], lambda module, batch: module(batch))
     torch.testing.assert_close(outputs[0], expected)
+
+
+def hooked(register, *, before=False):
+    """Return a function that makes a model, or a plan's, whose hooks add up gradients, and the list of what they add."""
+    seen = []
+
+    def keep(value):
+        grad = value.grad if isinstance(value, nn.Parameter) else value
+        seen.append(grad.pow(2).sum())
+
+    def add(net):
+        for parameter in net.parameters():
+            getattr(parameter, register)(keep)
+        return net
+
+    par = Plan("pp=2", [PipelineParallel()]).apply(add(model()) if before else model())
+    add(nn.Module() if before else par.module)
+    return par, seen
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("before", daily([True, False], False))
+def test_sums_of_gradient_hooks_are_refused_and_hooks_of_one_parameter_are_exact(register, before):
+    par, seen = hooked(register, before=before)
+    par.backward(micro_batches(0, 1), plain_loss)
+    with pytest.raises(MeshparError, match="would get another number"):
+        sum(seen)
+    par.module.zero_grad()
+    par.module.head.bias.register_hook(lambda grad: seen.append(float(grad.norm())))  # of a stand-in on the first stage
+    with pytest.raises(MeshparError, match="would get another number"):
+        par.backward(micro_batches(0, 1), plain_loss)
+
+    def clip_each(net):
+        for parameter in net.parameters():
+            if register == "register_hook":
+                parameter.register_hook(lambda grad: grad * torch.clamp(0.1 / grad.norm(), max=1.0))
+            else:
+                parameter.register_post_accumulate_grad_hook(lambda one: one.grad.mul_(0.5) is None or None)
+        return net
+
+    net, par = clip_each(model()), Plan("pp=2", [PipelineParallel()]).apply(model())
+    clip_each(par.module)
+    for batch in micro_batches(0):
+        plain_loss(net, batch).backward()
+    par.backward(micro_batches(0), plain_loss)
+    expected = {name: parameter.grad for name, parameter in net.named_parameters()}
+    for name, parameter in par.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+def to_zeros(net, optimizer):
+    net.zero_grad(set_to_none=False)
+
+
+def to_none(net, optimizer):
+    for parameter in net.parameters():
+        parameter.grad = None
+
+
+def cleared(net, optimizer):
+    optimizer.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", daily([{}, {"schedule": "gpipe"}, {"virtual": 2}], {"schedule": "gpipe"}, ids=str))
+def test_gradients_that_loss_clears_are_refused_on_all_stages_and_the_remedies_are_exact(options):
+    for clear in (cleared, to_zeros, to_none):
+        for behind in (False, True):
+            par = Plan("pp=2", [PipelineParallel(**options)]).apply(model())
+            optimizer = torch.optim.SGD(par.module.parameters(), lr=0.3)
+
+            def loss(module, batch, clear=clear, behind=behind, optimizer=optimizer):
+                if not behind:
+                    clear(module, optimizer)
+                value = plain_loss(module, batch)
+                if behind:
+                    clear(module, optimizer)
+                return value
+
+            with pytest.raises(MeshparError, match="loss reads or writes gradients"):
+                par.backward(micro_batches(0), loss)
+            for place in ("before", "after"):
+                net = model()
+                par = Plan("pp=2", [PipelineParallel(**options)]).apply(model())
+                optimizer = torch.optim.SGD(par.module.parameters(), lr=0.3)
+                alone = torch.optim.SGD(net.parameters(), lr=0.3)
+                for step in range(2):
+                    for one in (optimizer, alone) if place == "before" else ():
+                        one.zero_grad()
+                    par.backward(micro_batches(step), plain_loss)
+                    sum(plain_loss(net, batch) for batch in micro_batches(step)).backward()
+                    for one in (optimizer, alone):
+                        one.step()
+                        if place == "after":
+                            one.zero_grad()
+                torch.testing.assert_close(
+                    par.state_dict(full=True, everywhere=True), dict(net.state_dict()), rtol=1e-9, atol=1e-9
+                )
+
+
+def initialised(net):
+    torch.manual_seed(3)
+    for layer in net.modules():
+        if isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=0.1)
+
+
+def reset(net):
+    for layer in net.modules():
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+
+
+@torch.no_grad()
+def noised(net):
+    for parameter in net.parameters():
+        parameter.add_(0.01 * torch.randn_like(parameter))
+
+
+@torch.no_grad()
+def noised_in_shape(net):
+    for parameter in net.parameters():
+        parameter.add_(0.01 * torch.randn(parameter.shape))
+
+
+@torch.no_grad()
+def noised_by_name(net):
+    for name, parameter in net.named_parameters():
+        draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        parameter.add_(0.01 * torch.randn(parameter.shape, generator=draw))
+        if name.endswith("up.weight"):
+            nn.init.normal_(parameter, generator=draw)
+
+
+@on_ranks(2)
+def test_numbers_drawn_for_parameters_are_refused_and_the_remedies_are_exact():
+    for draw in (initialised, reset, noised, noised_in_shape):
+        par = Plan("pp=2", [PipelineParallel()]).apply(model())
+        with pytest.raises(MeshparError, match="draws random numbers for parameters or gradients"):
+            draw(par.module)
+    net = model()
+    initialised(net)
+    early = model()
+    initialised(early)
+    late = Plan("pp=2", [PipelineParallel()]).apply(model())
+    late.load_state_dict(net.state_dict())
+    for par in (Plan("pp=2", [PipelineParallel()]).apply(early), late):  # initialise the model before plan.apply
+        torch.testing.assert_close(par.state_dict(full=True, everywhere=True), dict(net.state_dict()))
+    noised_by_name(net)
+    noised_by_name(late.module)
+    torch.testing.assert_close(late.state_dict(full=True, everywhere=True), dict(net.state_dict()))
+
+
+@on_ranks(2)
+def test_a_part_of_another_stage_s_block_is_refused_by_name_and_the_remedies_find_it():
+    par = Plan("pp=2", [PipelineParallel(stages=(2, 2))]).apply(model())
+    first = torch.distributed.get_rank() == 0
+    elsewhere, here = (3, (0, 1)) if first else (0, (2, 3))
+    with pytest.raises(MeshparError, match=rf"blocks\.{elsewhere}\.up: the block is on another stage of pp"):
+        par.module.blocks[elsewhere].up  # noqa: B018 - the look is the test
+    with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
+        par.module.blocks[elsewhere].nothing  # noqa: B018
+    assert [hasattr(block, "up") for block in par.module.blocks] == [first, first, not first, not first]
+    names = [name for name, _ in par.module.named_parameters() if "up" in name]
+    assert names == [f"blocks.{number}.up.{leaf}" for number in here for leaf in ("weight", "bias")]
+    whole = par.state_dict(full=True, everywhere=True)
+    torch.testing.assert_close(whole[f"blocks.{elsewhere}.up.weight"], model().blocks[elsewhere].up.weight.detach())

@@ -769,6 +769,30 @@ ROWS = [
         {"other cuts by PipelineParallel(stages=...)": "stages=(1, 3)"},
     ),
     Tested(
+        "loss reads or writes gradients",
+        "tests/passes/test_stage_habits.py::"
+        "test_gradients_that_loss_clears_are_refused_on_all_stages_and_the_remedies_are_exact",
+        {"call optimizer.zero_grad() before par.backward": 'place == "before"', "after the step": 'place == "after"'},
+    ),
+    Tested(
+        "draws random numbers for parameters or gradients",
+        "tests/passes/test_stage_habits.py::test_numbers_drawn_for_parameters_are_refused_and_the_remedies_are_exact",
+        {
+            "draw them before plan.apply": "apply(early)",
+            "load whole values by par.load_state_dict": "late.load_state_dict(net.state_dict())",
+            "draw by a generator that is seeded for each name": "noised_by_name(late.module)",
+        },
+    ),
+    Tested(
+        "the block is on another stage of pp",
+        "tests/passes/test_stage_habits.py::test_a_part_of_another_stage_s_block_is_refused_by_name_and_the_remedies_find_it",
+        {
+            "ask hasattr(block, ": 'hasattr(block, "up")',
+            "iterate over module.named_parameters()": "par.module.named_parameters()",
+            "read its values by par.state_dict(": "par.state_dict(full=True, everywhere=True)",
+        },
+    ),
+    Tested(
         "looks for infinite gradients in this stage of pp alone",
         "tests/passes/test_stage_habits.py::test_a_grad_scaler_is_refused_and_a_loss_scaler_skips_on_all_stages",
         {"scale by meshpar.training.LossScaler": "own.update("},

@@ -104,6 +104,7 @@ class Edges:
         left: likewise to the next stage; the loss on the last one.
         calls: of the module in the forward that runs.
         runs: a forward of a step or of an evaluation does.
+        reverses: a backward does.
         behind: the function of the module and a micro-batch runs behind the module's call.
         takes: the action that runs has something to receive.
         sends: it has something to send.
@@ -120,7 +121,7 @@ class Edges:
         self.device, self.chunk, self.number = torch.device("cpu"), 0, 0
         self.arrived, self.left = list[Tensor](), list[Tensor]()
         self.calls, self.runs, self.takes, self.sends, self.failed = 0, False, False, False, False
-        self.behind = False
+        self.behind = self.reverses = False
         self._results = dict[Result, Tensor]()  # of the forward that runs, which later stages need
         self._form: object = None  # of the micro-batch
         # Headers of the last values that came and went in each chunk for a micro-batch of one form.
@@ -206,7 +207,11 @@ class Edges:
             grads = self._gradients()
             self.messages.settle_first(FORTH)  # the value came there, and those before it
         if trained := [(value, grad) for value, grad in zip(self.left, grads, strict=True) if value.requires_grad]:
-            torch.autograd.backward([value for value, _ in trained], [grad for _, grad in trained])
+            self.reverses = True
+            try:
+                torch.autograd.backward([value for value, _ in trained], [grad for _, grad in trained])
+            finally:
+                self.reverses = False
         if self.arrived and self.arrived[0].grad is None:
             raise MeshparError(
                 f"what {self._line[self._chunks[self.chunk].end - len(self._chunks[self.chunk].blocks)]} returns did "

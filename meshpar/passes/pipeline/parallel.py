@@ -131,7 +131,7 @@ class PipelineParallel(Pass):  # type: ignore[override]
         outside = {**dict.fromkeys(anatomy.head, 0), **anatomy.between}
         for name in anatomy.blocks:
             if name not in mine and name not in anatomy.reshaping:
-                put(module, name, BlockStandIn(carried, module.get_submodule(name)))
+                put(module, name, BlockStandIn(carried, module.get_submodule(name), name))
         away = [name for name, place in outside.items() if at[place] != rank]
         away += [name for name in anatomy.blocks if name in anatomy.reshaping and name not in mine]
         for name, old in [(name, module.get_submodule(name)) for name in away]:

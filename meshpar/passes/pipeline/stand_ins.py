@@ -41,6 +41,10 @@ class ElsewhereError(MeshparError):
     """A value was used that another stage of ``pp`` computes."""
 
 
+class PartElsewhereError(MeshparError, AttributeError):
+    """A part of a block was asked for that another stage of ``pp`` has."""
+
+
 class Elsewhere(Tensor):
     """What a hook gets of a module that another stage computes: a hook may keep it, and nobody may use it.
 
@@ -66,7 +70,7 @@ class Elsewhere(Tensor):
         )
 
 
-def _is_users(hook: Any) -> bool:
+def is_users(hook: Any) -> bool:
     """Return whether a hook is neither torch's nor meshpar's."""
     made_by = getattr(getattr(hook, "func", hook), "__module__", None) or type(hook).__module__
     return made_by.split(".")[0] not in ("torch", "meshpar")
@@ -88,7 +92,7 @@ def tell_hooks(hook: Any, *values: Any) -> None:
 def tell_hooks_of(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """Call the user's hooks of a module in whose place a stand-in ran."""
     for number, hook in module._forward_hooks.items():
-        if _is_users(hook):
+        if is_users(hook):
             given = (args, kwargs, output) if number in module._forward_hooks_with_kwargs else (args, output)
             tell_hooks(hook, module, *given)
 
@@ -118,14 +122,14 @@ class StandIn(nn.Module):
         """Take over the user's hooks of a module, which may be this one."""
         for kind in _HOOKS:
             hooks = getattr(module, kind)
-            getattr(self, kind).update({at: partial(tell_hooks, hook) for at, hook in hooks.items() if _is_users(hook)})
+            getattr(self, kind).update({at: partial(tell_hooks, hook) for at, hook in hooks.items() if is_users(hook)})
             getattr(self, f"{kind}_with_kwargs").update(getattr(module, f"{kind}_with_kwargs"))
 
     def register_forward_hook(self, hook: Any, **options: Any) -> Any:
-        return super().register_forward_hook(partial(tell_hooks, hook) if _is_users(hook) else hook, **options)
+        return super().register_forward_hook(partial(tell_hooks, hook) if is_users(hook) else hook, **options)
 
     def register_forward_pre_hook(self, hook: Any, **options: Any) -> Any:
-        return super().register_forward_pre_hook(partial(tell_hooks, hook) if _is_users(hook) else hook, **options)
+        return super().register_forward_pre_hook(partial(tell_hooks, hook) if is_users(hook) else hook, **options)
 
     def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> Any:
         return RemovableHandle(OrderedDict())
@@ -144,17 +148,30 @@ class BlockStandIn(StandIn):
     Args:
         carried: the form.
         block: whose settings, such as a kind of attention, the model may read here, too.
+        where: what to say of the block's parts, which are elsewhere.
     """
 
-    def __init__(self, carried: Carried, block: nn.Module) -> None:
+    def __init__(self, carried: Carried, block: nn.Module, where: str = "") -> None:
         super().__init__()
         self.take_hooks(block)
         self._carried = carried
+        self._where, self._parts = where, frozenset({*block._modules, *block._parameters, *block._buffers})
         known = set(vars(self))
         own = [kind for kind in reversed(type(block).__mro__) if kind not in nn.Module.__mro__]
         for name, value in [item for holder in (*own, block) for item in vars(holder).items()]:
             if isinstance(value, _SETTINGS) and not name.startswith("__") and name not in known:
                 self.__dict__[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        """Say where a part of the block is, also to ``hasattr``."""
+        if name in self.__dict__.get("_parts", ()):
+            raise PartElsewhereError(
+                f"{self._where}.{name}: the block is on another stage of pp than this rank; ask "
+                f"hasattr(block, {name!r}), or iterate over module.named_parameters(), which are those of this stage, "
+                "or read its values "
+                "by par.state_dict(full=True, everywhere=True)"
+            )
+        return super().__getattr__(name)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         width = self._carried.width
@@ -274,7 +291,9 @@ def stand_in(kind: type[nn.Module], old: nn.Module, kept: Collection[int], carri
     lacks = {name: one for name, one in old._parameters.items() if one is not None and id(one) not in kept}
     old._parameters.update(dict.fromkeys(lacks))
     old.__dict__["carried"] = carried
-    old.__dict__["absent"] = {name: torch.empty_like(one, device="meta") for name, one in lacks.items()}
+    old.__dict__["absent"] = {
+        name: torch.empty_like(one, device="meta").requires_grad_(one.requires_grad) for name, one in lacks.items()
+    }
     old._buffers.clear()
     for name, child in list(old.named_children()):
         if not any(id(parameter) in kept for parameter in child.parameters()):
@@ -300,7 +319,7 @@ def twin_of(module: nn.Module, device: str | None = "meta") -> nn.Module:
     for child in copied.modules():
         for kind in (*_HOOKS, "_backward_hooks", "_backward_pre_hooks"):
             hooks = getattr(child, kind)
-            for at in [at for at, hook in hooks.items() if _is_users(hook)]:
+            for at in [at for at, hook in hooks.items() if is_users(hook)]:
                 del hooks[at]
     return copied
 
