@@ -20,10 +20,10 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from meshpar._torch import BEFORE_2_13
 from meshpar._torch.patches import Undo, set_attribute
+from meshpar._torch.pytree import tree_leaves
 
 __all__ = [
     "Node",

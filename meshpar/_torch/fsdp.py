@@ -23,7 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.utils._pytree import tree_leaves
+
+from meshpar._torch.pytree import tree_leaves
 
 __all__ = [
     "ACCUMULATES_APART",

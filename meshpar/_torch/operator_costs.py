@@ -10,7 +10,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from meshpar._torch.pytree import tree_leaves
 
 aten = torch.ops.aten
 c10d = torch.ops.c10d

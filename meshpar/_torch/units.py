@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshpar._torch.autograd import accumulates
 from meshpar._torch.calls import eager
 from meshpar._torch.fsdp import ACCUMULATES_APART, is_shard, param_groups
+from meshpar._torch.pytree import tree_leaves, tree_map
 from meshpar._torch.recompute import unseen
 
 

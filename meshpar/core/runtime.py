@@ -291,11 +291,11 @@ def simulated(size: int, *, as_rank: int = 0, stands_for: str = "") -> Iterator[
         as_rank: the rank to be.
         stands_for: the type of device that a simulated one stands for; empty: itself.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from meshpar._torch.fake import fake_store
 
     if dist.is_initialized():
         raise LaunchError("a process group is open already; simulate in a process of its own")
-    dist.init_process_group("fake", store=FakeStore(), rank=as_rank, world_size=size)
+    dist.init_process_group("fake", store=fake_store(), rank=as_rank, world_size=size)
     before = _SIMULATED.set(stands_for)
     try:
         yield

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshpar._torch.shapes import grouped_mm_shape
-from meshpar.forecasting.private import register_device
+from meshpar._torch.fake import grouped_mm_shape
+from meshpar._torch.simulated_device import DeviceModule, register_device
 
 NAME = "simgpu"
 _HALF = (torch.bfloat16, torch.float16)
@@ -135,9 +135,8 @@ class _Generator:
 
 def _module() -> Any:
     """Return the object that becomes ``torch.simgpu``."""
-    from torch.utils.backend_registration import _DummyBackendModule
 
-    class Module(_DummyBackendModule):
+    class Module(DeviceModule):
         Stream = Stream
         Event = StreamEvent
         stream = staticmethod(_On)

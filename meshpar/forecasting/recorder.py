@@ -16,13 +16,13 @@ from typing import Any, Protocol, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import meshpar._torch.operator_costs as operators
+from meshpar._torch.fake import FakeTensor, TorchDispatchMode
 from meshpar._torch.operator_costs import Fusion
+from meshpar._torch.pytree import tree_leaves
+from meshpar._torch.simulated_device import find_group, hidden_propagation
 from meshpar.core.errors import MeshparError
-from meshpar.forecasting.private import FakeTensor, hidden_propagation
 from meshpar.forecasting.trace import Collective, Event, Phase
 
 _PLAIN = {Tensor, nn.Parameter, nn.Buffer, FakeTensor}
@@ -260,10 +260,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _collective(self, func: Any, args: Any, outputs: list[Tensor]) -> None:
-        # loads Inductor, which who only names hardware does without
-        from torch.distributed._tools.fake_collectives import CollectiveOp
-
-        group = CollectiveOp.get_process_group(func, args)
+        group = find_group(func, args)
         ranks = dist.get_process_group_ranks(group)
         size, dtype = operators.sent(func, args, outputs)
         for output in outputs:

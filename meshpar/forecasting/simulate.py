@@ -24,6 +24,7 @@ from torch import nn
 
 import meshpar.forecasting.device as device
 import meshpar.forecasting.private as private
+from meshpar._torch.simulated_device import fake_mode
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
@@ -280,7 +281,7 @@ def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
     with (
         single,
         runtime.simulated(job.world_size, as_rank=job.rank, stands_for=job.device),
-        private.fake_mode(),
+        fake_mode(),
         device.kernels_of(job.device, documents=job.batch.documents),
     ):
         par = plan.apply(job.model, job.layout, device_type=device.NAME)

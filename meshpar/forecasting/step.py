@@ -13,8 +13,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
+from meshpar._torch.pytree import tree_leaves
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import find_blocks
 from meshpar.forecasting.recorder import Recorder

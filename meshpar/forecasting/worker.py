@@ -11,8 +11,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.distributed._tools.fake_collectives  # noqa: F401  every simulation needs it, and it takes a second to load
-
+from meshpar._torch.simulated_device import load_collectives
 from meshpar.core.errors import MeshparError
 from meshpar.forecasting import device
 from meshpar.forecasting.simulate import Simulation, read_jobs, run
@@ -23,6 +22,7 @@ def main(places: Sequence[Path]) -> int:
     """Answer the jobs of each of ``places`` in a process of its own, this one among them; return the first exit code
     that is not 0.
     """
+    load_collectives()  # before processes are forked: every simulation needs them
     gc.freeze()  # FSDP2 collects garbage for every unit, and nothing loaded so far is any
     others = list[int]()
     for where in places[1:]:

@@ -7,8 +7,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from meshpar._torch.modules import BatchNorm
 from meshpar.core.errors import MeshparError
 from meshpar.core.guards import Guard, Guarded
 from meshpar.core.patterns import class_name
@@ -22,7 +22,7 @@ class RecomputedBuffers(Guard):
     def __init__(self, guarded: Guarded) -> None:
         self._before: list[tuple[nn.Module, str, Tensor, int]] = []
         inside = [child for block in applied(guarded.module).recomputed for child in block.modules()]
-        self._recomputed = [child for child in inside if child._buffers and not isinstance(child, _BatchNorm)]
+        self._recomputed = [child for child in inside if child._buffers and not isinstance(child, BatchNorm)]
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._before = list(self._buffers()) if torch.is_grad_enabled() else []

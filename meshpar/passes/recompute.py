@@ -12,10 +12,10 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from meshpar._torch.calls import eager
+from meshpar._torch.modules import BatchNorm
 from meshpar._torch.patches import while_lives
 from meshpar._torch.recompute import checkpoint, ignore_profiler_marks, in_checkpoint, recompute_again
 from meshpar.core import runtime
@@ -101,7 +101,7 @@ class ActivationCheckpoint(Pass):
                 contexts, inside = list(common), set(block.modules())
                 if not inside.isdisjoint(applied(module).divided):
                     contexts.append(read_once)
-                if any(isinstance(child, _BatchNorm) for child in inside):
+                if any(isinstance(child, BatchNorm) for child in inside):
                     contexts.append(_counted_once)
                 checkpoint(block, preserve_rng_state=True, context_fn=partial(_together, contexts))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import meshpar._torch.foreach as foreach
 from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
 from meshpar.passes.applied import applied
@@ -260,7 +261,7 @@ def _lerp(pairs: list[tuple[Tensor, Tensor]], weight: float) -> None:
         else:
             average.lerp_(value.to(average.device, average.dtype), weight)
     for together in alike.values():
-        torch._foreach_lerp_([average for average, _ in together], [value for _, value in together], weight)
+        foreach.lerp_([average for average, _ in together], [value for _, value in together], weight)
 
 
 @torch.no_grad()

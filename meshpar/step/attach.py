@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from meshpar._torch.modules import BatchNorm
 from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.core.guards import Guard, Guarded, Guards, guards_of
@@ -158,7 +158,7 @@ def _predictable(module: nn.Module, resolved: Resolved) -> bool:
     """
     divided = applied(module).divided or resolved.divided(Role.POSITIONS) or resolved.divided(Role.LAYERS)
     alike = not divided and not resolved.splits_sequence
-    return alike and not any(isinstance(child, _BatchNorm) for child in module.modules())
+    return alike and not any(isinstance(child, BatchNorm) for child in module.modules())
 
 
 def _parts(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

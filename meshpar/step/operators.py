@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map
 
 from meshpar._torch.dtensor import change_attributes, change_operators
 from meshpar._torch.patches import while_lives
+from meshpar._torch.pytree import tree_map
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, ParallelError, first_line, notes
 from meshpar.passes.tensor import random

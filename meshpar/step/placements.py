@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+import meshpar._torch.foreach as foreach
 from meshpar._torch.dtensor import StridedShard, quiet_gathers
 from meshpar.core.errors import MeshparError
 
@@ -214,7 +215,7 @@ def clip_grad_norms_(
         scales = {place: scale.to(place) for place in by_device(grad for grads in every for grad in grads)}
         for grads in every:
             for place, together in by_device(grads).items():
-                torch._foreach_mul_(together, scales[place])
+                foreach.mul_(together, scales[place])
     return norms
 
 
@@ -271,9 +272,7 @@ def _power(grads: list[Tensor], norm_type: float, device: torch.device) -> Tenso
     if not grads:
         return torch.zeros((), device=device)
     wide = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
-    norms = [
-        torch.stack(torch._foreach_norm(together, norm_type, dtype=wide)) for together in by_device(grads).values()
-    ]
+    norms = [torch.stack(foreach.norm(together, norm_type, dtype=wide)) for together in by_device(grads).values()]
     stacked = torch.cat([norm.to(device, non_blocking=True) for norm in norms])
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map
 
+from meshpar._torch.pytree import tree_map
 from meshpar._torch.recompute import set_recomputed
 from meshpar.passes.installed import in_its_own_place, installed
 from meshpar.passes.tensor.collectives import gather_values

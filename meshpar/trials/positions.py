@@ -18,8 +18,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
+from meshpar._torch.pytree import tree_map
 from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.patterns import class_name, kind_of
 from meshpar.passes.installed import in_its_own_place, installed

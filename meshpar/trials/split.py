@@ -18,8 +18,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._pytree import tree_leaves, tree_map
 
+from meshpar._torch.pytree import tree_leaves, tree_map
 from meshpar.core.errors import ParallelError
 from meshpar.core.patterns import kind_of
 from meshpar.passes.applied import applied

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec
 import torch
 
 import meshpar.forecasting.device as device
-import meshpar.forecasting.private as private
+from meshpar._torch.simulated_device import fake_mode
 from meshpar.core import runtime
 from meshpar.parallelized import Parallelized
 from meshpar.state import initialize
@@ -86,7 +86,7 @@ def simulated(world_size: int, *, as_rank: int = 0) -> Iterator[None]:
     # One thread: torch ends the process at an error in a thread that autograd keeps for a device written in Python.
     single = torch.autograd.set_multithreading_enabled(False)
     try:
-        with single, runtime.simulated(world_size, as_rank=as_rank), private.fake_mode(), device.kernels_of("cuda"):
+        with single, runtime.simulated(world_size, as_rank=as_rank), fake_mode(), device.kernels_of("cuda"):
             yield
     finally:
         Looks.FIRST = looks

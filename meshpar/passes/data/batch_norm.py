@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from meshpar._torch.calls import assert_async
 from meshpar._torch.groups import collective_ops as ops
+from meshpar._torch.modules import BatchNorm
 from meshpar.passes.installed import installed, own_forward, set_forward
 
 RECOMPUTED: ContextVar[bool] = ContextVar("RECOMPUTED", default=False)
@@ -78,11 +78,11 @@ def has_batch_norm(module: nn.Module) -> bool:
 
 def batch_norms(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the batch norms of ``module`` by name."""
-    return ((name, child) for name, child in module.named_modules() if isinstance(child, _BatchNorm))
+    return ((name, child) for name, child in module.named_modules() if isinstance(child, BatchNorm))
 
 
 def _has_torchs_forward(child: nn.Module) -> bool:
-    return own_forward(child) is None and type(child).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    return own_forward(child) is None and type(child).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 def _set_forward(norm: Any, groups: Sequence[dist.ProcessGroup]) -> None:

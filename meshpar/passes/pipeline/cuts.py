@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import meshpar._torch.operator_costs as operators
-from meshpar._torch.shapes import groups_of_any_dtype
+from meshpar._torch.fake import groups_of_any_dtype
 from meshpar.core.errors import brief
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
