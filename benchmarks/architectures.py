@@ -116,9 +116,9 @@ def serve(connection: Any, unverified: bool) -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     if unverified:
-        from meshpar.models import huggingface_styles
+        from meshpar.models.huggingface import styles
 
-        huggingface_styles.VERIFIED = tuple(transformers.CONFIG_MAPPING.keys())
+        styles.VERIFIED = tuple(transformers.CONFIG_MAPPING.keys())
     state: dict[str, Any] = {}
     while True:
         try:
@@ -731,7 +731,7 @@ architecture's own config), so the table shows correctness, not speed.
 - If the model has fewer heads of keys and values than ranks, several ranks compute the same
   projection, and their gradients are summed.
 - An architecture without a `tp_plan` is split by the names and shapes of its projections if this
-  benchmark found the split exact (`VERIFIED` in `models/huggingface_styles.py`). Otherwise it is
+  benchmark found the split exact (`VERIFIED` in `models/huggingface/styles.py`). Otherwise it is
   refused.
 - A weight of the vocabulary stays whole if the model's code reads it outside of its module. A
   parameter that the plan does not name also stays whole; meshpar warns if much of the model stays

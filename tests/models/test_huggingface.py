@@ -17,7 +17,7 @@ from meshpar.core import patterns
 from meshpar.core.errors import LayoutError
 from meshpar.core.mesh import MeshSpec
 from meshpar.models.huggingface import from_config, layout_for
-from meshpar.models.huggingface_styles import FullPositions, GPT2Attention, Head, Heads
+from meshpar.models.huggingface.styles import FullPositions, GPT2Attention, Head, Heads
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.parts import Experts, Parts
 from meshpar.process.imports import quiet_imports

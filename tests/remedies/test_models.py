@@ -12,7 +12,7 @@ from torch import nn
 from meshpar import ActivationCheckpoint, ContextParallel, ExpertParallel, FullyShard, ModelLayout, Plan, TensorParallel
 from meshpar.models import GPT2Config, Transformer, TransformerConfig
 from meshpar.models.huggingface import layout_for
-from meshpar.models.huggingface_styles import FullPositions
+from meshpar.models.huggingface.styles import FullPositions
 from meshpar.passes.tensor.context import Context
 from meshpar.testing import on_ranks
 from meshpar.training.lora import LoRA, add_adapters

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from meshpar.core.patterns import find_modules
-from meshpar.models.huggingface_styles import FullPositions, GPT2Attention, Head, LatentKeys, Refused, structural_table
+from meshpar.models.huggingface.styles import FullPositions, GPT2Attention, Head, LatentKeys, Refused, structural_table
 from meshpar.passes.data.whole_parameters import features_of
 from meshpar.passes.tensor.parts import Experts, FeatureTable, Parts, Shared
 

@@ -1,7 +1,4 @@
-"""The Hugging Face adapter: layouts for transformers' models, read from the models themselves.
-
-Importing this module does not import transformers.
-"""
+"""The layout of a transformers model, and models for training."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ from meshpar.core.errors import LayoutError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import find_modules, tied_names
 from meshpar.core.registry import untied
-from meshpar.models.huggingface_exchange import counts_positions, exchange_positions, mixer_refusal, mixers, refusal
-from meshpar.models.huggingface_tensor import (
+from meshpar.models.huggingface.exchange import counts_positions, exchange_positions, mixer_refusal, mixers, refusal
+from meshpar.models.huggingface.tensor import (
     HEAD_RATIO,
     copied_heads,
     expert_modules,
@@ -36,7 +33,7 @@ from meshpar.models.huggingface_tensor import (
     routers,
     tensor_table,
 )
-from meshpar.models.huggingface_weights import weight_map
+from meshpar.models.huggingface.weights import weight_map
 from meshpar.process.imports import quiet_imports
 
 _LOGITS = re.compile(r"logits(_[A-Z]+)?$")

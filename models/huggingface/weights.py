@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshpar.core.errors import LayoutError
-from meshpar.models.huggingface_tensor import generic
+from meshpar.models.huggingface.tensor import generic
 from meshpar.state.initialize import state
 from meshpar.weights import Fuse, Rename, Split, Transpose, Unstack, WeightMap
 

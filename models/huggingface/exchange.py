@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshpar.core.errors import MeshparError
-from meshpar.models.huggingface_tensor import HEAD_RATIO
+from meshpar.models.huggingface.tensor import HEAD_RATIO
 from meshpar.passes.installed import record
 from meshpar.passes.positions.attention import NO_POSITIONS, added, causal_mask, documents
 from meshpar.passes.positions.exchange import Exchange
