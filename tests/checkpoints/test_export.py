@@ -318,13 +318,6 @@ def test_a_step_that_was_never_committed_is_refused(tmp_path):
         export_safetensors(tmp_path, tmp_path / "hf")
 
 
-class Kinds(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        for name, tensor in KINDS.items():
-            self.register_buffer(name, tensor)
-
-
 KINDS = {
     "big": torch.randn(70, 30),
     "flat": torch.randn(5),

@@ -90,16 +90,13 @@ def micro_batches(side, *, rest):
 def rate_of_loss(side, *, mean):
     net = side.apply(side.net())
     optimizer = sgd(net)
-    for x, y in side.batches(4):
+    for x, y in side.steps(net, optimizer, 4):
         loss = mse_loss(net(x), y)
         loss.backward()
         value = loss.detach()
         if mean and not side.alone:
             value = side.par.data_sum(value) / side.par.loss_size
         optimizer.param_groups[0]["lr"] = 0.1 * float(value)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 class Running(Net):
@@ -182,11 +179,8 @@ def random_loss(side, *, alike):
     net = side.apply(side.net())
     optimizer = sgd(net)
     torch.manual_seed(3 if alike else side.rank)
-    for x, y in side.batches():
+    for x, y in side.steps(net, optimizer):
         (mse_loss(net(x), y) * torch.rand(())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 @habit
@@ -348,8 +342,7 @@ def stale(side, how):
 @habit
 def turned(side, when):
     net = side.apply(side.net())
-    optimizer = sgd(net)
-    for number, (x, y) in enumerate(side.batches()):
+    for number, (x, y) in enumerate(side.steps(net, sgd(net))):
         for moment in ("before", "between", "after"):
             if moment == when and number == 1:
                 net.blocks[0].requires_grad_(False)
@@ -357,9 +350,6 @@ def turned(side, when):
                 loss = mse_loss(net(x), y)
             if moment == "between":
                 loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 @torch.no_grad()
@@ -375,8 +365,7 @@ def written(side, when):
     average = None if side.alone else side.par.averaged(0.9)
     if average is not None:
         average.update()
-    optimizer = sgd(net)
-    for x, y in side.batches():
+    for x, y in side.steps(net, sgd(net)):
         loss = mse_loss(net(x), y)
         if when == "between":
             shrink(net)
@@ -390,16 +379,12 @@ def written(side, when):
         loss.backward()
         if when == "after":
             shrink(net)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 @habit
 def two_losses(side, how):
     net = side.apply(side.net())
-    optimizer = sgd(net)
-    for x, y in side.batches():
+    for x, y in side.steps(net, sgd(net)):
         output = net(x)
         one, other = mse_loss(output, y), output.square().mean()
         if how == "one backward":
@@ -407,9 +392,6 @@ def two_losses(side, how):
         else:
             one.backward(retain_graph=True)
             (net(x).square().mean() if how == "forward again" else other).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 @habit
@@ -417,7 +399,7 @@ def failed(side, how):
     """Catch an error of a backward, and go on in several ways."""
     net = side.apply(side.net(habits.OfTight))
     optimizer = sgd(net)
-    for x, y in side.batches():
+    for x, y in side.steps(net, optimizer):
         earlier = mse_loss(net(-x), y)
         habits.Tight.full = True
         with pytest.raises(MemoryError):
@@ -426,22 +408,15 @@ def failed(side, how):
         if how == "cleared":
             optimizer.zero_grad()
         (earlier if how == "earlier" else mse_loss(net(-x), y)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 @habit
 def differences(side):
     """A penalty on a derivative, from finite differences."""
     net = side.apply(side.net())
-    optimizer = sgd(net)
-    for x, y in side.batches():
+    for x, y in side.steps(net, sgd(net)):
         slope = (net(x + 1e-3) - net(x - 1e-3)) / 2e-3
         (mse_loss(net(x), y) + 0.1 * slope.square().sum(-1).mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 def valued(**given):
@@ -532,17 +507,13 @@ def squashed(side, how):
     if how != "between":
         for parameter in net.parameters():
             parameter.register_hook(squash)
-    optimizer = sgd(net)
-    for x, y in side.batches():
+    for x, y in side.steps(net, sgd(net)):
         count = 1 if how == "one backward" else 2
         for micro, target in side.accumulate(zip(x.chunk(count), y.chunk(count))):
             (mse_loss(net(micro), target) / count).backward()
         if how == "between":
             for parameter in net.parameters():
                 parameter.grad = squash(parameter.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 # Optimizers

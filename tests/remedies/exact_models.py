@@ -194,13 +194,9 @@ class Normalized(Net):
 @habit
 def normalized(side, how):
     net = side.apply(side.net(lambda: Normalized(how)))
-    optimizer = sgd(net)
-    for x, y in side.batches():
+    for x, y in side.steps(net, sgd(net)):
         loss = mse_loss(net(x), y)
         (loss + 0.1 * net.kept["penalty"] if how == "kept" else loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 def explained(error):

@@ -7,10 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-SOURCE = ("meshpar", "models", "checkpoints", "launchers")
+from tests.support.house import ROOT, parsed, sources
 
 VERBS = """add aggregate allow append apply ask assign await book bring build call cast change check choose clear clip
 close combine compute configure confirm connect convert copy correct cut declare define delete dequantize describe
@@ -121,9 +119,7 @@ def messages() -> tuple[Message, ...]:
     """Return every text of the source that may be a message: of two words or more, in no docstring."""
     return tuple(
         Message(file=str(path.relative_to(ROOT)), line=line, text=text, raised=raised)
-        for folder in SOURCE
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if not any(parent.is_symlink() for parent in path.parents)
-        for line, text, raised in _texts(ast.parse(path.read_text()), False)
+        for path, _ in sources()
+        for line, text, raised in _texts(parsed(path), False)
         if " " in text.strip() and not _CODE.match(text)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from meshpar import FullyShard, MeshSpec, ModelLayout, PipelineParallel, Plan, a
 from meshpar.losses.chunked import chunked_token_loss
 from meshpar.optim import Muon
 from meshpar.passes.positions.attention import Mask, documents
-from meshpar.process.build_once import _room, build_once
+from meshpar.process.build_once import build_once
 from meshpar.process.homes import expanded
 from meshpar.state.drawing import mesh_svg
 from meshpar.step.placements import local_gradient, whole_tensor
@@ -76,16 +75,6 @@ def chunked(habit="", *, kind=Headless, named=True, chunk=4):
 
 def at_once(habit=""):
     return lambda: chunked(habit, chunk=0)
-
-
-def write_in(folder):
-    def job():
-        with _room(Path(folder)):
-            if Path(folder).parent == Path("/proc"):
-                raise OSError(errno.EACCES, "Permission denied")
-        return ()
-
-    return job
 
 
 def home_of(path, home=None):

@@ -210,13 +210,6 @@ def replicas(**options):
     return problems("dp_replicate=2,dp_shard=4", [HybridShard(**options)])
 
 
-class Uncut(TwoLayers):
-    """Adds its first layer's input behind the last one: two values pass between the layers."""
-
-    def forward(self, x):
-        return self.head(self.layers[1](self.layers[0](x)) + x)
-
-
 ROWS = [
     # Batches
     Row(

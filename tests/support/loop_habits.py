@@ -150,11 +150,8 @@ def gradient_penalty(side):
         (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return mse_loss(out, y) + 0.1 * grad.square().sum(-1).mean()
 
-    for x, y in side.batches():
+    for x, y in side.steps(net, optimizer):
         side.loss(side.backward(net, penalised, x.requires_grad_(), y))
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 @habit(FORWARD, "`torch.autograd.grad(loss, module.parameters())` instead of `loss.backward()`")
@@ -479,26 +476,18 @@ def grad_scaler(side):
 @habit(GRADIENTS, "`for micro in par.accumulate(micro_batches)`")
 def accumulating(side):
     net = side.apply(side.net())
-    optimizer = sgd(net)
-    for x, y in side.batches():
+    for x, y in side.steps(net, sgd(net)):
         for micro, target in side.accumulate(zip(x.chunk(2), y.chunk(2))):
             (mse_loss(net(micro), target) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 @habit(GRADIENTS, "accumulation without `par.accumulate`: two backwards before a step")
 def accumulating_by_hand(side):
     net = side.apply(side.net())
-    optimizer = sgd(net)
-    for x, y in side.batches():
+    for x, y in side.steps(net, sgd(net)):
         for micro, target in zip(x.chunk(2), y.chunk(2)):
             side.backward(net, lambda x, y: mse_loss(net(x), y) / 2, micro, target)
         side.gradients(net)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 def leave(side, *, zero: bool):
@@ -675,12 +664,9 @@ def penalty(side):
     def penalised(x, y):
         return mse_loss(net(x), y) + 0.01 * sum(parameter.square().sum() for parameter in net.parameters())
 
-    for x, y in side.batches():
+    for x, y in side.steps(net, optimizer):
         side.backward(net, penalised, x, y)
         side.gradients(net)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 @habit(GRADIENTS, "L2 penalty as a whole tensor: `loss + penalty.full_tensor()`")
@@ -692,12 +678,9 @@ def whole_penalty(side):
         value = 0.01 * sum(parameter.square().sum() for parameter in net.parameters())
         return mse_loss(net(x), y) + full(value)
 
-    for x, y in side.batches():
+    for x, y in side.steps(net, optimizer):
         side.backward(net, penalised, x, y)
         side.gradients(net)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 @habit(GRADIENTS, "norms for a log: `p.grad.norm().item()`, `p.norm().item()`")
@@ -858,7 +841,7 @@ def update_by_hand(side):
 def sharpness(side):
     net = side.apply(side.net())
     optimizer = sgd(net)
-    for x, y in side.batches():
+    for x, y in side.steps(net, optimizer):
         side.backward(net, lambda x, y: mse_loss(net(x), y), x, y)
         with torch.no_grad():
             moves = [0.05 * parameter.grad for parameter in net.parameters()]
@@ -869,9 +852,6 @@ def sharpness(side):
         with torch.no_grad():
             for parameter, move in zip(net.parameters(), moves):
                 parameter.sub_(move)
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 @habit(OPTIMIZERS, "`p.clamp_` under `no_grad` after each step")
@@ -1294,11 +1274,8 @@ def branching(side):
         ]
         return torch.stack(parts).mean()
 
-    for x, y in side.batches(2):
+    for x, y in side.steps(net, optimizer, 2):
         side.loss(side.backward(net, loss, x, y))
-        optimizer.step()
-        optimizer.zero_grad()
-    side.weights(net)
 
 
 @habit(DATA, "`par.accumulate` over more micro-batches on one rank", refused=True, limit_s=30.0)

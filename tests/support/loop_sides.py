@@ -116,6 +116,14 @@ class Side:
             x, y = batch(seed)
             yield self.part(x), self.part(y)
 
+    def steps(self, net: nn.Module, optimizer, count: int = 3) -> Iterator[tuple[Tensor, Tensor]]:
+        """This side's part of batches, with an optimizer's step after each; then keep the weights."""
+        for x, y in self.batches(count):
+            yield x, y
+            optimizer.step()
+            optimizer.zero_grad()
+        self.weights(net)
+
     def part(self, rows: Tensor) -> Tensor:
         """This data rank's rows; alone, all of them."""
         return rows if self.alone else rows[self.par.data_rank :: self.par.data_size]
