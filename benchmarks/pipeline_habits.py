@@ -89,7 +89,7 @@ HABITS: dict[str, Habit] = {
                              between=('record[f"norm {step}"] = sum(SEEN)', "SEEN.clear()")),
     "hook_after_steps": _hook(("each = {p: torch.optim.SGD([p], lr=0.01) for p in module.parameters()}",
                                EACH, "    p.register_post_accumulate_grad_hook(lambda p: each[p].step())")),
-    "hook_after_clips": _hook((EACH, "    p.register_post_accumulate_grad_hook(lambda p: nn.utils.clip_grad_norm_([p], 0.01))")),
+    "hook_after_clips": _hook((EACH, "    p.register_post_accumulate_grad_hook(lambda p: [nn.utils.clip_grad_norm_([p], 0.01)].clear())")),
     "hook_changes_block": _hook("module.blocks[1].register_forward_hook(lambda block, args, out: out * 0.5 if torch.is_tensor(out) else (out[0] * 0.5, *out[1:]))"),
     "hook_before_block": _hook("module.blocks[1].register_forward_pre_hook(lambda block, args: (args[0] * 0.5, *args[1:]))"),
     "hook_keeps_block": _hook("module.blocks[1].register_forward_hook(lambda block, args, out: SEEN.append(first_of(out)))",

@@ -5,6 +5,7 @@
 - ``adafactor_on``: Adafactor's ``_init_group`` lists the tensors on which its step works; there is no public place
   between its state and its arithmetic.
 - ``check_loads``: torch compares the sizes of groups before it calls hooks of all optimizers, of which there is none.
+- ``check_empty``: torch refuses an optimizer of no parameters before any hook knows of it.
 - ``check_scalers``: a ``GradScaler`` has no hook for the optimizers that it is called with.
 """
 
@@ -66,6 +67,20 @@ def check_loads(check: Callable[[Optimizer, dict[str, Any]], None]) -> Undo:
         inner(optimizer, state_dict)
 
     return set_attribute(Optimizer, "load_state_dict", load_state_dict)
+
+
+def check_empty(check: Callable[[str], None]) -> Undo:
+    """Call ``check`` with the name of each kind of optimizer that is built of no parameters."""
+    inner = Optimizer.__init__
+
+    @functools.wraps(inner)
+    def __init__(optimizer: Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
+        params = params if isinstance(params, Tensor) else list(params)
+        if not isinstance(params, Tensor) and not params:
+            check(type(optimizer).__name__)
+        inner(optimizer, params, *args, **kwargs)
+
+    return set_attribute(Optimizer, "__init__", __init__)
 
 
 class AdafactorOn:

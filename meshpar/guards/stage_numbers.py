@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from meshpar._torch.optimizers import check_loads, check_scalers
+from meshpar._torch.optimizers import check_empty, check_loads, check_scalers
 from meshpar._torch.patches import while_lives
 from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
@@ -27,6 +27,7 @@ from meshpar.core.guards import Guard, Guarded
 from meshpar.passes.applied import applied
 from meshpar.passes.pipeline.stand_ins import is_users
 from meshpar.passes.tensor.random import states
+from meshpar.step.placements import local_tensor
 
 _READS: Final = frozenset({"item", "__bool__", "__float__", "__int__", "__index__", "is_nonzero"})
 _ARRAYS: Final = frozenset({"numpy", "__array__", "tolist"})
@@ -38,6 +39,7 @@ _DRAWS: Final = frozenset(
     }
 )
 _HOOKS: Final = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
+_SET_DATA: Final = Tensor.data.__set__  # type: ignore[attr-defined]
 _GRADS: Final = (Tensor.grad.__get__, Tensor.grad.__set__)  # type: ignore[attr-defined]
 _REMEDY: Final = (
     "each stage of pp has the parameters of its own layers, and would get another number. Call "
@@ -109,8 +111,14 @@ def _check(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     name = func.__name__
     if name in _DRAWS and kwargs.get("generator") is None:
         _refuse_drawn(name)
-    if name == "__set__" or (name.endswith("_") and not name.endswith("__")):
-        _check_drawn(*(args or kwargs.values()))
+    if func == _SET_DATA or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_"):
+        into, *others = args or kwargs.values()
+        if any(guard.loses and guard.has_memory_of(tree_leaves(into)) for guard in list(StageNumbers._living)):
+            raise MeshparError(
+                "loss writes parameters, and stages of pp run it ahead of the backwards of earlier micro-batches; "
+                "write after par.backward"
+            )
+        _check_drawn(into, *others)
 
 
 def _check_drawn(into: Any, *args: Any) -> None:
@@ -199,6 +207,7 @@ class StageNumbers(Guard):
         self._module, self._units, self._steps, self._reverses = guarded.module, units, False, False
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._living.add(self)
+        while_lives(guarded.module, "empty optimizers", lambda: check_empty(_refuse_empty))
         while_lives(guarded.module, "scalers", lambda: check_scalers(_refuse_scaled))
         while_lives(guarded.module, "optimizers' states", lambda: check_loads(_refuse_loaded))
         for number, parameter in enumerate(self._parameters()):
@@ -257,6 +266,12 @@ class StageNumbers(Guard):
         own = set(map(id, self._parameters()))
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
+    def has_memory_of(self, tensors: Iterable[Any]) -> bool:
+        """Return whether one of some tensors has the memory of a parameter."""
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = {local_tensor(parameter).untyped_storage().data_ptr() for parameter in self._parameters()}
+            return any(local_tensor(one).untyped_storage().data_ptr() in memory for one in tensors)
+
     def _parameters(self) -> Iterable[Tensor]:
         """Return what a loop has of the parameters; those that a unit has gathered are the forward's."""
         return self._units.shards() if self._units.modules else self._module.parameters()
@@ -297,6 +312,14 @@ def _refuse_scaled(optimizer: Optimizer) -> None:
         raise MeshparError(
             "torch.amp.GradScaler looks for infinite gradients in this stage of pp alone, and the other stages would "
             "step; scale by meshpar.training.LossScaler"
+        )
+
+
+def _refuse_empty(kind: str) -> None:
+    if StageNumbers._living:
+        raise MeshparError(
+            f"{kind} gets no parameters: this stage of pp has none of those that it is to train; pass them as a group, "
+            "which may be empty: [{'params': parameters}]"
         )
 
 

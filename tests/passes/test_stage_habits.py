@@ -822,3 +822,87 @@ def test_a_part_of_another_stage_s_block_is_refused_by_name_and_the_remedies_fin
     assert names == [f"blocks.{number}.up.{leaf}" for number in here for leaf in ("weight", "bias")]
     whole = par.state_dict(full=True, everywhere=True)
     torch.testing.assert_close(whole[f"blocks.{elsewhere}.up.weight"], model().blocks[elsewhere].up.weight.detach())
+
+
+def penalised(module, batch):
+    return plain_loss(module, batch) + 0.1 * module.embed.weight.pow(2).sum() / 4
+
+
+@torch.no_grad()
+def add_penalty(net):
+    for parameter in net.embed.parameters():  # none but on the first stage
+        parameter.grad.add_(0.2 * parameter)
+
+
+@on_ranks(2)
+def test_a_penalty_over_a_parameter_of_another_stage_is_refused_and_the_remedies_are_exact():
+    with pytest.raises(MeshparError, match="uses a parameter that another stage of pp has, in the loss"):
+        on_stages(penalised)
+    _, expected = in_one_process(penalised)
+    _, added = on_stages(plain_loss, lambda par: add_penalty(par.module))
+    torch.testing.assert_close(dict(added), dict(expected), rtol=1e-9, atol=1e-9)
+    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    groups = [
+        {"params": list(part), "weight_decay": 0.2 * number}
+        for number, part in enumerate(
+            ([p for n, p in par.module.named_parameters() if n != "embed.weight"], par.module.embed.parameters())
+        )
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.3)
+    for step in range(STEPS):
+        par.backward(micro_batches(step), plain_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(par.state_dict(full=True, everywhere=True), dict(expected), rtol=1e-9, atol=1e-9)
+
+    def of_head(module, batch):  # which the last stage has
+        assert module.get_parameter("embed.weight").dtype == torch.float64
+        return plain_loss(module, batch) + 0.1 * module.get_parameter("head.weight").pow(2).sum()
+
+    assert_equal(on_stages(of_head), in_one_process(of_head))
+
+
+@on_ranks(2)
+def test_an_optimizer_of_parameters_of_other_stages_is_refused_and_a_group_of_them_is_exact():
+    par, net = Plan("pp=2", [PipelineParallel()]).apply(model()), model()
+    if torch.distributed.get_rank() == 0:
+        with pytest.raises(MeshparError, match="SGD gets no parameters"):
+            torch.optim.SGD(par.module.head.parameters(), lr=0.3)
+    optimizer = torch.optim.SGD([{"params": par.module.head.parameters()}], lr=0.3)
+    alone = torch.optim.SGD(net.head.parameters(), lr=0.3)
+    par.backward(micro_batches(0), plain_loss)
+    sum(plain_loss(net, batch) for batch in micro_batches(0)).backward()
+    optimizer.step()
+    alone.step()
+    torch.testing.assert_close(par.state_dict(full=True, everywhere=True), dict(net.state_dict()), rtol=1e-9, atol=1e-9)
+
+
+def shrink(net):
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.data.mul_(0.9)
+
+
+@on_ranks(2)
+def test_parameters_that_loss_writes_are_refused_and_written_after_the_backward_they_are_exact():
+    for behind in (False, True):
+
+        def writing(module, batch, behind=behind):
+            if not behind:
+                shrink(module)
+            loss = plain_loss(module, batch)
+            if behind:
+                shrink(module)
+            return loss
+
+        with pytest.raises(MeshparError, match="loss writes parameters"):
+            on_stages(writing)
+    after = on_stages(plain_loss, lambda par: shrink(par.module))  # write after par.backward
+    assert_equal(after, in_one_process(plain_loss, shrink))
+
+
+@on_ranks(2)
+def test_a_loss_that_does_not_call_the_module_is_refused_on_all_stages():
+    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    with pytest.raises(MeshparError, match="called the module 0 times"):
+        par.backward(micro_batches(0), lambda module, batch: torch.zeros((), requires_grad=True))

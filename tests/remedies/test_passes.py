@@ -786,6 +786,27 @@ ROWS = [
         },
     ),
     Tested(
+        "a parameter that another stage of pp has, in the loss",
+        "tests/passes/test_stage_habits.py::"
+        "test_a_penalty_over_a_parameter_of_another_stage_is_refused_and_the_remedies_are_exact",
+        {
+            "use the optimizer's weight_decay": "weight_decay",
+            "add the penalty's gradient to its own": "add_penalty(par.module)",
+        },
+    ),
+    Tested(
+        "{} gets no parameters",
+        "tests/passes/test_stage_habits.py::"
+        "test_an_optimizer_of_parameters_of_other_stages_is_refused_and_a_group_of_them_is_exact",
+        {"pass them as a group": '[{"params": par.module.head.parameters()}]'},
+    ),
+    Tested(
+        "loss writes parameters",
+        "tests/passes/test_stage_habits.py::"
+        "test_parameters_that_loss_writes_are_refused_and_written_after_the_backward_they_are_exact",
+        {"write after par.backward": "lambda par: shrink(par.module)"},
+    ),
+    Tested(
         "looks for infinite gradients in this stage of pp alone",
         "tests/passes/test_stage_habits.py::test_a_grad_scaler_is_refused_and_a_loss_scaler_skips_on_all_stages",
         {"scale by meshpar.training.LossScaler": "own.update("},

@@ -168,6 +168,7 @@ class Edges:
     def forward(self, function: Callable[[nn.Module, Any], Any], batch: object) -> Any:
         """Return what a function of the module and a micro-batch returns; None where it ends with the stage."""
         self.runs, self._carried.device, last = True, self.device, len(self._chunks) - 1
+        self._carried.scores = self.stage == self.last
         self._state.begin(self.device, self.number, first=not self.chunk, last=self.chunk == last)
         try:
             value = function(self._module, batch)
@@ -183,7 +184,7 @@ class Edges:
                 raise MeshparError(f"{_WRITES}. torch says: {first_line(error)}") from error
             raise
         finally:
-            self.runs, self.behind, self._carried.device = False, False, None
+            self.runs, self.behind, self._carried.device, self._carried.scores = False, False, None, False
 
     def pass_forth(self) -> None:
         """Exchange what a forward that an error has ended has yet to."""
@@ -270,6 +271,7 @@ class Edges:
                     "the module is called twice for one micro-batch, and stages hand on one value of each; join the "
                     "inputs of both calls along the samples"
                 )
+            self._carried.scores = False
             self.inputs[self.chunk].append(digest_of((args, kwargs), self.device))
             if self.stage:
                 self._receive()
@@ -279,7 +281,7 @@ class Edges:
             self._check_line(self._chunks[self.chunk])
             if self.stage < self.last:
                 raise StageEndsError
-            self.behind = True
+            self.behind = self._carried.scores = True
             return output
 
         enter_by(module, enter)

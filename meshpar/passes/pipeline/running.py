@@ -237,7 +237,7 @@ class Layers:
         value = edges.forward(loss, batch)
         if edges.stage == edges.last:
             edges.left = [value[0] if isinstance(value, tuple) else value]
-        if not edges.left or not isinstance(edges.left[0], Tensor):
+        if not edges.calls or not edges.left or not isinstance(edges.left[0], Tensor):
             raise MeshparError(
                 f"loss(module, micro_batch) returned a {type(value).__name__} and called the module {edges.calls} "
                 "times; call it once and return a scalar tensor, or one and values to report"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -30,11 +31,13 @@ class Carried:
         width: number of further values that a block returns beside it, in a tuple; -1: it returns the value alone.
         dtype: of the value.
         device: on which a forward runs; None where none does.
+        scores: the last stage's loss runs, and not the module's call in it.
     """
 
     def __init__(self) -> None:
         self.width, self.dtype = -1, torch.get_default_dtype()
         self.device: torch.device | None = None
+        self.scores = False
 
 
 class ElsewhereError(MeshparError):
@@ -50,9 +53,14 @@ class Elsewhere(Tensor):
 
     Attributes:
         in_hooks: a hook runs.
+        what: to say of it to those who use it.
     """
 
     in_hooks = False
+    what = (
+        "a value that a hook has kept of a block, or of a module before the blocks, which another stage of pp "
+        "computes; keep values of the last stage's blocks alone"
+    )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,10 +72,16 @@ class Elsewhere(Tensor):
                 return result.as_subclass(cls)
             if name == "__get__" and not isinstance(result, Tensor):
                 return result
-        raise ElsewhereError(
-            f"{name} uses a value that a hook has kept of a block, or of a module before the blocks, which another "
-            "stage of pp computes; keep values of the last stage's blocks alone"
-        )
+        raise ElsewhereError(f"{name} uses {cls.what}")
+
+
+class WeightElsewhere(Elsewhere):
+    """A parameter of another stage where the last one computes the loss: of use for its device, dtype and shape."""
+
+    what = (
+        "a parameter that another stage of pp has, in the loss, which the last stage computes; use the optimizer's "
+        "weight_decay for a penalty over it, or add the penalty's gradient to its own after par.backward"
+    )
 
 
 def is_users(hook: Any) -> bool:
@@ -116,7 +130,12 @@ class StandIn(nn.Module):
         if (was := self.absent.get(name)) is None or self._parameters.get(name) is not None:
             return super().__getattr__(name)
         device = self.carried.device
-        return was if device is None else torch.full((), torch.nan, dtype=was.dtype, device=device).expand(was.shape)
+        if device is None:
+            return was
+        value: Any = torch.full((), torch.nan, dtype=was.dtype, device=device).expand(was.shape)
+        value = value.as_subclass(WeightElsewhere) if self.carried.scores else value
+        value._is_param = True  # torch's word for what get_parameter finds
+        return value
 
     def take_hooks(self, module: nn.Module) -> None:
         """Take over the user's hooks of a module, which may be this one."""
@@ -165,7 +184,9 @@ class BlockStandIn(StandIn):
     def __getattr__(self, name: str) -> Any:
         """Say where a part of the block is, also to ``hasattr``."""
         if name in self.__dict__.get("_parts", ()):
-            raise PartElsewhereError(
+            # torch turns an AttributeError into one that does not say why
+            by_name = sys._getframe(1).f_code is nn.Module.get_submodule.__code__
+            raise (MeshparError if by_name else PartElsewhereError)(
                 f"{self._where}.{name}: the block is on another stage of pp than this rank; ask "
                 f"hasattr(block, {name!r}), or iterate over module.named_parameters(), which are those of this stage, "
                 "or read its values "
@@ -292,7 +313,7 @@ def stand_in(kind: type[nn.Module], old: nn.Module, kept: Collection[int], carri
     old._parameters.update(dict.fromkeys(lacks))
     old.__dict__["carried"] = carried
     old.__dict__["absent"] = {
-        name: torch.empty_like(one, device="meta").requires_grad_(one.requires_grad) for name, one in lacks.items()
+        name: nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad) for name, one in lacks.items()
     }
     old._buffers.clear()
     for name, child in list(old.named_children()):
