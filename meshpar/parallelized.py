@@ -32,9 +32,9 @@ from meshpar.losses.log_probs import TokenLogProbs, token_log_probs
 from meshpar.losses.token_loss import Found as Losses
 from meshpar.losses.token_loss import Totals
 from meshpar.passes.applied import applied
+from meshpar.passes.installed import evaluating
 from meshpar.passes.positions.batches import positions, selected, with_positions
 from meshpar.passes.tensor import random
-from meshpar.passes.untouched import CannotKeep, evaluating, untouched
 from meshpar.state import initialize
 from meshpar.state.averaging import Averaged, Decay, averages_of
 from meshpar.state.description import Description, describe
@@ -44,7 +44,9 @@ from meshpar.step.calls import compiled_form, watch_compiled
 from meshpar.step.cycle import Cycle
 from meshpar.step.placements import clip_grad_norms_, like, whole
 from meshpar.step.rank_digests import check_replicas
-from meshpar.trials.split import Verification, call, of_stages, run, split_test, verified
+from meshpar.trials.copies import CannotCopy, copied_state
+from meshpar.trials.engine import NOTHING, Verification, call_with, join_stages, report
+from meshpar.trials.split import split_test
 from meshpar.weights import WeightSource
 
 Micro = TypeVar("Micro")
@@ -530,26 +532,25 @@ class Parallelized:
         """
         test, stage = split_test(self.module, self.resolved.blocks, self.device), applied(self.module).layers
         if test is None:
-            return Verification(modules={}, differences=(), skipped={}, seconds=0.0)
-        waiting = None
-        if self.cycle is not None:
-            waiting, self.cycle.first_runs.split = self.cycle.first_runs.split, None
-        try:
-            with evaluating(self.module), ExitStack() as stack:
-                with suppress(CannotKeep):  # what cannot be put back goes on, as in a forward of the user's own
-                    stack.enter_context(untouched(self.module, batch))
-                with test.eagerly(), test.watch(), torch.enable_grad():
-                    if stage is None:
-                        test.returned(call(self.module, batch))
-                    else:
-                        stage.forward([batch], run, self.device)
-        finally:
-            if self.cycle is not None:
-                self.cycle.first_runs.split = waiting
+            return NOTHING
+
+        def run_alone(module: nn.Module, part: object) -> None:
+            call_with(module, part)
+
+        postponed = nullcontext() if self.cycle is None else self.cycle.first_runs.postponed()
+        with postponed, evaluating(self.module), ExitStack() as stack:
+            # a module that cannot be copied runs as in a forward of the user's own
+            with suppress(CannotCopy):
+                batch = stack.enter_context(copied_state(self.module, batch))
+            with test.eagerly(), test.watch(), torch.enable_grad():
+                if stage is None:
+                    test.returned(call_with(self.module, batch))
+                else:
+                    stage.forward([batch], run_alone, self.device)
         self.reshard()
         with nullcontext() if self.cycle is None else self.cycle.calls.inside():
-            found = test.run()
-        return verified(found if stage is None else of_stages(stage.gathered(found)))
+            verification = test.run()
+        return report(verification if stage is None else join_stages(stage.gathered(verification)))
 
     def like(self, tensor: Tensor, values: Any) -> Tensor:  # noqa: ANN401 - what torch.as_tensor takes
         """Place a mask, noise or a value as a parameter or its gradient is placed, so that operators take both.

@@ -30,8 +30,8 @@ from meshpar.state.full import refuse_copies
 from meshpar.state.initialize import check_weights, state
 from meshpar.step.attach import attach
 from meshpar.step.meeting import next_number
+from meshpar.trials.engine import NOTHING, Verification, report
 from meshpar.trials.proving import prove
-from meshpar.trials.split import Verification, verified
 
 log = logging.getLogger(__name__)
 
@@ -170,8 +170,7 @@ class Plan:
         # models that share process groups could use them in different orders
         own = next_number() > 0 and not runtime.is_simulated()
         meshes = {spec: spec.build(device.type, own=own) for spec in resolved.meshes}
-        compares = self.guards != "off" and not runtime.is_simulated()
-        applied(module).layout, applied(module).verify = resolved.layout, self.verify and compares
+        applied(module).layout = resolved.layout
         if not self.passes and dist.get_world_size() == 1 and not registry.names(registry.GUARDS):
             run_passes(module, resolved, meshes, device)
             return Parallelized(module, self, resolved, meshes, device)
@@ -218,12 +217,12 @@ class Plan:
             ParallelError: names the modules that differ, the size of the difference and the style to check.
         """
         resolved = self.checked(module, layout, self._size(world_size))
-        verification = Verification(modules={}, differences=(), skipped={}, seconds=0.0)
+        verification = NOTHING
         for pass_ in self.passes:
             for axis in resolved.divided(Role.FEATURES):
                 if pass_.roles.get(axis) == Role.FEATURES:
                     install, size = partial(_split_copy, pass_, resolved.layout), resolved.spec.axes[axis]
-                    verification = verified(
+                    verification = report(
                         prove(module, install, axis, size, resolved.blocks, batch, plan_text=str(self))
                     )
         return verification

@@ -6,6 +6,7 @@
 - ``check_functional_calls``: ``torch.func.functional_call`` looks the function up that it calls, so that those who have
   imported it by name find the check, too.
 - ``assert_async``: a check that does not wait for the device; private without a public form.
+- ``uncompiled``: what ``nn.Module.compile`` keeps, and nothing takes away.
 - ``without_modes``: a try inside of a forward must not be recorded by selective recomputation; private without a public
   form.
 """
@@ -13,7 +14,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -25,7 +27,15 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 from meshpar._torch.patches import Undo, set_attribute
 
-__all__ = ["as_one_operator", "assert_async", "check_functional_calls", "eager", "enter_by", "without_modes"]
+__all__ = [
+    "as_one_operator",
+    "assert_async",
+    "check_functional_calls",
+    "eager",
+    "enter_by",
+    "uncompiled",
+    "without_modes",
+]
 
 P = ParamSpec("P")
 
@@ -59,6 +69,19 @@ def enter_by(module: Any, call: Callable[..., Any]) -> None:
         return call(*args, **kwargs)
 
     module._call_impl = MethodType(entered, module)
+
+
+@contextmanager
+def uncompiled(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Let modules, which ``module.compile()`` compiled, run as they are written."""
+    compiled = {module: module._compiled_call_impl for module in modules}
+    try:
+        for module in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
 
 
 def check_functional_calls(check: Callable[[torch.nn.Module], None]) -> Undo:

@@ -27,7 +27,6 @@ class Applied:
 
     Attributes:
         layout: the description that the plan used.
-        verify: the first forward tries what the passes divide.
         split: what the styles that split features share.
         divided: modules whose own parameters an axis of samples divides -> the mesh, which has that axis apart from the
             data axes.
@@ -43,7 +42,6 @@ class Applied:
     """
 
     layout: ModelLayout | None = None
-    verify: bool = False
     split: Context | None = None
     divided: dict[nn.Module, DeviceMesh] = field(default_factory=dict)
     routing: Routing = field(default_factory=Routing)

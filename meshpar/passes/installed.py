@@ -151,3 +151,15 @@ def as_written(module: nn.Module) -> Iterator[None]:
             child.__dict__.pop("forward", None)
             if forward is not None:
                 child.forward = forward
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Have a module in evaluation mode inside of the ``with`` block; each module in it has its own mode back after."""
+    training = [child for child in module.modules() if child.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child in training:
+            child.training = True

@@ -28,6 +28,7 @@ from meshpar.step.comparisons import Comparisons, NoComparisons
 from meshpar.step.cycle import Cycle
 from meshpar.step.explain import Explanation
 from meshpar.step.meeting import Meeting
+from meshpar.trials.experts import watch_experts
 from meshpar.trials.positions import mixing_test
 from meshpar.trials.split import split_test
 
@@ -145,6 +146,7 @@ def _check_first_runs(cycle: Cycle, resolved: Resolved, device: torch.device, *,
         cycle.calls.only_inside({name: part for name, part in parts.items() if not isinstance(part, FSDPModule)}, why)
     cycle.calls.explain_parts(part for part in parts.values() if any(True for _ in part.children()))
     if verify and not runtime.is_simulated():
+        watch_experts(module, resolved.layout, applied(module))
         cycle.first_runs.split = split_test(module, resolved.blocks, device)
         if not resolved.divided(Role.LAYERS):  # it runs the model on other batches, which a stage cannot do alone
             cycle.first_runs.mixing = mixing_test(module, resolved.blocks)

@@ -20,7 +20,7 @@ from torch import nn
 
 from meshpar._torch.calls import enter_by
 from meshpar.core.errors import MeshparError, brief
-from meshpar.passes.untouched import evaluating
+from meshpar.passes.installed import evaluating
 from meshpar.process.signals import STOPPING, exit_code_of, put_back
 from meshpar.training.stop import StopRequest
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,8 @@ from meshpar.core.passes import find_blocks
 from meshpar.core.patterns import class_name
 from meshpar.core.registry import layout_for
 from meshpar.parallelized import Parallelized
-from meshpar.passes.installed import installed
-from meshpar.trials.blocks import as_evaluated
+from meshpar.trials.copies import CannotCopy, copied_state
+from meshpar.trials.engine import as_evaluated, is_narrow
 
 _LENGTH = 64
 _PART, _NARROW_PART = 1e-3, 0.5
@@ -100,7 +100,7 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
         logits = logits.to_local() if isinstance(logits, DTensor) else logits
         return logits.float() if isinstance(logits, Tensor) else None
 
-    with _alone(par, module) as seen:
+    with _alone(par, module) as dtypes:
         logits = par.forward([part], logits_of)[0] if module is par.module else logits_of(module, part)
     if logits is None:
         return  # told by the objective
@@ -114,9 +114,7 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
     sizes = torch.stack([moved, misplaced, control]).cpu()
     dist.all_reduce(sizes, dist.ReduceOp.MAX, runtime.hosts())
     moved, misplaced, control = sizes.tolist()
-    most = control * (
-        _PART if torch.finfo(min(seen, key=lambda dtype: torch.finfo(dtype).bits)).bits >= 32 else _NARROW_PART
-    )
+    most = control * (_NARROW_PART if is_narrow(dtypes) else _PART)
     if moved > most:
         raise MeshparError(
             f"{class_name(module)} does not keep the documents of a packed row separate: another first document "
@@ -131,21 +129,15 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
 
 @contextmanager
 def _alone(par: Parallelized, module: nn.Module) -> Iterator[set[torch.dtype]]:
-    """Run without random numbers, recomputation and compiled blocks; yield the module's dtypes."""
-    narrow = any((known := installed(child)) is not None and known.product is not None for child in module.modules())
-    held = (
-        {torch.float8_e4m3fn}
-        if narrow
-        else {torch.float32, *(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())}
-    )
+    """Run on a copy of a module's state, without random numbers, recomputation and compiled blocks; yield the dtypes
+    in which it computes.
+    """
     blocks = [block for _, block in find_blocks(par.module, par.layout)] if module is par.module else []
-    waiting = None if par.cycle is None else par.cycle.first_runs.mixing
-    if par.cycle is not None:
-        par.cycle.first_runs.mixing = None
-    try:
-        with as_evaluated(module, blocks) as seen:
-            seen |= held
-            yield seen
-    finally:
+    with ExitStack() as stack:
         if par.cycle is not None:
-            par.cycle.first_runs.mixing = waiting
+            stack.enter_context(par.cycle.first_runs.postponed())
+        dtypes = stack.enter_context(as_evaluated(module, blocks))
+        # a module that cannot be copied runs as in a forward of the user's own
+        with suppress(CannotCopy):
+            stack.enter_context(copied_state(module, None))
+        yield dtypes

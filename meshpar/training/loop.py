@@ -23,8 +23,8 @@ from meshpar.core.passes import Role
 from meshpar.losses.token_loss import token_losses
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
+from meshpar.passes.installed import evaluating
 from meshpar.passes.tensor.random import mix
-from meshpar.passes.untouched import evaluating
 from meshpar.state.averaging import Averaged
 from meshpar.step.rank_digests import check_equal
 from meshpar.training.beside import Beside

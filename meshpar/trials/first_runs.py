@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
 
 from meshpar._torch.calls import eager
 from meshpar._torch.units import Units
+from meshpar.trials.engine import report
 from meshpar.trials.positions import MixingTest
-from meshpar.trials.split import SplitTest, verified
+from meshpar.trials.split import SplitTest
 
 
 @final
 class FirstRuns:
     """The tests that wait for a forward of one module.
-
-    Args:
-        units: of the module.
 
     Attributes:
         split: compares split blocks with unsplit ones, in the first forward whose gradients are wanted.
@@ -51,8 +49,17 @@ class FirstRuns:
             output = forward(inner, args, kwargs)
         test.returned(output)
         self._units.reshard()
-        verified(test.run())
+        report(test.run())
         return output
+
+    @contextmanager
+    def postponed(self) -> Iterator[None]:
+        """Let calls in the ``with`` block, which are no step's, run no test."""
+        waiting, self.split, self.mixing = (self.split, self.mixing), None, None
+        try:
+            yield
+        finally:
+            self.split, self.mixing = waiting
 
     def end_backward(self) -> None:
         """Let what ran eagerly for a test be compiled again."""

@@ -4,8 +4,8 @@ backward gathers it again, so that no rank holds a whole block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -28,7 +28,16 @@ def share(whole: Tensor, dim: int, context: Context) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format)
 
 
-class _Whole(torch.autograd.Function):
+def join(part: Tensor, cut: Cut, context: Context) -> Tensor:
+    """Return the ranks' parts joined. Collective over the axis."""
+    dim, length = cut
+    missing = -(-length // context.size) - part.shape[dim]
+    if missing:
+        part = torch.cat([part, part.new_zeros(*part.shape[:dim], missing, *part.shape[dim + 1 :])], dim)
+    return gather_values(part, context.group, dim).narrow(dim, 0, length)
+
+
+class _WholeRead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, reads: WholeReads) -> Tensor:
         ctx.cut = reads.cuts[part][0], reads.context
@@ -41,25 +50,23 @@ class _Whole(torch.autograd.Function):
 
 @final
 class WholeReads:
-    """Reads of parameters by ranks that hold a part of each.
-
-    Args:
-        context: of the tensor axis, whose ranks read together.
-        cuts: the parts, each with its cut.
+    """Reads of parameters by ranks of the tensor axis, which hold a part of each and read together.
 
     Attributes:
+        cuts: the parts, each with its cut.
         failed_elsewhere: the code with which another rank of the axis failed, as a read found; else 0.
     """
 
-    def __init__(self, context: Context, cuts: Mapping[Tensor, Cut]) -> None:
-        self.context, self.cuts, self.failed_elsewhere = context, cuts, 0
+    def __init__(self, context: Context) -> None:
+        self.context, self.failed_elsewhere = context, 0
+        self.cuts: dict[Tensor, Cut] = {}
         self._parts: dict[StorageWeakRef, Tensor] = {}
 
     def read(self, part: Any) -> Any:
         """Return the whole of a part, and anything else as it is. Collective over the axis."""
         if not isinstance(part, Tensor) or part not in self.cuts:
             return part
-        whole: Any = _Whole.apply(part, self)
+        whole: Any = _WholeRead.apply(part, self)
         self._parts[StorageWeakRef(whole.untyped_storage())] = part
         return whole
 
@@ -68,28 +75,17 @@ class WholeReads:
         self.failed_elsewhere = self.worst(0, part.device)
         if self.failed_elsewhere:
             raise RuntimeError("another rank of the axis failed")
-        dim, length = self.cuts[part]
-        missing = -(-length // self.context.size) - part.shape[dim]
-        if missing:
-            part = torch.cat([part, part.new_zeros(*part.shape[:dim], missing, *part.shape[dim + 1 :])], dim)
-        return gather_values(part, self.context.group, dim).narrow(dim, 0, length)
+        return join(part, self.cuts[part], self.context)
 
     def worst(self, code: int, device: torch.device) -> int:
         """Return the largest code of the axis's ranks, above 0 where one failed. Collective over the axis."""
         return int(gather_values(torch.tensor([code], device=device), self.context.group).max())
 
-    @contextmanager
-    def of(self, unit: nn.Module) -> Iterator[None]:
-        """Let a module, which holds the parts, read whole parameters."""
-        held = [(child.__dict__, child._parameters) for child in unit.modules()]
-        try:
-            for attributes, parameters in held:
-                attributes["_parameters"] = _Read(parameters, self)
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                yield
-        finally:
-            for attributes, parameters in held:
-                attributes["_parameters"] = parameters
+    def of(self, block: nn.Module) -> AbstractContextManager[object]:
+        """Let a copy, which holds the parts, read whole parameters; it runs, forward and backward, in this context."""
+        for child in block.modules():
+            vars(child)["_parameters"] = _Read(child._parameters, self)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, saved: Tensor) -> Any:
         part = None if saved.layout != torch.strided else self._parts.get(StorageWeakRef(saved.untyped_storage()))

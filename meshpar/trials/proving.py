@@ -4,22 +4,22 @@ real.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshpar.core import runtime
 from meshpar.passes.tensor.collectives import Meeting, SimulatedGroup
 from meshpar.passes.tensor.context import Context
-from meshpar.passes.untouched import CannotKeep, untouched
 from meshpar.step.explain import Explanation
-from meshpar.trials.split import SplitTest, Verification, call
+from meshpar.trials.copies import CannotCopy, copy_block, free, undisturbed
+from meshpar.trials.engine import NOTHING, Verification, call_with
+from meshpar.trials.split import SplitTest
 
 Install = Callable[[nn.Module, Any, Any, int], Context | None]
 """``(module, mesh, group, rank) -> context``: splits ``module`` as one rank of the axis holds it."""
@@ -31,7 +31,7 @@ def prove(
     """Split copies of ``module`` for ``size`` ranks of ``axis`` and try one block of each kind on ``batch``.
 
     Args:
-        module: with values, on the CPU; it stays as it is, and ``size`` copies are made.
+        module: with values, on the CPU, of which ``size`` copies are made.
         install: splits one copy.
         axis: the axis's name.
         size: its number of ranks.
@@ -42,35 +42,40 @@ def prove(
     Raises:
         Whatever a rank raises first.
     """
-    with runtime.simulated(size):
+    with runtime.simulated(size), ExitStack() as stack:
         mesh = torch.distributed.init_device_mesh("cpu", (size,), mesh_dim_names=(axis,))
         meeting = Meeting(size)
-        copies = [copy.deepcopy(module).eval() for _ in range(size)]
+        try:
+            copies = [_copy(module, batch) for _ in range(size)]
+        except CannotCopy as error:
+            return replace(NOTHING, skipped={"": str(error)})
+        for copied, _ in copies:
+            stack.callback(free, copied)
         groups = [SimulatedGroup(meeting, rank) for rank in range(size)]
         contexts = [
-            context for rank in range(size) if (context := install(copies[rank], mesh, groups[rank], rank)) is not None
+            context
+            for rank in range(size)
+            if (context := install(copies[rank][0], mesh, groups[rank], rank)) is not None
         ]
         if not contexts:
             why = f"the pass that splits axis {axis!r} cannot be tried without processes (Pass.split)"
-            return Verification(modules={}, differences=(), skipped={"": why}, seconds=0.0)
+            return replace(NOTHING, skipped={"": why})
         outcomes: list[Verification | BaseException | None] = [None] * size
 
         def run(rank: int) -> None:
             try:
                 whole = lambda name: module.get_parameter(name).detach()  # noqa: E731
-                test = SplitTest(copies[rank], contexts[rank], blocks, whole, kept=lambda *_: nullcontext())
+                test = SplitTest(copies[rank][0], contexts[rank], blocks, whole, kept=lambda *_: nullcontext())
                 with test.watch(), torch.enable_grad():
-                    explanation = Explanation(copies[rank], plan_text, splits_features=True, unit_pass=None)
-                    explanation.told(call, (copies[rank], batch), {})
+                    explanation = Explanation(copies[rank][0], plan_text, splits_features=True, unit_pass=None)
+                    explanation.told(call_with, copies[rank], {})
                 outcomes[rank] = test.run()
             except BaseException as error:  # noqa: BLE001  handed to the caller below
                 outcomes[rank] = error
                 meeting.abort()
 
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-        with ExitStack() as stack:
-            with suppress(CannotKeep):
-                stack.enter_context(untouched(*copies))  # the threads share what hooks and functions hold
+        with undisturbed(module.modules()):
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -81,3 +86,12 @@ def prove(
     first, *others = (outcome for outcome in outcomes if isinstance(outcome, Verification))
     more = [difference for other in others for difference in other.differences if difference not in first.differences]
     return replace(first, differences=(*first.differences, *more))
+
+
+def _copy(module: nn.Module, batch: object) -> tuple[nn.Module, Any]:
+    """Return a copy of a module that shares the memory of its parameters, and one of a batch."""
+    parameters: dict[Tensor, Tensor] = {
+        parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        for parameter in module.parameters()
+    }
+    return copy_block(module, parameters, batch)

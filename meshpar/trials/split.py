@@ -1,17 +1,10 @@
-"""Test that a split block computes what the block computes: on a batch, one block of each kind, before anybody trusts
-it.
-
-Names cannot tell whether the code between two projections survives the split: it may take a standard deviation over
-features, mix positions, or scale a weight. So the block runs twice on the same input in float32 or wider, without
-random numbers: once as its author wrote it, with whole weights, and once split; outputs and gradients are compared.
-"""
+"""The trial of a split of features: one block of each kind, whole and split, on what the first forward gave it."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -19,44 +12,41 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from meshpar._torch.calls import uncompiled
 from meshpar._torch.pytree import tree_leaves, tree_map
 from meshpar.core.errors import ParallelError
 from meshpar.core.patterns import kind_of
 from meshpar.passes.applied import applied
+from meshpar.passes.data.batch_norm import has_batch_norm
 from meshpar.passes.data.whole_parameters import strides
 from meshpar.passes.installed import as_written
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.context import Context
+from meshpar.passes.tensor.random import digest as random_state
 from meshpar.passes.tensor.random import is_dropout
-from meshpar.passes.untouched import CannotKeep, untouched
-from meshpar.step.placements import local_tensor, whole_tensor
+from meshpar.step.placements import local_tensor, part_like, whole_tensor
 from meshpar.step.pytrees import leaves
 from meshpar.step.rank_digests import digest
-from meshpar.trials.blocks import (
-    Run,
-    gathered,
-    holding,
-    joined,
-    local_slice,
+from meshpar.trials.copies import CannotCopy, undisturbed, widen
+from meshpar.trials.engine import (
+    TOLERANCE,
+    BlockRun,
+    Difference,
+    Verification,
+    device_of,
+    measure,
     noise,
-    off,
-    plain_products,
-    quiet,
-    slice_like,
-    wide,
+    on_any_rank,
+    trained,
 )
-from meshpar.trials.gathered_reads import Cut, WholeReads, share
+from meshpar.trials.gathered_reads import Cut, WholeReads, join, share
 
-log = logging.getLogger(__name__)
-
-TOLERANCE = 1e-3
-"""How far a split block may be off, relative to the largest value: far above float32's rounding, far below what a
-wrong split does.
-"""
 INPUTS = 1 << 26
 """Elements of a block's inputs, whole along the sequence, beyond which its first samples are tried; one may have
 twice as many.
 """
+_COPY_TOLERANCE = 0.2
+"""How far a copy, in float32, may be off from the block, which may compute in 8 bits."""
 _MASKED = 8
 _FAILED, _OUT_OF_MEMORY = 1, 2
 _SAME, _LOOKED_AT = 1e-2, 1 << 20
@@ -64,80 +54,37 @@ _SHORTER = "compare it on a shorter batch by par.verify(batch), or by plan.prove
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One thing in which a split block differs from the whole one.
-
-    Attributes:
-        module: the block.
-        what: the output or the gradient that differs.
-        size: the largest difference over the largest value.
-    """
-
-    module: str
-    what: str
-    size: float
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """The result of one trial.
-
-    Attributes:
-        modules: the blocks that were tried, one of each kind -> the largest relative difference found in each.
-        differences: what was beyond the tolerance; empty where the split is right.
-        skipped: blocks that could not be tried -> why.
-        seconds: how long it took.
-    """
-
-    modules: Mapping[str, float]
-    differences: tuple[Difference, ...]
-    skipped: Mapping[str, str]
-    seconds: float
-
-    def __str__(self) -> str:
-        tried = [f"{name}: {size:.1e}" for name, size in self.modules.items()]
-        return "\n".join(
-            [f"split as written, largest difference ({self.seconds:.1f} s):", *tried, *map(str, self.differences)]
-        )
-
-
-@final
 @dataclass(slots=True)
-class _Seen:
-    """The inputs of one call of a block, or why they were not kept, and its dropout masks."""
+class _Inputs:
+    """What the first call of a block got, or why that was not kept, its dropout masks, and what it returned: None where
+    that depends on random numbers or on other samples, which copies do without.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     rows: int = 1
+    outputs: list[Tensor] | None = None
     masks: dict[str, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
     why: str = ""
 
-    def half(self) -> _Seen:
-        """Return the first half of the samples."""
+    def first(self, rows: int) -> _Inputs:
+        """Return copies of the first ``rows`` samples."""
 
-        def cut(value: object) -> Any:
-            samples = isinstance(value, Tensor) and value.ndim > 1 and len(value) == self.rows
-            return value[: self.rows // 2] if samples and isinstance(value, Tensor) else value
+        def copy(value: object) -> Any:
+            if not isinstance(value, Tensor):
+                # a cache of keys and values, which a block would fill again
+                return None if callable(getattr(value, "update", None)) else value
+            part = value[:rows] if value.ndim > 1 and len(value) == self.rows else value
+            return part.detach().clone().requires_grad_(value.requires_grad)
 
-        return _Seen(tree_map(cut, self.args), tree_map(cut, self.kwargs), self.rows // 2)
-
-    def objects(self) -> list[Any]:
-        """Return what a run shares with the inputs: each run has copies of their tensors."""
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if not isinstance(leaf, Tensor)]
+        return _Inputs(tree_map(copy, self.args), tree_map(copy, self.kwargs), rows)
 
 
 @final
 class SplitTest:
     """Tries one block of each kind of a split module.
 
-    Args:
-        module: the outermost module.
-        context: what its styles share.
-        blocks: the repeated blocks by name.
-        whole: returns a parameter's whole value, given its name.
-        kept: puts back what can be reached from what it is given, when a run is over.
+    ``whole`` returns a parameter's whole value by its name; ``kept`` puts back what copies share, around each run.
     """
 
     def __init__(
@@ -146,41 +93,34 @@ class SplitTest:
         context: Context,
         blocks: Sequence[str],
         whole: Callable[[str], Tensor],
-        kept: Callable[..., AbstractContextManager[None]] = untouched,
+        kept: Callable[[Iterable[nn.Module]], AbstractContextManager[None]] = undisturbed,
     ) -> None:
         self._module, self._context, self._whole, self._kept = module, context, whole, kept
-        self._units = list(_one_of_each_kind(module, context, blocks))
-        self._seen: dict[str, _Seen] = {}
+        self._units: dict[str, Any] = {
+            name: module.get_submodule(name) for name in _one_of_each_kind(module, context, blocks)
+        }
+        self._inputs: dict[str, _Inputs] = {}
         self._returned: list[Difference] = []
 
-    @contextmanager
-    def eagerly(self) -> Iterator[None]:
+    # Record
+
+    def eagerly(self) -> AbstractContextManager[None]:
         """Run the chosen blocks as they are written, so that hooks on compiled ones do not have them compiled again.
 
         A forward and its backward belong inside together: a recomputation must do what the forward did.
         """
-        units: list[Any] = [self._module.get_submodule(name) for name in self._units]
-        compiled = [unit._compiled_call_impl for unit in units]
-        for unit in units:
-            unit._compiled_call_impl = None
-        try:
-            yield
-        finally:
-            for unit, was in zip(units, compiled):
-                unit._compiled_call_impl = was
+        return uncompiled(self._units.values())
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Remember what the chosen blocks are called with while the module runs."""
         with ExitStack() as stack:
-            for name in self._units:
-                unit: Any = self._module.get_submodule(name)
-                handles = [unit.register_forward_pre_hook(self._remember(name), with_kwargs=True)]
-                if self._context.random is not None:
-                    draws = [
-                        (inner, child) for inner, child in unit.named_modules() if is_dropout(child) and child.training
-                    ]
-                    handles += [child.register_forward_hook(self._remember_mask(name, inner)) for inner, child in draws]
+            for name, unit in self._units.items():
+                before, after = self._remember(name)
+                handles = [unit.register_forward_pre_hook(before, with_kwargs=True), unit.register_forward_hook(after)]
+                for inner, child in unit.named_modules():
+                    if self._context.random is not None and is_dropout(child) and child.training:
+                        handles.append(child.register_forward_hook(self._remember_mask(name, inner)))
                 for handle in handles:
                     stack.callback(handle.remove)
             yield
@@ -192,79 +132,89 @@ class SplitTest:
         Collective over the tensor axis.
         """
         self._returned.clear()
-        for place, leaf in enumerate(leaves(output)):
+        for number, leaf in enumerate(leaves(output)):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.requires_grad and leaf.numel():
                 x = leaf.detach().reshape(-1)[:_LOOKED_AT].double()
-                mine = torch.stack([x.norm(), x @ torch.arange(len(x), device=x.device, dtype=x.dtype).cos()])
-                norms, marks = gather_values(mine[None], self._context.group).T
+                mark = x @ torch.arange(len(x), device=x.device, dtype=x.dtype).cos()
+                norms, marks = gather_values(torch.stack([x.norm(), mark])[None], self._context.group).T
                 size = float((marks.max() - marks.min()) / norms.max())
                 if size > _SAME:
-                    self._returned.append(
-                        Difference(module="", what=f"returns other values on each rank (output {place})", size=size)
-                    )
+                    what = f"returns other values on each rank (output {number})"
+                    self._returned.append(Difference(module="", what=what, size=size))
 
-    def _remember(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: object, kwargs: object) -> None:
-            if name not in self._seen:
-                self._seen[name] = self._short(args, kwargs, whole=not (name and self._context.sequence_parallel))
+    def _remember(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        states: list[Tensor] = []
 
-        return hook
+        def before(module: nn.Module, args: object, kwargs: object) -> None:
+            if name not in self._inputs:
+                self._inputs[name] = self._short(args, kwargs, whole=not (name and self._context.sequence_parallel))
+                states.append(random_state(self._device))
 
-    def _short(self, args: Any, kwargs: Any, *, whole: bool) -> _Seen:
+        def after(module: nn.Module, args: object, output: object) -> None:
+            if not states or self._inputs[name].why:
+                return
+            depends = bool(random_state(self._device) != states.pop()) or (module.training and has_batch_norm(module))
+            if not depends:
+                self._inputs[name].outputs = [leaf.detach().clone() for leaf in trained(output)]
+
+        return before, after
+
+    def _short(self, args: Any, kwargs: Any, *, whole: bool) -> _Inputs:
         """Return a copy of a block's inputs, of their first samples if they are large.
 
         Collective over the tensor axis, whose ranks may have parts of different lengths.
         """
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         rows = next((len(tensor) for tensor in tensors if tensor.ndim > 1), 1)
-        others, samples = (
-            sum(tensor.numel() for tensor in tensors if (tensor.ndim > 1 and len(tensor) == rows) == cut)
-            for cut in (False, True)
-        )
-        counts = torch.tensor([[others, samples]], device=self._device())
-        others, samples = (
-            int(most) * (1 if whole else self._context.size)
-            for most in gather_values(counts, self._context.group).amax(0)
-        )
-        keep = max(1, min(rows, rows * INPUTS // max(1, others + samples)))
-        if (held := others + samples * keep // max(1, rows)) > 2 * INPUTS:
-            return _Seen(
-                why=f"its input has {held:,} elements in one sample, expected at most {2 * INPUTS:,}; {_SHORTER}"
-            )
-
-        def copied(value: object) -> Any:
-            cut = isinstance(value, Tensor) and value.ndim > 1 and len(value) == rows
-            return _copy(value[:keep] if cut and isinstance(value, Tensor) else value)
-
-        return _Seen(tree_map(copied, args), tree_map(copied, kwargs), keep)
+        samples = sum(tensor.numel() for tensor in tensors if tensor.ndim > 1 and len(tensor) == rows)
+        counts = torch.tensor([[sum(map(Tensor.numel, tensors)) - samples, samples]], device=self._device)
+        largest = gather_values(counts, self._context.group).amax(0) * (1 if whole else self._context.size)
+        others, samples = map(int, largest)
+        kept_rows = max(1, min(rows, rows * INPUTS // max(1, others + samples)))
+        if (elements := others + samples * kept_rows // max(1, rows)) > 2 * INPUTS:
+            limit = f"expected at most {2 * INPUTS:,}; {_SHORTER}"
+            return _Inputs(why=f"its input has {elements:,} elements in one sample, {limit}")
+        return _Inputs(args, kwargs, rows).first(kept_rows)
 
     def _remember_mask(self, name: str, inner: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            seen = self._seen.setdefault(name, _Seen())
-            if inner not in seen.masks and isinstance(output, Tensor):
+            masks = self._inputs.setdefault(name, _Inputs()).masks
+            if inner not in masks and isinstance(output, Tensor):
                 x = args[0].detach()
                 zeros = (output.detach() == 0) & (x != 0)
                 # equal constants may be of different parts
                 masked = int(zeros.sum()) if bool((x != x.flatten()[0]).any()) else 0
-                seen.masks[inner] = (digest(x), digest(zeros), masked)
+                masks[inner] = (digest(x), digest(zeros), masked)
 
         return hook
+
+    # Compute and compare
+
+    @property
+    def _device(self) -> torch.device:
+        return device_of(self._module)
 
     def run(self) -> Verification:
         """Try the blocks that were watched.
 
         Collective: the ranks of the tensor axis, and those that share its parameters, call it.
         """
-        start, tried, skipped, found = time.perf_counter(), dict[str, float](), dict[str, str](), [*self._returned]
-        for name in sorted(self._seen):
-            seen = self._seen.pop(name)
-            found += self._masks_agree(name, seen)
-            if seen.why:
-                skipped[name] = seen.why
-            if not seen.args and not seen.kwargs:
+        start, tried, skipped = time.perf_counter(), dict[str, float](), dict[str, str]()
+        differences = [*self._returned]
+        for name in sorted(self._inputs):
+            inputs = self._inputs.pop(name)
+            differences += self._masks_agree(name, inputs)
+            if inputs.why:
+                skipped[name] = inputs.why
+            if not inputs.args and not inputs.kwargs:
                 continue
             try:
-                sizes = self._try(name, seen)
+                sizes, off_by = self._try(name, inputs)
+                if off_by > _COPY_TOLERANCE:
+                    skipped[name] = (
+                        f"its copy computes other values than it did (off by {off_by:.1e}): a hook on it, or something "
+                        "that it shares with others, changes them"
+                    )
             except _NotTried as error:
                 skipped[name] = str(error)
                 continue
@@ -275,55 +225,49 @@ class SplitTest:
                 ) from error
             tried[name] = max(sizes.values(), default=0.0)
             worst = sorted(((size, what) for what, size in sizes.items() if not size <= TOLERANCE), reverse=True)
-            found += [Difference(module=name, what=what, size=size) for size, what in worst]
-        return Verification(
-            modules=tried, differences=tuple(found), skipped=skipped, seconds=time.perf_counter() - start
-        )
+            differences += [Difference(module=name, what=what, size=size) for size, what in worst]
+        seconds = time.perf_counter() - start
+        return Verification(modules=tried, differences=tuple(differences), skipped=skipped, seconds=seconds)
 
-    def _masks_agree(self, name: str, seen: _Seen) -> Iterator[Difference]:
+    def _masks_agree(self, name: str, inputs: _Inputs) -> Iterator[Difference]:
         """Yield dropouts whose masks are alike on ranks with different parts, or differ on ranks with the same."""
-        for inner, (x, zeros, count) in sorted(seen.masks.items()):
+        for inner, (x, zeros, count) in sorted(inputs.masks.items()):
             table = gather_values(torch.stack([x, zeros, torch.full_like(x, count)])[None], self._context.group)
-            if int(table[:, 2].min()) < _MASKED:
-                continue
             same_input, same_mask = (bool((table[:, column] == table[0, column]).all()) for column in (0, 1))
-            if same_input != same_mask:
-                what = (
-                    "draws the same mask for parts of different ranks"
-                    if same_mask
-                    else "draws other masks on ranks with the same values"
-                )
+            if int(table[:, 2].min()) >= _MASKED and same_input != same_mask:
+                what = "draws other masks on ranks with the same values"
+                if same_mask:
+                    what = "draws the same mask for parts of different ranks"
                 yield Difference(module=f"{name}.{inner}", what=what, size=1.0)
 
-    def _try(self, name: str, seen: _Seen) -> dict[str, float]:
-        unit, context = self._module.get_submodule(name), self._context
-        names = {inner: f"{name}.{inner}" if name else inner for inner, _ in unit.named_parameters()}
-        cuts = {inner: self._cut(self._parameter(full)) for inner, full in names.items()}
-        self._refuse_split_inputs(seen, self._local_inputs(name))
+    def _try(self, name: str, inputs: _Inputs) -> tuple[dict[str, float], float]:
+        """Return the differences between the split block and the whole one, and of the copy from the block itself."""
+        unit = self._units[name]
+        parameters = dict(unit.named_parameters())
+        cuts = {inner: self._cut(parameter) for inner, parameter in parameters.items()}
+        self._refuse_split_inputs(name, inputs)
         parts = dict[str, Tensor]()
-        for inner, full in names.items():
-            whole, cut = wide(self._whole(full).detach()), cuts[inner]
-            parts[inner] = whole.clone() if cut is None else share(whole, cut[0], context)
+        for inner, cut in cuts.items():
+            whole = widen(self._whole(f"{name}.{inner}" if name else inner).detach())
+            parts[inner] = whole.clone() if cut is None else share(whole, cut[0], self._context)
             del whole
-        split = bool(name) and context.sequence_parallel
+        code, failure, outcome = self._run_whole(name, parts, cuts, inputs)
+        while code == _OUT_OF_MEMORY and inputs.rows > 1:
+            inputs = inputs.first(inputs.rows // 2)
+            code, failure, outcome = self._run_whole(name, parts, cuts, inputs)
+        if code == _OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(failure or "another rank of the axis is out of memory")
+        if code:
+            raise _NotTried(failure or "it does not run unsplit on another rank of the axis")
+        for inner, parameter in parameters.items():
+            parts[inner] = self._as_split(parameter, parts[inner], cuts[inner])
+        with closing(BlockRun(unit, parts, (inputs.args, inputs.kwargs))) as split, self._kept(unit.modules()):
+            outputs = split.outputs()
+            off_by = _off_by(inputs.outputs, outputs)
+            return self._compare(name, *outcome, split, outputs), off_by
 
-        with quiet(unit):
-            code, failed, outcome = self._alone(name, unit, parts, cuts, seen)
-            while code == _OUT_OF_MEMORY and seen.rows > 1:
-                seen = seen.half()
-                code, failed, outcome = self._alone(name, unit, parts, cuts, seen)
-            if code == _OUT_OF_MEMORY:
-                raise torch.OutOfMemoryError(failed or "another rank of the axis is out of memory")
-            if code:
-                raise _NotTried(failed or "it does not run unsplit on another rank of the axis")
-            for inner, full in names.items():
-                parts[inner] = self._as_split(self._parameter(full), parts[inner], cuts[inner])
-            both = Run(parts, (seen.args, seen.kwargs))
-            with self._kept(unit, *seen.objects()), holding(unit, both.parameters), plain_products(unit):
-                return self._compare(*outcome, both, both.outputs(unit), split)
-
-    def _alone(
-        self, name: str, unit: nn.Module, parts: Mapping[str, Tensor], cuts: Mapping[str, Cut | None], seen: _Seen
+    def _run_whole(
+        self, name: str, parts: Mapping[str, Tensor], cuts: Mapping[str, Cut | None], inputs: _Inputs
     ) -> tuple[int, str, tuple[list[Tensor], list[Tensor], dict[str, Tensor]]]:
         """Run a block as it was written.
 
@@ -331,82 +275,82 @@ class SplitTest:
             0, or how it failed, the same on all ranks of the axis; why it failed on this one; the outputs, the
             gradients given to them, and those of parameters and inputs: of a split parameter this rank's part.
         """
-        expected, cotangents, wanted, code, failed = list[Tensor](), list[Tensor](), dict[str, Tensor](), 0, ""
-        hidden = bool(name) and self._context.sequence_parallel
-        alone = Run(parts, self._gathered(seen, self._local_inputs(name), hidden=hidden))
-        reads = WholeReads(self._context, {alone.parameters[inner]: cut for inner, cut in cuts.items() if cut})
-        try:  # around the backward, too, in which a model may recompute
-            with self._kept(unit, *seen.objects()), holding(unit, alone.parameters), reads.of(unit), as_written(unit):
-                expected = alone.outputs(unit)
-                cotangents = [noise(want, place) for place, want in enumerate(expected)]
-                wanted = alone.gradients(expected, cotangents)
-        except CannotKeep as error:
-            failed, code = str(error), _FAILED
+        expected, cotangents, gradients, code, failure = list[Tensor](), list[Tensor](), dict[str, Tensor](), 0, ""
+        unit, whole_inputs, reads = self._units[name], self._gathered(name, inputs), WholeReads(self._context)
+        # around the backward, too, in which a model may recompute
+        try:
+            with ExitStack() as stack:
+                whole = stack.enter_context(closing(BlockRun(unit, parts, whole_inputs)))
+                reads.cuts.update({whole.parameters[inner]: cut for inner, cut in cuts.items() if cut})
+                for context in (self._kept(unit.modules()), reads.of(whole.block), as_written(whole.block)):
+                    stack.enter_context(context)
+                expected = whole.outputs()
+                cotangents = [noise(want.shape, seed).to(want) for seed, want in enumerate(expected)]
+                gradients = whole.gradients(expected, cotangents)
+            expected = [tensor.detach() for tensor in expected]
+        except CannotCopy as error:
+            failure, code = str(error), _FAILED
         # training meets the block's own errors, where a loop may catch them
         except Exception as error:  # noqa: BLE001
-            failed = f"it does not run unsplit: {type(error).__name__}: {error}".splitlines()[0]
+            failure = f"it does not run unsplit: {type(error).__name__}: {error}".splitlines()[0]
             code = _OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else _FAILED
-        return reads.failed_elsewhere or reads.worst(code, self._device()), failed, (expected, cotangents, wanted)
+        code = reads.failed_elsewhere or reads.worst(code, self._device)
+        return code, failure, (expected, cotangents, gradients)
 
-    def _refuse_split_inputs(self, seen: _Seen, heads: set[str]) -> None:
+    def _refuse_split_inputs(self, name: str, inputs: _Inputs) -> None:
         """Refuse inputs beside hidden states that differ between ranks, such as an earlier layer's keys."""
-        hidden = [
-            seen.args[0] if seen.args else None,
-            *(seen.kwargs.get(argument) for argument in self._context.inputs),
-        ]
-        others = list(leaves((seen.args, {key: value for key, value in seen.kwargs.items() if key not in heads})))
-        given = [other for other in others if isinstance(other, Tensor) and not any(other is known for known in hidden)]
-        if given:
-            table = gather_values(torch.stack([digest(tensor) for tensor in given])[None], self._context.group)
+        hidden = [*inputs.args[:1], *(inputs.kwargs.get(argument) for argument in self._context.inputs)]
+        heads = self._local_inputs(name)
+        others = leaves((inputs.args, {key: value for key, value in inputs.kwargs.items() if key not in heads}))
+        tensors = [other for other in others if isinstance(other, Tensor)]
+        digests = [digest(other) for other in tensors if all(other is not state for state in hidden)]
+        if digests:
+            table = gather_values(torch.stack(digests)[None], self._context.group)
             if not bool((table == table[0]).all()):
                 raise _NotTried("its input is another layer's part of heads or features")
 
     def _compare(
         self,
+        name: str,
         expected: list[Tensor],
         cotangents: list[Tensor],
         wanted: dict[str, Tensor],
-        both: Run,
-        got: list[Tensor],
-        split: bool,
+        split: BlockRun,
+        outputs: list[Tensor],
     ) -> dict[str, float]:
         context, sizes = self._context, dict[str, float]()
-        if len(expected) != len(got):
-            return {f"it returns {len(got)} tensors instead of {len(expected)}": 1.0}
-        pairs = [(want, *joined(have, want, context)) for want, have in zip(expected, got)]
-        for place, (want, have, _) in enumerate(pairs):
-            sizes[f"output {place}" if len(pairs) > 1 else "output"] = off(want, have, 0.0)
-        mine = [
-            slice_like(cotangent, have, dim, context) for cotangent, have, (_, _, dim) in zip(cotangents, got, pairs)
+        if len(expected) != len(outputs):
+            return {f"it returns {len(outputs)} tensors instead of {len(expected)}": 1.0}
+        dims = [_split_dim(have, want) for have, want in zip(outputs, expected)]
+        for number, (have, want, dim) in enumerate(zip(outputs, expected, dims)):
+            local = have.to_local() if isinstance(have, DTensor) else have
+            whole = local if dim is None else join(local.detach(), (dim, want.shape[dim]), context)
+            sizes[f"output {number}" if len(outputs) > 1 else "output"] = measure(want, whole)
+        parts = [
+            cotangent if dim is None else _part_for(have, cotangent.chunk(context.size, dim)[context.rank].contiguous())
+            for cotangent, have, dim in zip(cotangents, outputs, dims)
         ]
-        if self._anywhere(any(local_tensor(part).shape != local_tensor(have).shape for part, have in zip(mine, got))):
-            return {f"it returns {tuple(got[0].shape)}, which is no rank's part of {tuple(expected[0].shape)}": 1.0}
-        had = both.gradients(got, mine)
+        is_no_part = any(local_tensor(part).shape != local_tensor(have).shape for part, have in zip(parts, outputs))
+        if on_any_rank(is_no_part, self._device, context.group):
+            shapes = f"{tuple(outputs[0].shape)}, which is no rank's part of {tuple(expected[0].shape)}"
+            return {f"it returns {shapes}": 1.0}
+        gradients = split.gradients(outputs, parts)
         largest = max((float(tensor.abs().max()) for tensor in wanted.values() if tensor.numel()), default=0.0)
-        typical = float(gather_values(torch.tensor([largest], device=self._device()), context.group).max())
-        for name, want in wanted.items():
-            have = had[name]
+        typical = float(gather_values(torch.tensor([largest], device=self._device), context.group).max())
+        for inner, want in wanted.items():
+            have: Any = gradients[inner]
             if isinstance(have, DTensor):
-                if name in both.parameters:  # of which each rank has its part of both
-                    part: Any = both.parameters[name]
-                    have = have.redistribute(part.device_mesh, part.placements)
-                else:
-                    want = local_slice(want, have, context)
+                if inner in split.parameters:
+                    # of which each rank has its part of both
+                    parameter: Any = split.parameters[inner]
+                    have = have.redistribute(parameter.device_mesh, parameter.placements)
+                elif isinstance(placement := have.placements[0], Shard):
+                    want = want.chunk(context.size, placement.dim)[context.rank]
                 have = have.to_local()
-            elif split and have.shape != want.shape:
-                want = slice_like(want, have, 1, context)
-            sizes[f"gradient of {name}"] = off(want, have, TOLERANCE * typical)
+            elif name and context.sequence_parallel and have.shape != want.shape:
+                want = want.chunk(context.size, 1)[context.rank]
+            sizes[f"gradient of {inner}"] = measure(want, have, TOLERANCE * typical)
         return sizes
-
-    def _anywhere(self, true: bool) -> bool:
-        """Return whether something is true on any rank of the axis. Collective over it."""
-        return bool(gather_values(torch.tensor([true], device=self._device()), self._context.group).any())
-
-    def _device(self) -> torch.device:
-        return next((parameter.device for parameter in self._module.parameters()), torch.device("cpu"))
-
-    def _parameter(self, name: str) -> Any:
-        return self._module.get_parameter(name)
 
     def _cut(self, parameter: object) -> Cut | None:
         """Return the dim along which the tensor axis splits a parameter, and its whole length."""
@@ -430,21 +374,18 @@ class SplitTest:
         regions = (region for at, region in self._context.regions.items() if at == name or at.startswith(prefix))
         return {argument for region in regions for argument in region.local_inputs}
 
-    def _gathered(self, seen: _Seen, heads: set[str], *, hidden: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _gathered(self, name: str, inputs: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs of one process: whole along the sequence, with all heads where ranks have some."""
-        args, kwargs, group = list(seen.args), dict(seen.kwargs), self._context.group
-        for key in heads.intersection(kwargs):
-            if isinstance(kwargs[key], Tensor):
-                kwargs[key] = gathered(kwargs[key], 1, group)
-        if hidden:
-            if args and isinstance(args[0], Tensor) and args[0].is_floating_point():
-                args[0] = gathered(args[0], 1, group)
-            else:
-                named = next(
-                    (argument for argument in self._context.inputs if isinstance(kwargs.get(argument), Tensor)), None
-                )
-                if named is not None and kwargs[named].is_floating_point():
-                    kwargs[named] = gathered(kwargs[named], 1, group)
+        args, kwargs = list(inputs.args), dict(inputs.kwargs)
+        whole: list[tuple[Any, Any]] = [(kwargs, key) for key in self._local_inputs(name).intersection(kwargs)]
+        if name and self._context.sequence_parallel:
+            hidden = [(args, 0)] if args and isinstance(args[0], Tensor) and args[0].is_floating_point() else []
+            named = (key for key in self._context.inputs if isinstance(kwargs.get(key), Tensor))
+            hidden = hidden or [(kwargs, key) for key in named][:1]
+            whole += [(held, key) for held, key in hidden if held[key].is_floating_point()]
+        for held, key in whole:
+            if isinstance(x := held[key], Tensor):
+                held[key] = gather_values(x.detach(), self._context.group, 1).requires_grad_(x.requires_grad)
         return tuple(args), kwargs
 
 
@@ -452,98 +393,54 @@ class _NotTried(Exception):
     """A block that cannot be tried."""
 
 
-def verified(verification: Verification) -> Verification:
-    """Return a verification that found nothing; log what could not be tried.
-
-    Raises:
-        ParallelError: naming the modules, the size of the differences and what to look at.
-    """
-    for name, why in verification.skipped.items():
-        log.warning("the split of %s was not verified: %s", name or "the model", why)
-    if verification.differences:
-        listed = "\n  ".join(
-            f"{difference.module or 'the model'}: {difference.what}, off by {difference.size:.1e}"
-            for difference in verification.differences[:8]
-        )
-        raise ParallelError(
-            f"these modules compute other values split over ranks than whole:\n  {listed}\n"
-            "check their styles in the layout's tensor-parallel table: a module between two projections that works "
-            "across features or heads cannot be split ('colwise_gather' joins the features before it, 'head' those of "
-            "the model's output; {pattern: None} leaves it whole); a whole module that sees a part needs 'grad_sum'; "
-            "a whole module that sees whole features needs None; a module that mixes positions does not work under "
-            "sequence_parallel; a forward that was replaced after plan.apply belongs before it; Plan(..., "
-            "verify=False) skips this test"
-        )
-    return verification
+def _off_by(returned: list[Tensor] | None, outputs: list[Tensor]) -> float:
+    """Return how far a copy's outputs are from what the block itself returned, of which the copy got some samples."""
+    if returned is None or len(returned) != len(outputs):
+        return 0.0
+    pairs = [(local_tensor(want), local_tensor(have)) for want, have in zip(returned, outputs)]
+    return max((measure(want[: len(have)], have) for want, have in pairs if want.ndim > 1), default=0.0)
 
 
-def of_stages(parts: Sequence[Verification]) -> Verification:
-    """Return one verification of those of stages."""
-    return Verification(
-        modules={name: size for part in parts for name, size in part.modules.items()},
-        differences=tuple(difference for part in parts for difference in part.differences),
-        skipped={name: why for part in parts for name, why in part.skipped.items()},
-        seconds=max(part.seconds for part in parts),
-    )
+def _split_dim(have: Tensor, want: Tensor) -> int | None:
+    """Return the dim along which an output of the split block is a part of the whole one's."""
+    if isinstance(have, DTensor):
+        placement = have.placements[0]
+        return placement.dim if isinstance(placement, Shard) else None
+    differing = [dim for dim, (part, length) in enumerate(zip(have.shape, want.shape)) if part != length]
+    return differing[0] if len(differing) == 1 and have.ndim == want.ndim else None
+
+
+def _part_for(like: Tensor, part: Tensor) -> Tensor:
+    return part_like(part, like) if isinstance(like, DTensor) else part
 
 
 def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]) -> Iterator[str]:
     """Yield the modules to try: one block of each kind, embeddings and heads beside them, or the model where other
     styles stand outside. A stage cannot run the model: there its blocks, embeddings and heads are tried.
     """
+
+    def contains(outer: str, inner: str) -> bool:
+        return inner == outer or inner.startswith(f"{outer}.")
+
     outside = [
-        name
-        for name in context.styles
-        if not _contains(blocks, name) and not any(block.startswith(f"{name}.") for block in blocks)
+        name for name in context.styles if not any(contains(block, name) or contains(name, block) for block in blocks)
     ]
     alone = [name for name in outside if context.styles[name].stands_alone]
     if len(alone) < len(outside) and applied(module).layers is None:
         yield ""
         return
     kinds: dict[Any, str] = {}
-    for place, name in enumerate(blocks):
-        if styled := [inner for inner in context.styles if inner == name or inner.startswith(f"{name}.")]:
-            inside = {inner[len(name) + 1 :]: context.styles[inner] for inner in styled}
-            kinds.setdefault(kind_of(module.get_submodule(name), place, inside), name)
+    for number, name in enumerate(blocks):
+        styled = {inner[len(name) + 1 :]: style for inner, style in context.styles.items() if contains(name, inner)}
+        if styled:
+            kinds.setdefault(kind_of(module.get_submodule(name), number, styled), name)
     yield from kinds.values()
     yield from alone
 
 
-def _contains(blocks: Sequence[str], name: str) -> bool:
-    return any(name == block or name.startswith(f"{block}.") for block in blocks)
-
-
-def _copy(value: object) -> Any:
-    if callable(getattr(value, "update", None)):
-        return None  # a cache of keys and values, which a block would fill again
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-def call(module: nn.Module, batch: object) -> Any:
-    """Return ``module`` called with a batch: keywords of a mapping, arguments of a list or tuple, or the one value."""
-    if isinstance(batch, Mapping):
-        return module(**batch)
-    return module(*batch) if isinstance(batch, list | tuple) else module(batch)
-
-
-def run(module: nn.Module, batch: object) -> None:
-    """Call a module as :func:`call` does, and return nothing."""
-    call(module, batch)
-
-
 def split_test(module: nn.Module, blocks: Sequence[str], device: torch.device) -> SplitTest | None:
-    """Return the test that compares split blocks with unsplit blocks; None if no features are split.
-
-    Args:
-        module: the outermost module, on which the passes ran.
-        blocks: names of the repeated blocks.
-        device: of this rank.
-    """
+    """Return the test that compares split blocks with unsplit blocks; None if no features are split."""
     split = applied(module).split
     if split is None or split.size == 1:
         return None
-
-    def whole(name: str) -> Tensor:
-        return whole_tensor(module.get_parameter(name)).to(device)
-
-    return SplitTest(module, split, blocks, whole)
+    return SplitTest(module, split, blocks, lambda name: whole_tensor(module.get_parameter(name)).to(device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Mapping
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from meshpar.core.errors import ParallelError
-from meshpar.core.patterns import class_name
+from meshpar.core.layout import ModelLayout
+from meshpar.core.patterns import class_name, matches
 from meshpar.passes.applied import Applied
 from meshpar.passes.experts.routing import INTERFACE, Inner, by_experts
 from meshpar.passes.tensor.parts import with_own
@@ -39,6 +41,12 @@ class Chosen:
         self.name, self.module, self.inner, self.record = name, module, module.forward, record
         self.count = len(next(module.parameters(recurse=False)))
         self.names, self._signature = counted_by(module, self.count), inspect.signature(module.forward)
+
+    def on(self, module: nn.Module) -> Chosen:
+        """Return how a copy of the module is called."""
+        call = copy.copy(self)
+        call.module, call.inner = module, module.forward
+        return call
 
     def read(self, *args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, Tensor, Tensor, Tensor]:
         """Return the call with its hidden states, chosen experts and weights."""
@@ -98,6 +106,11 @@ class InOrder(Chosen):
         return (
             output[torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))] * weights
         )
+
+
+def calling(name: str, layout: ModelLayout) -> type[Chosen]:
+    """Return how the module of experts of this name is called."""
+    return InOrder if any(matches(pattern, name) for pattern in layout.experts_in_order) else Chosen
 
 
 def rows_in_order(arguments: Mapping[Any, Any], count: int) -> tuple[Tensor, Tensor]:

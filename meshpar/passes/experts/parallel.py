@@ -21,16 +21,13 @@ from meshpar._torch.calls import eager
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, sizes_text
 from meshpar.core.passes import Pass, Role, Stage, unmatched
-from meshpar.core.patterns import OWN_NUMBER, find_modules, matches
+from meshpar.core.patterns import find_modules
 from meshpar.passes.applied import applied
 from meshpar.passes.data.whole_parameters import local, part_of
-from meshpar.passes.experts.calls import IN_ORDER, Chosen, InOrder, by_all_ranks, counted_by
+from meshpar.passes.experts.calls import IN_ORDER, Chosen, InOrder, by_all_ranks, calling, counted_by
 from meshpar.passes.experts.routing import INTERFACE, Mean, Routing, refuse_shapes
-from meshpar.passes.experts.trial import try_experts
 from meshpar.passes.installed import set_forward
 from meshpar.passes.tensor.parts import with_own
-
-_TORCHS = {"parameters", "buffers", "modules", "non_persistent_buffers_set", "meshpar"}
 
 
 @final
@@ -104,7 +101,7 @@ class ExpertParallel(Pass):
                     count = next(iter(counts.values()))
                     if count % size:
                         yield f"{name} has {count} experts, which ep={size} does not divide; {sizes_text('ep', count)}"
-                    yield from _undivided_problems(name, child, count, _is_in_order(name, layout))
+                    yield from _undivided_problems(name, child, count, calling(name, layout) is InOrder)
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         if mesh.spans_nodes("ep"):
@@ -127,22 +124,14 @@ class ExpertParallel(Pass):
         placements = [Shard(0), *[Replicate()] * (inside.ndim - 1)]
         placed: dict[int, nn.Parameter] = {}
         found = {child: name for pattern in layout.experts for name, child in find_modules(module, pattern)}
-        untried = (
-            {_kind(child, place): child for place, child in reversed([*enumerate(found)])} if record.verify else {}
-        )
         for child, name in found.items():
             for leaf, parameter in child.named_parameters(recurse=False):
                 if id(parameter) not in placed:
                     mine = parameter.detach().chunk(axis.size())[axis.get_local_rank()]
                     placed[id(parameter)] = part_of(parameter, mine.clone(), inside, placements)
                 child._parameters[leaf] = placed[id(parameter)]
-            kind = InOrder if _is_in_order(name, layout) else Chosen
-            _install(kind(name, child, record), axis.get_group(), tried=child not in untried.values())
+            _install(calling(name, layout)(name, child, record), axis.get_group())
             record.divided[child] = mesh
-
-
-def _is_in_order(name: str, layout: ModelLayout) -> bool:
-    return any(matches(pattern, name) for pattern in layout.experts_in_order)
 
 
 def _undivided_problems(name: str, module: nn.Module, count: int, in_order: bool) -> Iterator[str]:
@@ -173,31 +162,9 @@ def _undivided_problems(name: str, module: nn.Module, count: int, in_order: bool
         yield f"{name} has forward({got}), expected {want}; {remedy}"
 
 
-def _kind(module: nn.Module, place: int) -> Any:
-    """Return what experts of one kind have in common; ``place`` is a number that a module may know itself by."""
-    facts = []
-    for inner, child in module.named_modules():
-        plain = {
-            key: value
-            for key, value in vars(child).items()
-            if key.strip("_") not in _TORCHS and key not in dir(nn.Module)
-        }
-        settings = {
-            key: value if isinstance(value, bool | float | str | None) else id(value) for key, value in plain.items()
-        }
-        numbers = {key: value for key, value in plain.items() if type(value) is int}
-        settings |= {
-            key: None if value == place and OWN_NUMBER.search(key) else value for key, value in numbers.items()
-        }
-        shapes = tuple((leaf, tuple(parameter.shape)) for leaf, parameter in child.named_parameters(recurse=False))
-        forward = getattr(child.forward, "__func__", child.forward)
-        facts.append((inner, type(child), forward, shapes, tuple(sorted(settings.items(), key=str))))
-    return tuple(facts)
-
-
-def _install(call: Chosen, group: Any, *, tried: bool) -> None:
+def _install(call: Chosen, group: Any) -> None:
     """Let a module of experts compute with those of this rank, on the rows of all ranks that chose them."""
-    module, untried = call.module, set() if tried else {False, True}
+    module = call.module
 
     @eager
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -210,9 +177,6 @@ def _install(call: Chosen, group: Any, *, tried: bool) -> None:
             return with_own(module, own, lambda: call.inner(*args, **kwargs))
         bound, hidden, chosen, weights = call.read(*args, **kwargs)
         refuse_shapes(hidden, chosen, weights)
-        for training in sorted(untried & {False, module.training}):
-            untried.discard(training)
-            try_experts(call, bound, own, hidden, weights.dtype, chosen.shape[-1], group, training=training)
         own = {leaf: Mean.apply(parameter, group.size()) for leaf, parameter in own.items()}
         return by_all_ranks(partial(call.compute, bound, own), call, call.count, group)(hidden, chosen, weights)
 

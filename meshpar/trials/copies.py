@@ -1,0 +1,307 @@
+"""Copies of a user's model, or of a block of it, on which trials compute: the state of the model itself is not touched.
+
+What a module holds is copied, however deep: attributes, lists, counters, generators, buffers and what functions in its
+attributes hold in closures. Shared with the original is what is outside of it: classes, globals, other modules, process
+groups, and objects of torch, transformers and meshpar. Parameters are the caller's to replace. A user's hooks are left
+out. What cannot be copied, such as an iterator, a file or a lock, is named before anything runs.
+
+The copying is pickle's, in memory: ``persistent_id`` answers for what is shared or replaced, ``reducer_override`` for
+modules, functions and methods, which pickle would write by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import io
+import pickle
+import random
+import sys
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshpar.core import runtime
+from meshpar.passes.experts.calls import Chosen
+from meshpar.passes.installed import Installed
+
+_LIBRARIES = ("torch", "meshpar", "transformers", "tokenizers", "huggingface_hub", "logging")
+"""Packages whose objects, other than modules and tensors, copies share."""
+_PLAIN = (int, float, str, bytes, bool, complex, type(None), list, dict, tuple, set)
+_SHARED = (type, ModuleType, CodeType, inspect.Signature, dist.ProcessGroup, Tensor, torch.Generator)
+_WEAK = (weakref.ref, weakref.ProxyType)
+_CACHE = type(functools.lru_cache(len))
+_CONTAINERS = (list, dict, set, deque)
+_HOOKS = {name for name in vars(nn.Module()) if name.endswith("_hooks")}
+
+
+class CannotCopy(RuntimeError):
+    """A module holds something that cannot be copied, so trials do not run it."""
+
+
+def copy_block(block: nn.Module, replaced: Mapping[Tensor, Tensor], values: Any) -> tuple[Any, Any]:
+    """Return a copy of a block, in evaluation mode and with torch's own hooks alone, and one of ``values``.
+
+    :func:`free` it after use.
+
+    Args:
+        block: any module, also one that FSDP2 shards.
+        replaced: what the copy has in the place of parameters and other tensors; a parameter that is absent is shared.
+        values: what the block is called with, which may refer to what it holds.
+
+    Raises:
+        CannotCopy: says why.
+    """
+    by_id = {id(tensor): instead for tensor, instead in replaced.items()}
+    return _copy((block, values), by_id, {id(module) for module in block.modules()})
+
+
+def free(copied: nn.Module) -> None:
+    """Let go of what a copy holds: its functions refer to it, and it would stay until garbage is collected."""
+    for child in list(copied.modules()):
+        vars(child).clear()
+
+
+@contextmanager
+def copied_state(module: nn.Module, values: Any) -> Iterator[Any]:
+    """Let a module, and all in it, work on a copy of its state in the ``with`` block; yield a copy of ``values``.
+
+    Parameters, and hooks that are not a user's, stay: FSDP2 gathers as it does. The module's own state is a dictionary
+    that nothing reaches meanwhile.
+
+    Raises:
+        CannotCopy: before anything is changed; says why.
+    """
+    children, replaced = list(module.modules()), dict[int, Any]()
+    states = [vars(child) for child in children]
+    for name, value in (item for state in states for item in state.items()):
+        if name in ("_parameters", "_modules") or _is_interception(name, value):
+            replaced[id(value)] = value
+        elif name in _HOOKS:
+            replaced[id(value)] = _hooks_of(_LIBRARIES, value)
+    copies, values = _copy(([dict(state) for state in states], values), replaced, set())
+    with undisturbed(children):
+        try:
+            for child, copied in zip(children, copies, strict=True):
+                object.__setattr__(child, "__dict__", copied)
+            yield values
+        finally:
+            for child, state in zip(children, states, strict=True):
+                object.__setattr__(child, "__dict__", state)
+            for copied in copies:
+                copied.clear()
+
+
+@contextmanager
+def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put back random states, and plain containers and numbers in the modules' classes and in the files of these."""
+    modules = list(modules)
+    classes = {kind for module in modules for kind in type(module).__mro__}
+    classes = {kind for kind in classes if _package(kind) not in sys.stdlib_module_names.union(_LIBRARIES)}
+    variables = [
+        (space, name, value, _items(value))
+        for space in (*classes, *filter(None, {sys.modules.get(kind.__module__) for kind in classes}))
+        for name, value in [*vars(space).items()]
+        if type(value) in (int, float, *_CONTAINERS)
+    ]
+    devices = {parameter.device for module in modules for parameter in module.parameters()}
+    devices = [device for device in devices if not runtime.on_host(device)]
+    numpy: Any = sys.modules.get("numpy.random")
+    states = random.getstate(), None if numpy is None else numpy.get_state()
+    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            if numpy is not None:
+                numpy.set_state(states[1])
+            for variable in variables:
+                _put_back(*variable)
+
+
+def _items(value: Any) -> list[Any]:
+    """Return what a container holds, the values of a dictionary after its keys; nothing of a number."""
+    return [*value, *value.values()] if isinstance(value, dict) else [*value] if type(value) in _CONTAINERS else []
+
+
+def _put_back(space: Any, name: str, value: Any, items: list[Any]) -> None:
+    if vars(space).get(name) is not value:
+        setattr(space, name, value)
+    if [*map(id, _items(value))] == [*map(id, items)]:
+        return
+    value.clear()
+    if isinstance(value, dict):
+        value.update(zip(items, items[len(items) // 2 :]))
+    else:
+        (value.update if isinstance(value, set) else value.extend)(items)
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """Return a floating-point tensor in float32 or wider, and any other as it is."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if tensor.is_floating_point() else tensor
+
+
+def _package(value: Any) -> str:
+    return (getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+def _hooks_of(prefixes: tuple[str, ...], hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    """Return the hooks that are defined in modules of Python whose names begin so."""
+    chosen = OrderedDict[int, Any]()
+    for number, hook in hooks.items():
+        function = hook
+        while isinstance(function, functools.partial):
+            function = function.func
+        if (getattr(function, "__module__", None) or "").startswith(prefixes):
+            chosen[number] = hook
+    return chosen
+
+
+def _is_interception(name: str, value: object) -> bool:
+    """Return whether an attribute takes the place of a method of every module's, as meshpar's own do."""
+    return callable(value) and name in vars(nn.Module) and name != "forward"
+
+
+def _copy(values: Any, replaced: Mapping[int, Any], inside: set[int]) -> Any:
+    file = io.BytesIO()
+    try:
+        copier = _StateWriter(file, replaced, inside)
+        copier.dump(values)
+        file.seek(0)
+        return _StateReader(file, copier.table).load()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise CannotCopy(f"it cannot be copied: {error}") from error
+
+
+@final
+class _StateReader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, table: list[Any]) -> None:
+        super().__init__(file)
+        self._table = table
+
+    def persistent_load(self, number: int) -> Any:
+        return self._table[number]
+
+
+@final
+class _StateWriter(pickle.Pickler):
+    """Writes values down, but for those that copies share or replace, which have numbers in a table.
+
+    ``replaced`` has what a copy has instead of a value by its ``id``, ``inside`` the ids of the modules to copy.
+    """
+
+    def __init__(self, file: io.BytesIO, replaced: Mapping[int, Any], inside: set[int]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._replaced, self._inside = replaced, inside
+        self.table: list[Any] = []
+        # with the value, as an object that is gone may give its id to another one
+        self._numbers: dict[int, tuple[int, Any]] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        if id(value) not in self._numbers:
+            kind = type(value)
+            if id(value) in self._replaced:
+                self.table.append(self._replaced[id(value)])
+            elif kind in _PLAIN or self._is_written(kind, value):
+                return None
+            else:
+                self.table.append(_copy_alone(value))
+            self._numbers[id(value)] = len(self.table) - 1, value
+        return self._numbers[id(value)][0]
+
+    def _is_written(self, kind: type, value: Any) -> bool:
+        """Return whether a value is copied part by part."""
+        if issubclass(kind, _WEAK):
+            return id(_referent(value)) in self._inside
+        if issubclass(kind, nn.Module):
+            return id(value) in self._inside
+        if issubclass(kind, FunctionType):
+            return value.__closure__ is not None
+        if issubclass(kind, BuiltinFunctionType):
+            return not isinstance(value.__self__, type | ModuleType | None)
+        if issubclass(kind, _SHARED) or kind.__name__ == "memmap":
+            return False
+        is_of_a_library = any(_package(base) in _LIBRARIES for base in kind.__mro__)
+        return issubclass(kind, Installed | Chosen) or hasattr(kind, "__next__") or not is_of_a_library
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if issubclass(kind, nn.Module):
+            while hasattr(kind, "set_requires_gradient_sync") and len(kind.__bases__) > 1:
+                kind = kind.__bases__[-1]
+            return object.__new__, (kind,), _state_of(value), None, None, _set_state
+        if kind is FunctionType:
+            # what wraps a function, as torch's compiler does, may keep another function among its attributes
+            return _rebuild, (_SharedFunction(value), value.__closure__), dict(vars(value)), None, None, _set_state
+        if kind is _CACHE:
+            return copy.copy, (value.__wrapped__,)
+        if kind is CellType:
+            return CellType, (), _content_of(value), None, None, _fill
+        if kind is MethodType:
+            return MethodType, (value.__func__, value.__self__)
+        if issubclass(kind, _WEAK):
+            return weakref.ref if issubclass(kind, weakref.ref) else weakref.proxy, (_referent(value),)
+        return NotImplemented
+
+
+def _copy_alone(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return value
+
+
+def _referent(reference: Any) -> Any:
+    return reference() if isinstance(reference, weakref.ref) else reference.__repr__.__self__
+
+
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    """Return what a copy of a module holds: its class's call, and of hooks torch's, which compute weights."""
+    state = {
+        name: _hooks_of(("torch.nn.",), value) if name in _HOOKS else value
+        for name, value in vars(module).items()
+        if not name.startswith("__") and not _is_interception(name, value)
+    }
+    return {**state, "training": False}
+
+
+def _set_state(copied: object, state: dict[str, Any]) -> None:
+    vars(copied).update(state)
+
+
+@final
+@dataclass(frozen=True)
+class _SharedFunction:
+    function: FunctionType
+
+
+def _rebuild(shared: _SharedFunction, cells: tuple[CellType, ...]) -> FunctionType:
+    function = shared.function
+    copied = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__module__, copied.__qualname__ = function.__module__, function.__qualname__
+    return copied
+
+
+def _content_of(cell: CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # nothing was assigned yet
+        return ()
+
+
+def _fill(cell: CellType, content: tuple[Any, ...]) -> None:
+    if content:
+        (cell.cell_contents,) = content

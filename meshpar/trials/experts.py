@@ -1,0 +1,250 @@
+"""The trial of experts: ranks compute, each by its own experts, what all experts compute, on rows of noise.
+
+Tokens, weights and parameters are noise, so that no zero hides anything; of very large modules it has fewer experts.
+Outputs are compared, and the gradients of hidden states and weights: in float32, but on an accelerator in the dtypes
+that came. In training a module that draws random numbers is not compared.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshpar._torch.calls import eager, without_modes
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError, ParallelError, first_line
+from meshpar.core.layout import ModelLayout
+from meshpar.core.patterns import OWN_NUMBER, class_name
+from meshpar.passes.applied import Applied
+from meshpar.passes.data.whole_parameters import local
+from meshpar.passes.experts.calls import IN_ORDER, Chosen, InOrder, by_all_ranks, calling
+from meshpar.passes.experts.routing import INTERFACE, Inner, refuse_shapes
+from meshpar.passes.host_reads import unrecorded
+from meshpar.passes.installed import as_written, own_forward
+from meshpar.passes.tensor.collectives import gather_values
+from meshpar.trials.copies import CannotCopy, copy_block, free, undisturbed, widen
+from meshpar.trials.engine import TOLERANCE, is_narrow, measure, noise, on_any_rank
+
+log = logging.getLogger(__name__)
+
+HALF_TOLERANCE = 0.1
+"""How far divided experts may be off in 16 bits on an accelerator."""
+LARGEST = 1 << 27
+"""Parameters of all ranks' experts that are drawn at most, of one module at a time: 512 MiB in float32."""
+_TOKENS = 64  # of each rank
+
+
+def watch_experts(module: nn.Module, layout: ModelLayout, record: Applied) -> None:
+    """Try one module of experts of each kind, before its first call in evaluation and its first one in training."""
+    names = {child: name for name, child in module.named_modules()}
+    kinds = {_kind(child, number): child for number, child in reversed([*enumerate(record.divided)])}
+    for child in kinds.values():
+        call = calling(names[child], layout)(names[child], child, record)
+        ExpertsTest(call, record.divided[child]["ep"].get_group())
+
+
+def _kind(module: nn.Module, place: int) -> Any:
+    """Return what experts of one kind have in common; ``place`` is a number that a module may know itself by."""
+    facts = []
+    for inner, child in module.named_modules():
+        settings = {
+            key: value if isinstance(value, bool | int | float | str | None) else id(value)
+            for key, value in vars(child).items()
+            if not key.startswith("_") and key != "forward" and key not in dir(nn.Module)
+        }
+        for key, value in settings.items():
+            if type(value) is int and value == place and OWN_NUMBER.search(key):
+                settings[key] = None
+        shapes = tuple((leaf, tuple(parameter.shape)) for leaf, parameter in child.named_parameters(recurse=False))
+        facts.append((inner, type(child), own_forward(child), shapes, tuple(sorted(settings.items(), key=str))))
+    return tuple(facts)
+
+
+@final
+class ExpertsTest:
+    """Tries one module of experts, which the ranks of a group divide, by a hook before its calls."""
+
+    def __init__(self, call: Chosen, group: Any) -> None:
+        self._call, self._group, self._untried = call, group, {False, True}
+        self._handle = call.module.register_forward_pre_hook(self._before_call, with_kwargs=True)
+
+    @eager
+    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare what all experts compute with what the ranks compute by theirs, if the call is the first of its mode.
+
+        Raises:
+            ParallelError: on every rank of the group.
+
+        Collective: every rank of the group calls the module.
+        """
+        modes = sorted(self._untried & {False, module.training})
+        if not modes:
+            return
+        parameters: dict[str, Any] = {
+            leaf: local(parameter) if isinstance(parameter, DTensor) else parameter
+            for leaf, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        bound, hidden, chosen, weights = self._call.read(*args, **kwargs)
+        refuse_shapes(hidden, chosen, weights)
+        # Each run replaces the tensors, which may be of a long context.
+        for key, argument in bound.arguments.items():
+            bound.arguments[key] = argument.new_empty(0) if isinstance(argument, Tensor) else argument
+        for training in modes:
+            self._untried.discard(training)
+            draws = _Draws(self._call, parameters, hidden, weights, chosen.shape[-1], self._group)
+            self._try(draws, bound, training=training)
+        if not self._untried:
+            self._handle.remove()
+
+    def _try(self, draws: _Draws, bound: inspect.BoundArguments, *, training: bool) -> None:
+        call, device = self._call, draws.device
+        why, copied = "", None
+        try:
+            copied, arguments = copy_block(call.module, draws.replaced(call.module), bound.arguments)
+            bound = inspect.BoundArguments(bound.signature, arguments)
+        except CannotCopy as error:
+            why = str(error)
+        if on_any_rank(bool(why), device, self._group):
+            self._skip(f"is not compared: {why or 'it cannot be copied on another rank'}")
+            return
+        assert copied is not None
+        copied.train(training)
+        with ExitStack() as stack:
+            stack.callback(free, copied)
+            # Hooks of its own keep what is saved here out of a recomputation's.
+            saved = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+            for context in (without_modes(), unrecorded(), torch.enable_grad(), saved, undisturbed(copied.modules())):
+                stack.enter_context(context)
+            if draws.widened:
+                stack.enter_context(torch.autocast(device.type, enabled=False))
+            with as_written(copied):
+                alone = call.on(copied)
+            results = self._results(alone, bound, draws, training=training)
+        if results is None:
+            return
+        worst = max(measure(want, have) for want, have in zip(*results, strict=True))
+        worst = float(gather_values(torch.tensor([worst], device=device), self._group).max())
+        narrow = not draws.widened and (torch.is_autocast_enabled(device.type) or is_narrow(draws.dtypes))
+        if worst > (HALF_TOLERANCE if narrow else TOLERANCE):
+            raise ParallelError(
+                f"{call.name} ({class_name(call.module)}) gives other results with the experts of each rank of ep than "
+                f"with all experts (off by {worst:.1e}{', in training' if training else ''}), expected for each token "
+                "the sum over its chosen experts, each by its own row, weight and parameters alone; move computations "
+                "over all experts of a token (a normalisation of weights, a residual, a capacity) to the module around "
+                "it, or use a mesh without ep; Plan(..., verify=False) skips this test"
+            )
+
+    def _skip(self, why: str) -> None:
+        log.warning("%s (%s) %s", self._call.name, class_name(self._call.module), why)
+
+    def _results(
+        self, call: Chosen, bound: inspect.BoundArguments, draws: _Draws, *, training: bool
+    ) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Return outputs and gradients by all experts and by each rank's; None where a module's own are not comparable.
+
+        Raises:
+            ParallelError: the module does not run on noise.
+        """
+        compute = partial(call.compute, bound)
+        try:
+            want, *again = (draws.run(partial(compute, draws.parameters)) for _ in range(1 + training))
+            random = any(not torch.equal(one, other) for outputs in again for one, other in zip(want, outputs))
+            endless = not all(bool(tensor.isfinite().all()) for tensor in want)
+            either = torch.tensor([[random, endless]], device=draws.device)
+            random, endless = gather_values(either, self._group).any(0).tolist()
+            if endless:
+                self._skip("returns no finite values for random inputs and is not compared")
+            if random or endless:
+                return None
+            count = draws.count * self._group.size()
+            return want, draws.run(by_all_ranks(partial(compute, draws.part), call, count, self._group))
+        except MeshparError:
+            raise
+        except Exception as error:
+            expected = IN_ORDER if isinstance(call, InOrder) else INTERFACE
+            raise ParallelError(
+                f"{call.name} ({class_name(call.module)}) does not run with {draws.count} of its experts on rows of "
+                f"noise ({type(error).__name__}: {first_line(error)}), expected {expected} and its number of experts "
+                "read from its parameters or an attribute such as num_experts; use a mesh without ep"
+            ) from error
+
+
+@final
+class _Draws:
+    """Noise in the shapes of a call, whose tokens choose ``slots`` experts.
+
+    Attributes:
+        count: number of experts of each rank.
+        parameters: of all ranks' experts, by name.
+        part: of this rank's experts.
+        widened: everything is in float32 or wider.
+    """
+
+    def __init__(
+        self, call: Chosen, parameters: Mapping[str, Tensor], hidden: Tensor, weights: Tensor, slots: int, group: Any
+    ) -> None:
+        size, rank, self.device = group.size(), group.rank(), hidden.device
+        self.widened = not runtime.queues(self.device)
+        one = sum(value[:1].numel() for value in parameters.values())
+        self.count = max(1, min(call.count // size, LARGEST // (size * one)))
+        self.parameters = {
+            leaf: self._draw(number, (self.count * size, *value.shape[1:]), value.dtype)
+            for number, (leaf, value) in enumerate(parameters.items())
+        }
+        own = slice(rank * self.count, (rank + 1) * self.count)
+        self.part = {leaf: value[own].clone() for leaf, value in self.parameters.items()}
+        self._hidden = self._draw(100 + rank, (_TOKENS, hidden.shape[-1]), hidden.dtype)
+        if call.dense:
+            self._hidden[::4] = 0
+        self._weights = self._draw(100 + size + rank, (_TOKENS, slots), weights.dtype).abs()
+        self._chosen = _choose(self.count * size, slots, rank).to(self.device)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes of all that is drawn."""
+        return {tensor.dtype for tensor in (self._hidden, self._weights, *self.part.values())}
+
+    def _draw(self, seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        values = noise(shape, seed)
+        values = values / shape[-1] ** 0.5 if len(shape) > 2 else values
+        return values.to(self.device, torch.promote_types(dtype, torch.float32) if self.widened else dtype)
+
+    def replaced(self, module: nn.Module) -> dict[Tensor, Tensor]:
+        """Return what a copy of the module has in the place of its buffers and of its children's parameters."""
+        replaced: dict[Tensor, Tensor] = {buffer: widen(buffer.detach()).clone() for buffer in module.buffers()}
+        for number, child in enumerate(module.modules()):
+            for parameter in child.parameters(recurse=False) if number else ():
+                replaced[parameter] = self._draw(number, tuple(parameter.shape), parameter.dtype)
+        return replaced
+
+    def run(self, compute: Inner) -> list[Tensor]:
+        """Return outputs and gradients for noise from above, in float64; a missing gradient is zero."""
+        hidden, weights = (tensor.detach().clone().requires_grad_() for tensor in (self._hidden, self._weights))
+        output = compute(hidden, self._chosen, weights)
+        gradients: Any = (None, None)
+        if output.requires_grad:
+            cotangent = noise(output.shape, 0).to(output)
+            gradients = torch.autograd.grad(output, (hidden, weights), cotangent, allow_unused=True)
+        missing = zip((hidden, weights), gradients)
+        gradients = [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in missing]
+        return [output.detach().double(), *(gradient.double() for gradient in gradients)]
+
+
+def _choose(count: int, slots: int, seed: int) -> Tensor:
+    """Return (tokens, ``slots``) of ``count`` experts, some of which get far more tokens than others."""
+    chosen = torch.rand(_TOKENS, count, generator=torch.Generator().manual_seed(seed)).argsort(1)
+    chosen[: _TOKENS // 2] = chosen[0]
+    return chosen.repeat(1, -(-slots // count))[:, :slots].contiguous()
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
