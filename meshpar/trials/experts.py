@@ -40,6 +40,7 @@ HALF_TOLERANCE = 0.1
 LARGEST = 1 << 27
 """Parameters of all ranks' experts that are drawn at most, of one module at a time: 512 MiB in float32."""
 _TOKENS = 64  # of each rank
+_EVERY_MODULES = {*dir(nn.Module), *vars(nn.Module())}
 
 
 def watch_experts(module: nn.Module, layout: ModelLayout, record: Applied) -> None:
@@ -58,7 +59,7 @@ def _kind(module: nn.Module, place: int) -> Any:
         settings = {
             key: value if isinstance(value, bool | int | float | str | None) else id(value)
             for key, value in vars(child).items()
-            if not key.startswith("_") and key != "forward" and key not in dir(nn.Module)
+            if key not in _EVERY_MODULES and not key.startswith(("_meshpar", "__"))
         }
         for key, value in settings.items():
             if type(value) is int and value == place and OWN_NUMBER.search(key):

@@ -261,6 +261,15 @@ class Normalised(Own):
         return super().forward(x, chosen, weights / weights.sum(-1, keepdim=True))
 
 
+class Sometimes(Normalised):
+    """Normalises weights by a private setting."""
+
+    _normalises = False
+
+    def forward(self, x, chosen, weights):
+        return (Normalised if self._normalises else Own).forward(self, x, chosen, weights)
+
+
 class Residual(Own):
     def forward(self, x, chosen, weights):
         return x + super().forward(x, chosen, weights)
@@ -405,6 +414,10 @@ def test_experts_of_ones_own_that_ranks_cannot_repeat_are_refused_in_the_first_f
     ]:
         with pytest.raises(ParallelError, match=message):
             run_own(OwnMixture(kind))
+    different = OwnMixture(Sometimes)
+    different.layers[1]["experts"]._normalises = True
+    with pytest.raises(ParallelError, match=r"layers.1.experts \(Sometimes\) gives other results"):
+        run_own(different)
     run_own(OwnMixture(Residual), verify=False)
     for verify in (True, False):
         kept = run_own(OwnMixture(Keeping), verify).module.layers[0]["experts"].kept
