@@ -90,7 +90,20 @@ class _ParameterOfAStage(_OfAStage, nn.Parameter):
 
 
 class _DTensorOfAStage(_OfAStage, DTensor):  # type: ignore[misc]
-    pass
+    def full_tensor(self, **options: Any) -> Tensor:
+        return self._followed(super().full_tensor(**options))
+
+    def to_local(self, **options: Any) -> Tensor:
+        return self._followed(super().to_local(**options))
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        return self._followed(super().redistribute(*args, **options))
+
+    def _followed(self, result: Any) -> Any:
+        """Return what a method made, of which torch tells no function."""
+        if not _runs_for_meshpar(3):
+            _follow("a method of DTensor", [self], [result])
+        return result
 
 
 _MARKED: Final[Mapping[type, type]] = {
@@ -184,9 +197,9 @@ def _unmark(tensor: Tensor) -> None:
         tensor.__class__ = _PLAIN[type(tensor)]
 
 
-def _runs_for_meshpar() -> bool:
-    """Return whether meshpar's own code called torch, but for torch functions of the loop."""
-    frame: FrameType | None = sys._getframe(2)
+def _runs_for_meshpar(depth: int = 2) -> bool:
+    """Return whether meshpar's own code called torch, but for torch functions of the loop; ``depth`` frames below."""
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         name = f"{frame.f_globals.get('__name__')}."
         if not name.startswith(("torch.", "meshpar._torch.")) or name.startswith("torch.testing."):

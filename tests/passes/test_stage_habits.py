@@ -144,6 +144,10 @@ def total_norm(par):
     return torch.nn.utils.get_total_norm([parameter.grad for parameter in par.module.parameters()])
 
 
+def of_whole_tensors(par):
+    return sum(parameter.grad.full_tensor().norm() for parameter in par.module.parameters())
+
+
 def is_finite(par):
     return all(bool(parameter.grad.isfinite().all()) for parameter in par.module.parameters())
 
@@ -176,7 +180,7 @@ def test_numbers_of_several_parameters_are_refused_and_the_remedy_is_exact():
 @on_ranks(4)
 def test_numbers_of_several_sharded_parameters_are_refused_and_the_remedy_is_exact():
     passes = [PipelineParallel(), FullyShard()]
-    for number in (torchs, by_hand, stacked):
+    for number in (torchs, by_hand, stacked, of_whole_tensors):
         par = Plan("pp=2,dp_shard=2", passes).apply(model())
         par.backward(micro_batches(0), plain_loss)
         with pytest.raises(MeshparError, match="would get another number"):
