@@ -335,7 +335,7 @@ def restores(folder: str, layers: str, rounds: str) -> Notes:
 
 
 def raw_read(path: Path, state: dict[str, Any]) -> None:
-    from meshpar.checkpoints.storage.files import ReadFile
+    from meshpar.checkpoints.storage.disk import ReadFile
 
     file, position = ReadFile(path), 0
     for tensor in state.values():

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshpar import ModelLayout
 from meshpar.checkpoints import CheckpointManager, Manifest
-from meshpar.checkpoints.format.manifest import Chunk
+from meshpar.checkpoints.format.manifest import SavedPart
 from meshpar.checkpoints.format.writing import WrittenFile
 from meshpar.checkpoints.steps.planning import Alike, Described, Planning
 from meshpar.checkpoints.steps.recording import Layout, Report, layout_of, pack, report_of
@@ -181,14 +181,14 @@ def load(share: Sequence[Sequence[int]], parts: Sequence[Alike]) -> int:
 
 def files_of(rank: int, parts: Sequence[tuple[Alike, Sequence[int]]], folder: str) -> list[WrittenFile]:
     """Return two files with a rank's parts; on the disk they are holes."""
-    written: list[list[tuple[str, Chunk]]] = [[], []]
+    written: list[list[tuple[str, SavedPart]]] = [[], []]
     for alike, positions in parts:
         names, length = alike.names, math.prod(alike.sizes) * alike.dtype.itemsize // 64 * 64 + 1024
         for position in positions:
             mine = written[position % 2]
             start = mine[-1][1].position + mine[-1][1].length if mine else 0
             file = f"__{rank}_{position % 2}.distcp"
-            mine.append((names[position], Chunk(alike.offsets, alike.sizes, file, start, length)))
+            mine.append((names[position], SavedPart(alike.offsets, alike.sizes, file, start, length)))
     files = []
     for number, parts_of_file in enumerate(written):
         name, size = f"__{rank}_{number}.distcp", sum(part.length for _, part in parts_of_file)

@@ -8,8 +8,7 @@ from meshpar.process.imports import lazily
 
 if TYPE_CHECKING:
     from meshpar.checkpoints.export.gguf import export_gguf
-    from meshpar.checkpoints.export.live import Published
-    from meshpar.checkpoints.export.module import export_module
+    from meshpar.checkpoints.export.live import Published, export_module
     from meshpar.checkpoints.export.published import Digest
     from meshpar.checkpoints.export.safetensors import export_safetensors
     from meshpar.checkpoints.format.dcp import DistributedCheckpoint
@@ -58,8 +57,7 @@ __all__ = [
 
 _HOMES = {
     "export.gguf": ("export_gguf",),
-    "export.live": ("Published",),
-    "export.module": ("export_module",),
+    "export.live": ("Published", "export_module"),
     "export.published": ("Digest",),
     "export.safetensors": ("export_safetensors",),
     "format.dcp": ("DistributedCheckpoint",),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,10 +20,11 @@ import torch
 
 from meshpar.checkpoints.export.quantizing import fitting, is_high
 from meshpar.checkpoints.export.safetensors import ExportOptions, open_model
-from meshpar.checkpoints.export.target import free_target, made_on_disk
-from meshpar.checkpoints.format.copying import ByteCount, Progress, StoredSource, check_piece
+from meshpar.checkpoints.export.target import free_target, make_on_disk
+from meshpar.checkpoints.format.copying import ByteCount, Progress, StoredSource, check_piece, read_tiles
 from meshpar.checkpoints.format.verify import Verify
-from meshpar.checkpoints.storage.files import ReadFile, memory_of, read_json, tiles, write_all
+from meshpar.checkpoints.storage.disk import ReadFile
+from meshpar.checkpoints.storage.files import memory_of, read_json, tiles, write_all
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.checkpoints.storage.transfer import fetched
 from meshpar.core.errors import CheckpointError, brief
@@ -61,7 +62,7 @@ def _no_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
 
 
 def _llama_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
-    """Rotary pairs lie beside each other in llama.cpp, and a half of a head apart in transformers."""
+    """Rotary pairs are neighbours in llama.cpp, and half a head apart in transformers."""
     names = [f"model.layers.*.self_attn.{letter}_proj.{kind}" for letter in "qk" for kind in ("weight", "bias")]
     return [Permute(name, name, outer=_head_dim(config) // 2, inner=2) for name in names]
 
@@ -73,30 +74,21 @@ def _gpt2_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
 
 
 def _expert_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
-    places = range(_size(config, *_EXPERTS))
+    experts, numbers = "model.layers.*.mlp.experts", range(_size(config, *_EXPERTS))
     return [
-        Unstack(
-            f"model.layers.*.mlp.experts.{projection}.weight",
-            tuple(f"model.layers.*.mlp.experts.{place}.{projection}.weight" for place in places),
-        )
-        for projection in ("gate_proj", "up_proj", "down_proj")
+        Unstack(f"{experts}.{layer}.weight", tuple(f"{experts}.{number}.{layer}.weight" for number in numbers))
+        for layer in ("gate_proj", "up_proj", "down_proj")
     ]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """llama.cpp's requirements of an architecture.
-
-    Attributes:
-        name: in llama.cpp.
-        rules: from transformers' tensors to those with llama.cpp's order of rows, by the config.
-        norms: what is added to the norms' weights.
-    """
+    """llama.cpp's requirements of an architecture, whose ``name`` is llama.cpp's."""
 
     name: str
-    rules: Callable[[Mapping[str, Any]], Sequence[Rule]]
-    norms: float = 0.0
+    rules: Callable[[Mapping[str, Any]], Sequence[Rule]]  # to tensors with llama.cpp's order of rows, by the config
+    norms: float = 0.0  # what is added to the norms' weights
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -148,9 +140,16 @@ def export_gguf(
         MeshparError: ``gguf`` is not installed.
     """
     options = ExportOptions(
-        quantize=kind, tokenizer=tokenizer, progress=progress, config=config, weights=weights, verify=verify, high=high,
-        averaged=averaged, overwrite=overwrite,
-    )  # fmt: skip
+        quantize=kind,
+        tokenizer=tokenizer,
+        progress=progress,
+        config=config,
+        weights=weights,
+        verify=verify,
+        high=high,
+        averaged=averaged,
+        overwrite=overwrite,
+    )
     return write_gguf(src, dst, options)
 
 
@@ -175,7 +174,7 @@ def write_gguf(src: PlaceLike | TypedSource, dst: PlaceLike, options: ExportOpti
         for name in source.shapes():
             for piece in source.pieces(name):
                 check_piece(piece)
-    with made_on_disk(target, overwrite=options.overwrite) as folder:
+    with make_on_disk(target, overwrite=options.overwrite) as folder:
         path = folder / f"model-{kind}.gguf"
         _write_file(path, library, writer, laid_out, names, kinds, architecture, config, options.progress)
     return place(dst)
@@ -208,10 +207,10 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:
-    found = next((config[name] for name in names if config.get(name) is not None), None)
-    if found is None:
+    size = next((config[name] for name in names if config.get(name) is not None), None)
+    if size is None:
         raise CheckpointError(f"GGUF: config.json has no {names[0]}; got {', '.join(sorted(config)) or 'nothing'}")
-    return int(found)
+    return int(size)
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:
@@ -255,18 +254,15 @@ def _names(
     library: ModuleType, architecture: Architecture, config: Mapping[str, Any], shapes: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return llama.cpp's name of each tensor by transformers' name."""
-    known = {name: number for number, name in library.MODEL_ARCH_NAMES.items()}[architecture.name]
-    table = library.get_tensor_name_map(known, _size(config, "num_hidden_layers", "n_layer"))
-    found = {
-        name: table.get_name(name, try_suffixes=(".weight", ".bias"))
-        for name in shapes
-        if not name.endswith(_NOT_WEIGHTS)
-    }
-    if lost := [name for name, new in found.items() if new is None]:
+    number = next(number for number, name in library.MODEL_ARCH_NAMES.items() if name == architecture.name)
+    table = library.get_tensor_name_map(number, _size(config, "num_hidden_layers", "n_layer"))
+    weights = [name for name in shapes if not name.endswith(_NOT_WEIGHTS)]
+    new_names = {name: table.get_name(name, try_suffixes=(".weight", ".bias")) for name in weights}
+    if lost := [name for name, new in new_names.items() if new is None]:
         raise CheckpointError(
             f"GGUF: llama.cpp's {architecture.name} has no place for {len(lost)} tensors: {', '.join(lost[:3])}"
         )
-    return found
+    return new_names
 
 
 def _kinds(
@@ -278,27 +274,24 @@ def _kinds(
 ) -> dict[str, Any]:
     """Return how to store each tensor."""
     types = library.GGMLQuantizationType
+    quantized = types[kind.upper()]
     layers = {
         name.removesuffix(".weight"): shapes[name]
         for name in names
         if name.endswith(".weight") and len(shapes[name]) > 1
     }
     chosen = set(fitting(high, layers))
-    found: dict[str, Any] = {}
+    kinds: dict[str, Any] = {}
     for name in names:
         module = name.removesuffix(".weight")
         exact = module not in layers or module.endswith((".gate", "wpe")) or "norm" in module
-        found[name] = types.F32 if exact else types.F16 if is_high(module) or module in chosen else types[kind.upper()]
-    block, _ = library.GGML_QUANT_SIZES[types[kind.upper()]]
-    if odd := [
-        f"{name} {shapes[name]}"
-        for name, stored_type in found.items()
-        if stored_type == types[kind.upper()] and shapes[name][-1] % block
-    ]:
+        kinds[name] = types.F32 if exact else types.F16 if is_high(module) or module in chosen else quantized
+    block, _ = library.GGML_QUANT_SIZES[quantized]
+    if odd := [f"{name} {shapes[name]}" for name in names if kinds[name] == quantized and shapes[name][-1] % block]:
         raise CheckpointError(
             f"{kind}: blocks of {block} do not divide the rows of {len(odd)} weights: {', '.join(odd[:3])}; choose f16"
         )
-    return found
+    return kinds
 
 
 def _write_file(
@@ -331,8 +324,8 @@ def _write_file(
             _pad(file.fileno(), extra.nbytes, writer.data_alignment)
         for name in names:
             offset = architecture.norms if name.endswith("norm.weight") else 0.0
-            for values in _tiles(source, name, offset):
-                data = library.quants.quantize(values.numpy(), kinds[name])
+            for values in read_tiles(source, name, torch.float32, tiles(shapes[name], 4, _TILE_BYTES)):
+                data = library.quants.quantize(values.add_(offset).numpy(), kinds[name])
                 if kinds[name] == library.GGMLQuantizationType.F16 and not numpy.isfinite(data).all():
                     raise CheckpointError(
                         f"{name} has values that float16 cannot hold; export it by transformers' formats, such as fp8"
@@ -341,13 +334,6 @@ def _write_file(
                 count.add(data.nbytes)
             _pad(file.fileno(), sizes[name], writer.data_alignment)
         os.fsync(file.fileno())
-
-
-def _tiles(source: TypedSource, name: str, offset: float) -> Iterator[torch.Tensor]:
-    for spans in tiles(source.shapes()[name], 4, _TILE_BYTES):
-        values = torch.empty([b - a for a, b in spans])
-        source.read(name, tuple(slice(*span) for span in spans), values)
-        yield values.add_(offset)
 
 
 def _pad(descriptor: int, size: int, alignment: int) -> None:
@@ -389,13 +375,10 @@ def _write_tokenizer(library: ModuleType, writer: Any, folder: Path | None, voca
     for number in range(vocabulary):
         special = added.get(number)
         texts.append(special["content"] if special else ids.get(number, f"[PAD{number}]"))
-        kinds.append(
-            (types.CONTROL if special["special"] else types.USER_DEFINED)
-            if special
-            else types.NORMAL
-            if number in ids
-            else types.UNUSED
-        )
+        if special:
+            kinds.append(types.CONTROL if special["special"] else types.USER_DEFINED)
+        else:
+            kinds.append(types.NORMAL if number in ids else types.UNUSED)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_pre(path, data, merges))
     writer.add_token_list(texts)
@@ -413,8 +396,8 @@ def _pre(path: Path, data: Mapping[str, Any], merges: object) -> str:
     by_bytes = [step for step in steps if step.get("type") == "ByteLevel"]
     cuts = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
     cuts += [next(iter(_REGEXES)) for step in by_bytes if step.get("use_regex", True)]
-    known = len(steps) == len(by_bytes) + sum(step.get("type") == "Split" for step in steps) and len(by_bytes) == 1
-    if known and not by_bytes[0].get("add_prefix_space") and data["model"].get("type") == "BPE":
+    supported = len(steps) == len(by_bytes) + sum(step.get("type") == "Split" for step in steps) and len(by_bytes) == 1
+    if supported and not by_bytes[0].get("add_prefix_space") and data["model"].get("type") == "BPE":
         if not cuts and not merges:
             return "gpt-2"  # single bytes: cutting changes nothing
         if len(cuts) == 1 and cuts[0] in _REGEXES:

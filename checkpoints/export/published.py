@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 
-from meshpar.checkpoints.format.copying import are_copied, check_piece
+from meshpar.checkpoints.format.copying import are_copied, check_piece, read_tiles
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint, Stored
 from meshpar.checkpoints.format.manifest import AVERAGES, MODEL, read_manifest
 from meshpar.checkpoints.format.verify import Verify, open_verified
@@ -58,8 +58,8 @@ _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 1 << 10, "MI": 1
 
 @final
 class StoredModel:
-    """The model's tensors of a checkpoint, by the module's names, each tied tensor under its first; with ``averaged``,
-    the name of an average, its values of the tensors that it has.
+    """The model's tensors of a checkpoint, by the module's names, each tied tensor under its first; ``averaged``: the
+    average whose values are taken of the tensors that it has.
     """
 
     def __init__(
@@ -81,9 +81,8 @@ class StoredModel:
 
     def _drop_tied(self, tied: Sequence[Sequence[str]]) -> None:
         for group in tied:
-            held = [name for name in group if name in self._names]
-            owner = held[0] if held else ""
-            for other in held[1:]:
+            owner, *others = [name for name in group if name in self._names] or [""]
+            for other in others:
                 if self._stored(owner) != self._stored(other) and not same_tensor(self, owner, other):
                     raise CheckpointError(
                         f"{owner} and {other} are tied but differ in the checkpoint; the export would lose one"
@@ -110,16 +109,8 @@ class StoredModel:
 def published_model(
     path: PlaceLike, weights: WeightMap | None = None, verify: Verify = "size", averaged: str = "trained"
 ) -> PublishedModel:
-    """Return the model of a committed step as a source of weights, by its published names, which every model of its
-    kind reads.
-
-    Args:
-        path: a step, ``.../latest``, or a folder of steps (its newest).
-        weights, verify, averaged: as for :func:`meshpar.checkpoints.export_safetensors`.
-
-    Raises:
-        CheckpointError: there is no committed step, or no such average in it, or one of its files is missing or has the
-            wrong size.
+    """Return the model of a committed step (``.../latest``; of a folder of steps: its newest) as a source of weights by
+    its published names; arguments as for :func:`meshpar.checkpoints.export_safetensors`.
     """
     folder = open_step(path)
     manifest = read_manifest(folder)
@@ -160,25 +151,21 @@ class PublishedModel:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Return names in the order of a published model, which is the same from every mesh: by their parts, numbers as
-    numbers.
-    """
-    return sorted(
-        names, key=lambda name: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
-    )
+    """Return names in the order of a published model, the same from every mesh: by parts, numbers as numbers."""
+
+    def parts(name: str) -> list[str | int]:
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+    return sorted(names, key=parts)
 
 
 def in_files(
     shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], limit: int, *, scaled: bool = False
 ) -> dict[str, list[str]]:
-    """Divide the tensors of a published model among files, in their order; in a file, larger items come first.
+    """Divide the tensors of a published model among files of ``limit`` bytes, unless one tensor alone is larger.
 
-    Every tensor then lies at a multiple of its item's size, as readers that map the file want it.
-
-    Args:
-        shapes, dtypes: of each tensor.
-        limit: bytes of a file, unless one tensor alone is larger.
-        scaled: scales follow the weights that tell them, where every tensor is aligned all the same.
+    In a file, larger items come first, so that every tensor begins at a multiple of its item's size, as readers that
+    map the file want it; with ``scaled``, scales follow their weights where tensors are aligned all the same.
     """
     if limit < 1:
         raise CheckpointError(f"max_shard_size is {limit}; expected at least 1 byte")
@@ -205,14 +192,9 @@ def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def clean_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers add (``torch.compile``, ``checkpoint_wrapper``,
-    FSDP1).
-    """
-    return ".".join(
-        part
-        for part in name.split(".")
-        if part not in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-    )
+    """Return a parameter's name without the parts that ``torch.compile``, ``checkpoint_wrapper`` and FSDP1 add."""
+    wrappers = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+    return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
 def same_tensor(source: TypedSource, one: str, other: str) -> bool:
@@ -220,19 +202,14 @@ def same_tensor(source: TypedSource, one: str, other: str) -> bool:
     shape, dtype = source.shapes()[one], source.dtypes()[one]
     if (shape, dtype) != (source.shapes()[other], source.dtypes()[other]):
         return False
-    for spans in tiles(shape, dtype.itemsize, TILE_BYTES):
-        pieces = []
-        for name in (one, other):
-            pieces.append(torch.empty([b - a for a, b in spans], dtype=dtype))
-            source.read(name, tuple(slice(*span) for span in spans), pieces[-1])
-        if memory_of(pieces[0]) != memory_of(pieces[1]):
-            return False
-    return True
+    boxes = list(tiles(shape, dtype.itemsize, TILE_BYTES))
+    pairs = zip(*(read_tiles(source, name, dtype, boxes) for name in (one, other)))
+    return all(memory_of(first) == memory_of(second) for first, second in pairs)
 
 
 def bytes_of(text: str | int) -> int:
     """Return the number of bytes of ``5GB``, ``1.5 GiB`` or ``1000``."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]I?)?B?\s*", str(text).upper())
-    if found is None:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]I?)?B?\s*", str(text).upper())
+    if match is None:
         raise CheckpointError(f"the size is {text!r}; expected a size such as 500MB, 5GB or 2GiB")
-    return int(float(found[1]) * _UNITS[found[2] or ""])
+    return int(float(match[1]) * _UNITS[match[2] or ""])

@@ -25,6 +25,7 @@ from meshpar.weights.rules import Spans, spans_of
 
 _TILE_ELEMENTS = 512 << 10  # of a weight at a time: float32 values and what is made of them stay in a core's cache
 _BYTES = 4 << 20  # of a tile of any other tensor
+# Parts of a module's name: embeddings, heads, routers, norms, and T5's wo, which transformers reads as float32.
 _HIGH = (
     "*embed*",
     "wte",
@@ -41,7 +42,6 @@ _HIGH = (
     "*_bias",
     "wo",
 )
-"""Parts of a module's name: embeddings, heads, routers, norms, and T5's ``wo``, which transformers reads as float32."""
 # layers of transformers' Conv1D, with (in, out) weights
 _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 
@@ -51,24 +51,15 @@ Quantization = Literal["fp8", "fp8-block", "int8", "int4"]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How a format stores a weight.
+    """How a format stores a weight."""
 
-    Attributes:
-        layout: the format's name in compressed-tensors.
-        block: rows and columns that share a scale; None: all columns.
-        dtype: of the stored weight.
-        packed: number of values in one element of the stored weight.
-        largest: the largest stored value.
-        half: half of the range of stored values.
-        weights, activations: entries of ``config_groups`` beside those that all formats share.
-    """
-
-    layout: str
-    block: tuple[int, int | None]
-    dtype: torch.dtype
-    packed: int = 1
-    largest: float
-    half: float
+    layout: str  # the format's name in compressed-tensors
+    block: tuple[int, int | None]  # rows and columns that share a scale; None: all columns
+    dtype: torch.dtype  # of the stored weight
+    packed: int = 1  # number of values in one element of the stored weight
+    largest: float  # the largest stored value
+    half: float  # half of the range of stored values
+    # entries of config_groups, besides those that all formats share
     weights: Mapping[str, Any]
     activations: Mapping[str, Any] | None = field(default=None)
 
@@ -151,18 +142,12 @@ def fitting(patterns: Sequence[str], modules: Mapping[str, object]) -> set[str]:
 
 @final
 class Quantized:
-    """A model's tensors, its linear weights quantised; a :class:`StoredSource` for those that stay.
+    """A published model's tensors, its linear weights (two dims, ``*.weight``) quantised; a :class:`StoredSource` for
+    those that stay.
 
-    Args:
-        source: the published model.
-        scheme: how to store linear weights: those named ``*.weight`` that have two dims.
-        dtype: of the other floating-point tensors and of the scales; None: as they are (scales: as their weight, at
-            least 16 bits).
-        high: patterns of modules whose weights also stay as they are, beside embeddings, heads, routers and norms.
-        checked: whether to compare the stored bytes of a weight with their checksum before it is quantised.
-
-    Raises:
-        CheckpointError: a block does not divide a weight, a pattern fits no weight, or no weight is left to quantise.
+    ``dtype``: of the other floating-point tensors and of the scales; None: as they are (scales: as their weight, at
+    least 16 bits). ``high``: patterns of modules whose weights also stay. ``checked``: compare the stored bytes of a
+    weight with their checksum before it is quantised.
     """
 
     def __init__(
@@ -183,8 +168,8 @@ class Quantized:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         for name, shape in shapes.items():
-            module, own = name.removesuffix(".weight"), dtypes[name]
-            wide = dtype if dtype is not None and own.is_floating_point else own
+            module, wide = name.removesuffix(".weight"), dtypes[name]
+            wide = dtype if dtype is not None and wide.is_floating_point else wide
             if name.endswith(".weight") and module in self.layers:
                 self._add(module, wide if wide in (torch.float32, torch.bfloat16, torch.float16) else torch.float32)
             else:
@@ -216,9 +201,7 @@ class Quantized:
         return () if name in self._parts or not isinstance(self._source, StoredSource) else self._source.pieces(name)
 
     def tiles(self, name: str) -> Iterator[Spans]:
-        """Yield the pieces in which to read a tensor, in their order; first compare a weight's stored bytes with
-        their checksums.
-        """
+        """Yield the pieces in which to read a tensor, in order, after a check of a weight's stored bytes."""
         shape = self._shapes[name]
         module, part = self._parts.get(name, ("", ""))
         if part != "weight":
@@ -270,7 +253,7 @@ class Quantized:
 
     def _all_scales(self, module: str, device: torch.device) -> torch.Tensor:
         if self._scales[0] != module or sum(map(len, self._scales[1])) < self._shapes[f"{module}.weight_scale"][0]:
-            for spans in self.tiles(next(name for name, made in self._parts.items() if made == (module, "weight"))):
+            for spans in self.tiles(next(name for name, part in self._parts.items() if part == (module, "weight"))):
                 first, stop = spans[0]
                 self._keep(module, first // self._scheme.block[0], self._stored(module, first, stop, device)[1])
         return torch.cat(self._scales[1])
@@ -283,13 +266,8 @@ class Quantized:
 
 
 def _is_linear(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    return (
-        name.endswith(".weight")
-        and len(shape) == 2
-        and math.prod(shape) > 0
-        and dtype.is_floating_point
-        and dtype.itemsize > 1
-    )
+    wide = dtype.is_floating_point and dtype.itemsize > 1
+    return wide and name.endswith(".weight") and len(shape) == 2 and math.prod(shape) > 0
 
 
 def _check_shapes(layers: Mapping[str, tuple[int, ...]], scheme: Scheme) -> None:
@@ -305,21 +283,8 @@ def _check_shapes(layers: Mapping[str, tuple[int, ...]], scheme: Scheme) -> None
         )
 
 
-def quantized(
-    source: TypedSource,
-    how: str,
-    dtype: torch.dtype | None,
-    high: Sequence[str],
-    config: Mapping[str, Any] | None,
-    *,
-    checked: bool,
-) -> Quantized:
-    """Return a model's tensors quantised; arguments as for :func:`meshpar.checkpoints.export_safetensors`.
-
-    Raises:
-        CheckpointError: an unknown format, a model without a config or of layers that compressed-tensors does not know,
-            or as for :class:`Quantized`.
-    """
+def scheme_for(how: str, config: Mapping[str, Any] | None) -> Scheme:
+    """Return the scheme of a format; raises CheckpointError for a model that compressed-tensors does not load in it."""
     if how not in SCHEMES:
         raise CheckpointError(f"quantize is {how!r}; expected one of {', '.join(SCHEMES)}")
     if not config:
@@ -331,4 +296,4 @@ def quantized(
             f"the layers of {kind} are transformers' Conv1D, which compressed-tensors does not load; export it plain, "
             "or as GGUF (--quantize q8_0)"
         )
-    return Quantized(source, SCHEMES[how], dtype, high, checked=checked)
+    return SCHEMES[how]

@@ -7,8 +7,7 @@ model size.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -16,9 +15,17 @@ from typing import Any, final
 import torch
 
 from meshpar.checkpoints.export.published import in_files, nbytes, published_model
-from meshpar.checkpoints.export.quantizing import Quantization, Quantized, quantized
-from meshpar.checkpoints.export.target import apart, free_target, made_whole
-from meshpar.checkpoints.format.copying import ByteCount, Copier, Progress, StoredSource, are_copied, position_of
+from meshpar.checkpoints.export.quantizing import Quantization, Quantized, scheme_for
+from meshpar.checkpoints.export.target import apart, free_target, make_whole
+from meshpar.checkpoints.format.copying import (
+    ByteCount,
+    Copier,
+    Progress,
+    StoredSource,
+    are_copied,
+    position_of,
+    read_tiles,
+)
 from meshpar.checkpoints.format.safetensors import INDEX_NAME, write_header
 from meshpar.checkpoints.format.verify import Verify
 from meshpar.checkpoints.steps.steps import open_step
@@ -122,10 +129,20 @@ def export_safetensors(
         LayoutError: the weight map does not fit the tensors, or gives two tensors the same name.
     """
     options = ExportOptions(
-        dtype=dtype, max_shard_size=max_shard_size, tokenizer=tokenizer, progress=progress, config=config,
-        generation=generation, beside=beside, weights=weights, verify=verify, quantize=quantize, high=high,
-        averaged=averaged, overwrite=overwrite,
-    )  # fmt: skip
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        tokenizer=tokenizer,
+        progress=progress,
+        config=config,
+        generation=generation,
+        beside=beside,
+        weights=weights,
+        verify=verify,
+        quantize=quantize,
+        high=high,
+        averaged=averaged,
+        overwrite=overwrite,
+    )
     return write_safetensors(src, dst, options)
 
 
@@ -139,7 +156,7 @@ def write_safetensors(src: PlaceLike | TypedSource, dst: PlaceLike, options: Exp
     if isinstance(source, Quantized):
         config = {**(config or {}), **source.entry()}
     tokenizer_files = files_beside_weights(options.tokenizer) if options.tokenizer is not None else []
-    with made_whole(target, overwrite=options.overwrite) as folder:
+    with make_whole(target, overwrite=options.overwrite) as folder:
         _write_model(folder, source, dtypes, options)
         for file in (*tokenizer_files, *map(place, options.beside)):
             copy_file(file, folder / file.name)
@@ -174,8 +191,8 @@ def convert(
             'weights need scales; quantize them (--quantize fp8, in Python quantize="fp8")'
         )
     if options.quantize is not None:
-        checked = options.verify != "none"
-        scaled = quantized(source, options.quantize, dtype, options.high, config, checked=checked)
+        scheme, checked = scheme_for(options.quantize, config), options.verify != "none"
+        scaled = Quantized(source, scheme, dtype, options.high, checked=checked)
         return scaled, scaled.dtypes()
     if options.high:
         raise CheckpointError("high names weights that are not quantised; pass quantize as well")
@@ -192,8 +209,15 @@ def tiles_of(source: TypedSource, name: str, dtype: torch.dtype, limit: int | No
     return tiles(tuple(source.shapes()[name]), dtype.itemsize, TILE_BYTES if limit is None else min(limit, TILE_BYTES))
 
 
+def divide_into_files(
+    source: TypedSource, dtypes: Mapping[str, torch.dtype], options: ExportOptions
+) -> dict[str, list[str]]:
+    """Return the names of the tensors in each file, in order."""
+    return in_files(source.shapes(), dtypes, options.max_shard_size, scaled=isinstance(source, Quantized))
+
+
 def _write_model(folder: Place, source: TypedSource, dtypes: Mapping[str, torch.dtype], options: ExportOptions) -> None:
-    files = in_files(source.shapes(), dtypes, options.max_shard_size, scaled=isinstance(source, Quantized))
+    files = divide_into_files(source, dtypes, options)
     total = sum(nbytes(shape, dtypes[name]) for name, shape in source.shapes().items())
     count = ByteCount(total, options.progress)
     for file, names in files.items():
@@ -225,28 +249,13 @@ def _write_file(
                         piece, dtypes[name], positions[name] + position_of(piece, shape) * dtypes[name].itemsize
                     )
             else:
-                _write_tiles(write, source, name, dtypes[name], positions[name], count)
-
-
-def _write_tiles(
-    write: Callable[[memoryview], object],
-    source: TypedSource,
-    name: str,
-    dtype: torch.dtype,
-    position: int,
-    count: ByteCount,
-) -> None:
-    """Gather a tensor by tiles of its rows."""
-    space = torch.empty(TILE_BYTES, dtype=torch.uint8)
-    for spans in tiles_of(source, name, dtype):
-        sizes = [b - a for a, b in spans]
-        tile = space[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
-        source.read(name, tuple(slice(*span) for span in spans), tile)
-        memory = memory_of(tile)
-        for start, stop in aligned(len(memory), position):
-            write(memory[start:stop])
-        position += tile.nbytes
-        count.add(tile.nbytes)
+                position = positions[name]
+                for tile in read_tiles(source, name, dtypes[name], tiles_of(source, name, dtypes[name])):
+                    memory = memory_of(tile)
+                    for start, stop in aligned(len(memory), position):
+                        write(memory[start:stop])
+                    position += tile.nbytes
+                    count.add(tile.nbytes)
 
 
 @contextmanager

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol, final
+from typing import Any, final
 
+from meshpar.checkpoints.steps.commit import left_behind, remove
 from meshpar.checkpoints.steps.lease import LEASE_NAME, Lease
-from meshpar.checkpoints.steps.leftovers import left_behind, remove
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.files import failing_as
 from meshpar.checkpoints.storage.objects import ObjectPath
@@ -28,29 +28,8 @@ _OCCUPIED = (
 )
 
 
-class _Target(Protocol):
-    """The way in which a folder is exported to, where it is."""
-
-    def free(self, *, overwrite: bool) -> None:
-        """Raise CheckpointError if it is not empty, unless ``overwrite``; delete or restore leftovers of dead
-        exports to it.
-        """
-
-    def whole(self, *, overwrite: bool) -> AbstractContextManager[Place]:
-        """Yield a new folder that becomes this one if the ``with`` block succeeds, and is deleted if it fails."""
-        ...
-
-    def beside(self) -> Place:
-        """Create a folder for temporary files; a later export deletes those of killed processes."""
-        ...
-
-
 def apart(target: Place, *sources: Place) -> None:
-    """Check that an export to ``target`` does not replace its own sources.
-
-    Raises:
-        CheckpointError: a source is ``target``, is inside it, or contains it.
-    """
+    """Raise CheckpointError if a source of an export is ``target``, is inside it, or contains it."""
     for source in sources:
         resolved = source.resolve()
         if contains(target, resolved) or contains(resolved, target):
@@ -60,11 +39,8 @@ def apart(target: Place, *sources: Place) -> None:
 
 
 def free_target(dst: PlaceLike, *, overwrite: bool) -> Place:
-    """Return the absolute path of ``dst`` for :func:`made_whole`, and delete or restore leftovers of dead exports to
-    it.
-
-    Raises:
-        CheckpointError: it exists and is not empty, unless ``overwrite``.
+    """Return the absolute path of ``dst``, and delete or restore leftovers of dead exports to it; raises
+    CheckpointError if it exists and is not empty, unless ``overwrite``.
     """
     target = place(dst).resolve()
     if not target.name:
@@ -73,12 +49,9 @@ def free_target(dst: PlaceLike, *, overwrite: bool) -> Place:
     return target
 
 
-def made_whole(target: Place, *, overwrite: bool) -> AbstractContextManager[Place]:
-    """Yield a new folder that becomes ``target`` if the ``with`` block succeeds, and is deleted if it fails.
-
-    Args:
-        target: from :func:`free_target`.
-        overwrite: whether to replace what is there at the end; otherwise only an empty folder is replaced.
+def make_whole(target: Place, *, overwrite: bool) -> AbstractContextManager[Place]:
+    """Yield a new folder that becomes ``target``, from :func:`free_target`, if the ``with`` block succeeds, and is
+    deleted if it fails.
 
     Raises:
         CheckpointError: instead of any OSError, including those of the block; another process exports to ``target``.
@@ -87,31 +60,24 @@ def made_whole(target: Place, *, overwrite: bool) -> AbstractContextManager[Plac
 
 
 @contextmanager
-def made_on_disk(target: Place, *, overwrite: bool) -> Iterator[DiskPath]:
-    """Yield a folder as :func:`made_whole`, for those who write files themselves: to a store they are copied from a
-    temporary folder.
-    """
-    with made_whole(target, overwrite=overwrite) as folder, TemporaryDirectory(prefix="meshpar-") as temporary:
-        here = either(folder, disk=lambda found: found, store=lambda _: DiskPath(temporary))
+def make_on_disk(target: Place, *, overwrite: bool) -> Iterator[DiskPath]:
+    """Yield a folder of a disk as :func:`make_whole`: to a store files are copied from a temporary folder."""
+    with make_whole(target, overwrite=overwrite) as folder, TemporaryDirectory(prefix="meshpar-") as temporary:
+        here = either(folder, disk=lambda path: path, store=lambda _: DiskPath(temporary))
         yield here
         carried(sorted(here.iterdir()), folder)
 
 
 def make_beside(target: Place) -> Place:
-    """Create a folder beside an export for temporary files; a later export to ``target`` deletes those of killed
+    """Create a folder next to an export for temporary files; a later export to ``target`` deletes those of killed
     processes.
     """
     return _way(target).beside()
 
 
-def _way(target: Place) -> _Target:
-    def disk(found: DiskPath) -> _Target:
-        return _OnDisk(found)
-
-    def store(found: ObjectPath) -> _Target:
-        return _InStore(found)
-
-    return either(target, disk=disk, store=store)
+def _way(target: Place) -> _OnDisk | _InStore:
+    way: Any = either(target, disk=_OnDisk, store=_InStore)
+    return way
 
 
 @final
@@ -125,10 +91,10 @@ class _OnDisk:
         target = self._target
         with failing_as(f"exporting to {target}"):
             for path in target.parent.glob(".*") if target.parent.is_dir() else ():
-                found = left_behind(path)
-                if found is None or found.of != self._hidden.name or not found.abandoned():
+                leftover = left_behind(path)
+                if leftover is None or leftover.of != self._hidden.name or not leftover.abandoned():
                     continue
-                if found.kind == "old" and not target.exists():
+                if leftover.kind == "old" and not target.exists():
                     path.rename(target)
                 else:
                     remove(path)
@@ -170,11 +136,11 @@ class _OnDisk:
     def _check_alone(self, folder: Path) -> None:
         """Check that no other process is writing another folder on its way to the target."""
         for path in self._target.parent.glob(f"{glob.escape(self._hidden.name)}.tmp-*"):
-            found = left_behind(path)
-            if found is not None and path != folder and found.held:
+            leftover = left_behind(path)
+            if leftover is not None and path != folder and leftover.held:
                 raise CheckpointError(
-                    f"another export to {self._target} is running: process {found.process} on {found.host}; wait for "
-                    f"it, or end it (it counts as dead {LEASE_S:.0f} s after its last write to {path})"
+                    f"another export to {self._target} is running: process {leftover.process} on {leftover.host}; wait "
+                    f"for it, or end it (it counts as dead {LEASE_S:.0f} s after its last write to {path})"
                 )
 
 
@@ -208,7 +174,7 @@ class _InStore:
         # in a folder of its own: listing one asks for all that is below
         hidden = self._target.with_name(f".{self._target.name}") / "module"
         for path in hidden.parent.iterdir():
-            if (left := left_behind(path)) and left.abandoned():
+            if (leftover := left_behind(path)) and leftover.abandoned():
                 remove(path)
         return on_the_way(hidden, "tmp")
 

@@ -1,1 +1,1 @@
-"""How tensors and their checksums lie in the files of a step, and in files of other programs."""
+"""Tensors and their checksums in the files of a step, and in files of other programs."""

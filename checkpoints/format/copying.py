@@ -1,22 +1,70 @@
-"""Copy stored tensors from file to file, block by block.
+"""Copy stored tensors from file to file, block by block, in the way that is cheapest at the moment.
 
 ``copy_file_range`` was measured and not used: between positions that differ within a page, as they do here, the kernel
 handles each page twice, which costs 1.6 times ``cp``. Blocks that end with a page, written from the page cache of the
-source, cost as much as ``cp``.
+source, cost as much as ``cp``. The kernel (Linux 6.18) puts a write of 512 KiB into one large piece of free memory,
+which is the cheapest while there are such pieces; where there are none, the same write takes two to four times the CPU
+time of ``cp``, which writes 64 KiB at a time. Machines differ, and the same machine from minute to minute, so that
+:class:`Pace` measures.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol, final, runtime_checkable
 
 import torch
 
-from meshpar.checkpoints.format.pace import TURN_BYTES, Pace, Way
 from meshpar.checkpoints.storage.checksums import crc32
-from meshpar.checkpoints.storage.files import BLOCK_BYTES, Box, aligned, memory_of
-from meshpar.weights import TypedSource
+from meshpar.checkpoints.storage.files import BLOCK_BYTES, Box, aligned, memory_of, read_blocks
+from meshpar.weights import TypedSource, WeightSource
+from meshpar.weights.rules import Spans
+
+TURN_BYTES = 4 << 20  # copied in one way before the next choice
+_LEAST_BYTES = 1 << 20  # of a turn whose cost counts: less is mostly overhead
+_KEPT = 0.997  # of a cost, at each turn of another way: so that each way is tried again
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to copy: by writes of ``block_bytes``, from the page cache itself (``mapped``) or through a buffer."""
+
+    block_bytes: int
+    mapped: bool
+
+
+WAYS = (Way(BLOCK_BYTES, mapped=True), Way(BLOCK_BYTES, mapped=False), Way(64 << 10, mapped=True))
+
+
+@final
+class Pace:
+    """Choose, at each turn, the way that took the least CPU time a byte when it was last used.
+
+    CPU time and not wall time: what other processes and the disk do at the moment does not count.
+
+    Args:
+        ways: the ways to choose from; each is tried once, in this order, before the first choice.
+        clock: returns seconds.
+    """
+
+    def __init__(self, ways: Sequence[Way] = WAYS, clock: Callable[[], float] = time.thread_time) -> None:
+        self._costs, self._clock = dict.fromkeys(ways, 0.0), clock
+
+    @contextmanager
+    def turn(self, count: int) -> Iterator[Way]:
+        """Yield the way in which to copy the next ``count`` bytes."""
+        way = min(self._costs, key=lambda name: self._costs[name])
+        began = self._clock()
+        yield way
+        if count >= _LEAST_BYTES:
+            self._costs = {name: cost * _KEPT for name, cost in self._costs.items()}
+            self._costs[way] = (self._clock() - began) / count
+
 
 Progress = Callable[[int, int], None]
 """Called with the bytes written so far and the bytes to write."""
@@ -36,9 +84,9 @@ def are_copied(pieces: Sequence[Box], shape: tuple[int, ...]) -> bool:
     return bool(pieces) and all(_lies_in_one_run(piece.shape, shape) for piece in pieces)
 
 
-def _lies_in_one_run(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    first = next((dim for dim, size in enumerate(own) if size != 1), len(own))
-    return own[first + 1 :] == shape[first + 1 :]
+def _lies_in_one_run(part: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    first = next((dim for dim, size in enumerate(part) if size != 1), len(part))
+    return part[first + 1 :] == shape[first + 1 :]
 
 
 def position_of(piece: Box, shape: tuple[int, ...]) -> int:
@@ -64,9 +112,7 @@ class ByteCount:
 
 @final
 class Copier:
-    """Copy pieces into one file: ``write`` receives blocks in the order of the file, ``advance`` the number of bytes of
-    each.
-    """
+    """Copy pieces into one file: ``write`` receives blocks in the order of the file, ``advance`` their bytes."""
 
     def __init__(self, write: Callable[[memoryview], object], advance: Callable[[int], None]) -> None:
         self._write, self._advance = write, advance
@@ -76,8 +122,8 @@ class Copier:
         self._out_memory, self._in_memory = memory_of(self._out), memory_of(self._in)
 
     def copy(self, piece: Box, dtype: torch.dtype, position: int) -> None:
-        """Write a piece, in ``dtype``, at ``position`` of the file; raises CheckpointError if its checksum differs,
-        or its file changes.
+        """Write a piece in ``dtype`` at ``position``; raises CheckpointError if its checksum differs or its file
+        changes.
         """
         self._run = piece.file.run(piece.position, piece.position + piece.nbytes)
         checksum, pace = 0, self._paces[dtype != piece.dtype]
@@ -91,7 +137,7 @@ class Copier:
     def _copy(self, box: Box, dtype: torch.dtype, position: int, span: tuple[int, int], way: Way, checksum: int) -> int:
         """Write ``span``, which counts in ``dtype``, in one way; return the CRC-32, ``checksum`` continued."""
         wide, narrow = box.dtype.itemsize, dtype.itemsize
-        first, last = (box.position + place // narrow * wide for place in span)
+        first, last = (box.position + at // narrow * wide for at in span)
         view = self._run.mapped(first, last - first) if way.mapped and first % wide == 0 else None
         for start, stop in aligned(
             span[1] - span[0], position + span[0], min(way.block_bytes, len(self._in_memory) * narrow // wide)
@@ -115,12 +161,21 @@ class Copier:
 
 def check_piece(piece: Box) -> None:
     """Read a piece only to verify it."""
-    if piece.crc32 is None:
-        return
-    checksum, room = 0, memoryview(bytearray(min(BLOCK_BYTES, piece.nbytes)))
-    run = piece.file.run(piece.position, piece.position + piece.nbytes)
-    for start in range(0, piece.nbytes, BLOCK_BYTES):
-        block = room[: min(BLOCK_BYTES, piece.nbytes - start)]
-        run.fill(block, piece.position + start)
-        checksum = crc32(block, checksum)
-    piece.check(checksum)
+    if piece.crc32 is not None:
+        checksum = 0
+        for block in read_blocks(piece.file, piece.position, piece.position + piece.nbytes):
+            checksum = crc32(block, checksum)
+        piece.check(checksum)
+
+
+def read_tiles(source: WeightSource, name: str, dtype: torch.dtype, boxes: Iterable[Spans]) -> Iterator[torch.Tensor]:
+    """Yield boxes of a tensor in ``dtype``, each of which is valid until the next one."""
+    space = torch.empty(0, dtype=torch.uint8)
+    for spans in boxes:
+        sizes = [stop - start for start, stop in spans]
+        count = math.prod(sizes) * dtype.itemsize
+        if space.numel() < count:
+            space = torch.empty(count, dtype=torch.uint8)
+        tile = space[:count].view(dtype).view(sizes)
+        source.read(name, tuple(slice(*span) for span in spans), tile)
+        yield tile

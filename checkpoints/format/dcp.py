@@ -14,16 +14,15 @@ from typing import TypeVar, final
 
 import torch
 
-from meshpar.checkpoints.format.archive import find_tensor
+from meshpar.checkpoints.format.archive import PickledObject, find_tensor, read_metadata
 from meshpar.checkpoints.format.foreign import remedy
-from meshpar.checkpoints.format.manifest import MANIFEST_NAME, Chunk, read_manifest
-from meshpar.checkpoints.format.pickles import PickledObject, read_metadata
-from meshpar.checkpoints.storage.checksums import crc32, joined
+from meshpar.checkpoints.format.manifest import MANIFEST_NAME, SavedPart, read_manifest
+from meshpar.checkpoints.storage.checksums import combine_sums, crc32
 from meshpar.checkpoints.storage.files import Box, Readable, inside
 from meshpar.checkpoints.storage.place import PlaceLike, place
 from meshpar.core.errors import CheckpointError, StoreError, brief
 from meshpar.core.patterns import suggestion
-from meshpar.weights.rules import Spans, spans_of
+from meshpar.weights.rules import Spans, overlap, spans_of, within
 
 T = TypeVar("T")
 METADATA_NAME = ".metadata"
@@ -38,7 +37,7 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[SavedPart, ...]
 
 
 @final
@@ -63,7 +62,7 @@ class DistributedCheckpoint:
         folder: PlaceLike,
         *,
         checked: bool = True,
-        sums: Callable[[Readable, Chunk], int | None] = lambda *_: None,
+        sums: Callable[[Readable, SavedPart], int | None] = lambda *_: None,
         prefix: str = "",
     ) -> None:
         self.folder, self._checked, self._sums = place(folder), checked, sums
@@ -77,16 +76,16 @@ class DistributedCheckpoint:
             if self.folder.is_dir():
                 what = f"{self.folder} is not a distributed checkpoint: it has no {METADATA_NAME}"
             raise CheckpointError(what + remedy(self.folder))
-        found = tensors_in(data, path)
+        every = tensors_in(data, path)
         self.tensors: Mapping[str, Stored] = {
-            name.removeprefix(prefix): entry for name, entry in found.items() if name.startswith(prefix)
+            name.removeprefix(prefix): entry for name, entry in every.items() if name.startswith(prefix)
         }
-        if prefix and found and not self.tensors:
+        if prefix and every and not self.tensors:
             raise CheckpointError(
-                f"{self.folder} has no tensors whose names begin with {prefix!r}; {suggestion(prefix, found)}"
+                f"{self.folder} has no tensors whose names begin with {prefix!r}; {suggestion(prefix, every)}"
             )
         self._files: dict[str, Readable] = {}
-        self._boxes: dict[Chunk, Box] = {}
+        self._boxes: dict[SavedPart, Box] = {}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return every tensor's name and shape."""
@@ -103,10 +102,8 @@ class DistributedCheckpoint:
         stored = self.tensors[name]
         spans = spans_of(index, stored.shape)
         for chunk in stored.chunks:
-            here = overlap(spans, chunk)
-            if here is not None:
-                target = out[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(here, spans))]
-                self.box(name, chunk).read(tuple((a - o, b - o) for (a, b), o in zip(here, chunk.offsets)), target)
+            if (here := overlap(spans, chunk.spans)) is not None:
+                self.box(name, chunk).read(here, out[within(here, spans)])
 
     def place(self, name: str) -> tuple[str, int]:
         """Return the file and the byte at which a tensor begins; read many tensors in this order."""
@@ -114,21 +111,19 @@ class DistributedCheckpoint:
         return ("", 0) if first is None else (first.file, first.position)
 
     def locate(self, wanted: Mapping[str, tuple[slice, ...]]) -> None:
-        """Find the archives that ``read`` will need; raises CheckpointError that names file and tensor if one is
-        damaged.
-        """
-        found = [
+        """Find the archives that ``read`` will need; raises CheckpointError that names a damaged one's tensor."""
+        chunks = [
             (name, chunk)
             for name, index in wanted.items()
             for chunk in self.tensors[name].chunks
-            if overlap(spans_of(index, self.tensors[name].shape), chunk) is not None and chunk not in self._boxes
+            if overlap(spans_of(index, self.tensors[name].shape), chunk.spans) is not None and chunk not in self._boxes
         ]
         ends: dict[str, list[tuple[int, int]]] = {}
-        for _, chunk in found:
+        for _, chunk in chunks:
             ends.setdefault(chunk.file, []).extend(_ends(chunk))
         for file, spans in ends.items():
             self._file(file).expect(spans)
-        for name, chunk in found:
+        for name, chunk in chunks:
             self.box(name, chunk)
 
     def each(self, act: Callable[[T], object], items: Iterable[T]) -> None:
@@ -136,7 +131,7 @@ class DistributedCheckpoint:
         if self._files:
             next(iter(self._files.values())).each(act, items)
 
-    def sum_of(self, chunk: Chunk) -> int | None:
+    def sum_of(self, chunk: SavedPart) -> int | None:
         """Return the saved CRC-32 of a part's archive; None if none is known."""
         return self._sums(self._file(chunk.file), chunk)
 
@@ -145,14 +140,14 @@ class DistributedCheckpoint:
             self._files[name] = (self.folder / name).reader(links=False)
         return self._files[name]
 
-    def box(self, name: str, chunk: Chunk) -> Box:
+    def box(self, name: str, chunk: SavedPart) -> Box:
         """Return the position of one part of the tensor ``name``; raises CheckpointError if its archive is damaged."""
         if chunk not in self._boxes:
             file = self._file(chunk.file)
             file.expect(_ends(chunk))
             try:
-                found, payload = find_tensor(file, chunk.position, chunk.length, chunk.shape)
-                box = replace(found, offsets=chunk.offsets)
+                box, payload = find_tensor(file, chunk.position, chunk.length, chunk.shape)
+                box = replace(box, offsets=chunk.offsets)
                 if box.dtype != self.tensors[name].dtype:
                     raise CheckpointError(
                         f"its dtype is {box.dtype}; expected {self.tensors[name].dtype} from {METADATA_NAME}"
@@ -174,7 +169,7 @@ class DistributedCheckpoint:
         return self._boxes[chunk]
 
 
-def _ends(chunk: Chunk) -> list[tuple[int, int]]:
+def _ends(chunk: SavedPart) -> list[tuple[int, int]]:
     """Return the bytes of an archive that are read to find its payload; all of a small one."""
     stop = chunk.position + chunk.length
     if chunk.length <= _SMALL_BYTES:
@@ -186,37 +181,29 @@ def _is_safetensors(file: Readable) -> bool:
     return file.size > 10 and file.bytes(8, 2) == b'{"'
 
 
-def _check_around(box: Box, payload: int, chunk: Chunk, expected: int | None) -> None:
+def _check_around(box: Box, payload: int, chunk: SavedPart, expected: int | None) -> None:
     """Compare an archive with its CRC-32 without reading its payload, whose own is in the archive."""
     end = box.position + box.nbytes
-    head, tail = (
-        box.file.bytes(chunk.position, box.position - chunk.position),
-        box.file.bytes(end, chunk.position + chunk.length - end),
-    )
-    found = joined(joined(crc32(head), payload, box.nbytes), crc32(tail), len(tail))
-    if expected not in (None, found):
+    head = box.file.bytes(chunk.position, box.position - chunk.position)
+    tail = box.file.bytes(end, chunk.position + chunk.length - end)
+    actual = combine_sums(combine_sums(crc32(head), payload, box.nbytes), crc32(tail), len(tail))
+    if expected not in (None, actual):
         raise CheckpointError(
-            f"expected the CRC-32 {expected:08x} of the manifest, its archive says {found:08x}: it is of another "
+            f"expected the CRC-32 {expected:08x} of the manifest, its archive says {actual:08x}: it is of another "
             "step, or changed"
         )
-
-
-def overlap(spans: Spans, chunk: Chunk | Box) -> Spans | None:
-    """Return the part of ``spans`` that a part of the tensor has; None if it has none."""
-    both = tuple((max(a, o), min(b, o + n)) for (a, b), o, n in zip(spans, chunk.offsets, chunk.shape))
-    return both if all(a < b for a, b in both) else None
 
 
 def tensors_in(data: bytes, path: object) -> dict[str, Stored]:
     """Return the tensors of a ``.metadata``; raises CheckpointError, that names ``path``, if parts are missing."""
     metadata = read_metadata(data, path)
     try:
-        places = {
-            (index.fqn, tuple(index.offset) if index.__dict__.get("offset") is not None else None): place
-            for index, place in (metadata.storage_data or {}).items()  # type: ignore[attr-defined]
+        storages = {
+            (index.fqn, tuple(index.offset) if index.__dict__.get("offset") is not None else None): storage
+            for index, storage in (metadata.storage_data or {}).items()  # type: ignore[attr-defined]
         }
         entries = metadata.state_dict_metadata.items()  # type: ignore[attr-defined]
-        return {name: _stored(name, entry, places) for name, entry in entries if "chunks" in entry.__dict__}
+        return {name: _stored(name, entry, storages) for name, entry in entries if "chunks" in entry.__dict__}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} is not the metadata of a complete distributed checkpoint: {brief(error)}"
@@ -224,7 +211,7 @@ def tensors_in(data: bytes, path: object) -> dict[str, Stored]:
 
 
 def _stored(
-    name: str, entry: PickledObject, places: Mapping[tuple[str, tuple[int, ...] | None], PickledObject]
+    name: str, entry: PickledObject, storages: Mapping[tuple[str, tuple[int, ...] | None], PickledObject]
 ) -> Stored:
     shape = tuple(entry.size)  # type: ignore[attr-defined]
     chunks = []
@@ -232,51 +219,48 @@ def _stored(
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
         if math.prod(sizes) == 0:
             continue
-        place = places.get((name, offsets))
-        if place is None:
+        storage = storages.get((name, offsets))
+        if storage is None:
             raise CheckpointError(f"the metadata names no file for the part of {name!r} at {offsets}")
-        if place.__dict__.get("transform_descriptors"):
+        if storage.__dict__.get("transform_descriptors"):
             raise CheckpointError(f"{name!r} was saved through a stream transform, which this version does not read")
         try:
-            file = _inside(place.relative_path)  # type: ignore[attr-defined]
+            file = _inside(storage.relative_path)  # type: ignore[attr-defined]
         except CheckpointError as error:
             raise CheckpointError(
                 f"the file of {name!r} is outside of the checkpoint's folder, which is not allowed: {error}"
             ) from error
-        chunks.append(Chunk(offsets, sizes, file, place.offset, place.length))  # type: ignore[attr-defined]
-    check_cover(name, shape, chunks)
+        chunks.append(SavedPart(offsets, sizes, file, storage.offset, storage.length))  # type: ignore[attr-defined]
+    check_cover(name, shape, [chunk.spans for chunk in chunks])
     return Stored(shape, entry.properties.state[0], tuple(chunks))  # type: ignore[attr-defined]
 
 
-def check_cover(name: str, shape: tuple[int, ...], chunks: Sequence[Chunk | Box]) -> None:
+def check_cover(name: str, shape: tuple[int, ...], boxes: Sequence[Spans]) -> None:
     """Raise CheckpointError unless the parts cover a tensor exactly once."""
-    if any(o < 0 or o + n > size for chunk in chunks for o, n, size in zip(chunk.offsets, chunk.shape, shape)):
+    if any(start < 0 or stop > size for spans in boxes for (start, stop), size in zip(spans, shape)):
         raise CheckpointError(f"a part of {name!r} exceeds its shape {shape}")
-    volume = sum(math.prod(chunk.shape) for chunk in chunks)
-    twice = not _is_grid(shape, chunks) and _any_overlap(chunks)
+    volume = sum(math.prod(stop - start for start, stop in spans) for spans in boxes)
+    twice = not _is_grid(shape, boxes) and _any_overlap(boxes)
     if volume != math.prod(shape) or twice:
         raise CheckpointError(
             f"the parts of {name!r} have {volume} elements of {math.prod(shape)}{', some twice' if twice else ''}"
         )
 
 
-def _is_grid(shape: tuple[int, ...], chunks: Sequence[Chunk | Box]) -> bool:
+def _is_grid(shape: tuple[int, ...], boxes: Sequence[Spans]) -> bool:
     """Return whether the parts are the cells of a grid, each once, as after any even or uneven sharding by dims."""
-    starts = [sorted({chunk.offsets[dim] for chunk in chunks}) for dim in range(len(shape))]
+    starts = [sorted({spans[dim][0] for spans in boxes}) for dim in range(len(shape))]
     ends = [dict(zip(start, [*start[1:], size])) for start, size in zip(starts, shape)]
-    cells = all(o + n == end[o] for chunk in chunks for o, n, end in zip(chunk.offsets, chunk.shape, ends))
-    return cells and len({chunk.offsets for chunk in chunks}) == len(chunks)
+    cells = all(stop == end[start] for spans in boxes for (start, stop), end in zip(spans, ends))
+    return cells and len(set(boxes)) == len(boxes)
 
 
-def _any_overlap(chunks: Sequence[Chunk | Box]) -> bool:
+def _any_overlap(boxes: Sequence[Spans]) -> bool:
     """Return whether any two parts overlap, by a sweep along the first dim."""
-    open_: list[Chunk | Box] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
-        open_ = [
-            other for other in open_ if other.offsets[:1] == () or other.offsets[0] + other.shape[0] > chunk.offsets[0]
-        ]
-        spans = tuple((o, o + n) for o, n in zip(chunk.offsets, chunk.shape))
-        if any(overlap(spans, other) for other in open_):
+    open_boxes: list[Spans] = []
+    for spans in sorted(boxes):
+        open_boxes = [other for other in open_boxes if other == () or other[0][1] > spans[0][0]]
+        if any(overlap(spans, other) is not None for other in open_boxes):
             return True
-        open_.append(chunk)
+        open_boxes.append(spans)
     return False

@@ -52,16 +52,14 @@ def remedy(path: PlaceLike) -> str:
 def _remedy(path: Path) -> str:
     folder = path if path.is_dir() else path.parent
     for patterns, text in _FORMATS.items():
-        found = (file for pattern in patterns for file in folder.glob(pattern))
-        if any(path.is_dir() or file == path for file in found):
+        files = (file for pattern in patterns for file in folder.glob(pattern))
+        if any(path.is_dir() or file == path for file in files):
             return f"; {text}"
     return ""
 
 
 def sharded_by_accelerate(path: Place) -> Place | None:
-    """Return the distributed checkpoint in a checkpoint of accelerate's FSDP, or in its folder of weights; None if
-    there is none.
-    """
+    """Return the distributed checkpoint in one of accelerate's FSDP or in its folder of weights; None without one."""
     folder = path if path.name == ACCELERATE else path / ACCELERATE
     return folder if (folder / ".metadata").is_file() else None
 
@@ -121,7 +119,7 @@ class TorchWeights:
 
 
 def _files(folder: Place) -> list[Place]:
-    """Return the files with weights: those of transformers, beside which lie others, or all."""
+    """Return the files with weights: those that transformers writes, otherwise all."""
     return entries(folder, "pytorch_model*.bin") or [entry for entry in entries(folder) if entry.suffix in PICKLED]
 
 

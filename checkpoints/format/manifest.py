@@ -16,6 +16,7 @@ from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.files import inside
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core.errors import CheckpointError, brief
+from meshpar.weights.rules import Spans
 
 MANIFEST_NAME = "meshpar.json"
 MODEL = "model."
@@ -24,13 +25,13 @@ AVERAGES = "averages."
 """Prefix of the averages' tensors in a checkpoint, before the name of the average and of the tensor."""
 FORMAT = "meshpar-checkpoint"
 VERSION = 2
-# the only key of an object that stands for a dict of int, or a Counter
+# The only key of an object that encodes a dict with keys of int, or a Counter.
 _INTEGER_KEYS, _COUNTER = ("__integer_keys__", "__counter__")
 _STEP = re.compile(r"step-(\d+)")
 _SEAL = re.compile(rb'"crc32": "([0-9a-f]{8})"\n}\n')
 
 
-class Chunk(NamedTuple):
+class SavedPart(NamedTuple):
     """One saved part of a tensor: the box at ``offsets`` and the archive with it (position and length in bytes)."""
 
     offsets: tuple[int, ...]
@@ -38,6 +39,10 @@ class Chunk(NamedTuple):
     file: str
     position: int
     length: int
+
+    @property
+    def spans(self) -> Spans:
+        return tuple((offset, offset + size) for offset, size in zip(self.offsets, self.shape))
 
 
 @final
@@ -129,19 +134,19 @@ def read_manifest(folder: PlaceLike) -> Manifest:
             raise CheckpointError(f"{path} is damaged: its content does not match its checksum")
         if wrong := [name for name, kind in _KINDS.items() if name in data and not _is(data[name], kind)]:
             raise ValueError(f"values of other types in {', '.join(wrong)}")
-        found = Manifest(**data)
+        manifest = Manifest(**data)
         for name in {
-            *found.files,
-            *filter(None, [found.parts]),
-            *(chunk[2] for entry in found.tensors.values() for chunk in entry["chunks"]),
+            *manifest.files,
+            *filter(None, [manifest.parts]),
+            *(chunk[2] for entry in manifest.tensors.values() for chunk in entry["chunks"]),
         }:
             inside(name, of=path)
-        if (named := step_of(folder.name.partition(".")[0])) not in (None, found.step):
+        if (named := step_of(folder.name.partition(".")[0])) not in (None, manifest.step):
             raise CheckpointError(
-                f"{folder} is named step {named} and contains step {found.step}: it was renamed or replaced; rename "
+                f"{folder} is named step {named} and contains step {manifest.step}: it was renamed or replaced; rename "
                 "it back"
             )
-        return found
+        return manifest
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read: expected {FORMAT!r} as JSON, got {brief(error)}; restore another step, with "
@@ -192,9 +197,9 @@ def _is(value: object, kind: Any) -> bool:  # noqa: ANN401 - a type, or types in
         return isinstance(entries, dict) and all(
             key in entries and _is(entries[key], wanted) for key, wanted in kind.items()
         )
-    return (
-        value is None if kind is None else isinstance(value, kind) and (kind is not int or not isinstance(value, bool))
-    )
+    if kind is None or (kind is int and isinstance(value, bool)):
+        return kind is None and value is None
+    return isinstance(value, kind)
 
 
 @final
@@ -248,5 +253,5 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """Return the step whose folder has this name; None for any other name."""
-    found = _STEP.fullmatch(name)
-    return None if found is None else int(found[1])
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])

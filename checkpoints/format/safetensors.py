@@ -14,14 +14,14 @@ from typing import Any, final
 
 import torch
 
-from meshpar.checkpoints.format.dcp import DistributedCheckpoint, check_cover, overlap
+from meshpar.checkpoints.format.dcp import DistributedCheckpoint, check_cover
 from meshpar.checkpoints.format.foreign import TorchWeights, is_pickled, remedy, sharded_by_accelerate
 from meshpar.checkpoints.format.manifest import MODEL
 from meshpar.checkpoints.storage.files import ALIGNMENT, Box, Readable, inside, read_json
 from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
 from meshpar.core.errors import CheckpointError, StoreError, brief
 from meshpar.core.patterns import suggestion
-from meshpar.weights.rules import spans_of
+from meshpar.weights.rules import overlap, spans_of, within
 
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {
@@ -100,10 +100,8 @@ class Safetensors:
             raise CheckpointError(f"{self._path} has no tensor {name!r}; {suggestion(name, self._pieces)}")
         spans = spans_of(index, self._shapes[name])
         for piece in self._pieces[name]:
-            here = overlap(spans, piece)
-            if here is not None:
-                target = out[tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(here, spans))]
-                piece.read(tuple((a - o, b - o) for (a, b), o in zip(here, piece.offsets)), target)
+            if (here := overlap(spans, piece.spans)) is not None:
+                piece.read(here, out[within(here, spans)])
 
 
 def weights_in(path: PlaceLike) -> Safetensors | TorchWeights | DistributedCheckpoint:
@@ -117,12 +115,10 @@ def weights_in(path: PlaceLike) -> Safetensors | TorchWeights | DistributedCheck
 
 def _whole_shape(name: str, pieces: Sequence[Box]) -> tuple[int, ...]:
     """Return the shape that pieces cover; raises CheckpointError for holes, overlaps and other dtypes."""
-    shape = tuple(
-        max(o + n for o, n in extents) for extents in zip(*(zip(piece.offsets, piece.shape) for piece in pieces))
-    )
+    shape = tuple(max(stop for _, stop in spans) for spans in zip(*(piece.spans for piece in pieces)))
     if len({piece.dtype for piece in pieces}) > 1:
         raise CheckpointError(f"the shards of {name!r} have different dtypes")
-    check_cover(name, shape, pieces)
+    check_cover(name, shape, [piece.spans for piece in pieces])
     return shape
 
 

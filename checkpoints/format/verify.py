@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
 from meshpar.checkpoints.format.dcp import METADATA_NAME, DistributedCheckpoint
-from meshpar.checkpoints.format.manifest import MODEL, Chunk, Manifest
-from meshpar.checkpoints.storage.checksums import crc32, joined, sums_in
+from meshpar.checkpoints.format.manifest import MODEL, Manifest, SavedPart
+from meshpar.checkpoints.storage.checksums import combine_sums, crc32, sums_in
 from meshpar.checkpoints.storage.files import BLOCK_BYTES, Readable
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core.errors import CheckpointError, StoreError
@@ -17,7 +17,7 @@ Verify = Literal["none", "size", "full"]
 
 
 def verify_files(folder: PlaceLike, manifest: Manifest, level: Verify, names: Iterable[str] | None = None) -> None:
-    """Compare the files with the manifest.
+    """Compare the files of a checkpoint with its manifest.
 
     Args:
         folder: the checkpoint.
@@ -50,14 +50,9 @@ def verify_files(folder: PlaceLike, manifest: Manifest, level: Verify, names: It
 def open_verified(
     folder: Place, manifest: Manifest, level: Verify, names: Iterable[str] | None = None, *, whole: bool = True
 ) -> DistributedCheckpoint:
-    """Return a step's tensors after :func:`verify_files`, which are compared with their checksums while they are read.
-
-    Args:
-        folder, manifest, level, names: as for :func:`verify_files`.
-        whole: whether ``"full"`` reads every byte now; otherwise the caller does so for the bytes that it reads.
-
-    Raises:
-        CheckpointError: a file differs, or torch's metadata and the manifest disagree.
+    """Return a step's tensors after :func:`verify_files`, which are compared with their checksums while they are read;
+    raises CheckpointError also if torch's metadata and the manifest disagree. ``whole``: whether ``"full"`` reads every
+    byte now; otherwise the caller does so for the bytes that it reads.
     """
     verify_files(folder, manifest, level if whole or level != "full" else "size", names)
     source = DistributedCheckpoint(manifest.files_in(folder), checked=level != "none", sums=Sums(manifest))
@@ -73,10 +68,7 @@ def _damaged(folder: Place, problems: Iterable[str]) -> CheckpointError:
 @final
 class Sums:
     """The CRC-32 of each part's archive of a step: from the table at the end of its file, which is read once and
-    compared with the manifest, or from a manifest of version 1.
-
-    Args:
-        manifest: the step's.
+    compared with the ``manifest``, or from a manifest of version 1.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -86,40 +78,40 @@ class Sums:
             for _, _, file, position, _, *checksum in entry["chunks"]:
                 self._at.setdefault(file, {})[position] = checksum[0] if checksum else None
 
-    def __call__(self, file: Readable, chunk: Chunk) -> int | None:
+    def __call__(self, file: Readable, chunk: SavedPart) -> int | None:
         """Return the checksum of a part in its open file, None if the manifest has no such part; raises
         CheckpointError if the file's table differs from the manifest.
         """
-        known = self._at.get(chunk.file, {})
-        if known.get(chunk.position, 0) is None:
-            table = self._table(chunk.file, file, len(known))
-            known = self._at[chunk.file] = {**known, **dict(zip(sorted(known), table))}
-        return known.get(chunk.position)
+        sums = self._at.get(chunk.file, {})
+        if sums.get(chunk.position, 0) is None:
+            table = self._table(chunk.file, file, len(sums))
+            sums = self._at[chunk.file] = {**sums, **dict(zip(sorted(sums), table))}
+        return sums.get(chunk.position)
 
     def _table(self, name: str, file: Readable, count: int) -> Sequence[int]:
         table = file.bytes(max(0, file.size - 4 * count), min(file.size, 4 * count))
-        if (found := crc32(table)) != (expected := self._files[name].get("sums")):
+        if (actual := crc32(table)) != (expected := self._files[name].get("sums")):
             raise CheckpointError(
-                f"the checksums at the end of the file: {_sums(expected, found)}: it is of another step, or changed"
+                f"the checksums at the end of the file: {_sums(expected, actual)}: it is of another step, or changed"
             )
         return sums_in(table)
 
 
-def _chunks(manifest: Manifest) -> Iterator[tuple[str, Chunk]]:
+def _chunks(manifest: Manifest) -> Iterator[tuple[str, SavedPart]]:
     for name, entry in manifest.tensors.items():
         for offsets, shape, file, position, length, *_ in entry["chunks"]:
-            yield name, Chunk(tuple(offsets), tuple(shape), file, position, length)
+            yield name, SavedPart(tuple(offsets), tuple(shape), file, position, length)
 
 
-def _parts_by_file(manifest: Manifest) -> dict[str, list[tuple[str, Chunk]]]:
-    parts: dict[str, list[tuple[str, Chunk]]] = {}
+def _parts_by_file(manifest: Manifest) -> dict[str, list[tuple[str, SavedPart]]]:
+    parts: dict[str, list[tuple[str, SavedPart]]] = {}
     for entry in _chunks(manifest):
         parts.setdefault(entry[1].file, []).append(entry)
     return parts
 
 
 def _problems(
-    path: Place, expected: Mapping[str, Any], parts: Iterable[tuple[str, Chunk]], sums: Sums | None, *, full: bool
+    path: Place, expected: Mapping[str, Any], parts: Iterable[tuple[str, SavedPart]], sums: Sums | None, *, full: bool
 ) -> Iterator[str]:
     try:
         size = path.size()
@@ -140,20 +132,18 @@ def _problems(
 
 
 def _differing(
-    file: Readable, expected: Mapping[str, Any], parts: list[tuple[str, Chunk]], sums: Sums | None
+    file: Readable, expected: Mapping[str, Any], parts: list[tuple[str, SavedPart]], sums: Sums | None
 ) -> Iterator[str]:
     """Yield the differences in one file, which is read once."""
-    reader = _Summing(file, with_sha256="sha256" in expected)
+    reader = _FileSums(file, with_sha256="sha256" in expected)
     differs = False
     for name, chunk in parts:
         checksum = sums(file, chunk) if sums is not None else None
         reader.sum_to(chunk.position)
-        if (found := reader.sum_to(chunk.position + chunk.length)) != checksum:
+        stop = chunk.position + chunk.length
+        if (actual := reader.sum_to(stop)) != checksum:
             differs = True
-            yield (
-                f"{name} at {chunk.offsets}, bytes {chunk.position} to {chunk.position + chunk.length}: "
-                f"{_sums(checksum, found)}"
-            )
+            yield f"{name} at {chunk.offsets}, bytes {chunk.position} to {stop}: {_sums(checksum, actual)}"
     reader.sum_to(file.size)
     if not differs and reader.crc32 != expected["crc32"]:
         yield _sums(expected["crc32"], reader.crc32)
@@ -161,12 +151,12 @@ def _differing(
         yield f"expected the SHA-256 {expected['sha256']}, found {reader.sha256}"
 
 
-def _sums(expected: int | None, found: int) -> str:
-    return f"expected the CRC-32 {'of a manifest' if expected is None else f'{expected:08x}'}, found {found:08x}"
+def _sums(expected: int | None, actual: int) -> str:
+    return f"expected the CRC-32 {'of a manifest' if expected is None else f'{expected:08x}'}, found {actual:08x}"
 
 
 @final
-class _Summing:
+class _FileSums:
     """Read a file from start to end, and compute the checksums of the whole and of its parts."""
 
     def __init__(self, file: Readable, *, with_sha256: bool) -> None:
@@ -189,22 +179,22 @@ class _Summing:
             if self._digest is not None:
                 self._digest.update(block)
             self._at += len(block)
-        self.crc32 = joined(self.crc32, part, self._at - start)
+        self.crc32 = combine_sums(self.crc32, part, self._at - start)
         return part
 
 
 def _disagreements(source: DistributedCheckpoint, manifest: Manifest) -> Iterator[str]:
     """Yield the parts on which torch's metadata and the manifest disagree."""
-    known = {(name, chunk) for name, chunk in _chunks(manifest) if 0 not in chunk.shape}
-    others = {MODEL + group[0]: group[1:] for group in manifest.tied}
-    known |= {
-        (MODEL + other, chunk)
-        for name, chunk in known
-        for other in others.get(name, ())
-        if MODEL + other in source.tensors
+    listed = {(name, chunk) for name, chunk in _chunks(manifest) if 0 not in chunk.shape}
+    tied = {MODEL + group[0]: group[1:] for group in manifest.tied}
+    listed |= {
+        (MODEL + name, chunk)
+        for first, chunk in listed
+        for name in tied.get(first, ())
+        if MODEL + name in source.tensors
     }
-    found = {(name, chunk) for name, stored in source.tensors.items() for chunk in stored.chunks}
-    for name, chunk in sorted(known ^ found, key=str):
-        where = "only the manifest" if (name, chunk) in known else f"only {METADATA_NAME}"
+    stored = {(name, chunk) for name, tensor in source.tensors.items() for chunk in tensor.chunks}
+    for name, chunk in sorted(listed ^ stored, key=str):
+        where = "only the manifest" if (name, chunk) in listed else f"only {METADATA_NAME}"
         span = f"bytes {chunk.position} to {chunk.position + chunk.length} of {chunk.file}"
         yield f"{METADATA_NAME}: {where} has {name} at {chunk.offsets}, {span}"

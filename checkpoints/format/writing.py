@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from meshpar._torch.dcp import stored_at
 from meshpar.checkpoints.format.archive import write_tensor
-from meshpar.checkpoints.format.manifest import Chunk
-from meshpar.checkpoints.storage.checksums import crc32, joined, table_of
+from meshpar.checkpoints.format.manifest import SavedPart
+from meshpar.checkpoints.storage.checksums import combine_sums, crc32, table_of
 from meshpar.checkpoints.storage.files import TILE_BYTES, lies_in_memory, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place
 from meshpar.core import runtime
@@ -37,37 +37,27 @@ Checksum = Literal["crc32", "sha256"]
 
 @final
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One rank's part of one tensor: ``tensor`` is the box at ``offsets``."""
+class TensorPart:
+    """One rank's part of one tensor: ``tensor`` is the box at ``offsets``; a meta tensor where the bytes come from
+    elsewhere.
+    """
 
     name: str
     offsets: tuple[int, ...]
     tensor: Tensor
 
-    @property
-    def key(self) -> tuple[str, tuple[int, ...]]:
-        return self.name, self.offsets
-
 
 @final
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A file on the disk: its parts, one after another, and at its end the table of their checksums.
-
-    Attributes:
-        name: of the file.
-        size: in bytes, with the table.
-        crc32, sha256: of the whole file.
-        parts: the tensor of each, and its place, in the order of the file.
-        sums: CRC-32 of the table.
-    """
+    """A file on the disk: its parts, one after another, and at its end the table of their checksums."""
 
     name: str
-    size: int
-    crc32: int
+    size: int  # in bytes, with the table
+    crc32: int  # of the whole file
     sha256: str | None
-    parts: tuple[tuple[str, Chunk], ...]
-    sums: int
+    parts: tuple[tuple[str, SavedPart], ...]  # the tensor of each, and its place, in the order of the file
+    sums: int  # CRC-32 of the table
 
 
 @final
@@ -89,16 +79,14 @@ class Group:
 def write_parts(
     folder: Place,
     rank: int,
-    parts: Sequence[Part],
+    parts: Sequence[TensorPart],
     *,
     threads: int,
     checksum: Checksum,
     on_write: Callable[[], None] = lambda: None,
 ) -> list[WrittenFile]:
-    """Write and fsync one file per thread; raises the error of the first failing thread. Threads call ``on_write``
-    after every block.
-    """
-    shares: list[list[Part]] = [[] for _ in range(threads)]
+    """Write and flush one file per thread, whose first error is raised; ``on_write`` is called after every block."""
+    shares: list[list[TensorPart]] = [[] for _ in range(threads)]
     sizes = [0] * threads
     for part in sorted(parts, key=lambda part: -part.tensor.nbytes):
         least = sizes.index(min(sizes))
@@ -106,21 +94,20 @@ def write_parts(
         sizes[least] += part.tensor.nbytes
     names = [f"__{rank}_{number}.distcp" for number in range(threads)]
     with ThreadPoolExecutor(threads, thread_name_prefix="meshpar-write") as pool:
-        files = [(folder / name, _items_of(share), size) for name, share, size in zip(names, shares, sizes) if share]
         jobs = [
-            pool.submit(write_file, path, items, checksum, on_write, expected_bytes=size) for path, items, size in files
+            pool.submit(write_file, folder / name, _with_bytes(share), checksum, on_write, expected_bytes=size)
+            for name, share, size in zip(names, shares, sizes)
+            if share
         ]
     return [job.result() for job in jobs]
 
 
-def metadata_bytes(groups: Iterable[Group], parts: Iterable[tuple[str, Chunk]], tied: Mapping[str, str]) -> bytes:
-    """Return ``.metadata``, from which torch reads the checkpoint, under each name of a tied tensor (``tied``: other
-    -> saved).
-    """
+def metadata_bytes(groups: Iterable[Group], parts: Iterable[tuple[str, SavedPart]], tied: Mapping[str, str]) -> bytes:
+    """Return ``.metadata``, from which torch reads a checkpoint, by each name of a tied tensor (``tied``: to saved)."""
     metadata = _metadata_of(groups)
-    others: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for other, saved in tied.items():
-        others.setdefault(saved, []).append(other)
+        names.setdefault(saved, [saved]).append(other)
         metadata.state_dict_metadata[other] = metadata.state_dict_metadata[saved]
     sizes: dict[tuple[int, ...], torch.Size] = {}
     metadata.storage_data = {
@@ -128,7 +115,7 @@ def metadata_bytes(groups: Iterable[Group], parts: Iterable[tuple[str, Chunk]], 
             part.file, part.position, part.length
         )
         for saved, part in parts
-        for name in (saved, *others.get(saved, ()))
+        for name in names.get(saved, (saved,))
     }
     metadata.version = CURRENT_DCP_VERSION
     return _pickled(metadata)
@@ -173,7 +160,7 @@ def _metadata_of(groups: Iterable[Group]) -> Metadata:
     return Metadata(described)
 
 
-def check_written(groups: Iterable[Group], parts: Sequence[tuple[str, Chunk]]) -> None:
+def check_written(groups: Iterable[Group], parts: Sequence[tuple[str, SavedPart]]) -> None:
     """Raise CheckpointError unless every planned part was written once, with its shape and all its bytes."""
     written = {(name, part.offsets): part for name, part in parts}
     problems = [
@@ -196,30 +183,18 @@ def check_written(groups: Iterable[Group], parts: Sequence[tuple[str, Chunk]]) -
         raise CheckpointError("\n  ".join(["the written parts differ from the plan; save again:", *problems[:20]]))
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A part to write: the box at ``offsets`` of a tensor, whose bytes ``blocks`` yields in row-major order."""
-
-    name: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    blocks: Iterable[memoryview]
-
-
 def write_file(
     path: Place,
-    items: Iterable[Item],
+    parts: Iterable[tuple[TensorPart, Iterable[memoryview]]],
     checksum: Checksum,
     on_write: Callable[[], None] = lambda: None,
     *,
     expected_bytes: int = 0,
 ) -> WrittenFile:
-    """Write parts one after another, then the table of their checksums, and flush the file to the disk; ``on_write`` is
-    called after every block.
+    """Write parts, each with its bytes in row-major order, one after another, then the table of their checksums, and
+    flush the file to the disk; ``on_write`` is called after every block.
     """
-    written, sums = list[tuple[str, Chunk]](), list[int]()
+    written, sums = list[tuple[str, SavedPart]](), list[int]()
     position = whole = 0
     digest = hashlib.sha256() if checksum == "sha256" else None
     with path.writing(expected_bytes) as put:
@@ -230,27 +205,28 @@ def write_file(
             put(data)
             on_write()
 
-        for item in items:
-            length, summed = write_tensor(item.shape, item.dtype, item.blocks, write, position)
-            written.append((item.name, Chunk(item.offsets, item.shape, path.name, position, length)))
+        for part, blocks in parts:
+            shape = tuple(part.tensor.shape)
+            length, summed = write_tensor(shape, part.tensor.dtype, blocks, write, position)
+            written.append((part.name, SavedPart(part.offsets, shape, path.name, position, length)))
             sums.append(summed)
-            position, whole = position + length, joined(whole, summed, length)
+            position, whole = position + length, combine_sums(whole, summed, length)
         table = table_of(sums)
         write(table)
-    position, whole = position + len(table), joined(whole, crc32(table), len(table))
+    position, whole = position + len(table), combine_sums(whole, crc32(table), len(table))
     sha256 = digest.hexdigest() if digest is not None else None
     return WrittenFile(path.name, position, whole, sha256, tuple(written), crc32(table))
 
 
-def _items_of(parts: Sequence[Part]) -> Iterator[Item]:
+def _with_bytes(parts: Iterable[TensorPart]) -> Iterator[tuple[TensorPart, Iterator[memoryview]]]:
     room = _Room()
     for part in parts:
-        yield Item(part.name, part.offsets, tuple(part.tensor.shape), part.tensor.dtype, room.blocks(part.tensor))
+        yield part, room.blocks(part.tensor)
 
 
 @final
 class _Room:
-    """A tile of host memory, through which tensors are copied that are not contiguous in host memory."""
+    """A tile of host memory, through which tensors are copied that are not contiguous there."""
 
     def __init__(self) -> None:
         self._tile: Tensor | None = None
@@ -269,7 +245,7 @@ class _Room:
             tile = self._tile[: piece.nbytes].view(tensor.dtype).view(piece.shape)
             if tensor.is_cpu:
                 tile.copy_(piece)
-            else:  # beside the next step's work, behind which the device's first stream would put it
+            else:  # at the same time as the next step's work, after which the device's first stream would run it
                 self._stream = self._stream or torch.Stream(tensor.device)
                 with self._stream:
                     tile.copy_(piece, non_blocking=True)

@@ -13,77 +13,76 @@ is still the one to be replaced), names that folder.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
-from collections.abc import Collection
-from typing import Any, Protocol, TypeVar, final
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, final
 
 from meshpar.checkpoints.format.manifest import MANIFEST_NAME, Manifest, read_manifest, step_name, step_of
-from meshpar.checkpoints.steps.leftovers import left_behind, remove, told_only
 from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.objects import ObjectPath, Version
-from meshpar.checkpoints.storage.place import Place, entries
+from meshpar.checkpoints.storage.place import Place, either, entries
 from meshpar.core.errors import CheckpointError, StoreError
-from meshpar.process.leftovers import Leftover, leftover, on_the_way
+from meshpar.process.leftovers import NOBODY, Leftover, leftover, on_the_way
 
-P = TypeVar("P")
 LATEST_LINK = "latest"
 PIN_FILE = "PINNED"
 _PARTS = re.compile(rb'^"parts": "([^"/]+)",$', re.MULTILINE)  # in a manifest that may be damaged
+_log = logging.getLogger("meshpar.checkpoints")
 
 
-class Commit(Protocol[P]):
-    """The way in which steps of one folder are added and deleted."""
+def remove(path: Place) -> None:
+    """Remove a folder, or a file in the place of one. If this fails, log it, and leave the folder for any process to
+    remove later.
+    """
+    with warn_only(f"cannot remove {path}"):
+        try:
+            if path.is_dir():
+                (path / MANIFEST_NAME).unlink(missing_ok=True)  # first, so that half of an old step is not taken for it
+            path.delete()
+        except OSError:
+            either(path, disk=_leave_to_others, store=lambda _: None)
+            raise
 
-    def begin(self, step: P) -> P:
-        """Return the temporary folder of a new step, whose path is ``step``."""
-        ...
 
-    def commit(self, temporary: P, manifest: Manifest) -> tuple[P, P | None]:
-        """Let the step exist; return its folder, and what is to be removed now. Raises CheckpointError if another
-        writer was first.
-        """
-        ...
+def _leave_to_others(path: DiskPath) -> None:
+    if (parsed := leftover(path)) and parsed.ours:
+        path.rename(on_the_way(path.with_name(parsed.of), "tmp", process=NOBODY))
 
-    def amend(self, step: P, **entries: Any) -> None:
-        """Replace entries in the manifest of a committed step, all at once. Raises CheckpointError if another writer
-        was first.
-        """
 
-    def abandon(self, temporary: P) -> None:
-        """Delete a temporary folder after a failed save."""
+def left_behind(path: Place) -> Leftover | None:
+    """Parse the name of a temporary or replaced folder, wherever it is; return None for a name of another kind."""
+    return leftover(path, path.untouched_s)
 
-    def delete(self, step: P) -> None:
-        """Delete a committed step."""
 
-    def clean(self, left: Leftover, step: P) -> None:
-        """Remove a leftover of a dead process, unless the step is in it."""
-
-    def folders(self, having: str) -> dict[int, P]:
-        """Return the steps whose folder has a file, and the folder."""
-        ...
-
-    def unfinished(self) -> list[Leftover]:
-        """Return temporary and replaced folders."""
-        ...
-
-    def link(self, name: str) -> None:
-        """Let ``latest`` be a link to the step of this name, where there are links."""
+@contextmanager
+def warn_only(what: str) -> Iterator[None]:
+    """Log an error as a warning that begins with ``what``, because it must not fail work that is already done."""
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        _log.warning("%s: %s", what, error)
 
 
 @final
 class Renaming:
-    """Commit by a new name: on a disk."""
+    """Commit by a new name: on a disk. :class:`Conditional` has the same verbs."""
 
     def __init__(self, root: DiskPath) -> None:
         self._root = root
 
     def begin(self, step: DiskPath) -> DiskPath:
+        """Return the temporary folder of a new step, whose path is ``step``."""
         self._root.make()
         temporary = on_the_way(step, "tmp")
         temporary.mkdir()
         return temporary
 
     def commit(self, temporary: DiskPath, manifest: Manifest) -> tuple[DiskPath, DiskPath | None]:
+        """Let the step exist; return its folder, and what is to be removed now. Raises CheckpointError if another
+        writer was first.
+        """
         (temporary / MANIFEST_NAME).write_durably(manifest.to_json().encode())
         final = temporary.with_name(step_name(manifest.step))
         replaced = on_the_way(final, "old") if final.exists() else None
@@ -100,36 +99,43 @@ class Renaming:
         return final, replaced
 
     def amend(self, step: DiskPath, **entries: Any) -> None:
+        """Replace entries in the manifest of a committed step; raises CheckpointError if another writer was first."""
         manifest = dataclasses.replace(read_manifest(step), **entries)
         (step / MANIFEST_NAME).write_durably(manifest.to_json().encode())
 
     def abandon(self, temporary: DiskPath) -> None:
+        """Delete a temporary folder after a failed save."""
         if temporary.exists():
             remove(temporary)
 
     def delete(self, step: DiskPath) -> None:
+        """Delete a committed step."""
         remove(step.rename(on_the_way(step, "tmp")))
 
-    def clean(self, left: Leftover, step: DiskPath) -> None:
-        if left.kind == "old" and not step.exists() and (left.path / MANIFEST_NAME).is_file():
-            left.path.rename(step)
+    def clean(self, dead: Leftover, step: DiskPath) -> None:
+        """Remove a leftover of a dead process, unless the step is in it."""
+        if dead.kind == "old" and not step.exists() and (dead.path / MANIFEST_NAME).is_file():
+            dead.path.rename(step)
         else:
-            remove(left.path)
+            remove(dead.path)
 
     def folders(self, having: str) -> dict[int, DiskPath]:
+        """Return the steps whose folder has a file, and the folder."""
         folders = self._folders()
         aside = {
-            step: left.path
+            step: replaced.path
             for folder in folders
-            if (left := leftover(folder)) and left.kind == "old" and (step := step_of(left.of)) is not None
+            if (replaced := leftover(folder)) and replaced.kind == "old" and (step := step_of(replaced.of)) is not None
         }
         placed = {step: folder for folder in folders if (step := step_of(folder.name)) is not None}
         return {step: folder for step, folder in {**aside, **placed}.items() if (folder / having).is_file()}
 
     def unfinished(self) -> list[Leftover]:
-        return [left for folder in self._folders() if (left := left_behind(folder))]
+        """Return temporary and replaced folders."""
+        return [each for folder in self._folders() if (each := left_behind(folder))]
 
     def link(self, name: str) -> None:
+        """Let ``latest`` be a link to the step of this name, where there are links."""
         link, fresh = self._root / LATEST_LINK, self._root / f".{LATEST_LINK}.new"
         if link.exists() and not link.is_symlink():
             return  # a file system that ignores case: LATEST is all there can be, and open_step reads it
@@ -139,8 +145,8 @@ class Renaming:
         self._root.flush()
 
     def _folders(self) -> list[DiskPath]:
-        found = sorted(self._root.iterdir()) if self._root.is_dir() else []
-        return [path for path in found if path.is_dir() and not path.is_symlink()]
+        paths = sorted(self._root.iterdir()) if self._root.is_dir() else []
+        return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
 @final
@@ -149,9 +155,8 @@ class Conditional:
 
     def __init__(self, root: ObjectPath) -> None:
         self._root = root
-        self._replaced: dict[
-            ObjectPath, tuple[Version | None, str]
-        ] = {}  # version and folder of what a save replaces, by its own folder
+        # version and folder of what a save replaces, by its own folder
+        self._replaced: dict[ObjectPath, tuple[Version | None, str]] = {}
 
     def begin(self, step: ObjectPath) -> ObjectPath:
         attempt = step / on_the_way(step, "tmp").name
@@ -164,7 +169,7 @@ class Conditional:
         replaces, old = self._replaced.pop(temporary)
         text = dataclasses.replace(manifest, parts=temporary.name).to_json()
         if not (final / MANIFEST_NAME).create(text.encode(), replaces=replaces):
-            with told_only(f"the files of a save that lost against another stay in {temporary}"):
+            with warn_only(f"the files of a save that lost against another stay in {temporary}"):
                 temporary.remove_all()
             raise CheckpointError(
                 f"another writer committed step {manifest.step} in {final} during this save; it stays, end one of the "
@@ -189,30 +194,28 @@ class Conditional:
         """Delete a committed step. Files of other saves of it stay: their writers may live, and commit them."""
         _, parts = _version_and_parts(step)
         (step / MANIFEST_NAME).unlink()  # now the step is gone, or this raises
-        with told_only(f"step {step_of(step.name)} is deleted, but files of it stay in {step}"):
+        with warn_only(f"step {step_of(step.name)} is deleted, but files of it stay in {step}"):
             for entry in entries(step):
                 if entry.name == parts or leftover(entry) is None:
                     entry.delete()
 
-    def clean(self, left: Leftover, step: ObjectPath) -> None:
+    def clean(self, dead: Leftover, step: ObjectPath) -> None:
         del step
-        remove(left.path)
+        remove(dead.path)
 
     def folders(self, having: str) -> dict[int, ObjectPath]:
         """Return the steps whose folder has a file, and the folder: by one listing, and no question for each step."""
-        found = (
-            (step_of(folder), folder)
-            for folder, _, name in (key.partition("/") for key in self._root.names())
-            if name == having
-        )
-        return {step: self._root / folder for step, folder in found if step is not None}
+        keys = (key.partition("/") for key in self._root.names())
+        folders = ((step_of(folder), folder) for folder, _, name in keys if name == having)
+        return {step: self._root / folder for step, folder in folders if step is not None}
 
     def unfinished(self) -> list[Leftover]:
-        inside: dict[str, set[str]] = {}
+        entries_of: dict[str, set[str]] = {}
         for folder, _, rest in (key.partition("/") for key in self._root.names()):
-            inside.setdefault(folder, set()).add(rest.partition("/")[0])
-        steps = [(self._root / name, names) for name, names in sorted(inside.items()) if step_of(name) is not None]
-        return [left for step, names in steps for path in _uncommitted(step, names) if (left := left_behind(path))]
+            entries_of.setdefault(folder, set()).add(rest.partition("/")[0])
+        steps = [(self._root / name, names) for name, names in sorted(entries_of.items()) if step_of(name) is not None]
+        saves = [path for step, names in steps for path in _uncommitted(step, names)]
+        return [each for path in saves if (each := left_behind(path))]
 
     def link(self, name: str) -> None:
         """Do nothing: ``LATEST`` names the newest step."""

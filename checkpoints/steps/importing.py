@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from meshpar.checkpoints.format.copying import ByteCount, Progress, StoredSource
+from meshpar.checkpoints.format.copying import ByteCount, Progress, StoredSource, read_tiles
 from meshpar.checkpoints.format.manifest import MODEL
 from meshpar.checkpoints.format.safetensors import weights_in
-from meshpar.checkpoints.format.writing import Checksum, Item, whole, write_file
+from meshpar.checkpoints.format.writing import Checksum, TensorPart, whole, write_file
 from meshpar.checkpoints.steps.recording import make_manifest
 from meshpar.checkpoints.steps.steps import Steps
-from meshpar.checkpoints.storage.files import BLOCK_BYTES, TILE_BYTES, Box, failing_as, memory_of, read_json, tiles
+from meshpar.checkpoints.storage.files import TILE_BYTES, failing_as, memory_of, read_blocks, read_json, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core.errors import CheckpointError
 from meshpar.weights import Mapped, TypedSource, WeightMap
@@ -70,12 +70,8 @@ def import_safetensors(
                 raise CheckpointError(
                     f"{root} has {free / 1e9:.2f} GB free; this import needs {total / 1e9:.2f} GB: free some space"
                 )
-            file = write_file(
-                folder / "__0_0.distcp",
-                _items(source, stored, dtypes, ByteCount(total, progress).add),
-                checksum,
-                expected_bytes=total,
-            )
+            parts = _parts(source, stored, dtypes, ByteCount(total, progress).add)
+            file = write_file(folder / "__0_0.distcp", parts, checksum, expected_bytes=total)
             groups = whole((MODEL + name, shape, dtypes[name]) for name, shape in source.shapes().items())
             about = {"step": step, "mesh": {}, "world_size": 1, "device": "cpu", "plan": f"imported from {src}"}
             return steps.commit(
@@ -86,55 +82,33 @@ def import_safetensors(
             steps.abandon(folder)
 
 
-def _items(
+def _parts(
     source: Mapped, stored: TypedSource, dtypes: Mapping[str, torch.dtype], advance: Callable[[int], None]
-) -> Iterator[Item]:
-    """Yield the tensors in the order of their files."""
-    space = torch.empty(TILE_BYTES, dtype=torch.uint8)
+) -> Iterator[tuple[TensorPart, Iterator[memoryview]]]:
+    """Yield the tensors in the order of their files, with their bytes."""
     for name, shape in source.shapes().items():
-        origin = source.origin(name)
-        same = origin is not None and source.dtypes()[name] == dtypes[name]
+        origin, dtype = source.origin(name), dtypes[name]
+        same = origin is not None and source.dtypes()[name] == dtype
         pieces = stored.pieces(origin) if same and origin and isinstance(stored, StoredSource) else ()
-        blocks = (
-            _copied(pieces[0], space, advance)
-            if len(pieces) == 1
-            else _built(source, name, shape, dtypes[name], space, advance)
-        )
-        yield Item(MODEL + name, (0,) * len(shape), shape, dtypes[name], blocks)
+        if len(pieces) == 1:
+            blocks = read_blocks(pieces[0].file, pieces[0].position, pieces[0].position + pieces[0].nbytes)
+        else:
+            blocks = map(memory_of, read_tiles(source, name, dtype, tiles(shape, dtype.itemsize, TILE_BYTES)))
+        part = TensorPart(MODEL + name, (0,) * len(shape), torch.empty(shape, dtype=dtype, device="meta"))
+        yield part, _counted(blocks, advance)
 
 
-def _copied(piece: Box, space: torch.Tensor, advance: Callable[[int], None]) -> Iterator[memoryview]:
-    run = piece.file.run(piece.position, piece.position + piece.nbytes)
-    for start in range(0, piece.nbytes, BLOCK_BYTES):
-        block = memory_of(space)[: min(BLOCK_BYTES, piece.nbytes - start)]
-        run.fill(block, piece.position + start)
+def _counted(blocks: Iterator[memoryview], advance: Callable[[int], None]) -> Iterator[memoryview]:
+    for block in blocks:
         yield block
         advance(len(block))
 
 
-def _built(
-    source: Mapped,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    space: torch.Tensor,
-    advance: Callable[[int], None],
-) -> Iterator[memoryview]:
-    for spans in tiles(shape, dtype.itemsize, TILE_BYTES):
-        sizes = [b - a for a, b in spans]
-        tile = space[: math.prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
-        source.read(name, tuple(slice(*span) for span in spans), tile)
-        yield memory_of(tile)
-        advance(tile.nbytes)
-
-
 def config_beside(src: PlaceLike) -> dict[str, Any]:
-    """Return the contents of the ``config.json`` beside published weights, or {}; raises CheckpointError if it is
-    damaged.
-    """
+    """Return the ``config.json`` next to published weights, or {}; raises CheckpointError if it is damaged."""
     src = place(src)
     path = (src if src.is_dir() else src.parent) / "config.json"
-    found = read_json(path.reader()) if path.is_file() else {}
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is not a model's config: expected a JSON object, got {type(found).__name__}")
-    return found
+    config = read_json(path.reader()) if path.is_file() else {}
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a model's config: expected a JSON object, got {type(config).__name__}")
+    return config

@@ -7,10 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshpar.checkpoints.format.copying import read_tiles
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint
 from meshpar.checkpoints.format.manifest import MODEL, Manifest, read_manifest
 from meshpar.checkpoints.format.verify import Sums, verify_files
 from meshpar.checkpoints.steps.steps import Steps, checkpoints_in, open_step
+from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
 from meshpar.checkpoints.storage.place import PlaceLike, place
 from meshpar.core.errors import CheckpointError
 
@@ -24,17 +26,13 @@ def list_steps(root: PlaceLike) -> str:
     rows = [("step", "saved at (UTC)", "size", "mesh", "metrics", "")]
     for step in committed:
         try:
-            found = read_manifest(steps.folder(step))
-            metrics = ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items() if value is not None)
+            manifest = read_manifest(steps.folder(step))
+            metrics = ", ".join(f"{name} {value:.4g}" for name, value in manifest.metrics.items() if value is not None)
             marks = ", ".join([*(["latest"] if step == committed[-1] else []), *(["pinned"] if step in pinned else [])])
-            marks += (
-                ""
-                if steps.folder(step) == steps.path(step)
-                else f" (in {steps.folder(step).name}: its replacement is running or did not finish)"
-            )
-            rows.append(
-                (str(step), found.saved_at[:19].replace("T", " "), _size(_bytes(found)), _mesh(found), metrics, marks)
-            )
+            if steps.folder(step) != steps.path(step):
+                marks += f" (in {steps.folder(step).name}: its replacement is running or did not finish)"
+            saved_at, size = manifest.saved_at[:19].replace("T", " "), _size(_bytes(manifest))
+            rows.append((str(step), saved_at, size, _mesh(manifest), metrics, marks))
         except CheckpointError as error:
             rows.append((str(step), "damaged", "", "", "", str(error)))
     return "\n".join([_table(rows), *(f"{path.name}: {reason}" for path, reason in steps.ignored().items())])
@@ -43,43 +41,37 @@ def list_steps(root: PlaceLike) -> str:
 def show_step(path: PlaceLike) -> str:
     """Return a description of one step: its origin, size and tensors."""
     folder = open_step(path)
-    found = read_manifest(folder)
-    model = {name: entry for name, entry in found.tensors.items() if name.startswith(MODEL)}
+    manifest = read_manifest(folder)
+    model = {name: entry for name, entry in manifest.tensors.items() if name.startswith(MODEL)}
     count = sum(math.prod(entry["shape"]) for entry in model.values())
-    lines = [
-        str(folder),
-        *_table([
-            ("step", str(found.step)),
-            ("saved at", found.saved_at),
-            (
-                "saved by",
-                f"{found.world_size} ranks, {_mesh(found)}, {found.device}, torch {found.versions.get('torch')}",
-            ),
-            ("plan", found.plan),
-            ("size", f"{_size(_bytes(found))} in {len(found.files)} files"),
-            ("model", f"{count:,} elements in {len(model)} tensors"),
-            ("optimizer", _optimizers(found.optimizer)),
-            *(("tied", " = ".join(group)) for group in found.tied),
-            *((f"metric {name}", f"{value:.6g}") for name, value in found.metrics.items()),
-        ]).splitlines(),
-        "",
-    ]  # fmt: skip
+    by = f"{manifest.world_size} ranks, {_mesh(manifest)}, {manifest.device}, torch {manifest.versions.get('torch')}"
+    facts = [
+        ("step", str(manifest.step)),
+        ("saved at", manifest.saved_at),
+        ("saved by", by),
+        ("plan", manifest.plan),
+        ("size", f"{_size(_bytes(manifest))} in {len(manifest.files)} files"),
+        ("model", f"{count:,} elements in {len(model)} tensors"),
+        ("optimizer", _optimizers(manifest.optimizer)),
+        *(("tied", " = ".join(group)) for group in manifest.tied),
+        *((f"metric {name}", f"{value:.6g}") for name, value in manifest.metrics.items()),
+    ]
     rows = [("tensor", "dtype", "shape", "parts")]
     rows += [
         (name, entry["dtype"], str(tuple(entry["shape"])), str(len(entry["chunks"])))
-        for name, entry in sorted(found.tensors.items())
+        for name, entry in sorted(manifest.tensors.items())
     ]
-    return "\n".join([*lines, _table(rows)])
+    return "\n".join([str(folder), _table(facts), "", _table(rows)])
 
 
 def verify_step(path: PlaceLike) -> str:
     """Verify every byte of a step and return a line of text; raises CheckpointError that names every damaged part."""
     folder = open_step(path)
-    found = read_manifest(folder)
+    manifest = read_manifest(folder)
     began = time.monotonic()
-    verify_files(folder, found, "full")
-    rate = _bytes(found) / max(1e-9, time.monotonic() - began)
-    return f"{folder} is whole: {_size(_bytes(found))} in {len(found.files)} files, {_size(rate)}/s"
+    verify_files(folder, manifest, "full")
+    rate = _bytes(manifest) / max(1e-9, time.monotonic() - began)
+    return f"{folder} is whole: {_size(_bytes(manifest))} in {len(manifest.files)} files, {_size(rate)}/s"
 
 
 def diff_steps(one: PlaceLike, other: PlaceLike) -> str:
@@ -87,24 +79,24 @@ def diff_steps(one: PlaceLike, other: PlaceLike) -> str:
     plain data.
     """
     folders = open_step(one), open_step(other)
-    left, right = (read_manifest(folder) for folder in folders)
-    lines = [f"only in {folders[0]}: {name}" for name in left.tensors if name not in right.tensors]
-    lines += [f"only in {folders[1]}: {name}" for name in right.tensors if name not in left.tensors]
+    first, second = (read_manifest(folder) for folder in folders)
+    lines = [f"only in {folders[0]}: {name}" for name in first.tensors if name not in second.tensors]
+    lines += [f"only in {folders[1]}: {name}" for name in second.tensors if name not in first.tensors]
     lines += [
-        f"{name}: {getattr(left, name)} and {getattr(right, name)}"
+        f"{name}: {getattr(first, name)} and {getattr(second, name)}"
         for name in ("step", "mesh", "world_size", "plan", "extra", "metrics", "versions")
-        if getattr(left, name) != getattr(right, name)
+        if getattr(first, name) != getattr(second, name)
     ]
     sources = [
         DistributedCheckpoint(manifest.files_in(folder), sums=Sums(manifest))
-        for manifest, folder in zip((left, right), folders)
+        for manifest, folder in zip((first, second), folders)
     ]
     same = 0
-    for name in (name for name in left.tensors if name in right.tensors):
-        difference = _difference(name, left.tensors[name], right.tensors[name], sources)
+    for name in (name for name in first.tensors if name in second.tensors):
+        difference = _difference(name, first.tensors[name], second.tensors[name], sources)
         same += difference is None
         lines += [] if difference is None else [f"{name}: {difference}"]
-    return "\n".join([*lines, f"{same} of {len(left.tensors)} tensors are the same"])
+    return "\n".join([*lines, f"{same} of {len(first.tensors)} tensors are the same"])
 
 
 def prune_steps(root: PlaceLike, keep: int, *, best: str | None = None) -> str:
@@ -162,10 +154,6 @@ def _no_steps(root: PlaceLike) -> CheckpointError:
 def _difference(
     name: str, left: Mapping[str, Any], right: Mapping[str, Any], sources: Sequence[DistributedCheckpoint]
 ) -> str | None:
-    import torch
-
-    from meshpar.checkpoints.storage.files import TILE_BYTES, memory_of, tiles
-
     for key in ("dtype", "shape"):
         if left[key] != right[key]:
             return f"{key} {left[key]} and {right[key]}"
@@ -175,15 +163,13 @@ def _difference(
     ]
     if parts[0] and parts[0] == parts[1]:
         return None  # the same parts with the same checksums
-    dtype, differ, most = sources[0].dtypes()[name], 0, 0.0
-    for spans in tiles(tuple(left["shape"]), dtype.itemsize, TILE_BYTES):
-        pieces = [torch.empty([b - a for a, b in spans], dtype=dtype) for _ in sources]
-        for source, piece in zip(sources, pieces):
-            source.read(name, tuple(slice(*span) for span in spans), piece)
-        if memory_of(pieces[0]) != memory_of(pieces[1]):
-            apart = (pieces[0].double() - pieces[1].double()).abs()
-            differ, most = differ + int((apart != 0).sum()), max(most, float(apart.max()))
-    return f"{differ:,} of {math.prod(left['shape']):,} elements differ, by up to {most:.3g}" if differ else None
+    dtype, differ, largest = sources[0].dtypes()[name], 0, 0.0
+    boxes = list(tiles(tuple(left["shape"]), dtype.itemsize, TILE_BYTES))
+    for one_tile, other_tile in zip(*(read_tiles(source, name, dtype, boxes) for source in sources)):
+        if memory_of(one_tile) != memory_of(other_tile):
+            apart = (one_tile.double() - other_tile.double()).abs()
+            differ, largest = differ + int((apart != 0).sum()), max(largest, float(apart.max()))
+    return f"{differ:,} of {math.prod(left['shape']):,} elements differ, by up to {largest:.3g}" if differ else None
 
 
 def _bytes(manifest: Manifest) -> int:

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from typing import Any, final
 
-from meshpar.checkpoints.steps.leftovers import told_only
+from meshpar.checkpoints.steps.commit import warn_only
 from meshpar.checkpoints.storage.place import PlaceLike, place
 from meshpar.core.errors import CheckpointError
 from meshpar.process.leftovers import is_running, this_process
@@ -19,36 +19,29 @@ LEASE_NAME = ".writer"
 
 @final
 class Lease:
-    """A file that names the holder and counts while the holder lives.
+    """A file in a folder that names the holder, and counts every ``beat_s`` seconds while the holder lives.
 
     A holder on this host is dead if its process has ended. A holder on another host is dead if its count has not risen
-    for ``dead_s``, by this host's clock: clocks of hosts are not compared.
-
-    Args:
-        folder: the folder to write.
-        beat_s: seconds between two counts.
-        dead_s: seconds without a count after which a holder on another host is dead.
+    for ``dead_s`` seconds, by this host's clock: clocks of hosts are not compared.
     """
 
     def __init__(self, folder: PlaceLike, *, beat_s: float = 5.0, dead_s: float = 30.0) -> None:
         self._path, self._beat_s, self._dead_s = place(folder).absolute() / LEASE_NAME, beat_s, dead_s
         self._us = this_process()
         self._since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._made = False
-        self._ended, self._thread = (
-            threading.Event(),
-            threading.Thread(target=self._beat, name="meshpar-lease", daemon=True),
-        )
+        self._made_folder = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="meshpar-lease", daemon=True)
 
     def take(self) -> None:
-        """Take the folder, after waiting for up to ``dead_s`` for a sign of its holder; raises CheckpointError if
-        the holder lives.
+        """Take the folder, after up to ``dead_s`` seconds for a sign of its holder; raises CheckpointError if that
+        lives.
         """
-        made, (held, version) = self._create(), self._found()
-        if not made and not self._is_ours(held) and self._lives(held):
-            raise CheckpointError(f"{self._path.parent} {_told(held)}; end that job, or train in another folder")
+        created, (holder, version) = self._create(), self._read()
+        if not created and not self._is_ours(holder) and self._lives(holder):
+            raise CheckpointError(f"{self._path.parent} {_describe(holder)}; end that job, or train in another folder")
         self._write(0, version)
-        if not made and self._path.mounted:
+        if not created and self._path.mounted:
             # of two that replace a dead holder in the same moment, the last one has the file
             time.sleep(self._beat_s / 5)
             self.check()
@@ -56,37 +49,38 @@ class Lease:
 
     def check(self) -> None:
         """Raise CheckpointError if another process has taken the folder since, because this one seemed dead."""
-        held, version = self._found()
+        holder, version = self._read()
         if version is None:
             raise CheckpointError(
                 f"{self._path} is gone, by which this job owns the folder: the folder was deleted, moved or unmounted"
             )
-        if not self._is_ours(held):
+        if not self._is_ours(holder):
             raise CheckpointError(
-                f"{self._path.parent} {_told(held)}, which took it while this job gave no sign of life; end one of them"
+                f"{self._path.parent} {_describe(holder)}, which took it while this job gave no sign of life; end one "
+                "of them"
             )
 
     def release(self) -> None:
         """Give the folder up, and leave none where there was none and nothing was written."""
         self._ended.set()
         self._thread.join()
-        if self._is_ours(self._read()):
+        if self._is_ours(self._read()[0]):
             self._path.unlink(missing_ok=True)
-        if self._made:
+        if self._made_folder:
             with suppress(OSError):
                 self._path.parent.rmdir()
 
     def _create(self) -> bool:
-        self._made = self._path.parent.make()
+        self._made_folder = self._path.parent.make()
         return self._path.create(self._text(-1))
 
-    def _lives(self, held: dict[str, Any]) -> bool:
-        if held.get("host") == self._us["host"]:
-            return is_running(held["process"], held["id"])
+    def _lives(self, holder: dict[str, Any]) -> bool:
+        if holder.get("host") == self._us["host"]:
+            return is_running(holder["process"], holder["id"])
         deadline = time.monotonic() + self._dead_s
         while time.monotonic() < deadline:
             time.sleep(self._beat_s / 5)
-            if self._read() != held:
+            if self._read()[0] != holder:
                 return True
         return False
 
@@ -94,46 +88,41 @@ class Lease:
         count = 0
         while not self._ended.wait(self._beat_s):
             count += 1
-            with told_only(f"cannot renew {self._path}"):
-                held, version = self._found()
-                if not self._is_ours(held):
+            with warn_only(f"cannot renew {self._path}"):
+                holder, version = self._read()
+                if not self._is_ours(holder):
                     return  # the next check() raises
                 self._write(count, version)
 
     def _write(self, count: int, replaces: Any) -> None:  # noqa: ANN401 - a version
         if not self._path.create(self._text(count), replaces=replaces):
             raise CheckpointError(
-                f"{self._path.parent} {_told(self._read())}, which took it at this moment; end one of the jobs"
+                f"{self._path.parent} {_describe(self._read()[0])}, which took it at this moment; end one of the jobs"
             )
 
     def _text(self, count: int) -> bytes:
         return json.dumps({**self._us, "since": self._since, "count": count}).ljust(512).encode()
 
-    def _read(self) -> dict[str, Any]:
-        return self._found()[0]
-
-    def _found(self) -> tuple[dict[str, Any], Any]:
+    def _read(self) -> tuple[dict[str, Any], Any]:
         """Return what the file says, and its version; None: there is none."""
         text, version = self._path.read_version() or (b"", None)
         try:
-            found = json.loads(text)
+            holder = json.loads(text)
         except ValueError:
             return {}, version  # given up, or being written
-        return (found if isinstance(found, dict) and {*self._us, "since"} <= found.keys() else {}), version
+        return (holder if isinstance(holder, dict) and {*self._us, "since"} <= holder.keys() else {}), version
 
-    def _is_ours(self, held: dict[str, Any]) -> bool:
-        return {key: held.get(key) for key in self._us} == self._us
+    def _is_ours(self, holder: dict[str, Any]) -> bool:
+        return {key: holder.get(key) for key in self._us} == self._us
 
 
 def is_written(folder: PlaceLike) -> bool:
-    """Return whether a live process holds the right to write a folder; waits for a sign of life of one on another
-    host.
-    """
+    """Return whether a live process holds the right to write a folder; waits for a sign of one on another host."""
     lease = Lease(folder)
-    held = lease._read()
-    return bool(held) and lease._lives(held)
+    holder, _ = lease._read()
+    return bool(holder) and lease._lives(holder)
 
 
-def _told(held: dict[str, Any]) -> str:
-    who = f"process {held['process']} on {held['host']} since {held['since']}" if held else "an unknown process"
+def _describe(holder: dict[str, Any]) -> str:
+    who = f"process {holder['process']} on {holder['host']} since {holder['since']}" if holder else "an unknown process"
     return f"is written by another job: {who}"

@@ -13,17 +13,16 @@ from meshpar.checkpoints.format.foreign import remedy
 from meshpar.checkpoints.format.manifest import Manifest
 from meshpar.checkpoints.format.verify import Verify
 from meshpar.checkpoints.format.writing import Checksum
-from meshpar.checkpoints.steps.background import Background
-from meshpar.checkpoints.steps.checkpointable import Checkpointable
+from meshpar.checkpoints.steps.background import Background, Stager
+from meshpar.checkpoints.steps.commit import warn_only
 from meshpar.checkpoints.steps.lease import Lease
-from meshpar.checkpoints.steps.leftovers import told_only
 from meshpar.checkpoints.steps.planning import Planning
 from meshpar.checkpoints.steps.ranks import Ranks
-from meshpar.checkpoints.steps.restoring import RestoredState, Restoring
-from meshpar.checkpoints.steps.saving import Noted, Saving
-from meshpar.checkpoints.steps.staging import Stager
-from meshpar.checkpoints.steps.state import Optimizers, plain
+from meshpar.checkpoints.steps.restoring import RestoredState, Restoring, check_same_arguments
+from meshpar.checkpoints.steps.saving import Noted, Saving, WriteSettings
+from meshpar.checkpoints.steps.state import Checkpointable, Optimizers, plain
 from meshpar.checkpoints.steps.steps import Steps
+from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.place import Place, PlaceLike, on_disk, place
 from meshpar.core.errors import CheckpointError, StoreError
 from meshpar.core.waiting import reads_of
@@ -79,27 +78,18 @@ class CheckpointManager:
         if checksum not in ("crc32", "sha256"):
             raise CheckpointError(f"checksum must be 'crc32' or 'sha256', got {checksum!r}")
         self._steps = Steps(place(root).absolute())  # user code may change the working directory
-        if staging is not None and self._steps.root.mounted:
-            raise CheckpointError(
-                f"staging is for saves to a URL, got {root}, which is on a disk already; drop staging"
-            )
-        if staging is not None and not async_:
-            raise CheckpointError(
-                "staging is for saves in the background; pass async_=True (recipe: checkpoint.background: true), or "
-                "drop staging"
-            )
-        self._staging = (
-            None if staging is None else expanded(on_disk(staging, why="files are staged before they are uploaded"))
+        self._every, self._best, self._timeout_s = every, best, timeout_s
+        self._writer = _StepWriter(self._steps, keep, best)
+        self._settings = WriteSettings(
+            threads=threads,
+            checksum=checksum,
+            on_write=self._count_write,
+            staging=None if staging is None else _staging_folder(staging, self._steps.root, async_=async_),
         )
-        self._keep, self._every, self._best, self._timeout_s = keep, every, best, timeout_s
-        self._checksum: Checksum = checksum
-        self._threads = threads
         self._stager = Stager(threads) if async_ else None
         self._background = Background()
         self._planning = Planning()
-        self._made_ranks: Ranks | None = None
-        self._temporary: Place | None = None  # on rank 0: of the save that began last
-        self._lease: Lease | None = None  # on rank 0, after own()
+        self._open_ranks: Ranks | None = None
         self.writes = 0
 
     @property
@@ -140,7 +130,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: on every rank, that names the holder: another job that owns the folder is running.
         """
-        self._ranks().share(f"taking {self.root}", self._own)
+        self._ranks().share(f"taking {self.root}", self._writer.own)
 
     def save(
         self,
@@ -183,25 +173,21 @@ class CheckpointManager:
             step=step, extra=extra or {}, metrics=metrics or {}, rank_extra=rank_extra, averages=averages or {}
         )
         stager = self._stager
-        with self._abandoned_on_error():
-            folder = ranks.share(f"beginning step {step}", lambda: self._begin(noted, replace))
-            saving = Saving(
-                ranks,
-                folder,
-                noted,
-                self._planning,
-                threads=self._threads,
-                checksum=self._checksum,
-                on_write=self._count_write,
-                staging=self._staging,
-            )
+        with self._writer.abandoning_on_error():
+            folder = ranks.share(f"beginning step {step}", lambda: self._writer.begin(noted, replace=replace))
+            saving = Saving(ranks, folder, noted, self._planning, self._settings)
             saving.plan(par, optimizer, later=stager is not None)
+
+        def finish() -> None:
+            with self._writer.abandoning_on_error():
+                saving.finish(lambda manifest: self._writer.commit(folder, manifest))
+
         if stager is None:
-            self._finish(saving, folder)
+            finish()
         else:
             self._background.start(
                 lambda: saving.stage(stager),
-                lambda: self._finish(saving, folder),
+                finish,
                 trains=optimizer is not None,
                 module=par.module,
                 what=f"the save of step {step} in the background",
@@ -215,7 +201,7 @@ class CheckpointManager:
         Rank 0 writes, and no rank waits. An error is logged as a warning, because the step itself is saved.
         """
         if self._ranks().rank == 0:
-            self._background.then(lambda: self._amend(step, extra, metrics))
+            self._background.then(lambda: self._writer.amend(step, extra, metrics))
 
     def before_step(self) -> None:
         """Wait until the save in flight has copied its values; every optimizer does this in its ``step``."""
@@ -232,12 +218,10 @@ class CheckpointManager:
         try:
             self._background.close()
         finally:
-            if self._lease is not None:
-                self._lease.release()
-                self._lease = None
-            if self._made_ranks is not None:
-                self._made_ranks.close()
-            self._made_ranks, self._stager = None, Stager(self._threads) if self._stager is not None else None
+            self._writer.release()
+            if self._open_ranks is not None:
+                self._open_ranks.close()
+            self._open_ranks, self._stager = None, Stager(self._settings.threads) if self._stager is not None else None
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -294,15 +278,8 @@ class CheckpointManager:
         """
         self._background.wait()
         ranks = self._ranks()
-        asked = ranks.everyone(
-            "finding the step", lambda: {"step": step, "verify": verify, "partial": partial, "fallback": fallback}
-        )
-        for rank, other in enumerate(asked):
-            if differing := [name for name, value in other.items() if value != asked[0][name]]:
-                values = ", ".join(
-                    f"{name}={asked[0][name]!r} on rank 0 and {other[name]!r} on rank {rank}" for name in differing
-                )
-                raise CheckpointError(f"restore() got {values}; pass the same arguments on every rank")
+        asked = {"step": step, "verify": verify, "partial": partial, "fallback": fallback}
+        check_same_arguments(ranks, asked)
         folders = ranks.share("finding the step", lambda: self._find(step))
         damaged: list[str] = []
         for folder in folders if fallback else folders[:1]:
@@ -324,64 +301,12 @@ class CheckpointManager:
         self.writes += 1  # two threads at once may count one: it is another number all the same
 
     def _ranks(self) -> Ranks:
-        if self._made_ranks is not None and self._made_ranks.broken:
-            self._made_ranks.close()
-            self._made_ranks = None
-        if self._made_ranks is None:
-            self._made_ranks = Ranks(self._timeout_s)
-        return self._made_ranks
-
-    def _own(self) -> None:
-        if self._lease is None:
-            lease = Lease(self.root)
-            lease.take()
-            self._lease = lease
-
-    def _begin(self, noted: Noted, replace: bool) -> Place:
-        if not isinstance(noted.step, int) or isinstance(noted.step, bool) or noted.step < 0:
-            raise CheckpointError(f"step is {noted.step!r}; expected an integer of 0 or more")
-        plain(noted.extra, "extra")
-        if odd := [name for name, value in noted.metrics.items() if not isinstance(value, (int, float))]:
-            raise CheckpointError(
-                f"metrics[{odd[0]!r}] is a {type(noted.metrics[odd[0]]).__name__}; expected a number, such as "
-                "loss.item()"
-            )
-        if self._lease is not None:
-            self._lease.check()
-        self._steps.reap(sole_writer=True)
-        self._temporary = self._steps.begin(noted.step, replace=replace)
-        return self._temporary
-
-    def _finish(self, saving: Saving, folder: Place) -> None:
-        with self._abandoned_on_error():
-            saving.finish(lambda manifest: self._commit(folder, manifest))
-
-    def _commit(self, folder: Place, manifest: Manifest) -> Place:
-        if self._lease is not None:
-            self._lease.check()
-        path = self._steps.commit(folder, manifest)
-        self._retain(manifest.step)
-        return path
-
-    def _retain(self, saved: int) -> None:
-        with told_only(f"step {saved} is committed, but older steps could not be deleted"):
-            self._steps.retain(self._keep, self._steps.best_or_unknown(self._best) if self._best else (), saved=saved)
-
-    def _amend(self, step: int, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        with told_only(f"step {step} is saved, but without the values that were computed after its save"):
-            if self._lease is not None:
-                self._lease.check()
-            self._steps.amend(step, extra=plain(extra, "extra"), metrics=plain(metrics, "metrics"))
-            self._retain(step)
-
-    @contextmanager
-    def _abandoned_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self._temporary is not None:
-                self._steps.abandon(self._temporary)
-            raise
+        if self._open_ranks is not None and self._open_ranks.broken:
+            self._open_ranks.close()
+            self._open_ranks = None
+        if self._open_ranks is None:
+            self._open_ranks = Ranks(self._timeout_s)
+        return self._open_ranks
 
     def _find(self, step: int | None) -> list[Place]:
         """Return the folders to try, the first one first."""
@@ -393,3 +318,84 @@ class CheckpointManager:
         if step is not None and step not in steps:
             raise CheckpointError(f"{self.root} holds no committed step {step}; it holds {', '.join(map(str, steps))}")
         return [folders[number] for number in reversed(steps) if step is None or number <= step]
+
+
+def _staging_folder(staging: str | Path, root: Place, *, async_: bool) -> DiskPath:
+    if root.mounted:
+        raise CheckpointError(f"staging is for saves to a URL, got {root}, which is on a disk already; drop staging")
+    if not async_:
+        raise CheckpointError(
+            "staging is for saves in the background; pass async_=True (recipe: checkpoint.background: true), or drop "
+            "staging"
+        )
+    return expanded(on_disk(staging, why="files are staged before they are uploaded"))
+
+
+@final
+class _StepWriter:
+    """The part of rank 0 in the saves of a folder: it begins, commits, amends and retains steps."""
+
+    def __init__(self, steps: Steps, keep: int | None, best: str | None) -> None:
+        self._steps, self._keep, self._best = steps, keep, best
+        self._temporary: Place | None = None  # of the save that began last
+        self._lease: Lease | None = None  # after own()
+
+    def own(self) -> None:
+        """Take the folder for this job, so that no second job writes it."""
+        if self._lease is None:
+            lease = Lease(self._steps.root)
+            lease.take()
+            self._lease = lease
+
+    def release(self) -> None:
+        """Give the folder up."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def begin(self, noted: Noted, *, replace: bool) -> Place:
+        """Return the temporary folder of a new step, after a check of what the caller adds to it."""
+        if not isinstance(noted.step, int) or isinstance(noted.step, bool) or noted.step < 0:
+            raise CheckpointError(f"step is {noted.step!r}; expected an integer of 0 or more")
+        plain(noted.extra, "extra")
+        if odd := [name for name, value in noted.metrics.items() if not isinstance(value, (int, float))]:
+            raise CheckpointError(
+                f"metrics[{odd[0]!r}] is a {type(noted.metrics[odd[0]]).__name__}; expected a number, such as "
+                "loss.item()"
+            )
+        self._check_owned()
+        self._steps.reap(sole_writer=True)
+        self._temporary = self._steps.begin(noted.step, replace=replace)
+        return self._temporary
+
+    def commit(self, folder: Place, manifest: Manifest) -> Place:
+        """Commit a step, and delete those that are not kept."""
+        self._check_owned()
+        path = self._steps.commit(folder, manifest)
+        self._retain(manifest.step)
+        return path
+
+    def amend(self, step: int, extra: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Replace ``extra`` and ``metrics`` of a committed step; an error is logged as a warning."""
+        with warn_only(f"step {step} is saved, but without the values that were computed after its save"):
+            self._check_owned()
+            self._steps.amend(step, extra=plain(extra, "extra"), metrics=plain(metrics, "metrics"))
+            self._retain(step)
+
+    @contextmanager
+    def abandoning_on_error(self) -> Iterator[None]:
+        """Delete the temporary folder if the block fails."""
+        try:
+            yield
+        except BaseException:
+            if self._temporary is not None:
+                self._steps.abandon(self._temporary)
+            raise
+
+    def _check_owned(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
+    def _retain(self, saved: int) -> None:
+        with warn_only(f"step {saved} is committed, but older steps could not be deleted"):
+            self._steps.retain(self._keep, self._steps.best_or_unknown(self._best) if self._best else (), saved=saved)

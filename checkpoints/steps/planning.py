@@ -18,27 +18,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshpar.checkpoints.format.dcp import check_cover
-from meshpar.checkpoints.format.manifest import Chunk
-from meshpar.checkpoints.format.writing import Group, Part
+from meshpar.checkpoints.format.writing import Group, TensorPart
 from meshpar.checkpoints.steps.ranks import Ranks
-from meshpar.checkpoints.steps.recording import Ledger, Report, pack, unpack
+from meshpar.checkpoints.steps.recording import Layout, Ledger, Report, pack, unpack
 from meshpar.core.errors import CheckpointError
 from meshpar.step.placements import held_by_this_rank, local_tensor
+from meshpar.weights.rules import Spans
 
 Share = Sequence[Sequence[int]]
 """The parts that a rank writes: for each of its :class:`Alike`, positions in the list of names."""
 
 
 class Alike(NamedTuple):
-    """Tensors that are divided alike, and the box of each that one rank has.
+    """Tensors that are divided alike, of the same whole ``shape``, and the box of each that one rank has."""
 
-    Attributes:
-        packed: their names, compressed: rank 0 receives them from every rank, and compares them as one.
-        shape: of the whole tensors.
-        offsets, sizes: the box.
-    """
-
-    packed: bytes
+    packed: bytes  # their names, compressed: rank 0 receives them from every rank, and compares them as one
     shape: tuple[int, ...]
     dtype: torch.dtype
     offsets: tuple[int, ...]
@@ -49,13 +43,15 @@ class Alike(NamedTuple):
         """The tensors' names."""
         return unpack(self.packed)
 
+    @property
+    def spans(self) -> Spans:
+        return tuple((offset, offset + size) for offset, size in zip(self.offsets, self.sizes))
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """The state of one rank that is saved: its tensors, tied names, table of the optimizer, plain data of its own, and
-    plain data that all ranks have alike.
-    """
+    """The state of one rank that is saved; ``extra`` is plain data that all ranks have alike."""
 
     alike: Sequence[Alike]
     tied: Sequence[Sequence[str]]
@@ -74,29 +70,19 @@ class Agreed:
     tied: Sequence[Sequence[str]]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Greeting:
-    """Data that each rank sends in every save.
+class _Greeting(NamedTuple):
+    """Data that each rank sends in every save."""
 
-    Attributes:
-        token: of the plan that the rank keeps; None: it keeps none for these tensors.
-        table: digest of the names in the optimizer's table; None: no table.
-        extra: digests of what all ranks must have alike, by name.
-    """
-
-    token: str | None
-    table: str | None
+    token: str | None  # of the plan that the rank keeps; None: it keeps none for these tensors
+    table: str | None  # digest of the names in the optimizer's table; None: no table
     rank_extra: Any
-    extra: Mapping[str, str]
+    extra: Mapping[str, str]  # digests of what all ranks must have alike, by name
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """Rank 0's answer to greetings: whether all plan anew, and which ranks' optimizer tables differ."""
+class _Question(NamedTuple):
+    """Rank 0's answer to greetings: whether all ranks plan again, and which ranks' optimizer tables differ."""
 
-    anew: bool
+    replan: bool
     tables: Sequence[int]
 
 
@@ -105,15 +91,14 @@ class Planning:
     """The plan of a rank's last save.
 
     A save whose tensors are those of the last one exchanges a token and ``rank_extra``. If the token of any rank
-    differs, because its tensors, its rank or the number of ranks changed or because it missed a plan, all ranks plan
-    anew.
+    differs, because its tensors, its rank or the number of ranks changed or because it missed a plan, all plan again.
     """
 
     def __init__(self) -> None:
         self._digest, self._token = "", ""
         self._share: Share = ()
         self._agreed: Agreed | None = None  # on rank 0
-        self.ledger: Ledger | None = None  # on rank 0, after a save of this plan
+        self._ledger: Ledger | None = None  # on rank 0, after a save of this plan
 
     def agree(
         self,
@@ -124,71 +109,71 @@ class Planning:
     ) -> list[tuple[Alike, Sequence[int]]]:
         """Return the parts that this rank writes; collective.
 
-        Args:
-            ranks: the ranks that save together.
-            step: names the step in errors.
-            describe: called on every rank.
-            settle: called on rank 0, with the division, the optimizer's tables and the ``rank_extra`` of all ranks.
+        ``step`` names the step in errors. ``describe`` is called on every rank, and ``settle`` on rank 0, with the
+        division, the optimizer's tables and the ``rank_extra`` of all ranks.
         """
-        mine: list[Described] = []
+        described: list[Described] = []
+        extras: list[Any] = []
 
         def greet() -> _Greeting:
-            mine.append(describe())
-            return self._greet(mine[0], ranks)
-
-        extras: list[Any] = []
+            described.append(describe())
+            return self._greet(described[0], ranks)
 
         def ask(greetings: Sequence[_Greeting]) -> _Question | None:
             extras.extend(greeting.rank_extra for greeting in greetings)
             _refuse_other_extras([greeting.extra for greeting in greetings])
             question = self._ask(greetings)
-            if question.anew or set(question.tables) - {0}:
+            if question.replan or set(question.tables) - {0}:
                 return question
             assert self._agreed is not None
-            settle(self._agreed, _tables({0: mine[0].optimizer}), extras)
+            settle(self._agreed, _tables({0: described[0].optimizer}), extras)
             return None
 
         question = ranks.agree(step, greet, ask)
         if question is not None:
-            answers = ranks.collect(step, lambda: _answer(mine[0], question, ranks.rank))
+            answers = ranks.collect(step, lambda: _answer(described[0], question, ranks.rank))
 
             def divided() -> Sequence[tuple[str, Share] | None]:
                 shares: Sequence[Share] = ()
-                if question.anew:
+                if question.replan:
                     groups, shares = divide([alike for alike, _, _ in answers])
                     tied = sorted({tuple(group) for _, ties, _ in answers for group in ties})
-                    self.ledger = None
+                    self._ledger = None
                     self._agreed = Agreed(token=secrets.token_hex(8), groups=groups, tied=tied)
                 assert self._agreed is not None
-                tables = {rank: table for rank, (_, _, table) in enumerate(answers)} | {0: mine[0].optimizer}
+                tables = {rank: table for rank, (_, _, table) in enumerate(answers)} | {0: described[0].optimizer}
                 settle(self._agreed, _tables(tables), extras)
                 return [(self._agreed.token, share) for share in shares] or [None] * ranks.size
 
-            if (given := ranks.spread(step, divided)) is not None:
-                self.keep(given, mine[0], ranks)
-        return list(zip(mine[0].alike, self._share, strict=True))
+            if (plan := ranks.spread(step, divided)) is not None:
+                self.keep(plan, described[0], ranks)
+        return list(zip(described[0].alike, self._share, strict=True))
 
-    def keep(self, given: tuple[str, Share], mine: Described, ranks: Ranks) -> None:
-        """Keep the token of a plan and this rank's share, for as long as ``mine`` and the ranks stay as they are."""
-        (self._token, self._share), self._digest = given, _digest(mine, ranks)
+    def keep(self, plan: tuple[str, Share], described: Described, ranks: Ranks) -> None:
+        """Keep a plan's token and this rank's share, for as long as ``described`` and the ranks stay as they are."""
+        (self._token, self._share), self._digest = plan, _digest(described, ranks)
 
     def recorded(self, reports: Sequence[Report]) -> bool:
         """Return, on rank 0, whether the ledger is of files with these layouts."""
-        return self.ledger is not None and self.ledger.fits(reports)
+        return self._ledger is not None and self._ledger.fits(reports)
 
-    def _greet(self, mine: Described, ranks: Ranks) -> _Greeting:
-        kept = self._digest == _digest(mine, ranks)
-        extra = {name: _hash(json.dumps(value, sort_keys=True)) for name, value in mine.extra.items()}
-        return _Greeting(self._token if kept else None, _table_digest(mine.optimizer), mine.rank_extra, extra)
+    def ledger_of(self, layouts: Sequence[Layout]) -> Ledger:
+        """Return, on rank 0, the ledger of files with these layouts; none given: the last save's."""
+        assert self._agreed is not None
+        if layouts or self._ledger is None:
+            self._ledger = Ledger(self._agreed.groups, layouts, self._agreed.tied)
+        return self._ledger
+
+    def _greet(self, described: Described, ranks: Ranks) -> _Greeting:
+        token = self._token if self._digest == _digest(described, ranks) else None
+        extra = {name: _hash(json.dumps(value, sort_keys=True)) for name, value in described.extra.items()}
+        return _Greeting(token, _table_digest(described.optimizer), described.rank_extra, extra)
 
     def _ask(self, greetings: Sequence[_Greeting]) -> _Question:
-        kept = self._agreed is not None and all(greeting.token == self._agreed.token for greeting in greetings)
-        first = {
-            greeting.table: rank
-            for rank, greeting in reversed(list(enumerate(greetings)))
-            if greeting.table is not None
-        }
-        return _Question(not kept, sorted(first.values()))
+        current = self._agreed is not None and all(greeting.token == self._agreed.token for greeting in greetings)
+        last_first = reversed(list(enumerate(greetings)))
+        first = {greeting.table: rank for rank, greeting in last_first if greeting.table is not None}
+        return _Question(not current, sorted(first.values()))
 
 
 def _refuse_other_extras(extras: Sequence[Mapping[str, str]]) -> None:
@@ -203,20 +188,20 @@ def _refuse_other_extras(extras: Sequence[Mapping[str, str]]) -> None:
 
 
 def _answer(
-    mine: Described, question: _Question, rank: int
+    described: Described, question: _Question, rank: int
 ) -> tuple[Sequence[Alike], Sequence[Sequence[str]], Mapping[str, Any] | None]:
     """Return what rank 0 lacks, without its own table: all ranks' messages have one length."""
-    table = mine.optimizer if rank in question.tables and rank > 0 else None
-    return (mine.alike, mine.tied, table) if question.anew else ((), (), table)
+    table = described.optimizer if rank in question.tables and rank > 0 else None
+    return (described.alike, described.tied, table) if question.replan else ((), (), table)
 
 
 def _tables(tables: Mapping[int, Mapping[str, Any] | None]) -> list[Mapping[str, Any]]:
     return [table for _, table in sorted(tables.items()) if table is not None]
 
 
-def _digest(mine: Described, ranks: Ranks) -> str:
+def _digest(described: Described, ranks: Ranks) -> str:
     """Return a hash of all that the division depends on."""
-    return _hash([ranks.rank, ranks.size, [tuple(entry) for entry in mine.alike], mine.tied])
+    return _hash([ranks.rank, ranks.size, [tuple(entry) for entry in described.alike], described.tied])
 
 
 def _table_digest(table: Mapping[str, Any] | None) -> str | None:
@@ -232,32 +217,30 @@ def _hash(value: object) -> str:
 
 
 def alike(tensors: Mapping[str, Tensor]) -> list[Alike]:
-    """Return this rank's parts of tensors; raises CheckpointError for a shard of another size than its placements
-    give.
-    """
+    """Return this rank's parts of tensors; raises CheckpointError for a shard that its placements do not give."""
     groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         local = local_tensor(tensor)
         groups.setdefault((tensor.shape, local.dtype, local.shape, placed), []).append(name)
-    found = []
+    parts = []
     for (shape, dtype, local_shape, _), names in groups.items():
-        held = held_by_this_rank(tensors[names[0]])
-        sizes = tuple(span.stop - span.start for span in held)
+        index = held_by_this_rank(tensors[names[0]])
+        sizes = tuple(span.stop - span.start for span in index)
         if sizes != tuple(local_shape):
             raise CheckpointError(
                 f"{names[0]}: this rank has a shard of {tuple(local_shape)}; expected {sizes} of {tuple(shape)}"
             )
         if math.prod(sizes) or not math.prod(shape):
-            found.append(Alike(pack(names), tuple(shape), dtype, tuple(span.start for span in held), sizes))
-    return found
+            parts.append(Alike(pack(names), tuple(shape), dtype, tuple(span.start for span in index), sizes))
+    return parts
 
 
-def parts_of(mine: Iterable[tuple[Alike, Sequence[int]]], tensors: Mapping[str, Tensor]) -> list[Part]:
+def parts_of(share: Iterable[tuple[Alike, Sequence[int]]], tensors: Mapping[str, Tensor]) -> list[TensorPart]:
     """Return the parts of ``tensors`` that the plan assigns to this rank."""
-    named = ((alike.names, alike.offsets, positions) for alike, positions in mine)
+    named = ((alike.names, alike.offsets, positions) for alike, positions in share)
     return [
-        Part(names[position], offsets, local_tensor(tensors[names[position]]))
+        TensorPart(names[position], offsets, local_tensor(tensors[names[position]]))
         for names, offsets, positions in named
         for position in positions
     ]
@@ -265,13 +248,7 @@ def parts_of(mine: Iterable[tuple[Alike, Sequence[int]]], tensors: Mapping[str, 
 
 def divide(said: Sequence[Sequence[Alike]]) -> tuple[list[Group], list[Share]]:
     """Divide the parts of all ranks so that each is written once, and ranks that have the same part write about as many
-    bytes.
-
-    Args:
-        said: each rank's.
-
-    Returns:
-        The groups, and each rank's share.
+    bytes; return the groups, and each rank's share.
 
     Raises:
         CheckpointError: the ranks lack a part of a tensor, or have it in different shapes or dtypes.
@@ -290,7 +267,7 @@ def divide(said: Sequence[Sequence[Alike]]) -> tuple[list[Group], list[Share]]:
             )
         boxes = sorted(holders.items(), key=lambda pair: pair[0].offsets)
         first = boxes[0][0]
-        check_cover(names[0], first.shape, [Chunk(box.offsets, box.sizes, "", 0, 0) for box, _ in boxes])
+        check_cover(names[0], first.shape, [box.spans for box, _ in boxes])
         groups.append(Group(names, first.shape, first.dtype, tuple((box.offsets, box.sizes) for box, _ in boxes)))
         work += [(math.prod(box.sizes) * box.dtype.itemsize, len(names), claims) for box, claims in boxes]
     for size, count, claims in sorted(work, key=lambda entry: -entry[0]):  # the largest first: the others fill the gaps
@@ -306,20 +283,20 @@ def _claims(said: Sequence[Sequence[Alike]]) -> list[tuple[list[str], dict[Alike
     together: dict[bytes, dict[Alike, list[tuple[int, int, int]]]] = {}
     names: dict[bytes, list[str]] = {}
     for rank, report in enumerate(said):
-        for at, one in enumerate(report):
-            if one.packed not in names:
-                names[one.packed] = one.names
-            together.setdefault(one.packed, {}).setdefault(one._replace(packed=b""), []).append((rank, at, 0))
+        for at, part in enumerate(report):
+            if part.packed not in names:
+                names[part.packed] = part.names
+            together.setdefault(part.packed, {}).setdefault(part._replace(packed=b""), []).append((rank, at, 0))
     counts = Counter(name for group in names.values() for name in group)
-    found, alone = [], dict[str, dict[Alike, list[tuple[int, int, int]]]]()
+    claims_of, alone = [], dict[str, dict[Alike, list[tuple[int, int, int]]]]()
     for packed, boxes in together.items():
         if all(counts[name] == 1 for name in names[packed]):
-            found.append((names[packed], boxes))
+            claims_of.append((names[packed], boxes))
             continue
         for number, name in enumerate(names[packed]):  # ranks have different sets of tensors
             for box, claims in boxes.items():
                 alone.setdefault(name, {}).setdefault(box, []).extend((rank, at, number) for rank, at, _ in claims)
-    return [*found, *(([name], boxes) for name, boxes in alone.items())]
+    return [*claims_of, *(([name], boxes) for name, boxes in alone.items())]
 
 
 def _short(positions: list[int]) -> Sequence[int]:

@@ -22,12 +22,7 @@ _BOTH_WAYS = 2.5
 @final
 class Ranks:
     """The ranks that save and restore together, by messages of their own along a tree; one process without a process
-    group.
-
-    Collective: every rank constructs it and runs each step, in the same order.
-
-    Args:
-        timeout_s: seconds that a rank waits for the others in one step.
+    group. Collective: every rank constructs it and runs each step, in the same order.
 
     Attributes:
         broken: whether communication failed in a step; the next step needs new Ranks.
@@ -50,14 +45,14 @@ class Ranks:
         def talk() -> tuple[str, list[_Outcome]]:
             outcomes, answer = self._gather(outcome), (step, list[_Outcome]())
             if self.rank == 0:
-                answer = step, [one for one in outcomes if one[0] is not None]
+                answer = step, [outcome for outcome in outcomes if outcome[0] is not None]
                 if not answer[1]:
                     decided, interrupted = _attempt(0, lambda: decide([value for _, value in outcomes]))
                     interrupts.append(interrupted)
                     answer = deciding or step, [decided]
             return self._broadcast(answer)  # type: ignore[no-any-return]
 
-        return self._told(step, talk, interrupts)  # type: ignore[no-any-return]
+        return self._finish(step, talk, interrupts)  # type: ignore[no-any-return]
 
     def collect(self, step: str, act: Callable[[], T]) -> list[T]:
         """Run ``act`` on every rank; rank 0 returns all results in rank order, the others an empty list."""
@@ -72,7 +67,7 @@ class Ranks:
     def share(self, step: str, act: Callable[[], T]) -> T:
         """Run ``act`` on rank 0 alone; every rank returns its result."""
         outcome, interrupt = _attempt(0, act) if self.rank == 0 else ((None, None), None)
-        return self._told(step, lambda: self._broadcast((step, [outcome])), [interrupt])  # type: ignore[no-any-return]
+        return self._finish(step, lambda: self._broadcast((step, [outcome])), [interrupt])  # type: ignore[no-any-return]
 
     def spread(self, step: str, act: Callable[[], Sequence[T]]) -> T:
         """Run ``act`` on rank 0 alone; each rank returns its own item of the result."""
@@ -83,13 +78,13 @@ class Ranks:
             outcomes = [
                 (failure, value) for value in ([values] * self.size if failure is not None or not values else values)
             ]
-        return self._told(step, lambda: (step, [self._scatter(outcomes)]), [interrupt])  # type: ignore[no-any-return]
+        return self._finish(step, lambda: (step, [self._scatter(outcomes)]), [interrupt])  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Let go of the connections."""
         self._messages = None
 
-    def _told(
+    def _finish(
         self, step: str, talk: Callable[[], tuple[str, list[_Outcome]]], interrupts: Sequence[BaseException | None]
     ) -> Any:  # noqa: ANN401 - what an act returned
         """Return the outcome of an exchange; raise its failures, or what interrupted this rank."""
@@ -104,7 +99,7 @@ class Ranks:
         if failures := [failure for failure, _ in outcomes if failure is not None]:
             kind = StoreError if any(value is StoreError for _, value in outcomes) else CheckpointError
             raise kind("\n  ".join([f"{step} failed on {len(failures)} of {self.size} ranks:", *failures]))
-        if interrupted := [one for one in interrupts if one is not None]:
+        if interrupted := [error for error in interrupts if error is not None]:
             raise interrupted[0]
         return outcomes[0][1]
 
@@ -116,7 +111,7 @@ class Ranks:
         if self._branch.parent is not None:
             self._send({self._branch.parent: pickle.dumps(gathered)}, _BOTH_WAYS)
             return []
-        return [pickle.loads(one) for one in gathered]
+        return [pickle.loads(packed) for packed in gathered]
 
     def _broadcast(self, value: Any) -> Any:  # noqa: ANN401
         """Return rank 0's value on every rank."""
@@ -134,8 +129,7 @@ class Ranks:
             items = pickle.loads(self._receive(self._branch.parent))
         parts = {child: items[child - self.rank : end - self.rank] for child, end in self._branch.children}
         self._send({child: pickle.dumps(part) for child, part in parts.items()})
-        mine: _Outcome = pickle.loads(items[0])
-        return mine
+        return pickle.loads(items[0])  # type: ignore[no-any-return]
 
     def _receive(self, source: int, times: float = _BOTH_WAYS) -> bytes:
         assert self._messages is not None
@@ -144,9 +138,10 @@ class Ranks:
         except RuntimeError as error:
             raise self._lost(source, error) from error
 
-    def _send(self, given: Mapping[int, bytes], times: float = 1.0) -> None:
-        assert self._messages is not None or not given
-        works = [(to, send_bytes(self._messages, data, to)) for to, data in given.items() if self._messages is not None]
+    def _send(self, messages: Mapping[int, bytes], times: float = 1.0) -> None:
+        if self._messages is None:
+            return
+        works = [(to, send_bytes(self._messages, data, to)) for to, data in messages.items()]
         for to, sent in works:
             try:
                 for work in sent:

@@ -23,7 +23,7 @@ import torch
 
 from meshpar import __version__
 from meshpar.checkpoints.format.dcp import METADATA_NAME, tensors_in
-from meshpar.checkpoints.format.manifest import MODEL, Chunk, Encoded, Manifest
+from meshpar.checkpoints.format.manifest import MODEL, Encoded, Manifest, SavedPart
 from meshpar.checkpoints.format.writing import Group, WrittenFile, check_written, metadata_bytes
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.checkpoints.storage.place import Place
@@ -35,45 +35,34 @@ except ImportError:  # optional, in the extra "train"
 
 
 class Layout(NamedTuple):
-    """The files of one rank and their parts, which lie one after another; short to send.
+    """The files of one rank and their parts, one after another; short to send."""
 
-    Attributes:
-        files: name of each file, and number of its parts.
-        names: the tensor of each part, packed.
-        kinds: (offsets, shape, length in bytes) of parts.
-        kind: position in ``kinds`` of each part, an array of "I".
-    """
-
-    files: tuple[tuple[str, int], ...]
-    names: bytes
-    kinds: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
-    kind: bytes
+    files: tuple[tuple[str, int], ...]  # name of each, and number of its parts
+    names: bytes  # the tensor of each part, packed
+    kinds: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]  # (offsets, shape, length in bytes) of parts
+    kind: bytes  # position in `kinds` of each part, an array of "I"
 
     @property
     def digest(self) -> str:
         """A hash of all of it."""
         return hashlib.sha256(repr(tuple(self)).encode()).hexdigest()
 
-    def parts(self) -> Iterator[tuple[str, Chunk]]:
+    def parts(self) -> Iterator[tuple[str, SavedPart]]:
         """Yield the tensor of each part, and its place, in the order of the files."""
         parts = zip(map(sys.intern, unpack(self.names)), array("I", self.kind), strict=True)
         for file, count in self.files:
             position = 0
             for name, kind in itertools.islice(parts, count):
                 offsets, shape, length = self.kinds[kind]
-                yield name, Chunk(offsets, shape, file, position, length)
+                yield name, SavedPart(offsets, shape, file, position, length)
                 position += length
 
 
 class Report(NamedTuple):
-    """Data that each rank sends in every save.
+    """Data that each rank sends in every save."""
 
-    Attributes:
-        layout: digest of the rank's layout.
-        files: size, CRC-32, CRC-32 of the table of checksums, and SHA-256 of each file.
-    """
-
-    layout: str
+    layout: str  # digest of the rank's layout
+    # size, CRC-32, CRC-32 of the table of checksums, and SHA-256 of each file
     files: tuple[tuple[int, int, int | None, str | None], ...]
 
 
@@ -82,12 +71,8 @@ def layout_of(files: Sequence[WrittenFile]) -> Layout:
     parts = [part for file in files for part in file.parts]
     kinds: dict[tuple[tuple[int, ...], tuple[int, ...], int], int] = {}
     kind = array("I", (kinds.setdefault((part.offsets, part.shape, part.length), len(kinds)) for _, part in parts))
-    return Layout(
-        tuple((file.name, len(file.parts)) for file in files),
-        pack([name for name, _ in parts]),
-        tuple(kinds),
-        kind.tobytes(),
-    )
+    names = pack([name for name, _ in parts])
+    return Layout(tuple((file.name, len(file.parts)) for file in files), names, tuple(kinds), kind.tobytes())
 
 
 def report_of(files: Sequence[WrittenFile], layout: Layout) -> Report:
@@ -97,17 +82,10 @@ def report_of(files: Sequence[WrittenFile], layout: Layout) -> Report:
 
 @final
 class Ledger:
-    """All that ``.metadata`` and the manifest have of the parts: the same in every save of one plan.
+    """All that ``.metadata`` and the manifest have of the parts: the same in every save of one plan (``groups``).
 
-    ``.metadata`` is made once, and read as a reader will. A later save writes the same bytes.
-
-    Args:
-        groups: the plan.
-        layouts: each rank's.
-        tied: groups of names in the model that are one tensor.
-
-    Raises:
-        CheckpointError: the written parts differ from the plan.
+    ``.metadata`` is made once, and read as a reader will. A later save writes the same bytes. ``tied``: groups of names
+    in the model that are one tensor. Raises CheckpointError if the written parts differ from the plan.
     """
 
     def __init__(self, groups: Sequence[Group], layouts: Sequence[Layout], tied: Sequence[Sequence[str]]) -> None:
@@ -175,7 +153,7 @@ def unpack(packed: bytes) -> list[str]:
 def make_manifest(
     folder: Place, groups: Sequence[Group], files: Sequence[WrittenFile], entries: Mapping[str, Any]
 ) -> Manifest:
-    """Write torch's metadata into the folder and return the manifest of files that this process wrote alone."""
+    """Write torch's metadata into the folder; return the manifest of files that this process wrote alone."""
     layout = layout_of(files)
     return Ledger(groups, [layout], entries.get("tied", ())).write(folder, [report_of(files, layout)], entries)
 

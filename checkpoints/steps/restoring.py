@@ -10,16 +10,17 @@ import torch
 
 from meshpar.checkpoints.format.manifest import MODEL, read_manifest
 from meshpar.checkpoints.format.verify import Verify, open_verified
-from meshpar.checkpoints.steps.checkpointable import Checkpointable, mesh_axes
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.checkpoints.steps.state import (
-    Group,
+    Checkpointable,
+    OptimizerGroup,
     Optimizers,
     averaged_tensors,
     check_have_memory,
     differences,
     group_differences,
     group_names,
+    mesh_axes,
     model_state,
     restore_optimizer,
     set_random_state,
@@ -64,12 +65,12 @@ class RestoredState:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Differences:
-    """Differences on one rank, line by line, the unexpected tensors, and the optimizer's groups."""
+    """Differences on one rank, line by line."""
 
     wrong: list[str]
     missing: list[str]
     unexpected: set[str]
-    groups: dict[Group, set[str]]
+    groups: dict[OptimizerGroup, set[str]]
 
 
 @final
@@ -134,17 +135,16 @@ class Restoring:
 
     def _compare(self, cast: bool, partial: bool) -> list[str]:
         """Raise one error that lists the differences on all ranks, or return those that ``partial`` accepts."""
-        found = self._ranks.everyone("comparing", lambda: self._differences(cast))
-        wrong = list(dict.fromkeys(line for difference in found for line in difference.wrong))
-        lenient = list(dict.fromkeys(line for difference in found for line in difference.missing))
+        by_rank = self._ranks.everyone("comparing", lambda: self._differences(cast))
+        wrong = list(dict.fromkeys(line for rank in by_rank for line in rank.wrong))
+        lenient = list(dict.fromkeys(line for rank in by_rank for line in rank.missing))
         table = self._manifest.optimizer
         if self._optimizer is not None and table is None:
             lenient.append("missing: the optimizer's state; this step was saved without an optimizer")
         elif self._optimizer is not None and table is not None:
-            lenient += group_differences([entry for rank in found for entry in rank.groups.items()], table)
-        lenient += [
-            f"unexpected: {name}" for name in sorted(set.intersection(*(difference.unexpected for difference in found)))
-        ]
+            lenient += group_differences([entry for rank in by_rank for entry in rank.groups.items()], table)
+        unexpected = set.intersection(*(rank.unexpected for rank in by_rank))
+        lenient += [f"unexpected: {name}" for name in sorted(unexpected)]
         if wrong or (lenient and not partial):
             remedy = [] if wrong else ["CheckpointManager.restore(..., partial=True) restores what fits"]
             lines = [f"{self._folder} does not fit this job; nothing was changed:", *wrong, *lenient, *remedy]
@@ -179,9 +179,9 @@ class Restoring:
         renamed = {}
         for name, aliases in self._model.names.items():
             candidates = [*aliases, *(saved_as[alias] for alias in aliases if alias in saved_as)]
-            found = next((candidate for candidate in candidates if MODEL + candidate in self._manifest.tensors), name)
-            if found != name:
-                renamed[name] = found
+            saved = next((candidate for candidate in candidates if MODEL + candidate in self._manifest.tensors), name)
+            if saved != name:
+                renamed[name] = saved
         return renamed
 
     def _saved_name(self, name: str) -> str:
@@ -195,14 +195,14 @@ class Restoring:
             table, stored = self._manifest.optimizer, self._source.tensors
             wanted += restore_optimizer(self._optimizer, self._model, table, self._renamed, stored)
         wanted += self._averaged.items()
-        found = [(name, tensor) for name, tensor in wanted if name in self._source.tensors]
-        self._source.locate({name: held_by_this_rank(tensor) for name, tensor in found})
+        stored_pairs = [(name, tensor) for name, tensor in wanted if name in self._source.tensors]
+        self._source.locate({name: held_by_this_rank(tensor) for name, tensor in stored_pairs})
 
         def read(pair: tuple[str, torch.Tensor]) -> None:
             with torch.no_grad():  # of this thread
                 self._source.read(pair[0], held_by_this_rank(pair[1]), local_tensor(pair[1]))
 
-        self._source.each(read, sorted(found, key=lambda named: self._source.place(named[0])))
+        self._source.each(read, sorted(stored_pairs, key=lambda named: self._source.place(named[0])))
         for called, counts in self._manifest.averages.items():
             if called in self._averages:
                 self._averages[called].updates, self._averages[called].calls = counts["updates"], counts["calls"]
@@ -220,3 +220,15 @@ class Restoring:
             self._source.read(name, (), state[name])
         set_random_state(self._ranks.rank, self._par.device, state)
         return "restored"
+
+
+def check_same_arguments(ranks: Ranks, asked: Mapping[str, Any]) -> None:
+    """Raise CheckpointError on every rank if ranks called restore() with different arguments; collective."""
+    asked_by_rank = ranks.everyone("finding the step", lambda: asked)
+    first = asked_by_rank[0]
+    for rank, other in enumerate(asked_by_rank):
+        if differing := [name for name, value in other.items() if value != first[name]]:
+            values = ", ".join(
+                f"{name}={first[name]!r} on rank 0 and {other[name]!r} on rank {rank}" for name in differing
+            )
+            raise CheckpointError(f"restore() got {values}; pass the same arguments on every rank")

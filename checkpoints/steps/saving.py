@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from meshpar.checkpoints.format.manifest import MODEL, Manifest, step_name, step_of
 from meshpar.checkpoints.format.verify import verify_files
 from meshpar.checkpoints.format.writing import Checksum, WrittenFile, write_parts
-from meshpar.checkpoints.steps.checkpointable import Checkpointable, mesh_axes
-from meshpar.checkpoints.steps.leftovers import remove
+from meshpar.checkpoints.steps.background import PartSamples, Stager, own_stream, ready_event
+from meshpar.checkpoints.steps.commit import remove
 from meshpar.checkpoints.steps.planning import Agreed, Described, Planning, alike, parts_of
 from meshpar.checkpoints.steps.ranks import Ranks
-from meshpar.checkpoints.steps.recording import Layout, Ledger, Report, layout_of, report_of
-from meshpar.checkpoints.steps.staging import Samples, Stager, beside, ready_event
+from meshpar.checkpoints.steps.recording import Layout, Report, layout_of, report_of
 from meshpar.checkpoints.steps.state import (
+    Checkpointable,
     Optimizers,
     averaged_tensors,
     check_have_memory,
     merged_tables,
+    mesh_axes,
     model_state,
     optimizer_state,
     plain,
@@ -54,63 +55,44 @@ class Noted:
 
 
 @final
-class Saving:
-    """One save: call :meth:`plan`, then :meth:`stage` for a save in the background, then :meth:`finish`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteSettings:
+    """How a rank writes its files."""
 
-    Args:
-        ranks: the ranks that save together.
-        folder: the temporary folder.
-        noted: plain data that the caller adds; rank 0's is saved, except ``rank_extra``.
-        planning: the plan of the last save.
-        threads: number of files that each rank writes at once.
-        checksum: checksum of the files, in addition to the CRC-32 of the parts.
-        on_write: called after every block, by the threads that write.
-        staging: a folder on this machine's disk where :meth:`stage` writes the files, from which :meth:`finish` uploads
-            them.
+    threads: int = 2  # number of files that it writes at once
+    checksum: Checksum = "crc32"  # of the files, in addition to the CRC-32 of the parts
+    on_write: Callable[[], None] = lambda: None  # called after every block, by the threads that write
+    staging: DiskPath | None = None  # where Saving.stage writes the files, from which Saving.finish uploads them
+
+
+@final
+class Saving:
+    """One save into a temporary ``folder``: call :meth:`plan`, then :meth:`stage` for a save in the background, then
+    :meth:`finish`. ``planning``: the plan of the last save.
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        folder: Place,
-        noted: Noted,
-        planning: Planning,
-        *,
-        threads: int = 2,
-        checksum: Checksum = "crc32",
-        on_write: Callable[[], None] = lambda: None,
-        staging: DiskPath | None = None,
+        self, ranks: Ranks, folder: Place, noted: Noted, planning: Planning, settings: WriteSettings = WriteSettings()
     ) -> None:
         self._ranks, self._folder, self._noted, self._planning = ranks, folder, noted, planning
+        self._settings, staging = settings, settings.staging
         self._staging = None if staging is None else on_the_way(staging / step_name(noted.step), "tmp")
         self._staged: list[WrittenFile] | None = None
-        self._threads, self._on_write = threads, on_write
-        self._checksum: Checksum = checksum
         self._tensors: dict[str, Tensor] = {}
         self._stage_error: Exception | None = None
 
     def plan(self, par: Checkpointable, optimizer: Optimizers | None, *, later: bool = False) -> None:
-        """Agree on the parts that each rank writes; collective.
-
-        Args:
-            par, optimizer: the module and the optimizer to save.
-            later: copy buffers, which a forward may change, now; other tensors must not change until :meth:`stage` has
-                ended.
+        """Agree on the parts that each rank writes; collective. ``later``: copy buffers, which a forward may change,
+        now; other tensors must not change until :meth:`stage` has ended.
         """
         step = self._noted.step
 
-        def settle(agreed: Agreed, tables: Sequence[Mapping[str, Any]], rank_extra: Sequence[Any]) -> None:
-            self._settle(agreed, tables, rank_extra, par)
-
         describe = functools.partial(self._describe, par, optimizer, later)
-        mine = self._planning.agree(self._ranks, f"planning step {step}", describe, settle)
-        self._parts = parts_of(mine, self._tensors)
-        self._versions = [
-            (part.name, tensor, _version(tensor))
-            for part in self._parts
-            for tensor in (part.tensor, self._tensors[part.name])
-        ]
-        self._samples = Samples(self._parts) if later else None
+        settle = functools.partial(self._settle, par)
+        share = self._planning.agree(self._ranks, f"planning step {step}", describe, settle)
+        self._parts = parts_of(share, self._tensors)
+        wholes = [self._tensors[part.name] for part in self._parts]
+        self._samples = PartSamples(self._parts, wholes) if later else None
         self._ready, self._device = ready_event(par.device), par.device
         self._tensors = {}
 
@@ -119,9 +101,7 @@ class Saving:
         raises an error.
         """
         try:
-            counted = self._copy_to(stager)
-            counted += [name for name, tensor, version in self._versions if _version(tensor) != version]
-            if changed := list(dict.fromkeys(counted)):
+            if changed := self._copy_to(stager):
                 raise CheckpointError(
                     f"{len(changed)} tensors were changed while the save in the background copied them "
                     f"({', '.join(changed[:5])}); call before_step() of the CheckpointManager before you change "
@@ -129,10 +109,10 @@ class Saving:
                 )
         except Exception as error:  # noqa: BLE001 - the other ranks, which go on to finish(), must hear of it there
             self._stage_error = error
-        self._versions, self._samples = [], None
+        self._samples = None
 
     def _copy_to(self, stager: Stager) -> list[str]:
-        """Copy the parts; return the names of those whose samples are other than they were."""
+        """Copy the parts; return the names of those that were written meanwhile."""
         assert self._samples is not None
         parts, before = self._parts, self._samples.parts
         if self._staging is None:
@@ -141,17 +121,18 @@ class Saving:
             after = self._samples.of(self._parts)
         else:
             self._stage_on_disk(self._staging)
-            with beside(self._device, self._ready):
+            with own_stream(self._device, self._ready):
                 after = self._samples.of(parts)
             staged = stager.stage([*before, *after], self._device, self._ready)
             before, after = staged[: len(before)], staged[len(before) :]
-        return self._samples.changed(before, after, self._parts)
+        return self._samples.written(before, after, self._parts)
 
     def _stage_on_disk(self, folder: DiskPath) -> None:
         """Write the files to this machine's disk, without what a dead process left there."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         for path in folder.parent.iterdir():
-            if (left := leftover(path)) and left.kind == "tmp" and step_of(left.of) is not None and left.abandoned():
+            dead = leftover(path)
+            if dead and dead.kind == "tmp" and step_of(dead.of) is not None and dead.abandoned():
                 remove(path)
         folder.mkdir()
         with failing_as(f"staging in {folder.parent}"):
@@ -169,11 +150,11 @@ class Saving:
             layout.append(layout_of(files))
             return report_of(files, layout[0])
 
-        def record(given: Sequence[Report]) -> Place | None:
-            reports.extend(given)
+        def record(reports_of_ranks: Sequence[Report]) -> Place | None:
+            reports.extend(reports_of_ranks)
             return self._commit(commit, reports, []) if self._planning.recorded(reports) else None
 
-        def place(layouts: Sequence[Layout]) -> Place:
+        def commit_with(layouts: Sequence[Layout]) -> Place:
             return self._commit(commit, reports, layouts)
 
         try:
@@ -183,7 +164,7 @@ class Saving:
                 remove(self._staging)
         if committed is not None:
             return committed
-        return self._ranks.agree(f"recording step {step}", lambda: layout[0], place, deciding=committing)
+        return self._ranks.agree(f"recording step {step}", lambda: layout[0], commit_with, deciding=committing)
 
     def _describe(self, par: Checkpointable, optimizer: Optimizers | None, later: bool) -> Described:
         model = model_state(par.module, {group[0] for group in par.layout.tied})
@@ -214,10 +195,9 @@ class Saving:
         )
 
     def _settle(
-        self, agreed: Agreed, tables: Sequence[Mapping[str, Any]], rank_extra: Sequence[Any], par: Checkpointable
+        self, par: Checkpointable, agreed: Agreed, tables: Sequence[Mapping[str, Any]], rank_extra: Sequence[Any]
     ) -> None:
         """Check the space on the disk, and note the plain data of the step; on rank 0."""
-        self._agreed = agreed
         needed, free = sum(group.nbytes for group in agreed.groups) + _SPARE_BYTES, self._folder.free_bytes()
         if free < needed:
             raise CheckpointError(
@@ -239,7 +219,8 @@ class Saving:
             "seed": torch.initial_seed(),
             "rank_extra": rank_extra if any(extra is not None for extra in rank_extra) else (),
             "averages": {
-                called: {"updates": one.updates, "calls": one.calls} for called, one in self._noted.averages.items()
+                name: {"updates": average.updates, "calls": average.calls}
+                for name, average in self._noted.averages.items()
             },
         }
 
@@ -249,35 +230,28 @@ class Saving:
         with failing_as(f"writing to {self._folder.parent}"):
             if self._staging is None or self._staged is None:
                 return self._write_to(self._folder)
-            staging, into = self._staging, self._folder
-            with ThreadPoolExecutor(self._threads, thread_name_prefix="meshpar-upload") as pool:
-                list(pool.map(lambda file: upload(staging / file.name, into / file.name, self._on_write), self._staged))
+            staging, into, settings = self._staging, self._folder, self._settings
+
+            def send(file: WrittenFile) -> None:
+                upload(staging / file.name, into / file.name, settings.on_write)
+
+            with ThreadPoolExecutor(settings.threads, thread_name_prefix="meshpar-upload") as pool:
+                list(pool.map(send, self._staged))
             return self._staged
 
     def _write_to(self, folder: Place) -> list[WrittenFile]:
         if self._ready is not None:
             self._ready.synchronize()
+        how = self._settings
         return write_parts(
-            folder,
-            self._ranks.rank,
-            self._parts,
-            threads=self._threads,
-            checksum=self._checksum,
-            on_write=self._on_write,
+            folder, self._ranks.rank, self._parts, threads=how.threads, checksum=how.checksum, on_write=how.on_write
         )
 
     def _commit(
         self, commit: Callable[[Manifest], Place], reports: Sequence[Report], layouts: Sequence[Layout]
     ) -> Place:
-        kept, agreed = self._planning, self._agreed
+        planning = self._planning
         with failing_as(f"writing to {self._folder.parent}"):
-            if layouts or kept.ledger is None:
-                kept.ledger = Ledger(agreed.groups, layouts, agreed.tied)
-            manifest = kept.ledger.write(self._folder, reports, self._entries)
+            manifest = planning.ledger_of(layouts).write(self._folder, reports, self._entries)
             verify_files(self._folder, manifest, "size")
             return commit(manifest)
-
-
-def _version(tensor: Tensor) -> int:
-    """Return the number of in-place changes of a tensor, of a DTensor also those of its shard."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -14,27 +14,48 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshpar.checkpoints.format.dcp import Stored
 from meshpar.checkpoints.format.manifest import AVERAGES, MODEL
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError
+from meshpar.core.layout import ModelLayout
 from meshpar.state.averaging import Averaged
 from meshpar.state.full import BLOCKS, place_optimizer_state
 from meshpar.step.placements import local_tensor, placed_like, sharded_axes
 
-Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
-"""One optimizer, or several by name, of different parameters."""
-Group = tuple[str, str, int]
-"""A group of parameters: the name and the class of its optimizer, and its position there."""
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]  # one, or several of different parameters
+OptimizerGroup = tuple[str, str, int]  # the name and the class of the optimizer, and the group's position there
 # How a step is computed, not what is computed: the running optimizer keeps its own.
 _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
 _TEXT_BYTES = 8192  # more than a Mersenne Twister's 624 words of at most 12 characters
+
+
+class Checkpointable(Protocol):
+    """A module on a mesh: a :class:`meshpar.Parallelized`."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def mesh(self) -> DeviceMesh: ...
+    @property
+    def plan(self) -> object: ...
+    @property
+    def layout(self) -> ModelLayout: ...
+    @property
+    def device(self) -> torch.device: ...
+    def manual_seed(self, seed: int) -> object: ...
+
+
+def mesh_axes(mesh: DeviceMesh) -> dict[str, int]:
+    """Return axis name -> size."""
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape))
 
 
 @final
@@ -58,10 +79,8 @@ class ModelState:
 
 
 def model_state(module: nn.Module, owners: Collection[str] = ()) -> ModelState:
-    """Collect parameters and persistent buffers; a tied one under its name in ``owners``, or its first name.
-
-    Raises:
-        CheckpointError: the module has state that is not a tensor, or a tensor that is not a dense array.
+    """Collect parameters and persistent buffers; a tied one under its name in ``owners``, or its first name. Raises
+    CheckpointError for state that is not a tensor, or a tensor that is not a dense array.
     """
     state = module.state_dict(keep_vars=True)
     if odd := [name for name, value in state.items() if not isinstance(value, Tensor)]:
@@ -87,9 +106,7 @@ def check_have_memory(tensors: Mapping[str, Tensor], verb: str) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """An optimizer's tensors by checkpoint name, and the rest as plain data: groups with their options, and each
-    parameter's keys.
-    """
+    """An optimizer's tensors by checkpoint name, and the rest as plain data: groups with options, parameters' keys."""
 
     tensors: Mapping[str, Tensor]
     table: Mapping[str, Any]
@@ -100,9 +117,8 @@ def optimizers_of(given: Optimizers) -> dict[str, torch.optim.Optimizer]:
     if isinstance(given, torch.optim.Optimizer):
         return {"": given}
     named = dict(given) if isinstance(given, Mapping) else {}
-    if not named or not all(
-        isinstance(name, str) and isinstance(value, torch.optim.Optimizer) for name, value in named.items()
-    ):
+    types = [(isinstance(name, str), isinstance(value, torch.optim.Optimizer)) for name, value in named.items()]
+    if not named or not all(map(all, types)):
         raise CheckpointError(
             f"optimizer is a {type(given).__name__}; expected a torch.optim.Optimizer, or several by name: "
             '{"muon": muon, "adamw": adamw}'
@@ -111,11 +127,8 @@ def optimizers_of(given: Optimizers) -> dict[str, torch.optim.Optimizer]:
 
 
 def optimizer_state(given: Optimizers, model: ModelState) -> OptimizerState:
-    """Collect the state of the optimizers by parameter name.
-
-    Raises:
-        CheckpointError: an optimizer trains a parameter that the module does not have or that another one trains, keeps
-            a shard as a plain tensor, or has an option that is not plain data.
+    """Collect the state of the optimizers by parameter name; raises CheckpointError for parameters, state or options
+    that a checkpoint cannot hold.
     """
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     optimizers, tensors = optimizers_of(given), {}
@@ -154,10 +167,8 @@ def optimizer_key(parameter: str, key: str) -> str:
 
 
 def averaged_tensors(averages: Mapping[str, Averaged], name_of: Callable[[str], str]) -> dict[str, Tensor]:
-    """Return the tensors of averages by their checkpoint names; ``name_of`` returns that of a parameter.
-
-    Raises:
-        CheckpointError: a name that is empty or has a dot, or that stands for the trained weights or all averages.
+    """Return the tensors of averages by their checkpoint names; ``name_of`` returns that of a parameter. Raises
+    CheckpointError for the name of an average that means something else.
     """
     if odd := [called for called in averages if not called or "." in called or called in ("trained", "averaged")]:
         raise CheckpointError(
@@ -174,10 +185,8 @@ def averaged_tensors(averages: Mapping[str, Averaged], name_of: Callable[[str], 
 def parameters_of(
     optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[int, str]
 ) -> list[tuple[torch.optim.Optimizer, Tensor]]:
-    """Return each parameter with its optimizer.
-
-    Raises:
-        CheckpointError: a parameter is not in the module (``names``: id -> name), or has two optimizers.
+    """Return each parameter with its optimizer; raises CheckpointError if a parameter is not in the module (``names``:
+    id -> name), or has two optimizers.
     """
     parameters = [
         (optimizer, parameter)
@@ -185,24 +194,21 @@ def parameters_of(
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]
-    strange = [tuple(parameter.shape) for _, parameter in parameters if id(parameter) not in names]
-    if strange:
+    if strange := [tuple(parameter.shape) for _, parameter in parameters if id(parameter) not in names]:
         raise CheckpointError(
             f"the optimizer trains {len(strange)} of {len(parameters)} parameters that the module does not have "
             f"(shapes {strange[:5]}); build it after plan.apply, from par.module.parameters()"
         )
-    if twice := [
-        names[key] for key, count in Counter(id(parameter) for _, parameter in parameters).items() if count > 1
-    ]:
+    counts = Counter(id(parameter) for _, parameter in parameters)
+    if twice := [names[key] for key, count in counts.items() if count > 1]:
         raise CheckpointError(f"two optimizers train {', '.join(twice[:5])}; expected one optimizer for each parameter")
     return parameters
 
 
 def _check_plain(tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError for tensors whose type, layout or scales a checkpoint would lose."""
-    if odd := [
-        f"{name} ({kind})" for name, tensor in tensors.items() if (kind := _no_array(local_tensor(tensor))) is not None
-    ]:
+    kinds = {name: _no_array(local_tensor(tensor)) for name, tensor in tensors.items()}
+    if odd := [f"{name} ({kind})" for name, kind in kinds.items() if kind is not None]:
         raise CheckpointError(
             f"a checkpoint stores dense tensors; got {', '.join(odd)}; dequantize these tensors (or make them dense) "
             "before the plan is applied, or exclude them from checkpoints: register_buffer(..., persistent=False)"
@@ -261,18 +267,11 @@ def restore_optimizer(
     renamed: Mapping[str, str],
     stored: Mapping[str, Stored],
 ) -> list[tuple[str, Tensor]]:
-    """Set the options of optimizers from a checkpoint, and allocate their state to be read.
+    """Set the options of optimizers from a checkpoint's ``table``, allocate their state, and return names in the
+    checkpoint with the tensor to read each into.
 
-    Args:
-        given: the optimizers whose state is replaced. Parameters without state in the checkpoint, or with the state of
-            an optimizer of another class, have none afterwards.
-        model: the module's tensors.
-        table: the table saved by :func:`optimizer_state`.
-        renamed: our name of each parameter -> the checkpoint's.
-        stored: the checkpoint's tensors.
-
-    Returns:
-        Names in the checkpoint, and the tensor to read each into.
+    Parameters without state in the checkpoint, or with the state of an optimizer of another class, have none
+    afterwards. ``renamed``: our name of each parameter -> the checkpoint's.
     """
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     wanted: list[tuple[str, Tensor]] = []
@@ -281,13 +280,13 @@ def restore_optimizer(
         saved_names = {
             id(parameter): renamed.get(names[id(parameter)], names[id(parameter)]) for parameter in group["params"]
         }
-        known = [name for name in saved_names.values() if classes.get(name) == type(optimizer).__name__]
-        _set_options(group, options[known[0]] if known else {})
+        same_class = [name for name in saved_names.values() if classes.get(name) == type(optimizer).__name__]
+        _set_options(group, options[same_class[0]] if same_class else {})
         for parameter in group["params"]:
             saved = saved_names[id(parameter)]
             old = dict(optimizer.state.pop(parameter, {}))
             new: dict[str, Any] = {}
-            for key, kind in table["state"].get(saved, {}).items() if saved in known else ():
+            for key, kind in table["state"].get(saved, {}).items() if saved in same_class else ():
                 if kind == "tensor":
                     name = optimizer_key(saved, key)
                     new[key] = _room(stored[name], stored[MODEL + saved].dtype, key, parameter, group, old.get(key))
@@ -311,10 +310,8 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 def _room(
     stored: Stored, trained: torch.dtype, key: str, parameter: Tensor, group: Mapping[str, Any], now: object
 ) -> Tensor:
-    """Return a tensor for one entry of the optimizer's state: the present one if it fits, otherwise a new one like the
-    parameter.
-
-    An entry in the dtype that the parameter had when it was saved (``trained``) is cast with the parameter.
+    """Return a tensor for one entry of the optimizer's state: the present one if it fits, or a new one like the
+    parameter. An entry in the dtype that the parameter had when it was saved (``trained``) is cast with the parameter.
     """
     # a count is a scalar whatever the parameter is
     like = stored.shape == tuple(parameter.shape) and (stored.shape != () or key != "step")
@@ -338,9 +335,7 @@ def _room(
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Return the state of this rank's generators: torch's on the CPU and on ``device``, Python's, and numpy's if it
-    is loaded.
-    """
+    """Return the state of this rank's generators: torch's on the CPU and ``device``, Python's, a loaded numpy's."""
     state = {"cpu": torch.get_rng_state(), "python": _text(random.getstate())}
     if not runtime.on_host(device):
         state[device.type] = torch.get_device_module(device).get_rng_state(device)
@@ -371,11 +366,7 @@ def _text(value: object) -> Tensor:
 def differences(
     wanted: Mapping[str, Tensor], stored: Mapping[str, Stored], *, cast: bool
 ) -> tuple[list[str], list[str]]:
-    """Compare the tensors to be restored, by checkpoint name, with the checkpoint's.
-
-    Returns:
-        Lines of text for the missing tensors, and for the tensors of another shape or dtype.
-    """
+    """Return lines of text for the wanted tensors that are missing, and for those of another shape or dtype."""
     missing: list[str] = []
     wrong: list[str] = []
     for name, tensor in wanted.items():
@@ -391,7 +382,7 @@ def differences(
     return missing, wrong
 
 
-def group_names(given: Optimizers, model: ModelState, renamed: Mapping[str, str]) -> dict[Group, set[str]]:
+def group_names(given: Optimizers, model: ModelState, renamed: Mapping[str, str]) -> dict[OptimizerGroup, set[str]]:
     """Return the checkpoint's names of the parameters in each group of the optimizers."""
     names = {id(tensor): name for name, tensor in model.tensors.items()}
     optimizers = optimizers_of(given)
@@ -403,15 +394,11 @@ def group_names(given: Optimizers, model: ModelState, renamed: Mapping[str, str]
     }
 
 
-def group_differences(ours: Iterable[tuple[Group, Collection[str]]], table: Mapping[str, Any]) -> list[str]:
-    """Compare the optimizers' parameters and options with the checkpoint's; return one line for each difference.
+def group_differences(ours: Iterable[tuple[OptimizerGroup, Collection[str]]], table: Mapping[str, Any]) -> list[str]:
+    """Compare the names in each group of each rank with the checkpoint's ``table``; return a line for each difference.
 
     Options and classes are compared by parameter, not by group: the number of groups may depend on the mesh, because
-    the fused kernels do not accept plain tensors beside DTensors.
-
-    Args:
-        ours: each group of each rank, and the names in it; stages may have their groups in different orders.
-        table: the table saved by :func:`optimizer_state`.
+    the fused kernels do not accept plain tensors together with DTensors, and stages may order groups differently.
     """
     options, classes = options_by_parameter(table), class_by_parameter(table)
     ours = list(ours)
@@ -421,21 +408,21 @@ def group_differences(ours: Iterable[tuple[Group, Collection[str]]], table: Mapp
         if names_only:
             lines.append(f"optimizer: trained only {text}: {', '.join(sorted(names_only)[:10])}")
     for (called, _, position), group in ours:
-        known = [options[name] for name in group if name in options]
-        differing = sorted({key for settings in known for key in known[0] if settings.get(key) != known[0][key]})
+        saved = [options[name] for name in group if name in options]
+        differing = sorted({key for settings in saved for key in saved[0] if settings.get(key) != saved[0][key]})
         if differing:
-            values = ", ".join(f"{key} {sorted({str(settings.get(key)) for settings in known})}" for key in differing)
+            values = ", ".join(f"{key} {sorted({str(settings.get(key)) for settings in saved})}" for key in differing)
             which = f"{position} of {called!r}" if called else str(position)
             lines.append(
                 f"optimizer: parameter group {which} joins parameters that the checkpoint has with other options: "
                 f"{values}"
             )
-    others: dict[tuple[str, str], list[str]] = {}
+    names_by_class: dict[tuple[str, str], list[str]] = {}
     for name in sorted(here.keys() & classes.keys()):
-        others.setdefault((here[name], classes[name]), []).append(name)
+        names_by_class.setdefault((here[name], classes[name]), []).append(name)
     lines += [
         f"optimizer: {kind} here and {theirs} in the checkpoint, for {', '.join(names[:5])}"
-        for (kind, theirs), names in others.items()
+        for (kind, theirs), names in names_by_class.items()
         if kind != theirs
     ]
     return list(dict.fromkeys(lines))
@@ -470,10 +457,9 @@ def merged_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             seen[kind] += 1
             into["params"] = list(dict.fromkeys([*into["params"], *group["params"]]))
     kinds = [table["class"] for table in tables]
+    several = {name: kind for by_name in kinds if not isinstance(by_name, str) for name, kind in by_name.items()}
     return {
-        "class": kinds[0]
-        if isinstance(kinds[0], str)
-        else {called: kind for kinds_of_rank in kinds for called, kind in kinds_of_rank.items()},
+        "class": kinds[0] if isinstance(kinds[0], str) else several,
         "groups": list(groups.values()),
         "state": {k: v for table in reversed(tables) for k, v in table["state"].items()},
     }

@@ -7,8 +7,7 @@ from itertools import islice
 from typing import Any, final
 
 from meshpar.checkpoints.format.manifest import MANIFEST_NAME, Manifest, read_manifest, step_name, step_of
-from meshpar.checkpoints.steps.commit import LATEST_LINK, PIN_FILE, Commit, Conditional, Renaming
-from meshpar.checkpoints.steps.leftovers import remove, told_only
+from meshpar.checkpoints.steps.commit import LATEST_LINK, PIN_FILE, Conditional, Renaming, remove, warn_only
 from meshpar.checkpoints.storage.place import Place, PlaceLike, either, entries, place
 from meshpar.core.errors import CheckpointError, StoreError
 from meshpar.process.leftovers import Leftover
@@ -24,7 +23,7 @@ class Steps:
 
     def __init__(self, root: PlaceLike) -> None:
         self.root = place(root)
-        self._way: Commit[Any] = either(self.root, disk=Renaming, store=Conditional)
+        self._way: Any = either(self.root, disk=Renaming, store=Conditional)
 
     def path(self, step: int) -> Place:
         """Return the path of a step, which may not exist yet."""
@@ -40,21 +39,21 @@ class Steps:
 
     def ignored(self) -> dict[Place, str]:
         """Return the folders that look like steps but are not committed, and why."""
-        found = set(self.folders().values())
+        committed = set(self.folders().values())
         reasons = {
             leftover.path: "of a save or a removal that is running or did not finish"
             for _, leftover in self._leftovers()
-            if leftover.path not in found
+            if leftover.path not in committed
         }
         for entry in entries(self.root):
-            looks = step_of(entry.name) is not None and entry not in found and entry.is_dir() and not entry.is_symlink()
-            if looks and not (entry / MANIFEST_NAME).is_file():
+            folder = entry.is_dir() and not entry.is_symlink() and entry not in committed
+            if folder and step_of(entry.name) is not None and not (entry / MANIFEST_NAME).is_file():
                 reasons[entry] = f"it has no {MANIFEST_NAME}, so it was never committed"
         return reasons
 
     def begin(self, step: int, *, replace: bool) -> Place:
         """Create the temporary folder of a new step; raises CheckpointError if the step exists, unless ``replace``."""
-        # without a manifest, what lies in a store is of other saves, and in no one's way
+        # files in a store without a manifest belong to other saves, which this one does not disturb
         taken = self.root.mounted and self.path(step).exists()
         if not replace and (step in self.committed() or taken):
             what = (
@@ -66,11 +65,9 @@ class Steps:
         return self._way.begin(self.path(step))
 
     def commit(self, temporary: Place, manifest: Manifest) -> Place:
-        """Commit a temporary folder whose files are on the disk. Errors after the commit are logged as warnings
-        only.
-        """
+        """Commit a temporary folder whose files are on the disk; later errors are only logged as warnings."""
         final, replaced = self._way.commit(temporary, manifest)
-        with told_only(f"step {manifest.step} is committed, but cleaning its folder up failed"):
+        with warn_only(f"step {manifest.step} is committed, but cleaning its folder up failed"):
             self.root.flush()
             if replaced:
                 remove(replaced)
@@ -105,14 +102,14 @@ class Steps:
         Steps later than the one just ``saved`` exist after a resume from an earlier step: they are neither counted nor
         deleted. Steps that cannot be read are not counted.
         """
-        steps, kept = self.committed(), self.pinned() | set(protected)
+        steps, staying = self.committed(), self.pinned() | set(protected)
         steps = [step for step in steps if saved is None or step <= saved]
         if self.root.mounted and self.root.is_dir():
             self.root.flush()  # otherwise a crash might lose an older step before a newer one is on the disk
         if keep is None or len(steps) <= keep:
             return []
-        kept |= set(islice(filter(self._is_readable, reversed(steps)), keep))
-        doomed = [step for step in steps if step not in kept and self.path(step).exists()]
+        staying |= set(islice(filter(self._is_readable, reversed(steps)), keep))
+        doomed = [step for step in steps if step not in staying and self.path(step).exists()]
         for step in doomed:
             self.delete(step)
         return doomed
@@ -133,9 +130,8 @@ class Steps:
     def reap(self, *, sole_writer: bool = False) -> None:
         """Delete leftovers of dead processes. A step whose process died while replacing it gets its name back.
 
-        Args:
-            sole_writer: whether this process is the run's only writer, rank 0, so that leftovers of other hosts are
-                dead. Otherwise they stay until they have not changed for six hours.
+        Leftovers of other hosts are dead if this process is the ``sole_writer`` of the run, rank 0; otherwise they stay
+        until they have not changed for six hours.
         """
         for step, leftover in self._leftovers():
             # A writer in a store that only seemed dead could commit what was deleted: on another host its files stay
@@ -153,13 +149,13 @@ class Steps:
     def best_or_unknown(self, best: str) -> set[int]:
         """Return the best step and the steps whose manifest cannot be read, because one of these may be the best."""
         scores = self._scores(best.removeprefix("+"))
-        found = _best(scores, largest=best.startswith("+"))
-        return set(self.committed()) - set(scores) | (set() if found is None else {found})
+        step = _best(scores, largest=best.startswith("+"))
+        return set(self.committed()) - set(scores) | (set() if step is None else {step})
 
     def _scores(self, metric: str) -> dict[int, float | None]:
         scores: dict[int, float | None] = {}
         for step in self.committed():
-            with told_only(f"step {step} is left out of the comparison by {metric}"):
+            with warn_only(f"step {step} is left out of the comparison by {metric}"):
                 scores[step] = read_manifest(self.folder(step)).metrics.get(metric)
         return scores
 
@@ -178,10 +174,10 @@ class Steps:
 
 
 def _best(scores: Mapping[int, float | None], *, largest: bool) -> int | None:
-    known = {step: score for step, score in scores.items() if score is not None and score == score}
-    return (
-        (max if largest else min)(known, key=lambda step: (known[step], -step if largest else step)) if known else None
-    )
+    numbers = {step: score for step, score in scores.items() if score is not None and score == score}
+    if not numbers:
+        return None
+    return (max if largest else min)(numbers, key=lambda step: (numbers[step], -step if largest else step))
 
 
 def checkpoints_in(run: PlaceLike) -> Place:

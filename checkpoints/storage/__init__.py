@@ -1,1 +1,1 @@
-"""Where bytes lie: a disk or an object store, behind one protocol."""
+"""Storage of bytes, a disk or an object store, by one protocol."""

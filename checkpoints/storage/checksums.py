@@ -19,12 +19,12 @@ try:
 except ImportError:  # optional, in the extra "train"
     from zlib import crc32
 
-__all__ = ["crc32", "joined", "sums_in", "table_of"]
+__all__ = ["combine_sums", "crc32", "sums_in", "table_of"]
 
 _POLYNOMIAL = 0xEDB88320
 
 
-def joined(first: int, second: int, second_bytes: int) -> int:
+def combine_sums(first: int, second: int, second_bytes: int) -> int:
     """Return the CRC-32 of two pieces from the CRC-32 of each and the length of the second (zlib,
     ``crc32_combine``).
     """

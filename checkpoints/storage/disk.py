@@ -1,19 +1,177 @@
-"""Files and folders of a disk, with the verbs of :class:`meshpar.checkpoints.storage.place.Place`."""
+"""Files and folders of a disk, with the verbs of :class:`meshpar.checkpoints.storage.place.Place`.
+
+A new file is written so that the kernel has less to do: its blocks are reserved first, and the disk takes bytes while
+later ones are written. Measured on Linux 6.18 and ext4: without a reservation, finding room on the disk page by page is
+a sixth of the CPU time of a written file.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import PosixPath
-from typing import Any, ClassVar
+from functools import lru_cache
+from pathlib import Path, PosixPath
+from typing import Any, ClassVar, TypeVar, final
 
-from meshpar.checkpoints.storage.files import COPY_FILES, ReadFile
-from meshpar.checkpoints.storage.writeback import WrittenBehind
+from meshpar.checkpoints.storage.files import PAGE_BYTES, Readable, write_all
 from meshpar.core.errors import CheckpointError
 from meshpar.process.leftovers import fsync, untouched_s, write_durably
+
+T = TypeVar("T")
+_COPY_FILES = "copy the checkpoint with its files, such as by cp -L"  # where a link is
+# MADV_POPULATE_READ of Linux 5.14, without a name in Python 3.11: an error for a page that cannot be read, where an
+# access is a signal.
+_POPULATE_READ = 22
+# written before the disk is asked to take them; more at once would make single turns of a copy look dear
+_BEHIND_BYTES = 8 << 20
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+@final
+class WrittenBehind:
+    """Write a new file from front to back, whose ``expected_bytes`` are reserved on the disk until :meth:`finish`."""
+
+    def __init__(self, descriptor: int, expected_bytes: int = 0) -> None:
+        self._descriptor, self._written, self._begun = descriptor, 0, 0
+        if expected_bytes > 0:
+            reserve(descriptor, expected_bytes)
+
+    def write(self, data: Any) -> None:  # noqa: ANN401 - bytes, or memory
+        """Write the next bytes."""
+        write_all(self._descriptor, memoryview(data))
+        self._written += len(data)
+        if self._written - self._begun >= _BEHIND_BYTES:
+            end = self._written // PAGE_BYTES * PAGE_BYTES  # the last page will be written to again
+            begin_write_back(self._descriptor, self._begun, end - self._begun)
+            self._begun = end
+
+    def finish(self) -> None:
+        """Bring the file to the disk."""
+        if os.fstat(self._descriptor).st_size > (end := os.lseek(self._descriptor, 0, os.SEEK_CUR)):
+            os.ftruncate(self._descriptor, end)
+        os.fsync(self._descriptor)
+
+
+def reserve(descriptor: int, count: int) -> None:
+    """Reserve the first ``count`` bytes of a file, where the file system can; raises OSError if the disk is full."""
+    fallocate = _of_linux("fallocate")  # os.posix_fallocate writes to every block where the file system cannot
+    if fallocate is not None and fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(count)) != 0:
+        number = ctypes.get_errno()
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise OSError(number, os.strerror(number))
+
+
+def begin_write_back(descriptor: int, start: int, count: int) -> None:
+    """Ask the kernel to begin to write pages of a file to the disk. A hint: errors of the disk are raised by fsync."""
+    if (begin := _of_linux("sync_file_range")) is not None:
+        begin(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
+
+
+@lru_cache(maxsize=2)
+def _of_linux(name: str) -> Any:  # noqa: ANN401 - a function of the C library
+    return getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform == "linux" else None
+
+
+@final
+class ReadFile(Readable):
+    """A regular file open for ranged reads; ``links``: follow a symbolic link. Raises CheckpointError if the file does
+    not exist, cannot be opened, or is something else than a file.
+    """
+
+    least_run_bytes, most_waste_bytes = 1024, 8192  # a call costs as much as reading 8 KiB
+
+    def __init__(self, path: Path, *, links: bool = True) -> None:
+        self.path = path
+        try:  # without O_NONBLOCK, opening a named pipe waits for a writer
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+            self._descriptor = os.open(path, flags)
+        except OSError as error:
+            remedy = f"; {_COPY_FILES}" if error.errno == errno.ELOOP else ""
+            if not path.parent.is_dir():
+                remedy = (
+                    "; its folder does not exist: retention or prune deletes steps that are not pinned (meshpar "
+                    "checkpoints pin)"
+                )
+            raise CheckpointError(
+                f"cannot open {path}: {'it is a link' if error.errno == errno.ELOOP else error.strerror}{remedy}"
+            ) from error
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CheckpointError(f"cannot open {path}: it is not a regular file")
+        self.size, self._written_ns = status.st_size, status.st_mtime_ns
+
+    def fill(self, view: memoryview, position: int) -> None:
+        """Fill a piece of writable memory."""
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done : done + (1 << 30)]], position + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path} is truncated: expected bytes up to {position + len(view)}, the file has {self.size}"
+                )
+            done += count
+
+    def mapped(self, position: int, count: int) -> memoryview | None:
+        """Return some bytes as they are in the page cache; a change to them stays in this memory."""
+        if sys.platform != "linux" or count == 0:
+            return None
+        start = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        try:
+            how = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE, "offset": start}
+            pages = mmap.mmap(self._descriptor, position + count - start, **how)
+            pages.madvise(mmap.MADV_SEQUENTIAL)
+            pages.madvise(_POPULATE_READ)
+        except (OSError, ValueError):  # an older kernel, a file system without it, a shorter file, a disk that fails
+            return None
+        return memoryview(pages)[position - start :]
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the file was written since it was opened."""
+        if os.fstat(self._descriptor).st_mtime_ns != self._written_ns:
+            raise CheckpointError(
+                f"{self.path} was written while it was read; run this again when no other process writes it"
+            )
+
+    def expect(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: small reads cost little here."""
+
+    def run(self, start: int, stop: int) -> ReadFile:
+        """Return a reader of the bytes ``start`` to ``stop``, which are read in order: the kernel reads ahead."""
+        return self
+
+    def each(self, act: Callable[[T], object], items: Iterable[T]) -> None:
+        """Run ``act``, which reads a piece, for each item."""
+        for item in items:
+            act(item)
+
+    def forget(self, start: int, stop: int) -> None:
+        """Drop the cached pages of bytes ``start`` to ``stop``, and one page on either side.
+
+        Call this between reading single pages and reading all of a file: on Linux 6.18 reading took 1.15 times as long
+        when single pages in the cache kept the kernel from reading ahead in large folios.
+        """
+        if hasattr(os, "posix_fadvise"):
+            first, end = start // PAGE_BYTES - 1, -(-stop // PAGE_BYTES) + 1
+            start, count = max(0, first) * PAGE_BYTES, (end - first) * PAGE_BYTES
+            os.posix_fadvise(self._descriptor, start, count, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the file; reading it afterwards is an error."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            self.close()
 
 
 class DiskPath(PosixPath):
@@ -23,19 +181,15 @@ class DiskPath(PosixPath):
     mounted: ClassVar[bool] = True
 
     def reader(self, *, links: bool = True) -> ReadFile:
-        """Open a file for reads of ranges; raises CheckpointError if there is none. ``links``: follow a symbolic
-        link.
-        """
+        """Open a file for reads of ranges; raises CheckpointError if there is none. ``links``: follow them."""
         return ReadFile(self, links=links)
 
     def size(self) -> int:
-        """Return the size of a regular file in bytes; raises OSError if there is none, CheckpointError for a link or
-        a device.
-        """
-        found = self.lstat()
-        if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"expected a file, found a link or a device; {COPY_FILES}")
-        return found.st_size
+        """Return the bytes of a regular file; raises OSError if there is none, CheckpointError for a link or device."""
+        status = self.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"expected a file, found a link or a device; {_COPY_FILES}")
+        return status.st_size
 
     def read_small(self) -> bytes | None:
         """Return all bytes of a small file that is no link; None: there is none. Raises OSError as reads do."""
@@ -47,10 +201,10 @@ class DiskPath(PosixPath):
     def read_version(self) -> tuple[bytes, bytes] | None:
         """Return the bytes of a small file twice, because they are its version, too; None: there is none."""
         try:
-            found = self.read_bytes()
+            data = self.read_bytes()
         except FileNotFoundError:
             return None
-        return found, found
+        return data, data
 
     def untouched_s(self) -> float:
         """Return the seconds since a file, or anything in a folder, last changed; 0 if it is changing now."""

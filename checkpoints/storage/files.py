@@ -7,10 +7,7 @@ import errno
 import itertools
 import json
 import math
-import mmap
 import os
-import stat
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,33 +22,26 @@ from meshpar.core.errors import CheckpointError, brief
 from meshpar.weights.rules import Spans
 
 TILE_BYTES = 4 << 20  # of tensors that are rearranged
-# of bytes that go through as they are: stays in a core's cache, and larger writes, for which the kernel looks for
+# Of bytes that go through as they are: stays in a core's cache. The kernel looks for memory in one piece for larger
+# writes, which cost several times as much where that is short, or was given back to a virtual machine's host.
 BLOCK_BYTES = 512 << 10
-# memory in one piece, cost several times as much where that is short (or was given back to a virtual machine's host)
 PAGE_BYTES = 4096  # of the page cache
-# MADV_POPULATE_READ of Linux 5.14, without a name in Python 3.11: an error for a page that cannot be read, where an
-# access is a signal.
-_POPULATE_READ = 22
-ALIGNMENT = (
-    64  # of payloads in files, as torch.save has it: unlike places in a cache line make copies half as slow again
-)
+# Of payloads in files, as torch.save has it: unlike places in a cache line make copies half as slow again.
+ALIGNMENT = 64
 
-COPY_FILES = "copy the checkpoint with its files, such as by cp -L"  # where a link is
 _LONGEST_NAME = 255  # bytes, of all usual file systems
 _Into = Callable[[torch.Tensor, int], None]  # fills a tensor from a position of a file
 T = TypeVar("T")
 
 
-class Run(Protocol):
+class OrderedBytes(Protocol):
     """Bytes that are read in order."""
 
     def fill(self, view: memoryview, position: int) -> None:
         """Fill a piece of writable memory from a position of the file."""
 
     def summed(self, view: memoryview, position: int, before: int = 0) -> int:
-        """Fill as :meth:`fill`, and return the CRC-32 of ``before`` continued by the bytes, while they are in a
-        core's cache.
-        """
+        """Fill, and return the CRC-32 of ``before`` continued by the bytes while they are in a core's cache."""
         for start, stop in aligned(len(view), position):
             self.fill(view[start:stop], position + start)
             before = crc32(view[start:stop], before)
@@ -62,13 +52,11 @@ class Run(Protocol):
         return None
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError if the file was written since it was opened: bytes of :meth:`mapped` may then differ
-        between two uses.
-        """
+        """Raise CheckpointError if the file was written since it was opened: :meth:`mapped` bytes may differ."""
         return
 
 
-class Readable(Run, Protocol):
+class Readable(OrderedBytes, Protocol):
     """A file or an object open for reads of ranges; ``path`` names it, ``size`` is in bytes."""
 
     path: Any
@@ -90,146 +78,36 @@ class Readable(Run, Protocol):
 
     def expect(self, spans: Iterable[tuple[int, int]]) -> None: ...
     def forget(self, start: int, stop: int) -> None: ...
-    def run(self, start: int, stop: int) -> Run: ...
+    def run(self, start: int, stop: int) -> OrderedBytes: ...
     def each(self, act: Callable[[T], object], items: Iterable[T]) -> None: ...
     def close(self) -> None: ...
-
-
-@final
-class ReadFile(Readable):
-    """A regular file open for ranged reads.
-
-    Args:
-        path: the file.
-        links: follow a symbolic link. The files of a checkpoint are in its folder.
-
-    Raises:
-        CheckpointError: the file does not exist, cannot be opened, or is something else than a file.
-    """
-
-    least_run_bytes, most_waste_bytes = 1024, 8192  # a call costs as much as reading 8 KiB
-
-    def __init__(self, path: Path, *, links: bool = True) -> None:
-        self.path = path
-        try:  # without O_NONBLOCK, opening a named pipe waits for a writer
-            self._descriptor = os.open(
-                path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
-            )
-        except OSError as error:
-            remedy = f"; {COPY_FILES}" if error.errno == errno.ELOOP else ""
-            if not path.parent.is_dir():
-                remedy = (
-                    "; its folder does not exist: retention or prune deletes steps that are not pinned (meshpar "
-                    "checkpoints pin)"
-                )
-            raise CheckpointError(
-                f"cannot open {path}: {'it is a link' if error.errno == errno.ELOOP else error.strerror}{remedy}"
-            ) from error
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            self.close()
-            raise CheckpointError(f"cannot open {path}: it is not a regular file")
-        self.size, self._written_ns = found.st_size, found.st_mtime_ns
-
-    def fill(self, view: memoryview, position: int) -> None:
-        """Fill a piece of writable memory."""
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._descriptor, [view[done : done + (1 << 30)]], position + done)
-            if count == 0:
-                raise CheckpointError(
-                    f"{self.path} is truncated: expected bytes up to {position + len(view)}, the file has {self.size}"
-                )
-            done += count
-
-    def mapped(self, position: int, count: int) -> memoryview | None:
-        """Return some bytes as they are in the page cache; a change to them stays in this memory."""
-        if sys.platform != "linux" or count == 0:
-            return None
-        start = position // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        try:
-            pages = mmap.mmap(
-                self._descriptor,
-                position + count - start,
-                flags=mmap.MAP_PRIVATE,
-                prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                offset=start,
-            )
-            pages.madvise(mmap.MADV_SEQUENTIAL)
-            pages.madvise(_POPULATE_READ)
-        except (OSError, ValueError):  # an older kernel, a file system without it, a shorter file, a disk that fails
-            return None
-        return memoryview(pages)[position - start :]
-
-    def check_unchanged(self) -> None:
-        """Raise CheckpointError if the file was written since it was opened."""
-        if os.fstat(self._descriptor).st_mtime_ns != self._written_ns:
-            raise CheckpointError(
-                f"{self.path} was written while it was read; run this again when no other process writes it"
-            )
-
-    def expect(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Do nothing: small reads cost little here."""
-
-    def run(self, start: int, stop: int) -> ReadFile:
-        """Return a reader of the bytes ``start`` to ``stop``, which are read in order: the kernel reads ahead."""
-        return self
-
-    def each(self, act: Callable[[T], object], items: Iterable[T]) -> None:
-        """Run ``act``, which reads a piece, for each item."""
-        for item in items:
-            act(item)
-
-    def forget(self, start: int, stop: int) -> None:
-        """Drop the cached pages of bytes ``start`` to ``stop``, and one page on either side.
-
-        Call this between reading single pages and reading all of a file: on Linux 6.18 reading took 1.15 times as long
-        when single pages in the cache kept the kernel from reading ahead in large folios.
-        """
-        if hasattr(os, "posix_fadvise"):
-            first, end = start // PAGE_BYTES - 1, -(-stop // PAGE_BYTES) + 1
-            os.posix_fadvise(
-                self._descriptor, max(0, first) * PAGE_BYTES, (end - first) * PAGE_BYTES, os.POSIX_FADV_DONTNEED
-            )
-
-    def close(self) -> None:
-        """Close the file; reading it afterwards is an error."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
-            self.close()
 
 
 _LEVELS = 100
 
 
 def read_json(file: Readable) -> Any:  # noqa: ANN401 - plain data
-    """Return what a JSON file says, whoever wrote it: of a regular file, with at most a hundred levels; raises
-    CheckpointError.
-    """
+    """Return what a JSON file of anybody says; raises CheckpointError, also for more than a hundred levels."""
     try:
-        found = json.loads(file.bytes(0, file.size))
+        data = json.loads(file.bytes(0, file.size))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file.path} cannot be read as JSON: {brief(error)}") from error
     finally:
         file.close()
-    level = [found]
+    level = [data]
     for _ in range(_LEVELS + 1):
         nested = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
         if not nested:
-            return found
+            return data
         level = [child for children in nested for child in children]
     raise CheckpointError(f"{file.path} cannot be read as JSON: its lists and objects have more than {_LEVELS} levels")
 
 
 @final
-class _Summing:
-    """Read a file from front to back, and sum the bytes."""
+class _SummedReads:
+    """Reads of a file from front to back, and the CRC-32 of all bytes."""
 
-    def __init__(self, file: Run) -> None:
+    def __init__(self, file: OrderedBytes) -> None:
         self._file, self.crc32 = file, 0
 
     def into(self, out: torch.Tensor, position: int) -> None:
@@ -239,37 +117,38 @@ class _Summing:
 @final
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A contiguous row-major tensor at ``position`` (in bytes) of ``file``.
-
-    Attributes:
-        name: the tensor's, for messages.
-        crc32: of its bytes; compared whenever all of them are read. None: not known.
-        offsets: where it begins in the whole tensor, if it is a part of one.
-    """
+    """A contiguous row-major tensor, or a part of one, in an open file."""
 
     file: Readable
-    position: int
+    position: int  # in bytes
     shape: tuple[int, ...]
     dtype: torch.dtype
-    name: str = ""
-    crc32: int | None = None
-    offsets: tuple[int, ...] = ()
+    name: str = ""  # of the tensor, for messages
+    crc32: int | None = None  # of its bytes; compared whenever all of them are read. None: not known
+    offsets: tuple[int, ...] = ()  # where it begins in the whole tensor
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def spans(self) -> Spans:
+        """Its place in the whole tensor."""
+        offsets = self.offsets or (0,) * len(self.shape)
+        return tuple((offset, offset + size) for offset, size in zip(offsets, self.shape))
+
     def read(self, spans: Spans, out: torch.Tensor) -> None:
-        """Copy the piece at ``spans`` into ``out`` (any strides, dtype and device); raises CheckpointError if
-        ``crc32`` differs.
+        """Copy the piece at ``spans`` of the whole tensor into ``out`` (any strides, dtype and device); raises
+        CheckpointError if ``crc32`` differs.
         """
         if out.numel() == 0:
             return
+        spans = tuple((start - first, stop - first) for (start, stop), (first, _) in zip(spans, self.spans))
         if self.crc32 is None or any(span != (0, size) for span, size in zip(spans, self.shape)):
             self._read(self.file.into, spans, out)
         else:
-            summing = _Summing(self.file.run(self.position, self.position + self.nbytes))
+            summing = _SummedReads(self.file.run(self.position, self.position + self.nbytes))
             self._read(summing.into, spans, out)
             self.check(summing.crc32)
 
@@ -334,11 +213,11 @@ class Box:
         dim = len(prefix)
         start, stop = spans[dim]
         tile = torch.empty((min(step, stop - start), *self.shape[dim + 1 :]), dtype=self.dtype)
-        inside = tuple(slice(*span) for span in spans[dim + 1 :])
+        columns = tuple(slice(*span) for span in spans[dim + 1 :])
         for row in range(start, stop, step):
             count = min(step, stop - row)
             into(tile[:count], self._at((*prefix, row)))
-            out[row - start : row - start + count].copy_(tile[(slice(0, count), *inside)])
+            out[row - start : row - start + count].copy_(tile[(slice(0, count), *columns)])
 
     def _read_run(self, into: _Into, prefix: tuple[int, ...], out: torch.Tensor) -> None:
         scalar = torch.empty((), dtype=self.dtype)
@@ -362,9 +241,7 @@ class Turns:
         self._sent = 0
 
     def tile(self, like: torch.Tensor) -> torch.Tensor:
-        """Return host memory of the shape and dtype of ``like``, at most :data:`TILE_BYTES`, that no copy reads any
-        more.
-        """
+        """Return host memory like ``like``, of at most :data:`TILE_BYTES`, that no copy reads any more."""
         if len(self._tiles) < 2:
             runtime.make_current(self._device)  # of this thread, which pins memory by it
             memory = torch.empty(TILE_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
@@ -398,22 +275,16 @@ def failing_as(what: str) -> Iterator[None]:
 
 def inside(file: str, *, of: object = None) -> str:
     """Return a file name that stays in its folder; raises CheckpointError for any other."""
-    if (
-        not isinstance(file, str)
-        or Path(file).name != file
-        or file in ("", ".", "..")
-        or "\0" in file
-        or len(file.encode(errors="replace")) > _LONGEST_NAME
-    ):
+    allowed = isinstance(file, str) and Path(file).name == file and file not in ("", ".", "..") and "\0" not in file
+    if not allowed or len(file.encode(errors="replace")) > _LONGEST_NAME:
         where = f"{of} names a file outside of its folder" if of else "the file name is not allowed"
         raise CheckpointError(f"{where}: got {repr(file)[:100]}, expected the name of a file in the same folder")
     return file
 
 
 def lies_in_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the bytes at a tensor's address are its values in row-major order.
-
-    They are not for views that torch conjugates or negates on reading, and for zeros without memory.
+    """Return whether the bytes at a tensor's address are its values in row-major order; not so for views that torch
+    conjugates or negates on reading, and for zeros without memory.
     """
     lazy = tensor.is_conj() or tensor.is_neg() or (tensor.numel() > 0 and tensor.data_ptr() == 0)
     return tensor.is_cpu and tensor.is_contiguous() and not lazy
@@ -431,10 +302,19 @@ def write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
+def read_blocks(file: Readable, start: int, stop: int, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
+    """Yield the bytes from ``start`` to ``stop`` in blocks, each of which is valid until the next one."""
+    run, room = file.run(start, stop), memoryview(bytearray(min(block_bytes, stop - start)))
+    for position in range(start, stop, block_bytes):
+        block = room[: min(block_bytes, stop - position)]
+        run.fill(block, position)
+        yield block
+
+
 def aligned(count: int, position: int, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
     """Cut ``count`` bytes, to be written at ``position`` of a file, into (start, stop) of at most ``block_bytes``.
 
-    The cuts lie where pages of the file end: a page that two writes share is handled twice.
+    The cuts are at ends of pages of the file: a page that two writes share is handled twice.
     """
     start = 0
     while start < count:
@@ -444,9 +324,7 @@ def aligned(count: int, position: int, block_bytes: int = BLOCK_BYTES) -> Iterat
 
 
 def tiles(shape: tuple[int, ...], itemsize: int, limit_bytes: int) -> Iterator[Spans]:
-    """Cut a row-major tensor into contiguous pieces of at most ``limit_bytes``, in the order in which they lie in a
-    file.
-    """
+    """Cut a row-major tensor into contiguous pieces of at most ``limit_bytes``, in the order of its bytes."""
     if math.prod(shape) == 0:
         return
     dim, inner = len(shape), itemsize

@@ -23,20 +23,16 @@ from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from typing import Any, ClassVar, TypeVar, final
 
-from meshpar.checkpoints.storage.checksums import crc32, joined
-from meshpar.checkpoints.storage.files import Readable
-from meshpar.checkpoints.storage.files import Run as InOrder
+from meshpar.checkpoints.storage.checksums import combine_sums, crc32
+from meshpar.checkpoints.storage.files import OrderedBytes, Readable
 from meshpar.core.errors import CheckpointError, StoreError
 from meshpar.process.imports import need
 
 T = TypeVar("T")
 Version = dict[str, str]
-"""ETag and version of an object, as far as the store has them: Google replaces by the version, the other stores by
-the ETag.
-"""
+"""ETag and version of an object, as far as the store has them: Google replaces by the version, others by the ETag."""
 SCHEMES = ("s3", "gs", "az")
-TRIES = 3
-"""Attempts of a request beside those of obstore, which does not repeat what it cannot know to be harmless."""
+TRIES = 3  # of a request, besides those of obstore, which does not repeat what it cannot know to be harmless
 CLIENT = {
     "allow_http": True,  # where the environment names such an endpoint
     "connect_timeout": timedelta(seconds=10),
@@ -57,23 +53,16 @@ _REMEDY = (  # obstore has no class for missing credentials, nor for a listing o
     "check the credentials in the store's usual environment (they must allow this and not have expired), the bucket, "
     "its endpoint and region, and the network, then run this again"
 )
-READERS = 4
-"""Tensors that a restore reads at once, and runs of one tensor."""
+READERS = 4  # tensors that a restore reads at once, and runs of one tensor
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ObjectPath:
-    """A key of a store, or a folder of keys, with the members of ``pathlib.Path`` that checkpoints use.
+    """A key of a store, or a folder of keys, with the members of ``pathlib.Path`` that checkpoints use."""
 
-    Attributes:
-        root: ``scheme://bucket``.
-        key: without leading and trailing slashes.
-        listed: whether a listing showed this as a folder; None: it is in no listing.
-    """
-
-    root: str
-    key: str
-    listed: bool | None = field(default=None, compare=False)
+    root: str  # scheme://bucket
+    key: str  # without leading and trailing slashes
+    listed: bool | None = field(default=None, compare=False)  # as a folder, by a listing; None: it is in no listing
     mounted: ClassVar[bool] = False
 
     def __str__(self) -> str:
@@ -119,21 +108,18 @@ class ObjectPath:
         """Return whether any key is below this one."""
         if self.listed is not None:
             return self.listed
-        return self._asked(
+        return self._ask(
             "listing", lambda store: bool(next(iter(_obstore().list(store, self._prefix, chunk_size=1)), None))
         )
 
     def iterdir(self) -> Iterator[ObjectPath]:
         """Yield the keys and folders directly below. Asks for all keys: some servers list folders that have none."""
-        found = {path.partition("/")[:2] for path in self.names()}
-        return (self._below(name, bool(slash)) for name, slash in sorted(found))
+        children = sorted({path.partition("/")[:2] for path in self.names()})
+        return (dataclasses.replace(self / name, listed=bool(slash)) for name, slash in children)
 
     def names(self) -> list[str]:
         """Return every key below this one, by the rest of its name."""
         return [entry["path"][len(self._prefix or "") :] for entry in self._list()]
-
-    def _below(self, name: str, listed: bool) -> ObjectPath:
-        return dataclasses.replace(self / name, listed=listed)
 
     def glob(self, pattern: str) -> Iterator[ObjectPath]:
         """Yield what is directly below and matches; a pattern of several levels matches nothing."""
@@ -141,9 +127,9 @@ class ObjectPath:
 
     def size(self) -> int:
         """Return the number of bytes; raises FileNotFoundError if there is no such key."""
-        if (found := self._head()) is None:
+        if (head := self._head()) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-        return int(found["size"])
+        return int(head["size"])
 
     def free_bytes(self) -> float:
         """Return infinity: stores have no bound."""
@@ -155,9 +141,7 @@ class ObjectPath:
         return ReadObject(self)
 
     def untouched_s(self) -> float:
-        """Return the seconds since the youngest key here was written, by the store's clock, which a new key tells; 0
-        without keys.
-        """
+        """Return the seconds since the youngest key here was written, by the clock of the store; 0 without keys."""
         youngest, clock = max((entry["last_modified"] for entry in self._list()), default=None), self.with_name(".now")
         clock.write_durably(b"")
         now = clock._head()
@@ -165,49 +149,45 @@ class ObjectPath:
         return 0.0 if youngest is None or now is None else (now["last_modified"] - youngest).total_seconds()
 
     def below(self) -> dict[str, tuple[str | None, int, float]]:
-        """Return ETag, size and time of every key below this one, by the rest of its name, and of this key by an
-        empty one.
+        """Return ETag, size and time of this key (by an empty name), and of every key below it, by the rest of its
+        name.
         """
         start, head = len(self._prefix or ""), self._head()
-        found = self._list() + ([] if head is None else [head])
         return {
             entry["path"][start:]: (entry["e_tag"], entry["size"], entry["last_modified"].timestamp())
-            for entry in found
+            for entry in self._list() + ([] if head is None else [head])
         }
 
     def read_version(self) -> tuple[bytes, Version] | None:
         """Return the bytes and the version of a small object; None: there is no such key."""
 
         def get(store: Any) -> tuple[bytes, Version]:  # noqa: ANN401 - one of obstore's classes
-            found = _obstore().get(store, self.key)
-            return bytes(found.bytes()), {
-                name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None
-            }
+            answer = _obstore().get(store, self.key)
+            version = {name: answer.meta[name] for name in ("e_tag", "version") if answer.meta[name] is not None}
+            return bytes(answer.bytes()), version
 
         try:
-            return self._asked("reading", get)
+            return self._ask("reading", get)
         except FileNotFoundError:
             return None
 
     def read_small(self) -> bytes | None:
         """Return all bytes of a small object; None: there is no such key."""
-        found = self.read_version()
-        return None if found is None else found[0]
+        version = self.read_version()
+        return None if version is None else version[0]
 
     def read_text(self, encoding: str = "utf-8") -> str:
-        if (found := self.read_small()) is None:
+        if (data := self.read_small()) is None:
             raise FileNotFoundError(f"there is no {self}")
-        return found.decode(encoding)
+        return data.decode(encoding)
 
     def write_durably(self, data: bytes) -> None:
         """Write a small object, whole or not at all."""
-        self._asked("writing", lambda store: _obstore().put(store, self.key, data, use_multipart=False))
+        self._ask("writing", lambda store: _obstore().put(store, self.key, data, use_multipart=False))
 
     def create(self, data: bytes, *, replaces: Version | None = None) -> bool:
-        """Write a small object if the key is free, or has the version ``replaces``; return whether this call's bytes
-        are there now.
-
-        The bytes must be this writer's alone: an attempt whose answer was lost is recognised by them.
+        """Write a small object if the key is free, or has the version ``replaces``; return whether its bytes are there
+        now. The bytes must be this writer's alone: an attempt whose answer was lost is recognised by them.
         """
         mode = "create" if replaces is None else replaces
 
@@ -218,7 +198,7 @@ class ObjectPath:
                 return self.read_small() == data
             return True
 
-        return self._asked("writing", put)
+        return self._ask("writing", put)
 
     def make(self) -> bool:
         """Return False: a store has no folders to make."""
@@ -239,28 +219,25 @@ class ObjectPath:
 
     def unlink(self, missing_ok: bool = False) -> None:
         del missing_ok  # stores do not tell
-        self._asked("deleting", partial(_deleted, keys=[self.key]))
+        self._ask("deleting", partial(_deleted, keys=[self.key]))
 
     def remove_all(self) -> None:
         """Delete every key below this one."""
         assert self.key, "a whole bucket"
-        self._asked("deleting", partial(_deleted, keys=[entry["path"] for entry in self._list()]))
+        self._ask("deleting", partial(_deleted, keys=[entry["path"] for entry in self._list()]))
 
     @contextmanager
     def writing(self, expected_bytes: int = 0) -> Iterator[Callable[[Any], object]]:
-        """Yield a function that takes the bytes of an object in order; the object appears when the block ends, and not
-        after an error.
-
-        Up to 5 pieces of 8 MiB are in memory, and larger pieces from 72 GiB of ``expected_bytes`` on.
+        """Yield a function that takes the bytes of an object in order; the object appears when the block ends without
+        an error. Up to 5 pieces of 8 MiB are in memory, and larger pieces from 72 GiB of ``expected_bytes`` on.
         """
         piece = max(_UPLOAD_BYTES, -(-expected_bytes // _MOST_PARTS))
-        with self._told("writing"):
-            writer = _obstore().open_writer(
-                self._store(), self.key, buffer_size=piece, max_concurrency=_UPLOADS_AT_ONCE
-            )
+        with self._raising("writing"):
+            options = {"buffer_size": piece, "max_concurrency": _UPLOADS_AT_ONCE}
+            writer = _obstore().open_writer(self._store(), self.key, **options)
 
         def write(data: Any) -> None:  # noqa: ANN401 - a buffer
-            with self._told("writing"):
+            with self._raising("writing"):
                 writer.write(bytes(data))  # it keeps what it is given, and our blocks are used again
 
         try:
@@ -269,74 +246,69 @@ class ObjectPath:
             with suppress(_errors().BaseError):
                 writer.__exit__(type(error), error, error.__traceback__)  # aborts the upload
             raise
-        with self._told("writing"):
+        with self._raising("writing"):
             writer.close()
 
     def _head(self) -> dict[str, Any] | None:
         try:
-            return self._asked("asking for", lambda store: _obstore().head(store, self.key)) if self.key else None
+            return self._ask("asking for", lambda store: _obstore().head(store, self.key)) if self.key else None
         except FileNotFoundError:
             return None
 
     def _list(self) -> list[dict[str, Any]]:
         """Return what the store tells of every key below this one."""
 
-        def listed(store: Any) -> list[dict[str, Any]]:  # noqa: ANN401
-            return [
-                entry for page in _obstore().list(store, self._prefix) for entry in page if entry["path"] != self.key
-            ]
+        def pages(store: Any) -> list[Any]:  # noqa: ANN401
+            return list(_obstore().list(store, self._prefix))
 
-        return self._asked("listing", listed)
+        return [entry for page in self._ask("listing", pages) for entry in page if entry["path"] != self.key]
 
     @property
     def _prefix(self) -> str | None:
         return f"{self.key}/" if self.key else None
 
     def _store(self) -> Any:  # noqa: ANN401
-        with self._told("opening"):
+        with self._raising("opening"):
             return _store(self.root, os.getpid())
 
-    def _asked(self, doing: str, act: Callable[[Any], T]) -> T:
+    def _ask(self, doing: str, act: Callable[[Any], T]) -> T:
         """Return what ``act`` returns for the store; tries again where trying may help."""
-        with self._told(doing):
-            for left in reversed(range(TRIES)):
+        with self._raising(doing):
+            for attempt in range(TRIES):
                 try:
                     return act(self._store())
                 except _errors().GenericError:
-                    if left == 0:
+                    if attempt == TRIES - 1:
                         raise
                     time.sleep(0.2)
         raise AssertionError
 
     @contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
+    def _raising(self, doing: str) -> Iterator[None]:
         """Raise CheckpointError that names the store, the key and the remedy instead of an error of the store."""
         try:
             yield
         except (_errors().BaseError, OSError) as error:
             if isinstance(error, (FileNotFoundError, CheckpointError)):
                 raise
-            raise StoreError(f"{doing} {self} failed: {_said(error)}; {_REMEDY}") from error
+            raise StoreError(f"{doing} {self} failed: {_short_text(error)}; {_REMEDY}") from error
 
 
 @final
 class ReadObject(Readable):
-    """An object open for reads of ranges.
-
-    Raises:
-        CheckpointError: there is no such key, or the store does not give it. Of reads: the object is no longer the one
-            that was opened.
+    """An object open for reads of ranges. Raises CheckpointError: there is no such key, or the store does not give it;
+    of reads: the object is no longer the one that was opened.
     """
 
     least_run_bytes, most_waste_bytes = 64 << 10, 64 << 10  # a request costs as much as reading this
 
     def __init__(self, path: ObjectPath) -> None:
         self.path = path
-        if (found := path._head()) is None:
+        if (head := path._head()) is None:
             raise CheckpointError(
                 f"cannot open {path}: there is no such key; retention or prune deletes steps that are not pinned"
             )
-        self.size, self.tag = int(found["size"]), found["e_tag"]
+        self.size, self.tag = int(head["size"]), head["e_tag"]
         self._kept: list[tuple[int, memoryview]] = []
 
     def fill(self, view: memoryview, position: int) -> None:
@@ -352,11 +324,11 @@ class ReadObject(Readable):
             view[:] = piece
             return crc32(piece, before)
         for sum_, count in self._into(view, position, sums=True):
-            before = joined(before, sum_, count)
+            before = combine_sums(before, sum_, count)
         return before
 
     def expect(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Fetch small pieces, from start to stop, which are read soon; what lies close together by one request."""
+        """Fetch small pieces (start, stop) that are read soon; pieces close to each other by one request."""
         wanted: list[tuple[int, int]] = []
         for start, stop in sorted(
             {span for span in spans if 0 <= span[0] < span[1] <= self.size and self.kept(*span) is None}
@@ -373,15 +345,15 @@ class ReadObject(Readable):
     def kept(self, start: int, stop: int) -> memoryview | None:
         """Return bytes that were fetched before; None if they were not."""
         at = bisect.bisect_right(self._kept, start, key=lambda pair: pair[0]) - 1
-        begin, kept = self._kept[at] if at >= 0 else (0, memoryview(b""))
-        return kept[start - begin : stop - begin] if at >= 0 and stop <= begin + len(kept) else None
+        begin, data = self._kept[at] if at >= 0 else (0, memoryview(b""))
+        return data[start - begin : stop - begin] if at >= 0 and stop <= begin + len(data) else None
 
     def forget(self, start: int, stop: int) -> None:
         """Do nothing: no page of this machine's is held."""
 
-    def run(self, start: int, stop: int) -> Run:
+    def run(self, start: int, stop: int) -> ObjectRun:
         """Return a reader of the bytes ``start`` to ``stop``, which are read in order."""
-        return Run(self, stop)
+        return ObjectRun(self, stop)
 
     def each(self, act: Callable[[T], object], items: Iterable[T]) -> None:
         """Run ``act``, which reads a piece, for each item, several at once."""
@@ -407,13 +379,13 @@ class ReadObject(Readable):
             raise CheckpointError(f"{self.path} is truncated: expected bytes up to {end}, the object has {self.size}")
 
         def get(store: Any, view: memoryview, position: int) -> tuple[int, int]:  # noqa: ANN401
-            found = _obstore().get(store, self.path.key, options={"range": (position, position + len(view))})
-            if found.meta["e_tag"] != self.tag:  # its bytes fit none that were read before
+            answer = _obstore().get(store, self.path.key, options={"range": (position, position + len(view))})
+            if answer.meta["e_tag"] != self.tag:  # its bytes fit none that were read before
                 raise StoreError(
                     f"{self.path} was replaced while it was read; read it again when no other job writes it"
                 )
             done = checksum = 0
-            for chunk in found.stream(min_chunk_size=_CHUNK_BYTES):
+            for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
                 data = memoryview(chunk)[: len(view) - done]
                 view[done : done + len(data)] = data
                 done, checksum = done + len(data), crc32(data, checksum) if sums else 0
@@ -422,7 +394,7 @@ class ReadObject(Readable):
             return checksum, done
 
         def fetch(piece: tuple[memoryview, int]) -> tuple[int, int]:
-            return self.path._asked("reading", partial(get, view=piece[0], position=piece[1]))
+            return self.path._ask("reading", partial(get, view=piece[0], position=piece[1]))
 
         try:
             if len(pieces) == 1:
@@ -434,7 +406,7 @@ class ReadObject(Readable):
 
 
 @final
-class Run(InOrder):
+class ObjectRun(OrderedBytes):
     """Bytes of an object that are read from front to back, fetched some 16 MiB ahead; larger pieces go into place."""
 
     def __init__(self, file: ReadObject, stop: int) -> None:
@@ -446,8 +418,8 @@ class Run(InOrder):
         done, end = 0, position + len(view)
         while done < len(view):
             at = position + done
-            if (kept := self._file.kept(at, end)) is not None:
-                piece = kept
+            if (fetched := self._file.kept(at, end)) is not None:
+                piece = fetched
             elif 0 <= at - self._start < len(self._ahead):
                 piece = self._ahead[at - self._start : end - self._start]
             else:
@@ -491,7 +463,7 @@ def _deleted(store: Any, keys: list[str]) -> None:  # noqa: ANN401
                 _deleted(store, [key])
 
 
-def _said(error: Exception) -> str:
+def _short_text(error: Exception) -> str:
     """Return what an error says, in short: the server's status and code if it answered."""
     text = str(error).strip() or type(error).__name__
     status, code = re.search(r"status code: (\d+ [A-Z][A-Za-z ]*)", text), re.search(r"<Code>(\w+)</Code>", text)

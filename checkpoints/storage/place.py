@@ -119,16 +119,16 @@ def place(path: PlaceLike) -> Place:
     """
     if isinstance(path, DiskPath | ObjectPath):
         return path
-    if (found := _URL.fullmatch(str(path))) is None:
+    if (match := _URL.fullmatch(str(path))) is None:
         return DiskPath(str(path))
-    scheme, bucket, key = found[1].lower(), found[2], found[3]
+    scheme, bucket, key = match[1].lower(), match[2], match[3]
     if scheme == "file":
         return DiskPath("/", unquote(f"{bucket}/{key}"))
     if scheme not in SCHEMES or not bucket:
-        known = ", ".join(f"{known_scheme}://bucket/key" for known_scheme in SCHEMES)
+        urls = ", ".join(f"{supported}://bucket/key" for supported in SCHEMES)
         raise CheckpointError(
             f"{redact(f'{scheme}://{bucket}/{key}')} is a URL that is not supported; expected a folder, "
-            f"file:///folder, or {known}"
+            f"file:///folder, or {urls}"
         )
     if not re.fullmatch(r"[\w.$-]+", bucket) or "?" in key:  # not repeated: it may be a secret
         raise CheckpointError(
@@ -144,14 +144,12 @@ def place(path: PlaceLike) -> Place:
 
 
 def either(path: PlaceLike, *, disk: Callable[[DiskPath], T], store: Callable[[ObjectPath], T]) -> T:
-    """Return what ``disk`` makes of a path of a file system, or ``store`` of a key: for work that has no verb in
-    common.
-    """
-    found = place(path)
-    if isinstance(found, DiskPath):
-        return disk(found)
-    assert isinstance(found, ObjectPath)
-    return store(found)
+    """Return what ``disk`` makes of a path of a file system, or ``store`` of a key: for work without a common verb."""
+    where = place(path)
+    if isinstance(where, DiskPath):
+        return disk(where)
+    assert isinstance(where, ObjectPath)
+    return store(where)
 
 
 def on_disk(path: PlaceLike, *, why: str) -> DiskPath:
@@ -160,7 +158,7 @@ def on_disk(path: PlaceLike, *, why: str) -> DiskPath:
     def refused(key: ObjectPath) -> DiskPath:
         raise CheckpointError(f"{key} is a URL; expected a path of a file system: {why}")
 
-    return either(path, disk=lambda found: found, store=refused)
+    return either(path, disk=lambda path: path, store=refused)
 
 
 def contains(folder: Place, other: Place) -> bool:

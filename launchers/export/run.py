@@ -14,11 +14,10 @@ import torch
 
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint
 from meshpar.checkpoints.export.gguf import KINDS, Kind, write_gguf
-from meshpar.checkpoints.export.merging import Factors, Merged
 from meshpar.checkpoints.export.published import bytes_of
 from meshpar.checkpoints.export.quantizing import Quantization
 from meshpar.checkpoints.export.safetensors import ExportOptions, files_beside_weights, write_safetensors
-from meshpar.checkpoints.export.target import apart, free_target, made_on_disk
+from meshpar.checkpoints.export.target import apart, free_target, make_on_disk
 from meshpar.checkpoints.format.manifest import MODEL, read_manifest
 from meshpar.checkpoints.format.safetensors import weights_in
 from meshpar.checkpoints.format.verify import Verify, verify_files
@@ -36,9 +35,10 @@ from meshpar.launchers.recipes.sections import LoRASection
 from meshpar.launchers.recipes.yamlfile import read_document
 from meshpar.models.huggingface import from_config
 from meshpar.process.homes import expanded
-from meshpar.training.lora import NAME, LoRA, PackedAdapter, adapted_layers, add_adapters, base_name, config_of
+from meshpar.training.lora import LoRA, add_adapters, config_of
 from meshpar.training.tokenizer import load_tokenizer
 from meshpar.weights import TypedSource, WeightMap
+from meshpar.weights.adapters import NAME, AdapterFactors, MergedAdapters, PackedAdapterLayer, adapted_layers, base_name
 
 _GENERATION, _PROCESSORS, _EOS = "generation_config.json", "*processor_config.json", "eos_token_id"
 _IDS = ("bos_token_id", _EOS, "pad_token_id", "decoder_start_token_id")
@@ -196,12 +196,12 @@ def _json(path: Place) -> dict[str, Any]:
 
 def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
     """Return the adapted weights for export tile by tile, equal to those of peft's ``merge_and_unload``."""
-    adapters, packed, names = stored_adapters(src), dict[str, PackedAdapter](), WeightMap()
+    adapters, packed, names = stored_adapters(src), dict[str, PackedAdapterLayer](), WeightMap()
     if settings.parameters:  # files may store what the model packs one by one, and the model alone knows how
         model = from_config(on_disk(base, why="its config.json is read by transformers"))
         names = layout_for(model).weights
         add_adapters(model, settings)
-        packed = {name: layer for name, layer in adapted_layers(model).items() if isinstance(layer, PackedAdapter)}
+        packed = {name: layer for name, layer in adapted_layers(model).items() if isinstance(layer, PackedAdapterLayer)}
     ours, factors = names.view(weights_in(base)), {}
     for layer in sorted({name.rpartition(".lora_")[0] for name in adapters}):
         a, b, on = adapters[f"{layer}.lora_A.weight"], adapters[f"{layer}.lora_B.weight"], packed.get(layer)
@@ -210,8 +210,8 @@ def merged(src: Place, settings: LoRA, base: Place) -> TypedSource:
             raise CheckpointError(
                 f"the weights have no {weight}, to which an adapter belongs; give the folder of the adapted weights"
             )
-        factors[weight] = Factors(partial(_both, a, b), settings.alpha / settings.rank, on)
-    return names.publish(Merged(ours, factors))
+        factors[weight] = AdapterFactors(partial(_both, a, b), settings.alpha / settings.rank, on)
+    return names.publish(MergedAdapters(ours, factors))
 
 
 def _both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,7 +243,7 @@ def export_adapters(src: Place, dst: Place, settings: LoRA, base: Place, *, over
     below = expanded(base).absolute()
     config = config_of(settings, linear, base_model_name_or_path=str(below), fan_in_fan_out=turned, inference_mode=True)
     found = beside(open_step(src))
-    with made_on_disk(target, overwrite=overwrite) as folder:
+    with make_on_disk(target, overwrite=overwrite) as folder:
         save_file(
             {f"base_model.model.{name}": value.contiguous() for name, value in adapters.items()}, folder / _ADAPTERS
         )
@@ -342,10 +342,20 @@ def export_run(
         )
     with progress.of_bytes() as advance:
         options = ExportOptions(
-            dtype=_dtype(dtype), max_shard_size=bytes_of(max_shard_size), tokenizer=found.tokenizer, progress=advance,
-            config=found.config, generation=found.generation, beside=found.files, weights=names, verify=verify,
-            quantize=quantize, high=high, averaged=weights, overwrite=overwrite,
-        )  # fmt: skip
+            dtype=_dtype(dtype),
+            max_shard_size=bytes_of(max_shard_size),
+            tokenizer=found.tokenizer,
+            progress=advance,
+            config=found.config,
+            generation=found.generation,
+            beside=found.files,
+            weights=names,
+            verify=verify,
+            quantize=quantize,
+            high=high,
+            averaged=weights,
+            overwrite=overwrite,
+        )
         write = write_gguf if quantize in KINDS else write_safetensors
         return write(model, dst, options)
 

@@ -18,8 +18,8 @@ from torch import nn
 from meshpar.checkpoints import CheckpointManager, open_step, read_manifest
 from meshpar.checkpoints.export.published import published_model
 from meshpar.checkpoints.format.manifest import step_name, step_of
-from meshpar.checkpoints.steps.checkpointable import Checkpointable as Saved
-from meshpar.checkpoints.steps.leftovers import told_only
+from meshpar.checkpoints.steps.commit import warn_only
+from meshpar.checkpoints.steps.state import Checkpointable as Saved
 from meshpar.checkpoints.steps.steps import CHECKPOINTS, checkpoints_in
 from meshpar.checkpoints.storage.place import Place, place
 from meshpar.checkpoints.storage.transfer import carried, fetched
@@ -381,7 +381,7 @@ def _begin_folder(recipe: Recipe, data: datasets.Data) -> None:
 def _keep(recipe: Recipe, *names: str) -> None:
     """Copy files of this machine's folder to the run's store; losing them ends no training."""
     if runtime.is_main():
-        with told_only(f"cannot copy {', '.join(names)} to {recipe.kept}"):
+        with warn_only(f"cannot copy {', '.join(names)} to {recipe.kept}"):
             carried([recipe.folder / name for name in names], recipe.kept)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from meshpar.checkpoints.storage.files import ReadFile, inside, read_json
+from meshpar.checkpoints.storage.disk import ReadFile
+from meshpar.checkpoints.storage.files import inside, read_json
 from meshpar.core import registry
 from meshpar.core.errors import LaunchError, MeshparError
 from meshpar.launchers.targets.job import Launched, Target, make_target

@@ -32,9 +32,7 @@ from meshpar.process.imports import quiet_imports
 from meshpar.state.initialize import own_init
 from meshpar.step.placements import part_like
 from meshpar.weights import Rename, WeightMap, WeightSource, dtypes_of
-
-NAME = "default"
-"""The adapter's name in peft, which is part of the names of its parameters."""
+from meshpar.weights.adapters import NAME, adapted_layers, base_name
 
 
 @final
@@ -117,15 +115,6 @@ def config_of(settings: LoRA, targets: str | list[str], **others: Any) -> Any:  
         target_parameters=list(settings.parameters) or None,
         **others,
     )
-
-
-def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers with adapters by name."""
-    return {
-        name: child
-        for name, child in model.named_modules()
-        if hasattr(child, "base_layer") and hasattr(child, "lora_A")
-    }
 
 
 @final
@@ -262,11 +251,6 @@ class _TrainedOnly(nn.Module):
     ) -> dict[str, Any]:
         trained = {name: parameter for name, parameter in self._whole[0].named_parameters() if parameter.requires_grad}
         return trained if keep_vars else {name: parameter.detach() for name, parameter in trained.items()}
-
-
-def base_name(name: str) -> str:
-    """Return a parameter's name in the model without adapters."""
-    return name.replace(".base_layer", "")
 
 
 def drawn(name: str, shape: tuple[int, ...], seed: int) -> Tensor:

@@ -46,6 +46,17 @@ def spans_of(index: Sequence[slice], shape: tuple[int, ...]) -> Spans:
     return tuple((start, max(start, stop)) for start, stop in bounds)
 
 
+def overlap(spans: Spans, other: Spans) -> Spans | None:
+    """Return what two boxes of a tensor have in common; None if they have nothing."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(spans, other))
+    return shared if all(a < b for a, b in shared) else None
+
+
+def within(spans: Spans, around: Spans) -> tuple[slice, ...]:
+    """Return the index of a box in the tensor of the box ``around`` it."""
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(spans, around))
+
+
 def transposed(of: View) -> View:
     """Exchange the last two dims."""
 

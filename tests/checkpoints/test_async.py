@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import meshpar
 from meshpar.checkpoints import CheckpointManager, read_manifest
 from meshpar.checkpoints.format.writing import write_parts
-from meshpar.checkpoints.steps.staging import Stager
+from meshpar.checkpoints.steps.background import Stager
 from meshpar.core.errors import CheckpointError
 from meshpar.testing import on_ranks
 from tests.checkpoints.test_commit import Job, impatient, linear, stepped
@@ -47,7 +47,7 @@ class Gate:
 
 
 def staging(monkeypatch) -> Gate:
-    return Gate(monkeypatch, "meshpar.checkpoints.steps.staging.Stager.stage", Stager.stage)
+    return Gate(monkeypatch, "meshpar.checkpoints.steps.background.Stager.stage", Stager.stage)
 
 
 def writing(monkeypatch) -> Gate:
@@ -325,7 +325,7 @@ def test_an_error_of_staging_on_one_rank_fails_all_at_once(tmp_path):
         manager.save(1, job, optimizer)
         manager.wait()
         if dist.get_rank() == 1:
-            patch.setattr("meshpar.checkpoints.steps.staging.Stager.stage", lambda *_: torch.empty(1 << 60))
+            patch.setattr("meshpar.checkpoints.steps.background.Stager.stage", lambda *_: torch.empty(1 << 60))
         began = time.monotonic()
         manager.save(2, job, optimizer)
         with pytest.raises(CheckpointError, match=r"failed on 1 of 2 ranks:\n.*rank 1: RuntimeError: .*memory"):

@@ -70,7 +70,7 @@ def stepped(job: Job, make=torch.optim.AdamW) -> torch.optim.Optimizer:
 
 def impatient(manager: CheckpointManager) -> None:
     """Let the ranks that have met wait 2 seconds for each other; those that meet anew wait as long as before."""
-    manager._made_ranks._timeout = timedelta(seconds=2)
+    manager._open_ranks._timeout = timedelta(seconds=2)
 
 
 # Failure on one rank

@@ -13,12 +13,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from meshpar.checkpoints.format.copying import Copier
-from meshpar.checkpoints.format.pace import TURN_BYTES, WAYS, Pace, Way
-from meshpar.checkpoints.storage import files, writeback
+from meshpar.checkpoints.format.copying import TURN_BYTES, WAYS, Copier, Pace, Way
+from meshpar.checkpoints.storage import disk, files
 from meshpar.checkpoints.storage.checksums import crc32
-from meshpar.checkpoints.storage.files import Box, ReadFile, memory_of
-from meshpar.checkpoints.storage.writeback import WrittenBehind
+from meshpar.checkpoints.storage.disk import ReadFile, WrittenBehind
+from meshpar.checkpoints.storage.files import Box, memory_of
 from meshpar.core.errors import CheckpointError
 
 CASTS = [
@@ -107,7 +106,7 @@ def test_a_file_that_became_shorter_is_an_error_and_no_signal(tmp_path, monkeypa
 def test_without_pages_to_map_blocks_are_read(tmp_path, monkeypatch):
     tensor = torch.randn(600, 2000)
     box = stored(tmp_path / "file", tensor)
-    monkeypatch.setattr(files, "_POPULATE_READ", -1)  # as a kernel that does not know it
+    monkeypatch.setattr(disk, "_POPULATE_READ", -1)  # as a kernel that does not know it
     assert box.file.mapped(192, 4096) is None
     assert copied(box, torch.float32, 328, WAYS[:1], monkeypatch) == bytes(memory_of(tensor))
 
@@ -177,8 +176,8 @@ def written(path, data, expected):
 @pytest.mark.parametrize("expected", [0, 30_000, 40_000, 90_000])
 def test_what_is_written_behind_is_all_there_and_begun_once_by_pages(tmp_path, monkeypatch, expected):
     begun = []
-    monkeypatch.setattr(writeback, "begin_write_back", lambda _, start, count: begun.append((start, count)))
-    monkeypatch.setattr(writeback, "_BEHIND_BYTES", 3 * files.PAGE_BYTES)
+    monkeypatch.setattr(disk, "begin_write_back", lambda _, start, count: begun.append((start, count)))
+    monkeypatch.setattr(disk, "_BEHIND_BYTES", 3 * files.PAGE_BYTES)
     data = os.urandom(40_000)
     assert written(tmp_path / "file", data, expected) == data
     assert begun[0][0] == 0 and all(a + n == b for (a, n), (b, _) in pairwise(begun))
@@ -187,9 +186,9 @@ def test_what_is_written_behind_is_all_there_and_begun_once_by_pages(tmp_path, m
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked")
 def test_the_kernel_does_as_it_is_asked(tmp_path, monkeypatch):
-    answers, begin = [], writeback._of_linux("sync_file_range")
-    monkeypatch.setattr(writeback, "_of_linux", lambda _: lambda *given: answers.append(begin(*given)))
-    monkeypatch.setattr(writeback, "_BEHIND_BYTES", files.PAGE_BYTES)
+    answers, begin = [], disk._of_linux("sync_file_range")
+    monkeypatch.setattr(disk, "_of_linux", lambda _: lambda *given: answers.append(begin(*given)))
+    monkeypatch.setattr(disk, "_BEHIND_BYTES", files.PAGE_BYTES)
     data = os.urandom(1 << 16)
     assert written(tmp_path / "file", data, 0) == data
     assert len(answers) > 5 and not any(answers)
@@ -205,12 +204,12 @@ def refusing(number):
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
 def test_a_file_system_that_cannot_reserve_is_written_all_the_same(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(writeback, "_of_linux", refusing(number))
+    monkeypatch.setattr(disk, "_of_linux", refusing(number))
     assert written(tmp_path / "file", b"abc", 10) == b"abc"
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(writeback, "_of_linux", refusing(errno.ENOSPC))
+    monkeypatch.setattr(disk, "_of_linux", refusing(errno.ENOSPC))
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         written(tmp_path / "file", b"abc", 10)
     assert (tmp_path / "file").read_bytes() == b""
@@ -218,5 +217,5 @@ def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, monkey
 
 @pytest.mark.parametrize("expected", [0, 4, 50])
 def test_other_systems_write_without_hints(tmp_path, monkeypatch, expected):
-    monkeypatch.setattr(writeback, "_of_linux", lambda _: None)
+    monkeypatch.setattr(disk, "_of_linux", lambda _: None)
     assert written(tmp_path / "file", b"0123456789", expected) == b"0123456789"

@@ -15,16 +15,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshpar.checkpoints import CheckpointManager
-from meshpar.checkpoints.format.writing import Part, _Room
+from meshpar.checkpoints.format.writing import TensorPart, _Room
+from meshpar.checkpoints.steps import background
 from meshpar.checkpoints.steps import saving as saves
-from meshpar.checkpoints.steps import staging
+from meshpar.checkpoints.steps.background import PartSamples, Stager
 from meshpar.checkpoints.steps.planning import Planning
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.checkpoints.steps.saving import Noted, Saving
-from meshpar.checkpoints.steps.staging import Samples, Stager
 from meshpar.checkpoints.storage import files
 from meshpar.checkpoints.storage.checksums import crc32
-from meshpar.checkpoints.storage.files import Box, ReadFile, Turns
+from meshpar.checkpoints.storage.disk import ReadFile
+from meshpar.checkpoints.storage.files import Box, Turns
 from meshpar.checkpoints.storage.place import place
 from meshpar.core import runtime
 from meshpar.state.page_locked import Slab
@@ -48,18 +49,18 @@ class Copies(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def parts_on_the_device() -> list[Part]:
+def parts_on_the_device() -> list[TensorPart]:
     parts = [
-        Part(str(at), (), torch.empty(shape, device=DEVICE))
+        TensorPart(str(at), (), torch.empty(shape, device=DEVICE))
         for at, shape in enumerate([(64, 32), (129,), (), (3, 5, 7)])
     ]
-    parts.append(Part("strided", (), torch.empty(16, 16, device=DEVICE).t()[::2]))
-    return [*parts, Part("on the host", (), torch.ones(100))]
+    parts.append(TensorPart("strided", (), torch.empty(16, 16, device=DEVICE).t()[::2]))
+    return [*parts, TensorPart("on the host", (), torch.ones(100))]
 
 
 def test_samples_are_taken_without_a_wait_and_compared_on_the_host():
     parts, stager = parts_on_the_device(), Stager()
-    samples = Samples(parts)
+    samples = PartSamples(parts)
     assert [part.tensor.device for part in samples.parts] == [DEVICE, torch.device("cpu")]
     with Copies() as copies:
         staged = stager.stage([*parts, *samples.parts], DEVICE)
@@ -86,7 +87,7 @@ def test_a_thread_that_pins_memory_does_so_on_this_ranks_device(monkeypatch):
         assert not pin or not nbytes or current[threading.current_thread().name]
         return Slab(nbytes, pin=False)
 
-    monkeypatch.setattr(staging, "Slab", pinned)
+    monkeypatch.setattr(background, "Slab", pinned)
     parts = parts_on_the_device()
 
     def work():
@@ -109,11 +110,11 @@ def test_a_thread_that_pins_memory_does_so_on_this_ranks_device(monkeypatch):
 
 
 def test_a_tensor_that_is_written_after_its_sample_is_named():
-    parts = [Part(name, (), torch.arange(300.0).reshape(20, 15)) for name in "abc"]
-    samples = Samples(parts)
-    assert samples.changed(samples.parts, samples.of(parts), parts) == []
-    parts[1].tensor.mul_(2)
-    assert samples.changed(samples.parts, samples.of(parts), parts) == ["b"]
+    parts = [TensorPart(name, (), torch.arange(300.0).reshape(20, 15)) for name in "abc"]
+    samples = PartSamples(parts)
+    assert samples.written(samples.parts, samples.of(parts), parts) == []
+    parts[1].tensor.data.mul_(2)
+    assert samples.written(samples.parts, samples.of(parts), parts) == ["b"]
 
 
 def test_a_save_takes_nothing_from_the_device_before_it_returns(tmp_path):

@@ -14,11 +14,12 @@ import torch.distributed.checkpoint as dcp
 from meshpar.checkpoints import export_safetensors, read_manifest, verify_step
 from meshpar.checkpoints.format.archive import find_tensor
 from meshpar.checkpoints.format.dcp import DistributedCheckpoint
-from meshpar.checkpoints.format.writing import Item, whole, write_file
+from meshpar.checkpoints.format.writing import TensorPart, whole, write_file
 from meshpar.checkpoints.steps.recording import make_manifest
 from meshpar.checkpoints.steps.steps import Steps
 from meshpar.checkpoints.storage.checksums import crc32
-from meshpar.checkpoints.storage.files import ReadFile, memory_of
+from meshpar.checkpoints.storage.disk import ReadFile
+from meshpar.checkpoints.storage.files import memory_of
 from meshpar.core.errors import CheckpointError
 
 BLOCK = memoryview(bytes(64 << 20))
@@ -33,8 +34,11 @@ def step(tmp_path_factory):
     folder = steps.begin(1, replace=False)
     small = torch.arange(12.0).reshape(3, 4)
     items = [
-        Item("model.huge", (0,), (HUGE,), torch.uint8, [*[BLOCK] * COUNT, memoryview(b"end")]),
-        Item("model.small", (0, 0), (3, 4), torch.float32, [memory_of(small)]),
+        (
+            TensorPart("model.huge", (0,), torch.empty(HUGE, dtype=torch.uint8, device="meta")),
+            [*[BLOCK] * COUNT, memoryview(b"end")],
+        ),
+        (TensorPart("model.small", (0, 0), small), [memory_of(small)]),
     ]
 
     def write(descriptor: int, data: memoryview) -> None:
@@ -44,7 +48,7 @@ def step(tmp_path_factory):
             os.write(descriptor, data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshpar.checkpoints.storage.writeback.write_all", write)
+        patch.setattr("meshpar.checkpoints.storage.disk.write_all", write)
         file = write_file(folder / "__0_0.distcp", items, "crc32")
     parts = {"model.huge": ((HUGE,), torch.uint8), "model.small": ((3, 4), torch.float32)}
     groups = whole((name, shape, dtype) for name, (shape, dtype) in parts.items())

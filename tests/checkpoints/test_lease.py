@@ -89,12 +89,12 @@ def test_a_relative_folder_is_owned_and_written_from_another_working_directory(
         monkeypatch.chdir(tmp_path / "other")
         manager.save(1, linear())
         assert manager.steps() == [1] and not any(Path.cwd().iterdir())
-        assert manager._lease is not None
+        assert manager._writer._lease is not None
         (tmp_path / "run" / LEASE_NAME).unlink()
         with pytest.raises(
             CheckpointError, match=r"run/\.writer is gone, by which this job owns the folder: the folder"
         ):
-            manager._lease.check()
+            manager._writer._lease.check()
 
 
 def test_of_two_that_replace_a_dead_holder_in_one_moment_one_is_told(

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import meshpar
 from meshpar._torch.groups import flattened
 from meshpar.checkpoints import CheckpointManager, DistributedCheckpoint, read_manifest, verify_files
-from meshpar.checkpoints.format.pickles import read_metadata
+from meshpar.checkpoints.format.archive import read_metadata
 from meshpar.core.layout import ModelLayout
 from meshpar.models import Transformer, TransformerConfig
 from meshpar.testing import on_ranks

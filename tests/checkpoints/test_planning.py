@@ -15,7 +15,7 @@ import meshpar
 from benchmarks.save_planning import plan_saves
 from meshpar.checkpoints import CheckpointManager, Manifest, read_manifest
 from meshpar.checkpoints.format.verify import Verify, verify_files
-from meshpar.checkpoints.format.writing import Part, write_parts
+from meshpar.checkpoints.format.writing import TensorPart, write_parts
 from meshpar.checkpoints.format.writing import whole as plain_groups
 from meshpar.checkpoints.steps import saving
 from meshpar.checkpoints.steps.planning import Alike, Described, alike, divide
@@ -106,7 +106,7 @@ class Plans:
             return Ledger(*given)
 
         self.patch.setattr("meshpar.checkpoints.steps.planning.divide", counted)
-        self.patch.setattr("meshpar.checkpoints.steps.saving.Ledger", recorded)
+        self.patch.setattr("meshpar.checkpoints.steps.planning.Ledger", recorded)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -265,9 +265,9 @@ def test_a_later_save_is_checked_as_the_first_and_files_may_be_laid_out_in_anoth
         with pytest.raises(CheckpointError, match=r".metadata: expected the CRC-32 \w{8}, found"):
             records_of_a_save(3)
     assert records_of_a_save(3) == 0, "a save that failed leaves the record"
-    manager._threads = 3
+    manager._settings = replace(manager._settings, threads=3)
     assert [records_of_a_save(number) for number in (4, 5)] == [1, 0], "three files instead of two"
-    manager._checksum = "sha256"
+    manager._settings = replace(manager._settings, checksum="sha256")
     assert records_of_a_save(6) == 0, "other checksums are no other files"
     assert manager.steps() == list(saved) == [1, 2, 3, 4, 5, 6]
     for number, want in saved.items():
@@ -289,7 +289,11 @@ def flipped(folder: Path, manifest: Manifest, level: Verify) -> None:
 def test_a_ledger_is_of_these_files_alone_and_names_in_json_are_those_of_the_tensors(tmp_path):
     tensors = {name: torch.full((3,), float(at)) for at, name in enumerate(['a%d"b', "100%", "c\\d", "é%%"])}
     files = write_parts(
-        place(tmp_path), 0, [Part(name, (0,), tensor) for name, tensor in tensors.items()], threads=2, checksum="crc32"
+        place(tmp_path),
+        0,
+        [TensorPart(name, (0,), tensor) for name, tensor in tensors.items()],
+        threads=2,
+        checksum="crc32",
     )
     layout = layout_of(files)
     groups = plain_groups((name, (3,), torch.float32) for name in tensors)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 import meshpar
 from meshpar.checkpoints import CheckpointManager, Digest, export_safetensors
-from meshpar.checkpoints.export import live
-from meshpar.checkpoints.export.live import _Along
+from meshpar.checkpoints.export.moving import SortedOwners, stream_group
 from meshpar.testing import on_ranks
 from tests.support.models_for_parity import gpt2, huggingface, huggingface_gpt2, transformer
 from tests.support.tiers import daily
@@ -284,7 +283,7 @@ def test_a_receiver_proves_by_the_digest_that_it_has_a_version_whole() -> None:
 
 def test_a_tile_looks_at_the_parts_that_it_meets_of_8192():
     boxes = [(((rank, rank + 1), (column, column + 64)), [rank]) for rank in range(8192) for column in (0, 64)]
-    along = _Along(boxes[::-1])
+    along = SortedOwners(boxes[::-1])
     for spans in (((5, 9), (0, 128)), ((0, 1), (3, 5)), ((8190, 8192), (0, 1))):
         begin, end = spans[0]
         near = along.near(spans)
@@ -296,10 +295,10 @@ def test_a_tile_looks_at_the_parts_that_it_meets_of_8192():
 def test_a_stream_from_a_device_has_a_group_of_its_own_and_one_call_a_bucket() -> None:
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshpar.checkpoints.export.live.runtime.hosts", live._own_group)
+        patch.setattr("meshpar.checkpoints.export.moving.runtime.hosts", stream_group)
         batch = dist.batch_isend_irecv
         patch.setattr(dist, "batch_isend_irecv", lambda given: calls.append(given[0].group) or batch(given))
         par = planned("transformer", "dp_shard=2")
         same(par, exported(par), bucket=3000)
     assert len(calls) > 3 and {group.group_desc for group in calls} == {"published"}
-    assert live._own_group() is live._own_group() is not dist.group.WORLD
+    assert stream_group() is stream_group() is not dist.group.WORLD

@@ -29,8 +29,9 @@ from meshpar.checkpoints import (
 from meshpar.checkpoints.export.published import published_model
 from meshpar.checkpoints.format.archive import find_tensor, write_tensor
 from meshpar.checkpoints.steps.state import merged_tables
-from meshpar.checkpoints.storage.checksums import joined
-from meshpar.checkpoints.storage.files import ReadFile, memory_of
+from meshpar.checkpoints.storage.checksums import combine_sums
+from meshpar.checkpoints.storage.disk import ReadFile
+from meshpar.checkpoints.storage.files import memory_of
 from meshpar.core.errors import CheckpointError
 from meshpar.launchers.export.run import names_of_ours
 from meshpar.models import Transformer, TransformerConfig
@@ -278,4 +279,4 @@ def test_an_archive_is_what_torch_loads_and_what_is_found_again(tmp_path, dtype,
 def test_checksums_of_pieces_join():
     data = bytes(range(256)) * 40
     for cut in (0, 1, 255, 5000, len(data)):
-        assert joined(zlib.crc32(data[:cut]), zlib.crc32(data[cut:]), len(data) - cut) == zlib.crc32(data)
+        assert combine_sums(zlib.crc32(data[:cut]), zlib.crc32(data[cut:]), len(data) - cut) == zlib.crc32(data)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -319,7 +320,7 @@ def test_a_deposed_writer_commits_nothing(bucket, when, monkeypatch):
         if when == "before a save":
             depose()
         elif when == "while files are written":
-            manager._count_write = depose
+            manager._settings = replace(manager._settings, on_write=depose)
         else:
             commit = manager._steps.commit
             monkeypatch.setattr(manager._steps, "commit", lambda *given: (depose(), commit(*given))[1])

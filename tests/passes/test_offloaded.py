@@ -12,7 +12,7 @@ from torch import nn
 import meshpar.forecasting.device as device
 from meshpar import FullyShard, HybridShard, MeshparError, Plan, Replicate, TensorParallel
 from meshpar.checkpoints import CheckpointManager
-from meshpar.checkpoints.steps.staging import Stager
+from meshpar.checkpoints.steps.background import Stager
 from meshpar.core.waiting import reads_of
 from meshpar.passes.applied import applied
 from meshpar.step.placements import local_tensor

@@ -1,34 +1,65 @@
-"""Adapters merged into the weights that they adapt, slice by slice."""
+"""LoRA's adapters as weights: the layers of a module that have them, and weights with their adapters merged, slice by
+slice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from meshpar.training.lora import PackedAdapter
-from meshpar.weights import TypedSource
+from meshpar.weights.maps import TypedSource
 from meshpar.weights.rules import spans_of
 
+NAME = "default"
+"""The adapter's name in peft, which is part of the names of its parameters."""
 
-class Factors(NamedTuple):
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers with adapters by name."""
+    return {
+        name: child
+        for name, child in model.named_modules()
+        if hasattr(child, "base_layer") and hasattr(child, "lora_A")
+    }
+
+
+def base_name(name: str) -> str:
+    """Return a parameter's name in the model without adapters."""
+    return name.replace(".base_layer", "")
+
+
+@runtime_checkable
+class PackedAdapterLayer(Protocol):
+    """A layer whose adapters belong to one packed weight (experts, rows, columns) of the module below it."""
+
+    base_layer: nn.Module
+    leaf: str
+    scale: float
+
+    def factors(self, a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+        """Return the factors (experts, rows, rank) and (experts, rank, columns) of peft's A and B."""
+        ...
+
+
+class AdapterFactors(NamedTuple):
     """The adapters of one weight.
 
     Attributes:
         read: returns A and B as peft has them.
         scale: ``alpha / rank``.
-        packed: the module that adapts a packed weight (experts, rows, columns); None: a linear layer's.
+        packed: the layer that adapts a packed weight; None: a linear layer's.
     """
 
     read: Callable[[], tuple[Tensor, Tensor]]
     scale: float
-    packed: PackedAdapter | None = None
+    packed: PackedAdapterLayer | None = None
 
 
 @final
-class Merged:
+class MergedAdapters:
     """The weights of a model with its adapters added, read slice by slice: ``W + scale * left @ right``, as peft's
     ``merge_and_unload``.
 
@@ -37,7 +68,7 @@ class Merged:
         factors: the adapters of each adapted weight, by its name. They are read once for the slices of a weight.
     """
 
-    def __init__(self, base: TypedSource, factors: Mapping[str, Factors]) -> None:
+    def __init__(self, base: TypedSource, factors: Mapping[str, AdapterFactors]) -> None:
         self.shapes, self.dtypes, self._base = base.shapes, base.dtypes, base
         self._factors = factors
         self._last: tuple[str, Tensor, Tensor] | None = None
@@ -48,13 +79,13 @@ class Merged:
             self._base.read(name, index, out)
             return
         *outer, rows, columns = (slice(*span) for span in spans_of(index, self.shapes()[name]))
-        left, right = (factor[tuple(outer)].float() for factor in self._pair(name))
+        a, b = (factor[tuple(outer)].float() for factor in self._pair(name))
         whole = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         self._base.read(name, index, whole)
-        out.copy_(whole + left[..., rows, :] @ right[..., columns] * self._factors[name].scale)
+        out.copy_(whole + a[..., rows, :] @ b[..., columns] * self._factors[name].scale)
 
     def _pair(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return left (..., rows, rank) and right (..., rank, columns)."""
+        """Return the left factor (..., rows, rank) and the right one (..., rank, columns)."""
         if self._last is None or self._last[0] != name:
             factors, shape = self._factors[name], self.shapes()[name]
             a, b = factors.read()
