@@ -89,11 +89,12 @@ PLANS = {
     "dp_replicate=2": [Replicate()],
 }
 ENDS = {"": (), "frozen ends": ("embed", "head"), "frozen blocks": ("blocks.1", "blocks.2", "embed")}
+CASES = [(plan, ends) for plan in PLANS for ends in ENDS]
+DAILY = [(plan, ends) for plan, ends in CASES if not ends or plan == "dp_shard=2"]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize(("plan", "ends"), daily(CASES, *DAILY))
 def test_outputs_that_ranks_drop_are_reduced_in_their_place(plan, ends):
     for micro in (1, 2):
         found = on_data_ranks(plan.split()[0], PLANS[plan], micro, ENDS[ends])
