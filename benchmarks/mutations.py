@@ -4,7 +4,7 @@ tests must fail.
     python benchmarks/mutations.py                      every mutation, resumed from its JSON; seconds to minutes each
     python benchmarks/mutations.py --list               what would be taken out
     python benchmarks/mutations.py --only collectives   those in files whose name contains a word
-    python benchmarks/mutations.py --only pipeline --tests tests/passes/test_pipeline.py   by some of the tests
+    python benchmarks/mutations.py --only pipeline --tests tests/passes/pipeline/test_parallel.py   by some of the tests
 
 A mutation replaces one call by its first argument (``reduce_from(x, group)`` by ``x``), or leaves out a call that
 stands alone (``context.join()``), in a copy of the checkout. The tests run once with every call marked, which tells the
@@ -41,17 +41,17 @@ NAMES = {
 }  # fmt: skip
 TESTS = (
     "tests/passes/test_traps.py",
-    "tests/exact/test_verify.py",
+    "tests/trials/test_split.py",
     "tests/passes/test_passes.py",
-    "tests/passes/test_parity.py",
-    "tests/exact/test_cycle.py",
-    "tests/passes/test_batch_norm.py",
+    "tests/testing/test_parity.py",
+    "tests/step/test_cycle.py",
+    "tests/passes/data/test_batch_norm.py",
     "tests/exact/test_loops.py",
     "tests/models/test_huggingface.py",
-    "tests/passes/test_context.py",
-    "tests/passes/test_experts.py",
-    "tests/passes/test_world.py",
-    "tests/passes/test_pipeline.py",
+    "tests/passes/positions/test_parallel.py",
+    "tests/passes/experts/test_parallel.py",
+    "tests/passes/data/test_replica_shards.py",
+    "tests/passes/pipeline/test_parallel.py",
     "tests/nightly/test_forecast_replay.py",
 )
 MARKS = """

@@ -43,9 +43,9 @@ PRELOAD += [
 FIRST = (
     "test_slurm.py",  # mostly waits for processes of its own
     *("test_architectures.py", "test_replicas.py", "test_watchdog.py", "test_strangers.py"),
-    *("test_forecast.py", "test_parity.py", "test_context.py", "test_experts.py", "test_passes.py"),
-    *("test_cycle.py", "test_world.py", "test_pipeline.py", "test_loops.py"),
-    *("test_memory.py", "test_traps.py", "test_training.py", "test_nccl.py", "test_verify.py"),
+    *("test_forecast.py", "test_parity.py", "positions/test_parallel.py", "experts/test_parallel.py", "test_passes.py"),
+    *("test_cycle.py", "test_replica_shards.py", "pipeline/test_parallel.py", "test_loops.py"),
+    *("test_memory.py", "test_traps.py", "test_training.py", "test_nccl.py", "test_split.py"),
     *("test_lora.py", "test_muon.py", "test_batch_norm.py", "test_published.py", "test_own.py"),
     *("test_plugins.py", "test_planned.py", "test_guide.py", "test_house.py", "test_extras.py"),
     *("test_small_adamw.py", "test_adafactor.py", "test_objectives_parallel.py", "test_huggingface.py"),
@@ -127,7 +127,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST))
+    place = cache(lambda path: next((number for number, name in enumerate(FIRST) if path.match(name)), len(FIRST)))
+    items.sort(key=lambda item: place(item.path))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -46,8 +46,10 @@ from tests.accelerator.nccl_rules import Broken, Rules, check_order, rules
 from tests.accelerator.simulated import allocate, alone, simulated
 from tests.accelerator.waits import Waits
 from tests.checkpoints import test_published
+from tests.losses import test_log_probs
 from tests.optim import test_muon, test_small_adamw
-from tests.passes import test_log_probs, test_offloaded, test_several
+from tests.passes import test_several
+from tests.state import test_offloading
 from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.patience import patient
 from tests.support.stages import assert_as_one_process
@@ -191,7 +193,7 @@ BESIDE = {
     "stages of TP": (4, stages, "pp=2,tp=2", 2, TensorParallel()),
     "published": (4, published, "dp_shard=2,tp=2"),
     "published stages": (4, published, "pp=2,dp_shard=2"),
-    "offloaded": (2, test_offloaded.test_a_lent_module_trains_on_as_if_nothing_had_been),
+    "offloaded": (2, test_offloading.test_a_lent_module_trains_on_as_if_nothing_had_been),
     "log-probs": (4, test_log_probs.test_values_and_gradients_are_those_of_one_process, "dp_shard=2,tp=2 loss", False),
     "Muon": (4, test_muon.test_a_mesh_equals_one_process, "dp_replicate=2,dp_shard=2"),
     "SmallAdamW": (4, test_small_adamw.test_ranks_have_the_bits_of_one_process, 4, False),

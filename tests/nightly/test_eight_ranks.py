@@ -9,11 +9,11 @@ import torch.distributed as dist
 from meshpar import ActivationCheckpoint
 from meshpar.step.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, token_steps
-from tests.exact.test_adafactor import FACTORS, MOMENTUM
-from tests.passes.test_context import in_parts
-from tests.passes.test_parity import cases, check_8
-from tests.passes.test_world import ODD, SEQUENCE, WORLD
+from tests.passes.data.test_replica_shards import ODD, SEQUENCE, WORLD
+from tests.passes.positions.test_parallel import in_parts
+from tests.step.test_adafactor import FACTORS, MOMENTUM
 from tests.support.models_for_parity import VOCAB
+from tests.testing.test_parity import cases, check_8
 
 
 @pytest.mark.parametrize(("model", "plan", "forms"), cases(8))

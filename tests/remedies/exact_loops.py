@@ -16,8 +16,8 @@ from meshpar import ExpertParallel, FullyShard, ModelLayout, PipelineParallel, P
 from meshpar.checkpoints import CheckpointManager
 from meshpar.step.meeting import Later, Meeting
 from tests.accelerator.accelerated import accelerated
-from tests.passes.test_experts import OWN, OwnMixture
-from tests.passes.test_stage_habits import assert_equal, in_one_process, on_stages, plain_loss
+from tests.passes.experts.test_parallel import OWN, OwnMixture
+from tests.passes.pipeline.test_stage_habits import assert_equal, in_one_process, on_stages, plain_loss
 from tests.remedies.sides import difference, on
 from tests.support import loop_habits as habits
 from tests.support.loop_sides import CLASSES, DIM, LAYOUT, Block, Net, adamw, batch, sgd, train

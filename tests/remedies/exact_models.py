@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from meshpar import ContextParallel, FullyShard, ModelLayout, Plan, TensorParallel, token_loss
 from meshpar.step.explain import Explanation
-from tests.passes.test_context import Strange, Sums
+from tests.passes.positions.test_parallel import Strange, Sums
 from tests.remedies.exact_loops import IDS, Methods, habit, of, trained
 from tests.remedies.plans import TwoLayers
 from tests.support.loop_sides import DIM, FEATURES, LAYOUT, Block, Net, batch, sgd

@@ -144,7 +144,7 @@ LARGE = 1 << 20
 ROWS = [
     Tested(
         "still reads; read it to its end, or close it, before",
-        "tests/passes/test_offloaded.py::test_an_open_stream_of_weights_holds_off_who_changes_them",
+        "tests/state/test_offloading.py::test_an_open_stream_of_weights_holds_off_who_changes_them",
         {"read it to its end": "for _ in stream:", "close it, before": "stream.close()"},
     ),
     Tested(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from meshpar import ActivationCheckpoint, FullyShard, TensorParallel, token_loss
 from meshpar.testing import on_ranks
-from tests.passes.test_context import Counted
+from tests.passes.positions.test_parallel import Counted
 from tests.remedies import exact_loops as loops
 from tests.remedies import exact_models as models
 from tests.remedies.exact_loops import exact, fsdp, refused, tp
@@ -22,42 +22,42 @@ FSDP = "FSDP"
 ROWS = [
     Tested(
         "cannot be compared with its split in the memory that is free",
-        "tests/exact/test_verify.py::test_a_block_that_is_out_of_memory_is_tried_on_fewer_samples_or_refused",
+        "tests/trials/test_split.py::test_a_block_that_is_out_of_memory_is_tried_on_fewer_samples_or_refused",
         {"pass Plan(..., verify=False)": "verify=False"},
     ),
     Tested(
         "a plain tensor met a parameter",
-        "tests/exact/test_operators.py::test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact",
+        "tests/guards/test_operators.py::test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact",
         {"place the plain one": "check_habits(mesh", "compute with the whole of the other": "check_habits(mesh"},
     ),
     Tested(
         "change the whole tensor on every rank, whole = par.whole(tensor)",
-        "tests/exact/test_operators.py::test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact",
+        "tests/guards/test_operators.py::test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact",
         {"change the whole tensor on every rank": "check_habits(mesh"},
     ),
     Tested(
         "compute with the whole of it, par.whole(tensor)",
-        "tests/exact/test_operators.py::test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact",
+        "tests/guards/test_operators.py::test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact",
         {"compute with the whole of it": "check_habits(mesh"},
     ),
     Tested(
         "gradients are averaged over data ranks already",
-        "tests/exact/test_operators.py::test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact",
+        "tests/guards/test_operators.py::test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact",
         {"leave the collective out": "check_habits(mesh", "take par.whole(tensor)": "check_habits(mesh"},
     ),
     Tested(
         "use par.whole(tensor).numpy() on every rank",
-        "tests/exact/test_operators.py::test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact",
+        "tests/guards/test_operators.py::test_a_mask_noise_or_a_row_is_told_and_what_is_told_is_exact",
         {"use par.whole(tensor).numpy() on every rank": "check_habits(mesh"},
     ),
     Tested(
         "make such tensors under torch.no_grad()",
-        "tests/exact/test_calls.py::test_a_cache_made_in_inference_mode_is_written_or_the_error_says_what_helps",
+        "tests/step/test_calls.py::test_a_cache_made_in_inference_mode_is_written_or_the_error_says_what_helps",
         {"make such tensors under torch.no_grad(), and call the module there": "par.module(x, writable)"},
     ),
     Tested(
         "ive collectives of your own in a loss or a hook group=par.data_group",
-        "tests/exact/test_calls.py::test_values_gathered_over_the_data_group_are_exact_beside_tp",
+        "tests/step/test_calls.py::test_values_gathered_over_the_data_group_are_exact_beside_tp",
         {
             "give collectives of your own in a loss or a hook group=par.data_group": "next_ones(features, par.data_group)",
             "Give collectives of your own in a loss or a hook group=par.data_group": "next_ones(features, par.data_group)",
@@ -65,7 +65,7 @@ ROWS = [
     ),
     Tested(
         "was built for",
-        "tests/passes/test_lora.py::test_adapters_that_peft_builds_after_apply_are_refused_and_what_the_message_says_is_exact",
+        "tests/training/test_lora.py::test_adapters_that_peft_builds_after_apply_are_refused_and_what_the_message_says_is_exact",
         {
             "build it before plan.apply": "apply(model, add_adapters(model, settings))",
             "where no pass splits layers, peft.get_peft_model": "[FullyShard()]).apply(peft_model(seeded()).double())",
@@ -83,17 +83,17 @@ ROWS = [
     ),
     Tested(
         "starts from different losses",
-        "tests/exact/test_verify.py::test_a_loss_that_takes_in_what_a_rank_has_a_part_of_is_refused_and_exact_where_it_is_whole",
+        "tests/trials/test_split.py::test_a_loss_that_takes_in_what_a_rank_has_a_part_of_is_refused_and_exact_where_it_is_whole",
         {"leave that module and the layers in it whole": "TensorParallel(styles=whole)"},
     ),
     Tested(
         "use a mesh without tp, on which they equal one process's",
-        "tests/exact/test_cycle.py::test_a_forward_mode_derivative_equals_one_process_without_tensor_parallelism_and_is_refused_with_its_reason_under_it",
+        "tests/step/test_cycle.py::test_a_forward_mode_derivative_equals_one_process_without_tensor_parallelism_and_is_refused_with_its_reason_under_it",
         {"use a mesh without tp": 'applied(Net(), "dp_shard=2", [FullyShard()])'},
     ),
     Tested(
         "use ActivationCheckpoint(mode='full'), or leave such blocks out",
-        "tests/exact/test_cycle.py::test_selective_recomputation_of_a_compiled_block_that_changes_buffers_is_explained",
+        "tests/step/test_cycle.py::test_selective_recomputation_of_a_compiled_block_that_changes_buffers_is_explained",
         {
             "use ActivationCheckpoint(mode='full')": 'ActivationCheckpoint(mode="full"), compiled',
             "leave such blocks out: Compile(blocks=...)": 'Compile(backend="aot_eager", blocks=("blocks.*.ff",))',
@@ -101,7 +101,7 @@ ROWS = [
     ),
     Tested(
         "make it a block of its own too",
-        "tests/exact/test_cycle.py::test_a_part_that_is_called_from_outside_of_its_block_is_named_and_exact_as_a_block_of_its_own",
+        "tests/step/test_cycle.py::test_a_part_that_is_called_from_outside_of_its_block_is_named_and_exact_as_a_block_of_its_own",
         {"make it a block of its own too": 'blocks=("blocks.*", "blocks.0.ff")', "{}(blocks=())": "blocks=()"},
     ),
     Loop(

@@ -29,11 +29,11 @@ from meshpar.passes.data import shard
 from meshpar.passes.pipeline import parallel
 from meshpar.step.placements import local_tensor, whole_tensor
 from meshpar.testing import on_ranks
-from tests.exact.test_cycle import LAYOUT, Net, ids_of, x_of
-from tests.passes.test_experts import OWN, Elsewhere, Own, OwnMixture, Paired, Residual, Scaled, dropped
+from tests.passes.experts.test_parallel import OWN, Elsewhere, Own, OwnMixture, Paired, Residual, Scaled, dropped
 from tests.passes.test_traps import CROSS, CrossAttention
 from tests.remedies.plans import TwoLayers, problems
 from tests.remedies.rows import Row, Tested, TwoRanks, alone, run_together
+from tests.step.test_cycle import LAYOUT, Net, ids_of, x_of
 from tests.support.models_for_parity import huggingface, transformer
 
 IDS = torch.arange(8)[None]
@@ -599,7 +599,7 @@ ROWS = [
     ),
     Tested(
         "computes whole sequences of",
-        "tests/passes/test_context.py::named_mixers",
+        "tests/passes/positions/test_parallel.py::named_mixers",
         {
             "use TensorParallel(sequence_parallel=False)": "TensorParallel(sequence_parallel=False), *more",
             "a mesh without cp": 'Plan("dp_shard=2,tp=2"',
@@ -647,7 +647,7 @@ ROWS = [
     # Parameters
     Tested(
         "a layer is called where its weights are not gathered",
-        "tests/exact/test_cycle.py::test_layers_and_blocks_called_from_outside_are_refused",
+        "tests/step/test_cycle.py::test_layers_and_blocks_called_from_outside_are_refused",
         {
             "call par.module": "par.module(x_of())",
             "let a method of the model's own enter by par.register_method(name)": 'par.register_method("features")',
@@ -673,7 +673,7 @@ ROWS = [
     ),
     Tested(
         "set_force_sum_reduction_for_comms",
-        "tests/passes/test_over_hosts.py::test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it",
+        "tests/passes/data/test_gloo_collectives.py::test_a_factor_that_gloo_cannot_apply_is_refused_and_the_remedy_applies_it",
         {
             "call set_force_sum_reduction_for_comms(True) on the same modules": (
                 "unit.set_force_sum_reduction_for_comms(forced)"

@@ -220,17 +220,17 @@ ROWS = [
     ),
     Tested(
         "got no position_ids, and each rank has a part",
-        "tests/passes/test_context.py::refused",
+        "tests/passes/positions/test_parallel.py::refused",
         {"call the model with par.split(batch), a mapping": "par.module(**par.split({"},
     ),
     Tested(
         "different numbers of micro-batches, this one",
-        "tests/passes/test_stage_habits.py::test_data_ranks_of_a_stage_that_differ_are_refused_on_all_stages_and_the_next_step_is_exact",
+        "tests/passes/pipeline/test_stage_habits.py::test_data_ranks_of_a_stage_that_differ_are_refused_on_all_stages_and_the_next_step_is_exact",
         {"give it the same number on every rank": "par.backward(micro_batches(0, 3), plain_loss)"},
     ),
     Tested(
         "fresh='the reason'",
-        "tests/passes/test_parity.py::test_ranks_find_what_the_last_test_found_and_a_patch_that_is_left_is_refused",
+        "tests/testing/test_parity.py::test_ranks_find_what_the_last_test_found_and_a_patch_that_is_left_is_refused",
         {"write @on_ranks(..., fresh='the reason')": 'on_ranks(1, fresh="leaves a patch")'},
     ),
     Tested(
@@ -241,7 +241,7 @@ ROWS = [
     Tested(
         "ranks of a guard that exchanges values would wait for the others; install the same packages on every host, or "
         "leave guards out by Plan(guards='off')",
-        "tests/exact/test_guards.py::test_guards_that_some_ranks_alone_have_are_refused_by_name_in_the_exchange_of_weights",
+        "tests/guards/test_agreement.py::test_guards_that_some_ranks_alone_have_are_refused_by_name_in_the_exchange_of_weights",
         {"leave guards out by Plan(guards='off')": 'guards="off").apply('},
     ),
     Row(

@@ -28,10 +28,21 @@ from meshpar.passes.pipeline.schedule import SCHEDULES
 from meshpar.passes.positions.batches import positions, with_positions
 from meshpar.passes.tensor.parts import Parts, Shared
 from meshpar.testing import on_ranks
-from tests.passes.test_experts import OWN, Buffered, Dense, Own, OwnMixture, Tied
-from tests.passes.test_pipeline import Skips
-from tests.passes.test_stage_habits import Model as LanguageModel
-from tests.passes.test_stage_models import DiT, Flat, Keeps, Numbered, Reads, Towered, Twice, UNet, ViT, Written
+from tests.passes.experts.test_parallel import OWN, Buffered, Dense, Own, OwnMixture, Tied
+from tests.passes.pipeline.test_parallel import Skips
+from tests.passes.pipeline.test_stage_habits import Model as LanguageModel
+from tests.passes.pipeline.test_stage_models import (
+    DiT,
+    Flat,
+    Keeps,
+    Numbered,
+    Reads,
+    Towered,
+    Twice,
+    UNet,
+    ViT,
+    Written,
+)
 from tests.remedies.plans import TwoLayers, problems, transformer, warned
 from tests.remedies.rows import Row, Tested, alone, heard_from, run_together
 
@@ -694,12 +705,12 @@ ROWS = [
     ),
     Tested(
         "remove one of the two",
-        "tests/exact/test_cycle.py::test_the_models_own_recomputation_counts_batches_as_in_one_process",
+        "tests/step/test_cycle.py::test_the_models_own_recomputation_counts_batches_as_in_one_process",
         {"remove one of the two": "torch.testing.assert_close(got[name], expected, msg=name)"},
     ),
     Tested(
         "another stage of pp failed",
-        "tests/passes/test_pipeline.py::assert_an_error_is_told",
+        "tests/passes/pipeline/test_parallel.py::assert_an_error_is_told",
         {
             "Correct what failed there; gradients are incomplete": "assert torch.equal(grad, expected[name]), (place, name)"
         },
@@ -711,17 +722,17 @@ ROWS = [
     ),
     Tested(
         "would get another number",
-        "tests/passes/test_stage_habits.py::test_numbers_of_several_parameters_are_refused_and_the_remedy_is_exact",
+        "tests/passes/pipeline/test_stage_habits.py::test_numbers_of_several_parameters_are_refused_and_the_remedy_is_exact",
         {"Call par.clip_grad_norm_(max_norm)": "par.clip_grad_norm_(0.3)"},
     ),
     Tested(
         "would get another number",
-        "tests/passes/test_stage_habits.py::test_a_penalty_over_all_parameters_in_loss_is_refused_on_all_stages",
+        "tests/passes/pipeline/test_stage_habits.py::test_a_penalty_over_all_parameters_in_loss_is_refused_on_all_stages",
         {"use the optimizer's weight_decay for a penalty": "weight_decay=2.0"},
     ),
     Tested(
         "loss runs a backward or torch.autograd.grad after the module's call",
-        "tests/passes/test_stage_habits.py::test_a_backward_in_loss_is_refused_and_par_backward_runs_it",
+        "tests/passes/pipeline/test_stage_habits.py::test_a_backward_in_loss_is_refused_and_par_backward_runs_it",
         {
             "leave the backward of the loss to par.backward": "assert_equal(on_stages(plain_loss)",
             "use a mesh without pp for a gradient of a gradient": "par.backward([batch], of_gradients)",
@@ -729,7 +740,7 @@ ROWS = [
     ),
     Tested(
         "torch.func.functional_call puts weights into layers of which this stage",
-        "tests/passes/test_stage_habits.py::test_functional_calls_are_refused_and_loaded_or_averaged_weights_are_exact",
+        "tests/passes/pipeline/test_stage_habits.py::test_functional_calls_are_refused_and_loaded_or_averaged_weights_are_exact",
         {
             "load them by par.load_state_dict(weights)": "par.load_state_dict(weights)",
             "evaluate averages": "average.swapped()",
@@ -737,12 +748,12 @@ ROWS = [
     ),
     Tested(
         "this optimizer's state is of {} parameters",
-        "tests/passes/test_stage_habits.py::test_one_process_s_states_load_whole_and_a_stage_s_own_are_not_pickled",
+        "tests/passes/pipeline/test_stage_habits.py::test_one_process_s_states_load_whole_and_a_stage_s_own_are_not_pickled",
         {"save and restore it by meshpar.checkpoints.CheckpointManager": "checkpoints.restore(par, optimizer)"},
     ),
     Tested(
         "the forward writes into the buffers {}, which each stage of pp",
-        "tests/passes/test_stage_habits.py::"
+        "tests/passes/pipeline/test_stage_habits.py::"
         "test_a_buffer_that_stages_would_fill_differently_is_refused_and_the_remedies_are_exact",
         {
             "put the buffer into a module with parameters behind": '"of the head"',
@@ -751,25 +762,25 @@ ROWS = [
     ),
     Tested(
         "did not reach the loss, or was detached",
-        "tests/passes/test_stage_habits.py::"
+        "tests/passes/pipeline/test_stage_habits.py::"
         "test_recomputation_by_the_model_with_reentrant_backwards_is_refused_and_without_is_exact",
         {"Use torch.utils.checkpoint with use_reentrant=False": "make(Recomputing)"},
     ),
     Tested(
         "did not reach the loss, or was detached",
-        "tests/passes/test_stage_habits.py::"
+        "tests/passes/pipeline/test_stage_habits.py::"
         "test_an_output_that_is_dropped_before_a_cut_is_refused_and_other_cuts_are_exact",
         {"other cuts by PipelineParallel(stages=...)": "stages=(1, 3)"},
     ),
     Tested(
         "loss reads or writes gradients",
-        "tests/passes/test_stage_habits.py::"
+        "tests/passes/pipeline/test_stage_habits.py::"
         "test_gradients_that_loss_clears_are_refused_on_all_stages_and_the_remedies_are_exact",
         {"call optimizer.zero_grad() before par.backward": 'place == "before"', "after the step": 'place == "after"'},
     ),
     Tested(
         "draws random numbers for parameters or gradients",
-        "tests/passes/test_stage_habits.py::test_numbers_drawn_for_parameters_are_refused_and_the_remedies_are_exact",
+        "tests/passes/pipeline/test_stage_habits.py::test_numbers_drawn_for_parameters_are_refused_and_the_remedies_are_exact",
         {
             "draw them before plan.apply": "apply(early)",
             "load whole values by par.load_state_dict": "late.load_state_dict(net.state_dict())",
@@ -778,7 +789,7 @@ ROWS = [
     ),
     Tested(
         "the block is on another stage of pp",
-        "tests/passes/test_stage_habits.py::test_a_part_of_another_stage_s_block_is_refused_by_name_and_the_remedies_find_it",
+        "tests/passes/pipeline/test_stage_habits.py::test_a_part_of_another_stage_s_block_is_refused_by_name_and_the_remedies_find_it",
         {
             "ask hasattr(block, ": 'hasattr(block, "up")',
             "iterate over module.named_parameters()": "par.module.named_parameters()",
@@ -787,7 +798,7 @@ ROWS = [
     ),
     Tested(
         "a parameter that another stage of pp has, in the loss",
-        "tests/passes/test_stage_habits.py::"
+        "tests/passes/pipeline/test_stage_habits.py::"
         "test_a_penalty_over_a_parameter_of_another_stage_is_refused_and_the_remedies_are_exact",
         {
             "use the optimizer's weight_decay": "weight_decay",
@@ -796,44 +807,44 @@ ROWS = [
     ),
     Tested(
         "{} gets no parameters",
-        "tests/passes/test_stage_habits.py::"
+        "tests/passes/pipeline/test_stage_habits.py::"
         "test_an_optimizer_of_parameters_of_other_stages_is_refused_and_a_group_of_them_is_exact",
         {"pass them as a group": '[{"params": par.module.head.parameters()}]'},
     ),
     Tested(
         "loss writes parameters",
-        "tests/passes/test_stage_habits.py::"
+        "tests/passes/pipeline/test_stage_habits.py::"
         "test_parameters_that_loss_writes_are_refused_and_written_after_the_backward_they_are_exact",
         {"write after par.backward": "lambda par: shrink(par.module)"},
     ),
     Tested(
         "looks for infinite gradients in this stage of pp alone",
-        "tests/passes/test_stage_habits.py::test_a_grad_scaler_is_refused_and_a_loss_scaler_skips_on_all_stages",
+        "tests/passes/pipeline/test_stage_habits.py::test_a_grad_scaler_is_refused_and_a_loss_scaler_skips_on_all_stages",
         {"scale by meshpar.training.LossScaler": "own.update("},
     ),
     Tested(
         "each stage of pp has the parameters of its own layers; use",
-        "tests/passes/test_stage_habits.py::test_an_optimizer_whose_parameters_depend_on_each_other_is_refused",
+        "tests/passes/pipeline/test_stage_habits.py::test_an_optimizer_whose_parameters_depend_on_each_other_is_refused",
         {"use an optimizer such as AdamW": "torch.optim.AdamW("},
     ),
     Tested(
         "other inputs on rank {} of pp than on rank 0",
-        "tests/passes/test_stage_habits.py::test_random_states_that_differ_and_draws_behind_the_call_are_refused",
+        "tests/passes/pipeline/test_stage_habits.py::test_random_states_that_differ_and_draws_behind_the_call_are_refused",
         {"call par.manual_seed(seed) before the step": "par.manual_seed(7)"},
     ),
     Tested(
         "the model has no dropout module that does",
-        "tests/passes/test_stage_habits.py::test_random_states_that_differ_and_draws_behind_the_call_are_refused",
+        "tests/passes/pipeline/test_stage_habits.py::test_random_states_that_differ_and_draws_behind_the_call_are_refused",
         {"set ModelLayout(dropout=True)": "dropout=True)"},
     ),
     Tested(
         "draws random numbers after it has called the module",
-        "tests/passes/test_stage_habits.py::test_random_states_that_differ_and_draws_behind_the_call_are_refused",
+        "tests/passes/pipeline/test_stage_habits.py::test_random_states_that_differ_and_draws_behind_the_call_are_refused",
         {"draw them before the call": "par.backward(micro_batches(0), masked_loss)"},
     ),
     Tested(
         "a value that a hook has kept of a block",
-        "tests/passes/test_stage_habits.py::"
+        "tests/passes/pipeline/test_stage_habits.py::"
         "test_a_look_at_a_model_runs_no_hook_and_hooks_get_values_where_they_are_computed",
         {"keep values of the last stage's blocks alone": "distils([2, 3])"},
     ),

@@ -263,17 +263,17 @@ ROWS = [
     ),
     Tested(
         "inside of par.offloaded(), where its parameters have no memory; call it after the block",
-        "tests/passes/test_offloaded.py::test_what_would_use_lent_memory_is_refused",
+        "tests/state/test_offloading.py::test_what_would_use_lent_memory_is_refused",
         {"call it after the block": "CheckpointManager(tmp_path).save(1, par, optimizer)"},
     ),
     Tested(
         "after par.offloaded() had failed to take memory back",
-        "tests/passes/test_offloaded.py::test_a_return_that_fails_keeps_the_only_copy_and_can_be_tried_again",
+        "tests/state/test_offloading.py::test_a_return_that_fails_keeps_the_only_copy_and_can_be_tried_again",
         {"free the device's memory, then run `with par.offloaded(): pass`": "with par.offloaded():"},
     ),
     Tested(
         "par.offloaded() cannot take its memory back, and {} bytes stay in host memory ({}); free the device's memory",
-        "tests/passes/test_offloaded.py::test_a_return_that_fails_keeps_the_only_copy_and_can_be_tried_again",
+        "tests/state/test_offloading.py::test_a_return_that_fails_keeps_the_only_copy_and_can_be_tried_again",
         {"free the device's memory, then run `with par.offloaded(): pass`": "with par.offloaded():"},
     ),
     # Averages
@@ -376,7 +376,7 @@ ROWS = [
     ),
     Tested(
         "gradients on several meshes",
-        "tests/passes/test_experts.py::"
+        "tests/passes/experts/test_parallel.py::"
         "test_what_a_model_does_with_its_experts_equals_one_process_or_is_refused_on_all_ranks",
         {"call par.clip_grad_norm_(max_norm), which clips by one norm": "par.clip_grad_norm_(1.0)"},
     ),
@@ -393,7 +393,7 @@ ROWS = [
     ),
     Tested(
         "are one tensor in this model and differ in these weights",
-        "tests/core/test_materialize.py::test_a_tied_tensor_may_come_under_each_of_its_names_but_with_one_value",
+        "tests/state/test_initialize.py::test_a_tied_tensor_may_come_under_each_of_its_names_but_with_one_value",
         {
             "build the model untied": "replace(QWEN3, tied=False)",
             "choose one: ignore=[...] leaves the other unread": 'ignore=["lm_head"]',

@@ -38,14 +38,14 @@ from meshpar.training.quorum import Lighthouse
 from meshpar.training.samples import MappedSamples
 from meshpar.training.trackers import WandB
 from tests.core.test_optimizer_groups import told_rates
-from tests.passes.test_documents import Carried, documents
-from tests.passes.test_documents import packed as packed_documents
-from tests.passes.test_lora import qwen3, qwen3_moe
 from tests.remedies.rows import Loop, Row, TwoRanks, alone, run_together
 from tests.remedies.sides import difference
 from tests.remedies.test_training import scratch, texts
 from tests.support.loop_sides import train
 from tests.support.models_for_parity import VOCAB, gpt2, huggingface, transformer
+from tests.training.test_documents import Carried, documents
+from tests.training.test_documents import packed as packed_documents
+from tests.training.test_lora import qwen3, qwen3_moe
 from tests.training.test_objectives_parallel import Small
 from tests.training.test_training import Kept, Spiked, packed, parallel, resumed, trainer
 

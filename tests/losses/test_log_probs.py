@@ -18,10 +18,10 @@ from meshpar.losses.log_probs import token_log_probs
 from meshpar.step.placements import whole_tensor
 from meshpar.testing import assert_parity, on_ranks, token_steps
 from tests.accelerator.accelerated import accelerated
-from tests.passes.test_parity import PLANS as EVERY_PLAN
-from tests.passes.test_parity import ranks_of
 from tests.support.models_for_parity import VOCAB, huggingface, transformer
 from tests.support.tiers import daily
+from tests.testing.test_parity import PLANS as EVERY_PLAN
+from tests.testing.test_parity import ranks_of
 
 SP = TensorParallel(sequence_parallel=True, loss_parallel=True)
 PLANS = {

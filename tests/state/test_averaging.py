@@ -30,9 +30,9 @@ from meshpar.checkpoints import CheckpointManager, export_safetensors
 from meshpar.state.averaging import Averaged
 from meshpar.step.placements import local_tensor
 from meshpar.testing import on_ranks, random_tokens, token_loss_sum, whole
-from tests.passes.test_parity import PLANS as PARITY
 from tests.support.models_for_parity import VOCAB, transformer
 from tests.support.tiers import daily
+from tests.testing.test_parity import PLANS as PARITY
 
 PLANS = {
     "fsdp": ("dp_shard=4", [FullyShard()]),

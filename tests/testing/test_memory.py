@@ -28,8 +28,8 @@ from meshpar import (
 from meshpar.checkpoints import CheckpointManager, export_module
 from meshpar.testing import Memory, on_ranks, token_loss_sum, token_steps
 from meshpar.testing.memory import allocated, storages
-from tests.passes.test_parity import MODELS, PLANS, ranks_of
 from tests.support.models_for_parity import VOCAB, transformer
+from tests.testing.test_parity import MODELS, PLANS, ranks_of
 
 DIM = 512
 SLACK = 4096
