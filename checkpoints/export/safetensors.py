@@ -17,19 +17,11 @@ import torch
 from meshpar.checkpoints.export.published import in_files, nbytes, published_model
 from meshpar.checkpoints.export.quantizing import Quantization, Quantized, scheme_for
 from meshpar.checkpoints.export.target import apart, free_target, make_whole
-from meshpar.checkpoints.format.copying import (
-    ByteCount,
-    Copier,
-    Progress,
-    StoredSource,
-    are_copied,
-    position_of,
-    read_tiles,
-)
+from meshpar.checkpoints.format.copying import ByteCount, Copier, Progress, StoredSource, are_copied, read_tiles
 from meshpar.checkpoints.format.safetensors import INDEX_NAME, write_header
 from meshpar.checkpoints.format.verify import Verify
 from meshpar.checkpoints.steps.steps import open_step
-from meshpar.checkpoints.storage.files import aligned, memory_of, tiles
+from meshpar.checkpoints.storage.files import aligned, element_at, memory_of, tiles
 from meshpar.checkpoints.storage.place import Place, PlaceLike, entries, place
 from meshpar.checkpoints.storage.transfer import copy_file
 from meshpar.core.errors import CheckpointError
@@ -246,7 +238,7 @@ def _write_file(
             if are_copied(pieces, shape):
                 for piece in sorted(pieces, key=lambda piece: piece.offsets):  # in the order of the file
                     copier.copy(
-                        piece, dtypes[name], positions[name] + position_of(piece, shape) * dtypes[name].itemsize
+                        piece, dtypes[name], positions[name] + element_at(piece.offsets, shape) * dtypes[name].itemsize
                     )
             else:
                 position = positions[name]

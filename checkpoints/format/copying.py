@@ -89,14 +89,6 @@ def _lies_in_one_run(part: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return part[first + 1 :] == shape[first + 1 :]
 
 
-def position_of(piece: Box, shape: tuple[int, ...]) -> int:
-    """Return the element of the whole tensor at which a piece begins."""
-    position = 0
-    for offset, size in zip(piece.offsets, shape):
-        position = position * size + offset
-    return position
-
-
 @final
 class ByteCount:
     """Count the bytes written so far."""

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 from meshpar.checkpoints.storage.checksums import crc32
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, brief
-from meshpar.weights.rules import Spans
+from meshpar.weights.rules import Spans, overlap, within
 
 TILE_BYTES = 4 << 20  # of tensors that are rearranged
 # Of bytes that go through as they are: stays in a core's cache. The kernel looks for memory in one piece for larger
@@ -179,56 +179,37 @@ class Box:
         partial = [dim for dim, (span, size) in enumerate(zip(spans, self.shape)) if span != (0, size)]
         first = partial[-1] if partial else 0  # all dims after this one are whole: pieces of it are contiguous runs
         if first:
-            run, row = self._bytes(first, spans[first][1] - spans[first][0]), self._bytes(first - 1, 1)
-            least, waste = self.file.least_run_bytes, self.file.most_waste_bytes
-            if run < least and row - run < waste:
+            row_bytes = math.prod(self.shape[first:]) * self.dtype.itemsize
+            run_bytes = row_bytes // self.shape[first] * (spans[first][1] - spans[first][0])
+            if run_bytes < self.file.least_run_bytes and row_bytes - run_bytes < self.file.most_waste_bytes:
                 first -= 1
-        if not first:
-            self._read_rows(into, (), spans, out)
-            return
 
         def read(prefix: tuple[int, ...]) -> None:
             self._read_rows(into, prefix, spans, out[tuple(index - span[0] for index, span in zip(prefix, spans))])
 
-        self.file.each(read, itertools.product(*(range(*span) for span in spans[:first])))
+        if first:
+            self.file.each(read, itertools.product(*(range(*span) for span in spans[:first])))
+        else:
+            read(())
 
     def _read_rows(self, into: _Into, prefix: tuple[int, ...], spans: Spans, out: torch.Tensor) -> None:
-        """Read below ``prefix``: whole rows of the next dim; ``out`` may need only a part of the dim after it."""
-        dim = len(prefix)
-        if dim == len(self.shape):
-            self._read_run(into, prefix, out)
-            return
-        start, stop = spans[dim]
-        whole = all(span == (0, size) for span, size in zip(spans[dim + 1 :], self.shape[dim + 1 :]))
-        row_bytes = self._bytes(dim, 1)
+        """Read below ``prefix``: rows of the next dim, which are contiguous; ``out`` may need only a part of each."""
+        needed, shape, start = spans[len(prefix) :], self.shape[len(prefix) :], prefix
+        if needed:
+            (row, stop), *columns = needed
+            needed, shape, start = ((0, stop - row), *columns), (stop - row, *shape[1:]), (*prefix, row)
+        position = self.position + self.dtype.itemsize * element_at(start, self.shape)
+        whole = all(span == (0, size) for span, size in zip(needed, shape))
         if whole and out.dtype == self.dtype and lies_in_memory(out):
-            into(out, self._at((*prefix, start)))
-        elif row_bytes > TILE_BYTES:
-            for row in range(start, stop):
-                self._read_rows(into, (*prefix, row), spans, out[row - start])
-        else:
-            self._read_tiles(into, prefix, spans, out, max(1, TILE_BYTES // max(1, row_bytes)))
-
-    def _read_tiles(self, into: _Into, prefix: tuple[int, ...], spans: Spans, out: torch.Tensor, step: int) -> None:
-        dim = len(prefix)
-        start, stop = spans[dim]
-        tile = torch.empty((min(step, stop - start), *self.shape[dim + 1 :]), dtype=self.dtype)
-        columns = tuple(slice(*span) for span in spans[dim + 1 :])
-        for row in range(start, stop, step):
-            count = min(step, stop - row)
-            into(tile[:count], self._at((*prefix, row)))
-            out[row - start : row - start + count].copy_(tile[(slice(0, count), *columns)])
-
-    def _read_run(self, into: _Into, prefix: tuple[int, ...], out: torch.Tensor) -> None:
-        scalar = torch.empty((), dtype=self.dtype)
-        into(scalar, self._at(prefix))
-        out.copy_(scalar)
-
-    def _bytes(self, dim: int, rows: int) -> int:
-        return rows * math.prod(self.shape[dim + 1 :]) * self.dtype.itemsize
-
-    def _at(self, prefix: tuple[int, ...]) -> int:
-        return self.position + sum(self._bytes(dim, index) for dim, index in enumerate(prefix))
+            into(out, position)
+            return
+        space = torch.empty(min(TILE_BYTES, math.prod(shape) * self.dtype.itemsize), dtype=torch.uint8)
+        for box in tiles(shape, self.dtype.itemsize, TILE_BYTES):
+            if (shared := overlap(box, needed)) is not None:
+                sizes = [stop - start for start, stop in box]
+                tile = space[: math.prod(sizes) * self.dtype.itemsize].view(self.dtype).view(sizes)
+                into(tile, position + self.dtype.itemsize * element_at([first for first, _ in box], shape))
+                out[within(shared, needed)].copy_(tile[within(shared, box)])
 
 
 @final
@@ -300,6 +281,11 @@ def write_all(descriptor: int, data: memoryview) -> None:
     """Write all of ``data``; a system call may write less."""
     while data:
         data = data[os.write(descriptor, data) :]
+
+
+def element_at(index: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the position of an element in the row-major order of a tensor; missing indices are 0."""
+    return sum(at * math.prod(shape[dim + 1 :]) for dim, at in enumerate(index))
 
 
 def read_blocks(file: Readable, start: int, stop: int, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
