@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
+from meshpar.checkpoints.format.dcp import Stored
 from meshpar.checkpoints.format.manifest import MODEL, read_manifest
 from meshpar.checkpoints.format.verify import Verify, open_verified
 from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.checkpoints.steps.state import (
     Checkpointable,
+    ModelState,
     OptimizerGroup,
     Optimizers,
     averaged_tensors,
     check_have_memory,
-    differences,
-    group_differences,
-    group_names,
+    class_by_parameter,
     mesh_axes,
     model_state,
+    optimizers_of,
+    options_by_parameter,
+    parameters_of,
     restore_optimizer,
     set_random_state,
 )
@@ -142,7 +146,7 @@ class Restoring:
         if self._optimizer is not None and table is None:
             lenient.append("missing: the optimizer's state; this step was saved without an optimizer")
         elif self._optimizer is not None and table is not None:
-            lenient += group_differences([entry for rank in by_rank for entry in rank.groups.items()], table)
+            lenient += _group_differences([entry for rank in by_rank for entry in rank.groups.items()], table)
         unexpected = set.intersection(*(rank.unexpected for rank in by_rank))
         lenient += [f"unexpected: {name}" for name in sorted(unexpected)]
         if wrong or (lenient and not partial):
@@ -159,7 +163,7 @@ class Restoring:
         wanted |= self._averaged
         check_have_memory(wanted, "restore")
         stored = self._source.tensors
-        missing, wrong = differences(wanted, stored, cast=cast)
+        missing, wrong = _tensor_differences(wanted, stored, cast=cast)
         same = {
             name: tensor
             for name, tensor in wanted.items()
@@ -170,7 +174,7 @@ class Restoring:
             wrong=wrong,
             missing=missing,
             unexpected={name for name in self._manifest.tensors if name.startswith(MODEL) and name not in wanted},
-            groups=group_names(self._optimizer, self._model, self._renamed) if self._optimizer is not None else {},
+            groups=_group_names(self._optimizer, self._model, self._renamed) if self._optimizer is not None else {},
         )
 
     def _renamings(self) -> dict[str, str]:
@@ -198,7 +202,7 @@ class Restoring:
         stored_pairs = [(name, tensor) for name, tensor in wanted if name in self._source.tensors]
         self._source.locate({name: held_by_this_rank(tensor) for name, tensor in stored_pairs})
 
-        def read(pair: tuple[str, torch.Tensor]) -> None:
+        def read(pair: tuple[str, Tensor]) -> None:
             with torch.no_grad():  # of this thread
                 self._source.read(pair[0], held_by_this_rank(pair[1]), local_tensor(pair[1]))
 
@@ -232,3 +236,68 @@ def check_same_arguments(ranks: Ranks, asked: Mapping[str, Any]) -> None:
                 f"{name}={first[name]!r} on rank 0 and {other[name]!r} on rank {rank}" for name in differing
             )
             raise CheckpointError(f"restore() got {values}; pass the same arguments on every rank")
+
+
+def _tensor_differences(
+    wanted: Mapping[str, Tensor], stored: Mapping[str, Stored], *, cast: bool
+) -> tuple[list[str], list[str]]:
+    """Return lines of text for the wanted tensors that are missing, and for those of another shape or dtype."""
+    missing: list[str] = []
+    wrong: list[str] = []
+    for name, tensor in wanted.items():
+        have = stored.get(name)
+        if have is None:
+            missing.append(f"missing: {name}, {tuple(tensor.shape)}")
+        elif have.shape != tuple(tensor.shape):
+            wrong.append(f"wrong shape: {name} is {tuple(tensor.shape)} here and {have.shape} in the checkpoint")
+        elif have.dtype != tensor.dtype and not cast:
+            wrong.append(
+                f"wrong dtype: {name} is {tensor.dtype} here and {have.dtype} in the checkpoint; cast=True converts it"
+            )
+    return missing, wrong
+
+
+def _group_names(given: Optimizers, model: ModelState, renamed: Mapping[str, str]) -> dict[OptimizerGroup, set[str]]:
+    """Return the checkpoint's names of the parameters in each group of the optimizers."""
+    names = {id(tensor): name for name, tensor in model.tensors.items()}
+    optimizers = optimizers_of(given)
+    parameters_of(optimizers, names)
+    return {
+        (called, type(optimizer).__name__, position): {renamed.get(names[id(p)], names[id(p)]) for p in group["params"]}
+        for called, optimizer in optimizers.items()
+        for position, group in enumerate(optimizer.param_groups)
+    }
+
+
+def _group_differences(ours: Iterable[tuple[OptimizerGroup, Collection[str]]], table: Mapping[str, Any]) -> list[str]:
+    """Compare the names in each group of each rank with the checkpoint's ``table``; return a line for each difference.
+
+    Options and classes are compared by parameter, not by group: the number of groups may depend on the mesh, because
+    the fused kernels do not accept plain tensors together with DTensors, and stages may order groups differently.
+    """
+    options, classes = options_by_parameter(table), class_by_parameter(table)
+    ours = list(ours)
+    here = {name: kind for (_, kind, _), group in ours for name in group}
+    lines = []
+    for text, names_only in (("here", here.keys() - set(options)), ("in the checkpoint", set(options) - here.keys())):
+        if names_only:
+            lines.append(f"optimizer: trained only {text}: {', '.join(sorted(names_only)[:10])}")
+    for (called, _, position), group in ours:
+        saved = [options[name] for name in group if name in options]
+        differing = sorted({key for settings in saved for key in saved[0] if settings.get(key) != saved[0][key]})
+        if differing:
+            values = ", ".join(f"{key} {sorted({str(settings.get(key)) for settings in saved})}" for key in differing)
+            which = f"{position} of {called!r}" if called else str(position)
+            lines.append(
+                f"optimizer: parameter group {which} joins parameters that the checkpoint has with other options: "
+                f"{values}"
+            )
+    names_by_class: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(here.keys() & classes.keys()):
+        names_by_class.setdefault((here[name], classes[name]), []).append(name)
+    lines += [
+        f"optimizer: {kind} here and {theirs} in the checkpoint, for {', '.join(names[:5])}"
+        for (kind, theirs), names in names_by_class.items()
+        if kind != theirs
+    ]
+    return list(dict.fromkeys(lines))

@@ -12,7 +12,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -361,71 +361,6 @@ def _text(value: object) -> Tensor:
     """Return JSON, padded to one length: drawing from a generator does not change the plan of a save."""
     text = json.dumps(value).encode()
     return torch.frombuffer(bytearray(text.ljust(-(-len(text) // _TEXT_BYTES) * _TEXT_BYTES)), dtype=torch.uint8)
-
-
-def differences(
-    wanted: Mapping[str, Tensor], stored: Mapping[str, Stored], *, cast: bool
-) -> tuple[list[str], list[str]]:
-    """Return lines of text for the wanted tensors that are missing, and for those of another shape or dtype."""
-    missing: list[str] = []
-    wrong: list[str] = []
-    for name, tensor in wanted.items():
-        have = stored.get(name)
-        if have is None:
-            missing.append(f"missing: {name}, {tuple(tensor.shape)}")
-        elif have.shape != tuple(tensor.shape):
-            wrong.append(f"wrong shape: {name} is {tuple(tensor.shape)} here and {have.shape} in the checkpoint")
-        elif have.dtype != tensor.dtype and not cast:
-            wrong.append(
-                f"wrong dtype: {name} is {tensor.dtype} here and {have.dtype} in the checkpoint; cast=True converts it"
-            )
-    return missing, wrong
-
-
-def group_names(given: Optimizers, model: ModelState, renamed: Mapping[str, str]) -> dict[OptimizerGroup, set[str]]:
-    """Return the checkpoint's names of the parameters in each group of the optimizers."""
-    names = {id(tensor): name for name, tensor in model.tensors.items()}
-    optimizers = optimizers_of(given)
-    parameters_of(optimizers, names)
-    return {
-        (called, type(optimizer).__name__, position): {renamed.get(names[id(p)], names[id(p)]) for p in group["params"]}
-        for called, optimizer in optimizers.items()
-        for position, group in enumerate(optimizer.param_groups)
-    }
-
-
-def group_differences(ours: Iterable[tuple[OptimizerGroup, Collection[str]]], table: Mapping[str, Any]) -> list[str]:
-    """Compare the names in each group of each rank with the checkpoint's ``table``; return a line for each difference.
-
-    Options and classes are compared by parameter, not by group: the number of groups may depend on the mesh, because
-    the fused kernels do not accept plain tensors together with DTensors, and stages may order groups differently.
-    """
-    options, classes = options_by_parameter(table), class_by_parameter(table)
-    ours = list(ours)
-    here = {name: kind for (_, kind, _), group in ours for name in group}
-    lines = []
-    for text, names_only in (("here", here.keys() - set(options)), ("in the checkpoint", set(options) - here.keys())):
-        if names_only:
-            lines.append(f"optimizer: trained only {text}: {', '.join(sorted(names_only)[:10])}")
-    for (called, _, position), group in ours:
-        saved = [options[name] for name in group if name in options]
-        differing = sorted({key for settings in saved for key in saved[0] if settings.get(key) != saved[0][key]})
-        if differing:
-            values = ", ".join(f"{key} {sorted({str(settings.get(key)) for settings in saved})}" for key in differing)
-            which = f"{position} of {called!r}" if called else str(position)
-            lines.append(
-                f"optimizer: parameter group {which} joins parameters that the checkpoint has with other options: "
-                f"{values}"
-            )
-    names_by_class: dict[tuple[str, str], list[str]] = {}
-    for name in sorted(here.keys() & classes.keys()):
-        names_by_class.setdefault((here[name], classes[name]), []).append(name)
-    lines += [
-        f"optimizer: {kind} here and {theirs} in the checkpoint, for {', '.join(names[:5])}"
-        for (kind, theirs), names in names_by_class.items()
-        if kind != theirs
-    ]
-    return list(dict.fromkeys(lines))
 
 
 def options_by_parameter(table: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
