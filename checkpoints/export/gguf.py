@@ -57,10 +57,6 @@ _REGEXES = {
 """How a byte-level tokenizer cuts text, and llama.cpp's name for it."""
 
 
-def _no_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
-    return ()
-
-
 def _llama_rules(config: Mapping[str, Any]) -> Sequence[Rule]:
     """Rotary pairs are neighbours in llama.cpp, and half a head apart in transformers."""
     names = [f"model.layers.*.self_attn.{letter}_proj.{kind}" for letter in "qk" for kind in ("weight", "bias")]
@@ -87,16 +83,17 @@ class Architecture:
     """llama.cpp's requirements of an architecture, whose ``name`` is llama.cpp's."""
 
     name: str
-    rules: Callable[[Mapping[str, Any]], Sequence[Rule]]  # to tensors with llama.cpp's order of rows, by the config
+    # from transformers' tensors to those with llama.cpp's order of rows, by the config
+    rules: Callable[[Mapping[str, Any]], Sequence[Rule]] = lambda _: ()
     norms: float = 0.0  # what is added to the norms' weights
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _llama_rules),
-    "qwen2": Architecture("qwen2", _no_rules),
-    "qwen3": Architecture("qwen3", _no_rules),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
     "qwen3_moe": Architecture("qwen3moe", _expert_rules),
-    "gemma": Architecture("gemma", _no_rules, norms=1.0),
+    "gemma": Architecture("gemma", norms=1.0),
     "gpt2": Architecture("gpt2", _gpt2_rules),
 }
 """By ``model_type``."""
