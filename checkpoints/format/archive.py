@@ -10,8 +10,10 @@ called. The readers here look every global up in an allow-list of plain stand-in
 
 from __future__ import annotations
 
+import errno
 import io
 import math
+import os
 import pickle
 import struct
 import zipfile
@@ -152,7 +154,7 @@ class _Slice(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         if position < 0:
-            raise OSError("a position before the beginning")
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         self._at = position
         return position
 

@@ -70,7 +70,9 @@ class Agreed:
     tied: Sequence[Sequence[str]]
 
 
-class _Greeting(NamedTuple):
+@final
+@dataclass(frozen=True, slots=True)
+class _Greeting:
     """Data that each rank sends in every save."""
 
     token: str | None  # of the plan that the rank keeps; None: it keeps none for these tensors
@@ -79,7 +81,9 @@ class _Greeting(NamedTuple):
     extra: Mapping[str, str]  # digests of what all ranks must have alike, by name
 
 
-class _Question(NamedTuple):
+@final
+@dataclass(frozen=True, slots=True)
+class _Question:
     """Rank 0's answer to greetings: whether all ranks plan again, and which ranks' optimizer tables differ."""
 
     replan: bool
