@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, ModelLayout, Plan, Replicate, TensorParallel, token_loss
+from meshpar import ActivationCheckpoint, Compile, FullyShard, HybridShard, ModelLayout, Plan, Replicate, TensorLayout, TensorParallel, token_loss
 from meshpar.testing import launch, whole
 
 torch.set_default_dtype(torch.float64)
@@ -193,6 +193,7 @@ def _layout(spec: Spec) -> str:
     if tensor:
         counts, copied = fuzz_models.heads(model)
         styles = "".join(f"\n    {pattern!r}: {style!r}," for pattern, style in table(spec).items())
-        fields += [f"tensor={{{styles}\n}}", *([f"heads={counts}, copied_heads={copied}"] if counts else [])]
+        heads = f", heads={counts}, copied_heads={copied}" if counts else ""
+        fields.append(f"tensor=TensorLayout({{{styles}\n}}{heads})")
     fields += ['tied=(("embed.weight", "head.weight"),)'] if model["tied"] == "shared" else []
     return f"ModelLayout({', '.join(fields)})"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         RecipeError,
     )
     from meshpar.core.guards import Guard, Guarded
-    from meshpar.core.layout import ModelLayout
+    from meshpar.core.layout import AttentionLayout, ExpertsLayout, ModelLayout, StagesLayout, TensorLayout
     from meshpar.core.mesh import MeshSpec
     from meshpar.core.patterns import covers, matches
     from meshpar.core.runtime import distributed
@@ -54,10 +54,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActivationCheckpoint",
+    "AttentionLayout",
     "CheckpointError",
     "Compile",
     "ContextParallel",
     "ExpertParallel",
+    "ExpertsLayout",
     "Float8",
     "FullyShard",
     "Guard",
@@ -80,6 +82,8 @@ __all__ = [
     "Replicate",
     "Role",
     "Stage",
+    "StagesLayout",
+    "TensorLayout",
     "TensorParallel",
     "WeightMap",
     "WeightSource",
@@ -101,7 +105,7 @@ _PASSES = (
 _HOMES = {
     "core.errors": [name for name in __all__ if name.endswith("Error")],
     "core.guards": ("Guard", "Guarded"),
-    "core.layout": ("ModelLayout",),
+    "core.layout": ("AttentionLayout", "ExpertsLayout", "ModelLayout", "StagesLayout", "TensorLayout"),
     "core.mesh": ("MeshSpec",),
     "core.patterns": ("covers", "matches"),
     "core.runtime": ("distributed",),

@@ -183,7 +183,10 @@ class Parallelized:
         if self.cycle is not None and dim == 1:
             self.cycle.parts.add(len(mine))
         part = selected(batch, mine, dim)
-        counts = self.layout.counts_positions or "position_ids" not in inspect.signature(self.module.forward).parameters
+        counts = (
+            self.layout.attention.counts_positions
+            or "position_ids" not in inspect.signature(self.module.forward).parameters
+        )
         if isinstance(part, dict) and "position_ids" not in part and not counts:
             part["position_ids"] = mine.to(tensors[0].device, non_blocking=True)[None].expand(tensors[0].shape[0], -1)
         return cast("Values", part)

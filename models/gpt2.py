@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshpar.core.layout import ModelLayout
+from meshpar.core.layout import ModelLayout, TensorLayout
 from meshpar.models.layers import Embedding, Linear, ModelOutput, next_token_loss, positions_of
 from meshpar.passes.positions.attention import Mask, attention, attention_mask
 
@@ -127,8 +127,7 @@ class GPT2(nn.Module):
         config = self.config
         return ModelLayout(
             blocks=("transformer.h.*",),
-            tensor=_TENSOR,
-            heads={"transformer.h.*.attn.c_attn": config.n_head},
+            tensor=TensorLayout(_TENSOR, heads={"transformer.h.*.attn.c_attn": config.n_head}),
             head="lm_head",
             attention=("transformer", "transformer.h.*.attn"),
             tied=(("transformer.wte.weight", "lm_head.weight"),) if config.tied else (),

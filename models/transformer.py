@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshpar.core.layout import ModelLayout
+from meshpar.core.layout import ExpertsLayout, ModelLayout, TensorLayout
 from meshpar.models.layers import Embedding, Linear, Mixture, ModelOutput, next_token_loss, positions_of
 from meshpar.models.transformer_config import (
     RopeScaling,
@@ -85,26 +85,33 @@ class Transformer(nn.Module):
         config = self.config
         return ModelLayout(
             blocks=("layers.*",),
-            tensor=_table(config),
-            heads={
-                "layers.*.attn.q": config.heads,
-                "layers.*.attn.k": config.kv_groups,
-                "layers.*.attn.v": config.kv_groups,
-            },
-            copied_heads=("layers.*.attn.k", "layers.*.attn.v"),
+            tensor=TensorLayout(
+                _table(config),
+                heads={
+                    "layers.*.attn.q": config.heads,
+                    "layers.*.attn.k": config.kv_groups,
+                    "layers.*.attn.v": config.kv_groups,
+                },
+                copied_heads=("layers.*.attn.k", "layers.*.attn.v"),
+            ),
             head="head",
             attention=("layers.*.attn",),
             tied=(("embed.weight", "head.weight"),) if config.tied else (),
             dropout=config.dropout > 0,
             ignored=(r"rotary_emb\.inv_freq$",),
-            experts=("layers.*.mlp.experts",) if config.experts else (),
-            routers=("layers.*.mlp.router",) if config.experts else (),
-            router_bias=("layers.*.mlp.bias",) if config.experts and config.shared_experts else (),
+            experts=_experts(config),
             weights=WeightMap(
                 rules=(*(Rename(ours, theirs) for ours, theirs in published_names(config)), *published_experts(config))
             ),
             config=published_config(config),
         )
+
+
+def _experts(config: TransformerConfig) -> ExpertsLayout:
+    if not config.experts:
+        return ExpertsLayout()
+    bias = ("layers.*.mlp.bias",) if config.shared_experts else ()
+    return ExpertsLayout(("layers.*.mlp.experts",), routers=("layers.*.mlp.router",), router_bias=bias)
 
 
 @final

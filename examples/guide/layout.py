@@ -5,23 +5,25 @@ import sys
 import torch
 from model import Model
 
-from meshpar import FullyShard, ModelLayout, TensorParallel
+from meshpar import FullyShard, ModelLayout, TensorLayout, TensorParallel
 from meshpar.testing import assert_parity, launch, token_steps
 
 LAYOUT = ModelLayout(
     blocks=("blocks.*",),
-    tensor={
-        "embed": "vocab",
-        "blocks.*.norm1": "sequence",
-        "blocks.*.norm2": "sequence",
-        "blocks.*.qkv": "packed_colwise:3",
-        "blocks.*.out": "rowwise",
-        "blocks.*.up": "colwise",
-        "blocks.*.down": "rowwise",
-        "norm": "sequence",
-        "head": "head",
-    },
-    heads={"blocks.*.qkv": 4},
+    tensor=TensorLayout(
+        {
+            "embed": "vocab",
+            "blocks.*.norm1": "sequence",
+            "blocks.*.norm2": "sequence",
+            "blocks.*.qkv": "packed_colwise:3",
+            "blocks.*.out": "rowwise",
+            "blocks.*.up": "colwise",
+            "blocks.*.down": "rowwise",
+            "norm": "sequence",
+            "head": "head",
+        },
+        heads={"blocks.*.qkv": 4},
+    ),
 )
 
 

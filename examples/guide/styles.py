@@ -8,25 +8,27 @@ import torch
 from layout import loss_sum
 from torch import Tensor, nn
 
-from meshpar import ModelLayout, TensorParallel
+from meshpar import ModelLayout, TensorLayout, TensorParallel
 from meshpar.testing import assert_parity, launch, token_steps
 
 LAYOUT = ModelLayout(
     blocks=("blocks.*",),
-    tensor={
-        "embed": "features",
-        "blocks.*.attn": "region",
-        "blocks.*.attn.q": "colwise",
-        "blocks.*.attn.k": "colwise",
-        "blocks.*.attn.v": "colwise",
-        "blocks.*.attn.q_norm": "grad_sum",
-        "blocks.*.attn.scale": "per_head",
-        "blocks.*.attn.out": "rowwise",
-        "blocks.*.mix": "colwise_gather",
-        "blocks.*.back": "rowwise_split",
-        "head": "head",
-    },
-    heads={"blocks.*.attn.q": 4, "blocks.*.attn.k": 4, "blocks.*.attn.v": 4},
+    tensor=TensorLayout(
+        {
+            "embed": "features",
+            "blocks.*.attn": "region",
+            "blocks.*.attn.q": "colwise",
+            "blocks.*.attn.k": "colwise",
+            "blocks.*.attn.v": "colwise",
+            "blocks.*.attn.q_norm": "grad_sum",
+            "blocks.*.attn.scale": "per_head",
+            "blocks.*.attn.out": "rowwise",
+            "blocks.*.mix": "colwise_gather",
+            "blocks.*.back": "rowwise_split",
+            "head": "head",
+        },
+        heads={"blocks.*.attn.q": 4, "blocks.*.attn.k": 4, "blocks.*.attn.v": 4},
+    ),
 )
 
 

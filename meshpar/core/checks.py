@@ -187,7 +187,7 @@ def _content_problems(
             yield from pass_.problems(module, layout, seen_mesh(pass_, passes, mesh))
         if any(held.axes[axis] > 1 for axis in axes_of(ready, held, Role.SAMPLES)):
             yield from of_parts(module)
-            yield from [layout.refusals["balance"]] if "balance" in layout.refusals else []
+            yield from filter(None, [layout.experts.balance_refusal])
     hooked = [
         name
         for name, parameter in parameters.items()

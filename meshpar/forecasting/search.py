@@ -179,7 +179,7 @@ def _split_in_nodes(given: _Asked) -> Iterator[_Asked]:
     ways = list[tuple[Pass, str, int]]()
     if sequence >= LONG and "cp" not in claimed:
         ways += [(ContextParallel(), "cp", size) for size in sizes if sequence % (2 * size) == 0]
-    if given.layout.experts and "ep" not in claimed:
+    if given.layout.experts.modules and "ep" not in claimed:
         ways += [(ExpertParallel(), "ep", size) for size in sizes]
     for base, axis, size in ways:
         rest, left = divmod(given.world_size, size)

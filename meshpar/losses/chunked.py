@@ -123,7 +123,7 @@ def head_of(model: nn.Module) -> nn.Module:
     ask: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     found = ask() if callable(ask) else None
     if found is None:
-        named = [pattern for pattern, style in layout_for(model).tensor.items() if style == "head"]
+        named = [pattern for pattern, style in layout_for(model).tensor.styles.items() if style == "head"]
         every = [*model.named_modules()]  # that of another stage among them
         found = next((child for pattern in named for name, child in every if matches(pattern, name)), None)
     if found is None:

@@ -79,7 +79,7 @@ def matrices_of(
         parameter: whole shape.
         module: the outermost module.
         layout: its description.
-        per_head: each head of a projection in ``layout.heads`` is a matrix.
+        per_head: each head of a projection in ``layout.tensor.heads`` is a matrix.
 
     Raises:
         MeshparError: it has three dims or more, and is neither experts nor a convolution.
@@ -89,7 +89,7 @@ def matrices_of(
     if parameter.ndim < 2 or isinstance(owner, nn.Embedding | nn.EmbeddingBag) or _is_head(path, layout):
         return None
     parts, dim = _fused(path, leaf, parameter.ndim, owner, layout)
-    if any(matches(pattern, path) for pattern in layout.experts) and parameter.ndim > 2:
+    if any(matches(pattern, path) for pattern in layout.experts.modules) and parameter.ndim > 2:
         return Matrices(stacked=True, dim=dim, parts=parts)
     if isinstance(owner, _CONVOLUTIONS):
         return None if parameter.shape[1] == 1 else Matrices()  # depthwise: one filter a channel
@@ -102,7 +102,7 @@ def matrices_of(
             '{"stacked": False} if later dims are columns, or {"rule": "adamw"}'
         )
     if per_head:
-        parts *= next((count for pattern, count in layout.heads.items() if matches(pattern, path)), 1)
+        parts *= next((count for pattern, count in layout.tensor.heads.items() if matches(pattern, path)), 1)
         dim = 1 if is_transposed(owner) else dim
     return Matrices(dim=dim, parts=parts)
 
@@ -129,5 +129,5 @@ def _fused(path: str, leaf: str, ndim: int, owner: nn.Module, layout: ModelLayou
 
 
 def _style(path: str, layout: ModelLayout) -> Any:  # noqa: ANN401 - a style, or None
-    found = next((style for pattern, style in layout.tensor.items() if matches(pattern, path)), None)
+    found = next((style for pattern, style in layout.tensor.styles.items() if matches(pattern, path)), None)
     return None if found is None else parse(found)

@@ -68,8 +68,8 @@ class ActivationCheckpoint(Pass):
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from block_problems(self.name, module, layout, self.blocks)
-        if "recompute" in layout.refusals:
-            yield layout.refusals["recompute"]
+        if layout.recompute_refusal:
+            yield layout.recompute_refusal
         if self.mode not in ("full", "selective"):
             yield f"ActivationCheckpoint(mode={self.mode!r}) is not known; use 'full' or 'selective', or give a policy"
         for name, block in find_blocks(module, layout, self.blocks):

@@ -73,7 +73,7 @@ def check_documents(par: Parallelized, module: nn.Module, vocab_size: int, lengt
     if not takes_positions(module):
         raise MeshparError(untaken(module))
     layout = par.layout if module is par.module else layout_for(module)
-    if (reason := layout.refusals.get("documents")) is not None:
+    if reason := layout.attention.documents_refusal:
         raise MeshparError(f"{reason}; {REMEDY}")
     length = min(length, _LENGTH) // 2 * 2
     if length < 4 or vocab_size < 2:

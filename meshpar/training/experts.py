@@ -30,7 +30,7 @@ class ExpertLoad:
     """
 
     def __init__(self, par: Parallelized, *, balance_rate: float = 0.0, balance_loss: float = 0.0) -> None:
-        """Install hooks on the modules of ``layout.experts`` and ``layout.routers``.
+        """Install hooks on the modules of ``layout.experts.modules`` and ``layout.experts.routers``.
 
         Args:
             par: the parallel module, materialized.
@@ -51,19 +51,19 @@ class ExpertLoad:
         ):
             raise MeshparError("; ".join(problems))
         self._par, self._rate, self._coefficient, self._steps = par, balance_rate, balance_loss, 0
-        experts = _modules(par.module, par.layout.experts)
+        experts = _modules(par.module, par.layout.experts.modules)
         self._sizes = [len(next(child.parameters(recurse=False))) for child in experts]
         self._micro = torch.zeros(sum(self._sizes), dtype=torch.int64, device=par.device)
         self._step, self._seen = torch.zeros_like(self._micro), torch.zeros_like(self._micro)
         self._choices = torch.zeros((), dtype=torch.int64, device=par.device)
         self._entropy = torch.zeros(2, device=par.device)  # a sum over tokens and layers, and their number
         self._logits: dict[int, list[Tensor]] = {}
-        in_order = _modules(par.module, par.layout.experts_in_order)
+        in_order = _modules(par.module, par.layout.experts.in_order)
         for module, counts in zip(experts, self._micro.split(self._sizes)):
             module.register_forward_pre_hook(
                 partial(self._count, counts, module in in_order), with_kwargs=True, prepend=True
             )
-        for place, module in enumerate(_modules(par.module, par.layout.routers)):
+        for place, module in enumerate(_modules(par.module, par.layout.experts.routers)):
             module.register_forward_hook(partial(self._route, place))
 
     @eager
@@ -194,7 +194,7 @@ class ExpertLoad:
         ).mean()
         report = {"least": seen.min() / steps, "most": seen.max() / steps, "balance": balance}
         report["dropped"] = 1 - seen.sum() / choices.clamp(min=1)
-        if self._par.layout.routers:
+        if self._par.layout.experts.routers:
             report["entropy"] = entropy / tokens.clamp(min=1)
         for counter in (self._seen, self._choices, self._entropy):
             counter.zero_()
@@ -203,9 +203,9 @@ class ExpertLoad:
 
 def balance_problems(module: nn.Module, layout: ModelLayout, balance_rate: float, balance_loss: float) -> Iterator[str]:
     """Yield why the routers of a model cannot be balanced as asked."""
-    name, experts = class_name(module), _modules(module, layout.experts)
-    if "balance" in layout.refusals:
-        yield layout.refusals["balance"]
+    name, experts = class_name(module), _modules(module, layout.experts.modules)
+    if layout.experts.balance_refusal:
+        yield layout.experts.balance_refusal
     if (
         balance_rate
         and experts
@@ -221,19 +221,19 @@ def balance_problems(module: nn.Module, layout: ModelLayout, balance_rate: float
                 f"balance_rate={balance_rate} moves a bias (E,) beside each router, and {name} has {len(biases)} for "
                 f"{len(experts)} layers of experts; use balance_loss, a model with such biases "
                 "(TransformerConfig(shared_experts=1), DeepSeek-V3, GLM4-MoE), or name them in "
-                "ModelLayout(router_bias=...)"
+                "ExpertsLayout(router_bias=...)"
             )
         elif (wrong := next((bias for bias in biases if bias.dtype.itemsize < 4), None)) is not None:
             yield (
                 f"balance_rate={balance_rate} needs biases of routers in float32, got {wrong.dtype}; keep them in "
                 "float32"
             )
-    routers = _modules(module, layout.routers)
+    routers = _modules(module, layout.experts.routers)
     if balance_loss and (not routers or len(routers) != len(experts)):
         yield (
             f"balance_loss={balance_loss} needs the logits of each router, and the layout of {name} names "
             f"{len(routers)} routers for {len(experts)} layers of experts; name the modules that return them in "
-            "ModelLayout(routers=...), or set balance_loss to 0"
+            "ExpertsLayout(routers=...), or set balance_loss to 0"
         )
 
 
@@ -243,4 +243,4 @@ def _modules(module: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
 
 def _biases(module: nn.Module, layout: ModelLayout) -> list[Tensor]:
     named = dict(module.named_buffers())
-    return [bias for pattern in layout.router_bias for name, bias in named.items() if matches(pattern, name)]
+    return [bias for pattern in layout.experts.router_bias for name, bias in named.items() if matches(pattern, name)]

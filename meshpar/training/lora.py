@@ -323,8 +323,8 @@ def _fill_adapters(model: nn.Module, adapted: Mapping[str, Any]) -> None:
 
 def _adapted(layout: ModelLayout, model: nn.Module, adapted: Mapping[str, Any]) -> ModelLayout:
     """Return the layout of the model with adapters."""
-    table, refusals = dict[str, Any](), dict(layout.refusals)
-    for pattern, style in layout.tensor.items():
+    table, refusal = dict[str, Any](), layout.tensor.refusal
+    for pattern, style in layout.tensor.styles.items():
         names = [name for name, _ in find_modules(model, pattern)]
         touched = [name for name in names if name in adapted]
         if not touched:
@@ -335,11 +335,9 @@ def _adapted(layout: ModelLayout, model: nn.Module, adapted: Mapping[str, Any]) 
             table.update(_styles(name, style) if name in adapted and not packed else {_inside(name, adapted): style})
             splits = isinstance(style, str) and style.partition(":")[0] in ("colwise", "packed_colwise", "rowwise")
             if name in adapted and not packed and not splits:
-                refusals["tp"] = (
-                    f"adapters on {name}, whose style is {style}, cannot be split; leave it out of lora.targets"
-                )
+                refusal = f"adapters on {name}, whose style is {style}, cannot be split; leave it out of lora.targets"
     heads: dict[str, int] = {}
-    for pattern, count in layout.heads.items():
+    for pattern, count in layout.tensor.heads.items():
         for name, _ in find_modules(model, pattern):
             heads |= dict.fromkeys(
                 [f"{name}.base_layer", f"{name}.lora_B.{NAME}"] if name in adapted else [name], count
@@ -347,14 +345,14 @@ def _adapted(layout: ModelLayout, model: nn.Module, adapted: Mapping[str, Any]) 
     tied = tuple(tuple(_moved(name, adapted) for name in group) for group in layout.tied)
     return replace(
         layout,
-        tensor=table,
-        heads=heads,
-        refusals=refusals,
+        tensor=replace(layout.tensor, styles=table, heads=heads, copied_heads=(), refusal=refusal),
         init=_Initialiser(layout, adapted),
         tied=tied,
-        copied_heads=(),
-        experts=_around(model, layout.experts, adapted),
-        experts_in_order=_around(model, layout.experts_in_order, adapted),
+        experts=replace(
+            layout.experts,
+            modules=_around(model, layout.experts.modules, adapted),
+            in_order=_around(model, layout.experts.in_order, adapted),
+        ),
         weights=WeightMap((*_renames(model), *layout.weights.rules)),
     )
 

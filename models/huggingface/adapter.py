@@ -18,21 +18,12 @@ import torch
 from torch import nn
 
 from meshpar.core.errors import LayoutError
-from meshpar.core.layout import ModelLayout
+from meshpar.core.layout import ModelLayout, StagesLayout
 from meshpar.core.patterns import find_modules, tied_names
 from meshpar.core.registry import untied
-from meshpar.models.huggingface.exchange import counts_positions, exchange_positions, mixer_refusal, mixers, refusal
-from meshpar.models.huggingface.tensor import (
-    HEAD_RATIO,
-    copied_heads,
-    expert_modules,
-    expert_refusal,
-    generic,
-    head_counts,
-    router_biases,
-    routers,
-    tensor_table,
-)
+from meshpar.models.huggingface.exchange import attention_layout
+from meshpar.models.huggingface.experts import experts_layout
+from meshpar.models.huggingface.tensor import generic, tensor_layout
 from meshpar.models.huggingface.weights import weight_map
 from meshpar.process.imports import quiet_imports
 
@@ -51,15 +42,12 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
     if loaded is None or not isinstance(module, loaded.PreTrainedModel):
         return None
     model: Any = module
-    table = tensor_table(model)
-    heads = head_counts(model, table)
-    experts, in_order = expert_modules(model)
     return ModelLayout(
         blocks=_blocks(model),
-        tensor=table,
-        heads=heads,
-        copied_heads=copied_heads(model, heads),
-        head_ratio=HEAD_RATIO,
+        tensor=tensor_layout(model),
+        attention=attention_layout(model),
+        experts=experts_layout(model),
+        stages=StagesLayout(carries=("**",), example=_example(model)),
         head=head_of_logits(model),
         tied=tuple(tied_names(model)),
         fp32=_fp32(model),
@@ -69,16 +57,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         ignored=_ignored(model),
         weights=weight_map(model),
         config=_published_config(model),
-        mixers=mixers(model),
-        experts=experts,
-        experts_in_order=in_order,
-        routers=routers(model),
-        router_bias=router_biases(model),
-        exchange=exchange_positions,
-        counts_positions=counts_positions(model),
-        carries=("**",),
-        example=_example(model),
-        refusals=_refusals(model, table),
+        recompute_refusal=_recompute_refusal(model),
     )
 
 
@@ -249,37 +228,13 @@ def _published_config(model: Any) -> dict[str, Any]:
     return kept if cache is None else kept | {"use_cache": cache}
 
 
-def _refusals(model: Any, table: Mapping[str, Any]) -> dict[str, str]:
-    refusals: dict[str, str] = {}
-    if not table:
-        refusals["tp"] = (
-            f"transformers gives {type(model).__name__} no tp_plan, so nothing says how to split it; drop "
-            "TensorParallel, or pass a ModelLayout with a tensor table to apply"
-        )
-    if (reason := refusal(model)) is not None:
-        refusals["cp"] = reason
-    if (reason := mixer_refusal(model)) is not None:
-        refusals["cp without mixers"] = reason
-    if (reason := expert_refusal(model)) is not None:
-        refusals["ep"] = reason
-    text = model.config.get_text_config()
-    if getattr(text, "output_router_logits", False):
-        refusals["balance"] = (
-            f"{type(model).__name__} adds a balance loss of each rank's own tokens to its loss "
-            "(config.output_router_logits), which is not that of all; set model.config.output_router_logits = False "
-            "and training.balance_loss"
-        )
-    if chosen := next((name for name in ("index_topk", "keep_window_size") if getattr(text, name, None)), None):
-        refusals["documents"] = (
-            f"{type(model).__name__} chooses the keys that a query sees ({chosen}={getattr(text, chosen)}) among "
-            "those of the whole row"
-        )
-    if getattr(model.config, "use_cache", False):
-        refusals["recompute"] = (
-            f"{type(model).__name__} has a key/value cache (config.use_cache), which recomputation would fill twice; "
-            "set model.config.use_cache = False"
-        )
-    return refusals
+def _recompute_refusal(model: Any) -> str:
+    if not getattr(model.config, "use_cache", False):
+        return ""
+    return (
+        f"{type(model).__name__} has a key/value cache (config.use_cache), which recomputation would fill twice; "
+        "set model.config.use_cache = False"
+    )
 
 
 @final

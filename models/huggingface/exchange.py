@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshpar.core.errors import MeshparError
+from meshpar.core.layout import AttentionLayout
 from meshpar.models.huggingface.tensor import HEAD_RATIO
 from meshpar.passes.installed import record
 from meshpar.passes.positions.attention import NO_POSITIONS, added, causal_mask, documents
@@ -32,12 +33,12 @@ _numbers = itertools.count()
 
 
 def exchange_positions(model: Any, exchange: Exchange) -> None:
-    """Let the attention of a transformers model exchange positions. ``ModelLayout.exchange`` of such a model."""
+    """Let the attention of a transformers model exchange positions. ``AttentionLayout.exchange`` of such a model."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     used = model.config._attn_implementation
     sequence = _Sequence(
-        exchange, used, _counted_in(model), placed=mixer_refusal(model) is None and not _counts_in_mask(model)
+        exchange, used, _counted_in(model), placed=_has_positions(model) and not _counts_in_mask(model)
     )
     name = f"meshpar_positions_{next(_numbers)}"
     AttentionInterface.register(name, sequence.attend)
@@ -79,10 +80,31 @@ def _refuse_generate(*args: object, **kwargs: object) -> None:
     )
 
 
-def refusal(model: Any) -> str | None:
-    """Return why a transformers model's positions cannot be split, as far as its config tells; None where nothing
-    does.
-    """
+def attention_layout(model: Any) -> AttentionLayout:
+    """Return what :class:`meshpar.ContextParallel` needs to know of a transformers model."""
+    name, text = type(model).__name__, model.config.get_text_config()
+    mixers_refusal = (
+        f"{name} takes no position_ids, and ContextParallel gives each rank positions of its own; use "
+        "a mesh without cp, or name what mixes positions, ContextParallel(mixers=(...)), for each rank to compute it "
+        "on whole sequences"
+    )
+    chosen = next((field for field in ("index_topk", "keep_window_size") if getattr(text, field, None)), "")
+    documents_refusal = (
+        f"{name} chooses the keys that a query sees ({chosen}={getattr(text, chosen, None)}) among "
+        "those of the whole row"
+    )
+    return AttentionLayout(
+        mixers=_mixers(model),
+        exchange=exchange_positions,
+        counts_positions=_counts_positions(model),
+        refusal=_refusal(model),
+        mixers_refusal="" if _has_positions(model) else mixers_refusal,
+        documents_refusal=documents_refusal if chosen else "",
+    )
+
+
+def _refusal(model: Any) -> str:
+    """Return why a model's positions cannot be split, as far as its config tells; empty where nothing does."""
     kind = type(model).__name__
     if model.config._attn_implementation not in _SERVED:
         return (
@@ -105,23 +127,15 @@ def refusal(model: Any) -> str | None:
                 f"{kind} turns its positions by the longest that it sees (rope_type {rope['rope_type']!r}), and each "
                 "rank sees others; use a mesh without cp"
             )
-    return None
+    return ""
 
 
-def mixer_refusal(model: Any) -> str | None:
-    """Return why a transformers model's positions cannot be split as long as nobody says what mixes them; None where
-    nothing does.
-    """
-    if _takes_positions(model) or _places_in(model):
-        return None
-    return (
-        f"{type(model).__name__} takes no position_ids, and ContextParallel gives each rank positions of its own; use "
-        "a mesh without cp, or name what mixes positions, ContextParallel(mixers=(...)), for each rank to compute it "
-        "on whole sequences"
-    )
+def _has_positions(model: Any) -> bool:
+    """Return whether a model, or an embedding in it, takes the positions of its tokens."""
+    return _takes_positions(model) or bool(_places_in(model))
 
 
-def mixers(model: Any) -> tuple[str, ...]:
+def _mixers(model: Any) -> tuple[str, ...]:
     """Return the names of the modules that mix positions in a way of their own.
 
     They attend past transformers' attention interface, or choose keys or add a bias among those of the whole row. In a
@@ -177,7 +191,7 @@ def _by_interface(kind: type) -> bool:
     return any("ALL_ATTENTION_FUNCTIONS" in method.__code__.co_names for method in methods)
 
 
-def counts_positions(model: Any) -> bool:
+def _counts_positions(model: Any) -> bool:
     """Return whether a model finds out itself where its tokens stand, if nobody says so: from its padding, or in an
     embedding.
     """
@@ -218,7 +232,7 @@ class _Sequence:
             return args, kwargs
         self._causal = True
         ids = kwargs.get("position_ids")
-        joined = ids is None and counts_positions(model)  # where nobody says where documents begin, a row is one
+        joined = ids is None and _counts_positions(model)  # where nobody says where documents begin, a row is one
         if joined:
             ids = self._counted_from(args[0] if args else kwargs.get("input_ids"))
             kwargs = {**kwargs, "position_ids": ids} if self._counting is not None else kwargs

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from meshpar.core.layout import TensorLayout
 from meshpar.core.patterns import find_modules
 from meshpar.models.huggingface.styles import FullPositions, GPT2Attention, Head, LatentKeys, Refused, structural_table
 from meshpar.passes.data.whole_parameters import features_of
@@ -112,7 +113,24 @@ def _read_outside(model: nn.Module, name: str) -> bool:
 _ABOUT_WEIGHTS = re.compile("__init__|tie_|_tie|_?init_|get_|set_|resize|_resize|post_init|save|load")
 
 
-def tensor_table(model: Any) -> dict[str, Any]:
+def tensor_layout(model: Any) -> TensorLayout:
+    """Return what :class:`meshpar.TensorParallel` needs to know of a transformers model."""
+    table = _table(model)
+    heads = _head_counts(model, table)
+    refusal = (
+        f"transformers gives {type(model).__name__} no tp_plan, so nothing says how to split it; drop "
+        "TensorParallel, or pass a ModelLayout with a tensor table to apply"
+    )
+    return TensorLayout(
+        table,
+        heads=heads,
+        copied_heads=_copied_heads(model, heads),
+        head_ratio=HEAD_RATIO,
+        refusal="" if table else refusal,
+    )
+
+
+def _table(model: Any) -> dict[str, Any]:
     """Return module pattern -> style; empty if the model has no ``tp_plan`` and its structure is not verified."""
     if model.config.model_type == "gpt2":
         return _gpt2_table(model)
@@ -145,90 +163,7 @@ def tensor_table(model: Any) -> dict[str, Any]:
     return table | _between_regions(model, table)
 
 
-# Verified to take rows in the order of experts.
-_IN_ORDER = ("Llama4TextExperts", "JetMoeParallelExperts")
-
-
-def expert_modules(model: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the patterns of modules with stacked experts, and of those among them that take rows in the order of
-    experts.
-
-    The others compute by transformers' interface of (hidden states, chosen experts, weights).
-    """
-    found = {name: module for name, module in model.named_modules() if _has_stacked_experts(module)}
-    in_order = (generic(name) for name, module in found.items() if type(module).__name__ in _IN_ORDER)
-    return tuple(dict.fromkeys(map(generic, found))), tuple(dict.fromkeys(in_order))
-
-
-def expert_refusal(model: nn.Module) -> str | None:
-    """Return why a model's experts cannot be divided; None where some can."""
-    stacked = [name for name, child in model.named_modules() if _has_stacked_experts(child)]
-    if adapted := next((name for name in stacked if name.endswith(".base_layer")), None):
-        return (
-            f"{adapted} is below peft's own adapters, which add to whole weights; add adapters that ranks can divide "
-            "by meshpar.training.add_adapters(model, LoRA(parameters=...)), or use a mesh without ep"
-        )
-    if stacked:
-        return None
-    name, kind = type(model).__name__, "Expert"
-    held = next(
-        (
-            child
-            for child in model.modules()
-            if kind in type(child).__name__ and any(True for _ in child.parameters(False))
-        ),
-        None,
-    )
-    if held is not None:
-        shapes = ", ".join(
-            f"{leaf} {tuple(parameter.shape)}" for leaf, parameter in held.named_parameters(recurse=False)
-        )
-        return (
-            f"{name} holds its experts as {shapes} in {type(held).__name__}, and ExpertParallel divides parameters "
-            "whose first dim counts experts, of the module that is called with (hidden states, chosen experts, "
-            "weights); use a mesh without ep"
-        )
-    if listed := next(
-        (
-            at
-            for at, child in model.named_modules()
-            if at.endswith("experts") and isinstance(child, nn.ModuleList | nn.ModuleDict)
-        ),
-        None,
-    ):
-        return (
-            f"{listed} is a list of modules, and each of their parameters is one expert's, of which a rank would hold "
-            "all or nothing; stack them in one module that is called with (hidden states, chosen experts, weights), "
-            "or use a mesh without ep"
-        )
-    return f"{name} has no experts to divide; drop ExpertParallel and ep from the mesh"
-
-
-def routers(model: Any) -> tuple[str, ...]:
-    """Return the patterns of the modules whose first output transformers records as the routers' logits."""
-    recorded = (
-        getattr(model, "_can_record_outputs", None) or getattr(model.base_model, "_can_record_outputs", None) or {}
-    )
-    recorder: Any = recorded.get("router_logits")
-    kind = getattr(recorder, "target_class", None)
-    if kind is None or recorder.index != 0:
-        return ()
-    return tuple(dict.fromkeys(generic(name) for name, module in model.named_modules() if isinstance(module, kind)))
-
-
-def router_biases(model: nn.Module) -> tuple[str, ...]:
-    """Return the patterns of the buffers by which routers choose experts without weighing them."""
-    known = ("e_score_correction_bias", "expert_bias")
-    return tuple(dict.fromkeys(generic(name) for name, _ in model.named_buffers() if name.rpartition(".")[2] in known))
-
-
-def _has_stacked_experts(module: nn.Module) -> bool:
-    counts = {len(parameter) if parameter.ndim > 1 else 0 for parameter in module.parameters(recurse=False)}
-    known = type(module).__name__ in _IN_ORDER or len(inspect.signature(module.forward).parameters) == 3
-    return known and counts == {vars(module).get("num_experts")}
-
-
-def head_counts(model: Any, table: Mapping[str, Any]) -> dict[str, int]:
+def _head_counts(model: Any, table: Mapping[str, Any]) -> dict[str, int]:
     """Return pattern of a projection -> number of heads in its output features."""
     counts: dict[str, dict[str, int]] = {}
     for name, module in model.named_modules():
@@ -248,7 +183,7 @@ HEAD_RATIO = "num_key_value_groups"
 """The attribute in which an attention keeps its number of query heads per key head."""
 
 
-def copied_heads(model: nn.Module, heads: Mapping[str, int]) -> tuple[str, ...]:
+def _copied_heads(model: nn.Module, heads: Mapping[str, int]) -> tuple[str, ...]:
     """Return those projections to key and value heads which ranks may share: their attention keeps the ratio of
     heads as an attribute.
     """

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, TensorParallel
+from meshpar import FullyShard, HybridShard, MeshparError, ModelLayout, Plan, TensorLayout, TensorParallel
 from meshpar._torch.groups import collective_counts
 from meshpar.core import registry
 from meshpar.core.guards import Guard
@@ -19,7 +19,8 @@ from meshpar.step import rank_digests
 from meshpar.testing import on_ranks
 
 BLOCKS = ModelLayout(
-    blocks=("blocks.*",), tensor={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}, heads={"blocks.*.0": 4}
+    blocks=("blocks.*",),
+    tensor=TensorLayout({"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}, heads={"blocks.*.0": 4}),
 )
 FEATURES = 8
 

@@ -88,21 +88,24 @@ def test_layout_is_read_from_the_model(model_type: str, table: dict[str, Any], b
     model = from_config(config(model_type, tie_word_embeddings=tied))
     layout = layout_of(model)
     assert layout.blocks == (blocks,)
-    assert layout.tensor == table
+    assert layout.tensor.styles == table
     embedding = "transformer.wte.weight" if model_type == "gpt2" else "model.embed_tokens.weight"
     assert layout.tied == (((embedding, "lm_head.weight"),) if tied else ())
-    for pattern in (*layout.blocks, *layout.tensor, *layout.heads):
+    for pattern in (*layout.blocks, *layout.tensor.styles, *layout.tensor.heads):
         assert list(patterns.find_modules(model, pattern)), pattern
-    assert set(layout.refusals) <= {"ep"}
+    assert not any(
+        (layout.tensor.refusal, layout.attention.refusal, layout.experts.balance_refusal, layout.recompute_refusal)
+    )
+    assert not (layout.attention.mixers_refusal or layout.attention.documents_refusal)
     assert not layout.fp32
     assert layout.dropout == (model_type == "gpt2")
 
 
 def test_head_counts_come_from_the_config() -> None:
     attention = f"{LAYER}.self_attn"
-    llama = layout_of(from_config(config("llama"))).heads
+    llama = layout_of(from_config(config("llama"))).tensor.heads
     assert llama == {f"{attention}.q_proj": 4, f"{attention}.k_proj": 2, f"{attention}.v_proj": 2}
-    assert layout_of(from_config(config("gpt2"))).heads == {"transformer.h.*.attn.c_attn": 4}
+    assert layout_of(from_config(config("gpt2"))).tensor.heads == {"transformer.h.*.attn.c_attn": 4}
 
 
 def test_dropout_is_read_from_the_config() -> None:
@@ -113,11 +116,11 @@ def test_dropout_is_read_from_the_config() -> None:
 def test_experts_are_spread_whole_or_split_inside() -> None:
     layout = layout_of(from_config(MIXTRAL))
     inside = Parts(dims={"gate_up_proj": (1, 2), "down_proj": (-1, 1)}, sums=True)
-    assert layout.tensor[f"{LAYER}.mlp.experts"] == Experts(otherwise=inside)
+    assert layout.tensor.styles[f"{LAYER}.mlp.experts"] == Experts(otherwise=inside)
     # The router reads the same hidden states whole: a region would sum its gradient over the axis once too often.
-    assert f"{LAYER}.mlp" not in layout.tensor
-    assert layout.tensor[f"{LAYER}.self_attn"] == "region"
-    assert "sequence" not in layout.tensor.values()
+    assert f"{LAYER}.mlp" not in layout.tensor.styles
+    assert layout.tensor.styles[f"{LAYER}.self_attn"] == "region"
+    assert "sequence" not in layout.tensor.styles.values()
 
 
 def test_a_sum_over_what_is_whole_is_refused() -> None:
@@ -142,7 +145,7 @@ def test_what_a_plan_leaves_whole_is_told() -> None:
         "model.layers.0.self_attn"
     )
     layout = layout_of(model)
-    others = {name: style for name, style in layout.tensor.items() if ".self_attn" not in name}
+    others = {name: style for name, style in layout.tensor.styles.items() if ".self_attn" not in name}
     meant = replace(layout, tensor={**others, f"{LAYER}.self_attn": None})
     assert not list(TensorParallel().warnings(model, meant, MeshSpec("tp=2"))), "the layout says so"
 
@@ -157,14 +160,14 @@ def test_what_other_packages_warn_of_at_import_is_not_shown(caplog: pytest.LogCa
 
 
 def test_models_whose_masks_count_positions_leave_sequence_parallelism_out() -> None:
-    assert "sequence" in layout_of(from_config(config("mistral", sliding_window=None))).tensor.values()
-    assert "sequence" not in layout_of(from_config(config("mistral", sliding_window=8))).tensor.values()
-    assert "sequence" not in layout_of(from_config(config("gpt2"))).tensor.values()
+    assert "sequence" in layout_of(from_config(config("mistral", sliding_window=None))).tensor.styles.values()
+    assert "sequence" not in layout_of(from_config(config("mistral", sliding_window=8))).tensor.styles.values()
+    assert "sequence" not in layout_of(from_config(config("gpt2"))).tensor.styles.values()
 
 
 def test_experts_that_no_split_fits_are_refused() -> None:
     model = from_config(MIXTRAL | {"intermediate_size": 50})
-    style = layout_of(model).tensor[f"{LAYER}.mlp.experts"]
+    style = layout_of(model).tensor.styles[f"{LAYER}.mlp.experts"]
     module = model.get_submodule("model.layers.0.mlp.experts")
     assert not list(style.problems("experts", module, 2)), "whole experts need not divide inside"
     first, *inside = style.problems("experts", module, 3)
@@ -199,13 +202,13 @@ def test_a_model_without_a_plan_says_so() -> None:
     )
     layout = layout_of(model)
     assert layout.blocks == ("backbone.layers.*",)
-    assert "transformers gives MambaForCausalLM no tp_plan" in layout.refusals["tp"]
+    assert "transformers gives MambaForCausalLM no tp_plan" in layout.tensor.refusal
 
 
 def test_a_verified_structure_takes_the_place_of_a_plan() -> None:
     layout = layout_of(from_config(config("opt", ffn_dim=48, word_embed_proj_dim=32)))
     layer = "model.decoder.layers.*"
-    assert layout.tensor == {
+    assert layout.tensor.styles == {
         f"{layer}.self_attn": Heads(("position_bias",)),
         **dict.fromkeys((f"{layer}.self_attn.{letter}_proj" for letter in "qkv"), "colwise"),
         f"{layer}.self_attn.out_proj": "rowwise",
@@ -214,14 +217,17 @@ def test_a_verified_structure_takes_the_place_of_a_plan() -> None:
         "model.decoder.embed_tokens": "vocab",
         "lm_head": Head(),
     }
-    assert set(layout.refusals) <= {"ep"}
+    assert not any(
+        (layout.tensor.refusal, layout.attention.refusal, layout.experts.balance_refusal, layout.recompute_refusal)
+    )
+    assert not (layout.attention.mixers_refusal or layout.attention.documents_refusal)
 
 
 def test_a_cache_is_refused_under_recomputation() -> None:
     model = from_config(config("llama"))
-    assert "recompute" not in layout_of(model).refusals
+    assert not layout_of(model).recompute_refusal
     model.config.use_cache = True
-    assert "set model.config.use_cache = False" in layout_of(model).refusals["recompute"]
+    assert "set model.config.use_cache = False" in layout_of(model).recompute_refusal
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2", "mixtral", "llama3_rope"])

@@ -180,9 +180,9 @@ def test_every_tensor_is_initialised_by_its_own_module(model: nn.Module) -> None
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
 def test_every_pattern_of_a_layout_matches(model: Any) -> None:
     layout = model.meshpar_layout()
-    for pattern in (*layout.blocks, *layout.tensor, *layout.heads):
+    for pattern in (*layout.blocks, *layout.tensor.styles, *layout.tensor.heads):
         assert list(patterns.find_modules(model, pattern)), pattern
-    covered = {name for pattern in layout.tensor for name, _ in patterns.find_modules(model, pattern)}
+    covered = {name for pattern in layout.tensor.styles for name, _ in patterns.find_modules(model, pattern)}
     missing = [
         name
         for name, module in model.named_modules()

@@ -8,7 +8,7 @@ import zlib
 import torch
 from torch import nn
 
-from meshpar import ModelLayout, Plan
+from meshpar import AttentionLayout, ModelLayout, Plan
 from meshpar.checkpoints import CheckpointManager
 from meshpar.step.placements import held_by_this_rank, part_like
 from meshpar.testing import on_ranks, whole
@@ -25,7 +25,7 @@ class Uneven(nn.Module):
         return self.norm(x + self.down(torch.relu(self.up(x))))
 
     def meshpar_layout(self):
-        return ModelLayout(tensor={"up": "colwise", "down": "rowwise"}, mixers=("down",))
+        return ModelLayout(tensor={"up": "colwise", "down": "rowwise"}, attention=AttentionLayout(mixers=("down",)))
 
 
 @functools.cache

@@ -134,7 +134,7 @@ def dropped(seed):
     """The losses of a model with dropout, of which ranks of tp must draw the same; whether all ranks have them."""
     torch.manual_seed(0)
     net = nn.Sequential(Net(), nn.Dropout(0.5)).double()
-    layout = ModelLayout(tensor={f"0.{name}": style for name, style in LAYOUT.tensor.items()})
+    layout = ModelLayout(tensor={f"0.{name}": style for name, style in LAYOUT.tensor.styles.items()})
     par = Plan("tp=2", [TensorParallel()]).apply(net, layout)
     seed(par)
     outputs = [par.module(batch(number)[0]).detach() for number in range(2)]

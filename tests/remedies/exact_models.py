@@ -99,7 +99,7 @@ class Tied(Net):
         return self.head(x) if self.calls else F.linear(x, self.head.weight, self.head.bias)
 
 
-WITH_HEAD = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor, "head": "colwise_gather"})
+WITH_HEAD = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor.styles, "head": "colwise_gather"})
 
 
 def tied(*, calls):
@@ -254,7 +254,7 @@ class Sparse(Block):
 
 def sparse(styles, **options):
     net = of(functools.partial(Sparse, **options))()
-    layout = ModelLayout(blocks=("blocks.*",), tensor={**LAYOUT.tensor, **styles})
+    layout = ModelLayout(blocks=("blocks.*",), tensor={**LAYOUT.tensor.styles, **styles})
     Plan("tp=2", [TensorParallel()]).prove(net, batch(0)[0].float(), layout)
     return ()
 

@@ -21,6 +21,8 @@ from meshpar import (
     ModelLayout,
     PipelineParallel,
     Plan,
+    StagesLayout,
+    TensorLayout,
     TensorParallel,
     attention,
     attention_mask,
@@ -158,7 +160,7 @@ class Lends(nn.Linear):
 
 
 LINE = ModelLayout(blocks=("layers.*",))
-LENDS = ModelLayout(blocks=("layers.*",), carries=("layers.*",))
+LENDS = ModelLayout(blocks=("layers.*",), stages=StagesLayout(carries=("layers.*",)))
 MICRO = [torch.arange(6).view(2, 3), torch.arange(6, 12).view(2, 3)]
 
 
@@ -273,11 +275,19 @@ PROJECTIONS = {"mlp.up": "colwise", "mlp.down": "rowwise"}
 
 
 def region(**options):
-    return exact(Named, TP, [TensorParallel()], ModelLayout(tensor={"mlp": "region", **PROJECTIONS}, **options))
+    return exact(
+        Named, TP, [TensorParallel()], ModelLayout(tensor=TensorLayout({"mlp": "region", **PROJECTIONS}, **options))
+    )
 
 
 def around(styles):
-    return exact(Named, TP, [TensorParallel()], ModelLayout(tensor=styles, hidden_inputs=("features",)), verify=False)
+    return exact(
+        Named,
+        TP,
+        [TensorParallel()],
+        ModelLayout(tensor=TensorLayout(styles, hidden_inputs=("features",))),
+        verify=False,
+    )
 
 
 class Branches(nn.Module):
@@ -331,7 +341,7 @@ class Crosses(nn.Module):
 
 
 def cross(*, sequence_parallel):
-    styles = {f"cross.{name}": style for name, style in CROSS.tensor.items()}
+    styles = {f"cross.{name}": style for name, style in CROSS.tensor.styles.items()}
     layout = ModelLayout(tensor={"embed": "vocab", "norm": "sequence", **styles})
     return exact(Crosses, TP, [TensorParallel(sequence_parallel=sequence_parallel)], layout)
 
@@ -541,7 +551,7 @@ ROWS = [
         {"join the inputs of both calls along the samples": lambda: staged(joined)},
     ),
     TwoRanks(
-        "{} has not returned what ModelLayout.carries says",
+        "{} has not returned what StagesLayout.carries says",
         lambda: staged(habit="lends", layout=LENDS),
         {"use a mesh without pp for it": lambda: exact(lambda: Line("lends"), *SHARDED, LENDS, MICRO[0])},
     ),
@@ -625,9 +635,9 @@ ROWS = [
         },
     ),
     TwoRanks(
-        "{} got no hidden states: expected a tensor first, or as {}; name it in layout.hidden_inputs",
+        "{} got no hidden states: expected a tensor first, or as {}; name it in layout.tensor.hidden_inputs",
         lambda: region(),
-        {"name it in layout.hidden_inputs": lambda: region(hidden_inputs=("features",))},
+        {"name it in layout.tensor.hidden_inputs": lambda: region(hidden_inputs=("features",))},
     ),
     TwoRanks(
         "{} is a region, which splits what is computed of hidden states, and got {}",

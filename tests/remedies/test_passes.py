@@ -20,6 +20,7 @@ from meshpar import (
     PipelineParallel,
     Plan,
     Replicate,
+    StagesLayout,
     TensorParallel,
     attention,
 )
@@ -469,7 +470,7 @@ ROWS = [
         "a forward of {} cannot be looked at",
         lambda: cut(ViT(), ModelLayout(blocks=("blocks.*",))),
         {
-            "give the inputs of a forward as ModelLayout(example=...)": lambda: cut(ViT()),
+            "give the inputs of a forward as ModelLayout(stages=StagesLayout(example=...))": lambda: cut(ViT()),
             "use a mesh without pp": lambda: whole(ViT()),
         },
     ),
@@ -480,10 +481,10 @@ ROWS = [
     ),
     Row(
         "it calls none of its blocks",
-        lambda: cut(Towered(), ModelLayout(blocks=("towers.*",), example=Towered().inputs())),
+        lambda: cut(Towered(), ModelLayout(blocks=("towers.*",), stages=StagesLayout(example=Towered().inputs()))),
         {
             "name those that a forward calls in ModelLayout(blocks=...)": lambda: cut(
-                Towered(), ModelLayout(blocks=("blocks.*",), example=Towered().inputs())
+                Towered(), ModelLayout(blocks=("blocks.*",), stages=StagesLayout(example=Towered().inputs()))
             )
         },
     ),
@@ -494,7 +495,7 @@ ROWS = [
         {"use a mesh without pp": lambda: whole(counting())},
     ),
     Row(
-        "ModelLayout.carries={} names no block, and no module that runs before the last one",
+        "StagesLayout.carries={} names no block, and no module that runs before the last one",
         lambda: cut(DiT(("t_embedder", "y_*", "final_layer"))),
         {"leave it out": lambda: cut(DiT(("t_embedder", "y_*")))},
     ),
@@ -512,7 +513,7 @@ ROWS = [
         "its output uses results of {} beside what each block hands to the next one",
         lambda: cut(UNet(("time",))),
         {
-            "write ModelLayout(carries={})": lambda: cut(UNet(("time", "conv_in", "downs.*"))),
+            "write ModelLayout(stages=StagesLayout(carries={}))": lambda: cut(UNet(("time", "conv_in", "downs.*"))),
             "use a mesh without pp": lambda: whole(UNet(("time",))),
         },
     ),
@@ -545,9 +546,9 @@ ROWS = [
         "PipelineParallel cut the model by a forward that does not call {}",
         lambda: Plan("pp=2", [PipelineParallel()]).apply(Towered()).module.towers[0](torch.zeros(2, 8)),
         {
-            "give such inputs as ModelLayout(example=...)": lambda: trained(
+            "give such inputs as ModelLayout(stages=StagesLayout(example=...))": lambda: trained(
                 Plan("pp=2", [PipelineParallel()]),
-                replace(Towered().meshpar_layout(), example=Towered().inputs(sides=True)),
+                replace(Towered().meshpar_layout(), stages=StagesLayout(example=Towered().inputs(sides=True))),
             ),
             "use a mesh without pp": lambda: trained(Plan("dp_replicate=2", [Replicate()])),
         },

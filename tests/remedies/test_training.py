@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshpar import ContextParallel, FullyShard, ModelLayout, Plan, TensorParallel
+from meshpar import ContextParallel, ExpertsLayout, FullyShard, ModelLayout, Plan, TensorParallel
 from meshpar.training.chat import ChatSource
 from meshpar.training.data import Batches, LoaderSettings
 from meshpar.training.elementwise import check_elementwise
@@ -204,7 +204,7 @@ class Routed(nn.Module):
 
 
 EXPERTS = ModelLayout(experts=("experts",))
-BALANCED = ModelLayout(experts=("experts",), routers=("router",), router_bias=("offset",))
+BALANCED = ModelLayout(experts=ExpertsLayout(("experts",), routers=("router",), router_bias=("offset",)))
 
 
 def balanced(rate=0.0, loss=0.0, layout=BALANCED, module=None):
@@ -311,7 +311,7 @@ ROWS = [
                 *balanced(0.0, 0.1),
                 *balanced(0.1, layout=None, module=transformer(experts=4, qk_norm=True, shared_experts=1)),
             ],
-            "name them in ModelLayout(router_bias=...)": lambda: balanced(0.1, layout=BALANCED),
+            "name them in ExpertsLayout(router_bias=...)": lambda: balanced(0.1, layout=BALANCED),
         },
     ),
     Row(
@@ -328,7 +328,7 @@ ROWS = [
         "balance_loss={} needs the logits of each router, and the layout of {} names {} routers",
         lambda: balanced(0.0, 0.1, EXPERTS),
         {
-            "name the modules that return them in ModelLayout(routers=...)": lambda: balanced(0.0, 0.1),
+            "name the modules that return them in ExpertsLayout(routers=...)": lambda: balanced(0.0, 0.1),
             "set balance_loss to 0": lambda: balanced(0.0, 0.0, EXPERTS),
         },
     ),

@@ -422,7 +422,8 @@ def forgotten_sum(side):
             return Scaled()
 
     net = side.apply(
-        side.net(Careless), ModelLayout(blocks=("blocks.*",), tensor={**LAYOUT.tensor, "blocks.*.scale": "sequence"})
+        side.net(Careless),
+        ModelLayout(blocks=("blocks.*",), tensor={**LAYOUT.tensor.styles, "blocks.*.scale": "sequence"}),
     )
     train(side, net, sgd(net))
 

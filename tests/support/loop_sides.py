@@ -12,7 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from meshpar import FullyShard, HybridShard, ModelLayout, PipelineParallel, Plan, Replicate, TensorParallel
+from meshpar import (
+    FullyShard,
+    HybridShard,
+    ModelLayout,
+    PipelineParallel,
+    Plan,
+    Replicate,
+    StagesLayout,
+    TensorParallel,
+)
 from meshpar.passes.pipeline.stand_ins import Elsewhere
 from meshpar.testing import whole
 from tests.support.comparison import distance
@@ -105,7 +114,8 @@ class Side:
         mesh, passes = PLANS[self.title]
         if self.title == "PP" and isinstance(module, Net):  # by which the plan finds what runs when
             weight = module.embed.weight
-            layout = replace(layout, example=torch.zeros(2, weight.shape[1], dtype=weight.dtype))
+            example = torch.zeros(2, weight.shape[1], dtype=weight.dtype)
+            layout = replace(layout, stages=StagesLayout(example=example))
         self.par = Plan(mesh, passes(), guards=self.guards).apply(module, layout)
         self._applied[self.par.module] = self.par
         return self.par.module

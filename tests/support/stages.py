@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshpar import ModelLayout, Plan
+from meshpar import ModelLayout, Plan, StagesLayout
 from meshpar.step.placements import whole_tensor
 from meshpar.testing import token_loss_sum
 from tests.support.models_for_parity import VOCAB, huggingface, huggingface_gpt2, transformer
@@ -128,7 +128,7 @@ class Crossing(nn.Module):
         self.carries = carries
 
     def meshpar_layout(self):
-        return ModelLayout(blocks=("layers.*",), carries=self.carries)
+        return ModelLayout(blocks=("layers.*",), stages=StagesLayout(carries=self.carries))
 
     def forward(self, input_ids, **_):
         hidden = begun = nn.functional.layer_norm(self.embed(input_ids), (self.embed.embedding_dim,))

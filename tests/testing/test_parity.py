@@ -13,7 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshpar import ActivationCheckpoint, FullyShard, HybridShard, MeshSpec, ModelLayout, Replicate, TensorParallel
+from meshpar import (
+    ActivationCheckpoint,
+    FullyShard,
+    HybridShard,
+    MeshSpec,
+    ModelLayout,
+    Replicate,
+    TensorLayout,
+    TensorParallel,
+)
 from meshpar.passes.tensor.parts import Parts
 from meshpar.testing import RankFailure, assert_parity, on_ranks, one_process, ranks, token_steps
 from tests.support.models_for_parity import VOCAB, gpt2, huggingface, huggingface_gpt2, transformer
@@ -160,9 +169,11 @@ class EveryStyle(nn.Module):
             "own": Parts(dims={"up": (0, 1), "down": (1, 1)}, added=("bias",), sums=True),
         }
         return ModelLayout(
-            tensor={"embed": "features", "attn": "region", **split, **own, "head": "head"},
-            heads={"attn.q": 4, "attn.k": 1, "attn.v": 1},
-            copied_heads=("attn.k", "attn.v"),
+            tensor=TensorLayout(
+                {"embed": "features", "attn": "region", **split, **own, "head": "head"},
+                heads={"attn.q": 4, "attn.k": 1, "attn.v": 1},
+                copied_heads=("attn.k", "attn.v"),
+            )
         )
 
 

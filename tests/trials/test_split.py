@@ -112,7 +112,7 @@ def unwrapped(parameter):
 
 def first_forward_finds(options, what, positions):
     torch.manual_seed(0)
-    tensor = {**LAYOUT.tensor, "blocks.*.norm": "sequence"} if positions else LAYOUT.tensor
+    tensor = {**LAYOUT.tensor.styles, "blocks.*.norm": "sequence"} if positions else LAYOUT.tensor.styles
     layout = ModelLayout(blocks=LAYOUT.blocks, tensor=tensor)
     plan = Plan("tp=2", [TensorParallel(sequence_parallel=positions)])
     par = plan.apply(Model(**options), layout)
@@ -204,7 +204,7 @@ class Scaled(Model):
         self.blocks = nn.ModuleList(Gained() for _ in range(2))
 
 
-WITH_GAIN = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor, "blocks.*.gain": None})
+WITH_GAIN = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor.styles, "blocks.*.gain": None})
 
 
 def loss_sum(model, batch):
@@ -268,7 +268,7 @@ def test_a_wrong_split_is_found_without_processes():
 
 def test_an_output_of_a_shape_that_is_no_part_of_the_whole_is_told():
     layout = ModelLayout(
-        blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor, "blocks.*.norm": "sequence", "head": "rowwise_split"}
+        blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor.styles, "blocks.*.norm": "sequence", "head": "rowwise_split"}
     )
     plan = Plan("tp=2", [TensorParallel(sequence_parallel=True)])
     with pytest.raises(
@@ -516,7 +516,7 @@ class Mixed(nn.Module):
 
 @on_ranks(2)
 def test_one_parameter_is_whole_at_a_time():
-    layout = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor, "embed": None, "head": None})
+    layout = ModelLayout(blocks=LAYOUT.blocks, tensor={**LAYOUT.tensor.styles, "embed": None, "head": None})
     alive, most, join = [], [], gathered_reads.WholeReads.join
 
     def counted(self, part):

@@ -110,7 +110,7 @@ class InOrder(Chosen):
 
 def calling(name: str, layout: ModelLayout) -> type[Chosen]:
     """Return how the module of experts of this name is called."""
-    return InOrder if any(matches(pattern, name) for pattern in layout.experts_in_order) else Chosen
+    return InOrder if any(matches(pattern, name) for pattern in layout.experts.in_order) else Chosen
 
 
 def rows_in_order(arguments: Mapping[Any, Any], count: int) -> tuple[Tensor, Tensor]:

@@ -55,9 +55,9 @@ class ExpertParallel(Pass):
     skew: float = 1.0
 
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-        if "ep" in layout.refusals:
-            yield layout.refusals["ep"]
-        elif not layout.experts:
+        if layout.experts.refusal:
+            yield layout.experts.refusal
+        elif not layout.experts.modules:
             yield (
                 f"ExpertParallel has nothing to divide: the layout of {type(module).__name__} names no experts; give "
                 "ModelLayout(experts=('layers.*.moe.experts',)), or drop ExpertParallel and ep from the mesh"
@@ -77,7 +77,7 @@ class ExpertParallel(Pass):
                 f"{' and '.join(names)} are one parameter, which ExpertParallel would divide separately for each "
                 "module; use one experts module for both layers, untie them, or use a mesh without ep"
             )
-        for pattern in layout.experts:
+        for pattern in layout.experts.modules:
             found = list(find_modules(module, pattern))
             if not found:
                 yield unmatched(f"layout experts {pattern!r}", pattern, module)
@@ -112,7 +112,7 @@ class ExpertParallel(Pass):
             )
 
     def shards(self, module: nn.Module, layout: ModelLayout) -> set[str]:
-        found = [pair for pattern in layout.experts for pair in find_modules(module, pattern)]
+        found = [pair for pattern in layout.experts.modules for pair in find_modules(module, pattern)]
         return {f"{name}.{leaf}" for name, child in found for leaf, _ in child.named_parameters(recurse=False)}
 
     def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
@@ -123,7 +123,7 @@ class ExpertParallel(Pass):
         record.routing = Routing(self.skew)
         placements = [Shard(0), *[Replicate()] * (inside.ndim - 1)]
         placed: dict[int, nn.Parameter] = {}
-        found = {child: name for pattern in layout.experts for name, child in find_modules(module, pattern)}
+        found = {child: name for pattern in layout.experts.modules for name, child in find_modules(module, pattern)}
         for child, name in found.items():
             for leaf, parameter in child.named_parameters(recurse=False):
                 if id(parameter) not in placed:

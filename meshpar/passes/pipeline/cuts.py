@@ -76,7 +76,7 @@ class Anatomy:
         costs: of each block, in operations: those of a token, and the bytes that it moves. What runs before the first
             block and behind the last one, the loss included, is in theirs.
         carried: of each block but the last, what crosses a cut behind it beside the value that it hands on: results of
-            modules that ``ModelLayout.carries`` names.
+            modules that ``StagesLayout.carries`` names.
     """
 
     blocks: tuple[str, ...]
@@ -140,16 +140,16 @@ def examine(module: nn.Module, layout: ModelLayout) -> tuple[Anatomy | None, lis
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             return None, [f"its forward reads values of tensors on the host ({brief(error)}); use a mesh without pp"]
         except Exception as error:  # noqa: BLE001 - the code of a user
-            what = "ModelLayout.example" if layout.example is not None else f"integers {_SAMPLE}"
+            what = "StagesLayout.example" if layout.stages.example is not None else f"integers {_SAMPLE}"
             return None, [
                 f"a forward of {what} cannot be looked at ({brief(error)}); give the inputs of a forward as "
-                "ModelLayout(example=...), or use a mesh without pp"
+                "ModelLayout(stages=StagesLayout(example=...)), or use a mesh without pp"
             ]
 
 
 def _run(twin: nn.Module, layout: ModelLayout) -> Any:
     """Return what a model without values returns for inputs in the form of the layout's example."""
-    given = torch.zeros(_SAMPLE, dtype=torch.int64) if layout.example is None else layout.example
+    given = torch.zeros(_SAMPLE, dtype=torch.int64) if layout.stages.example is None else layout.stages.example
     given = dict(given) if isinstance(given, Mapping) else given
     given = tree_map_only(Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), given)
     if isinstance(given, dict):
@@ -193,7 +193,7 @@ class _Look:
     """
 
     def __init__(self, twin: nn.Module, names: Sequence[str], layout: ModelLayout) -> None:
-        self.carries = layout.carries
+        self.carries = layout.stages.carries
         self.blocks = {name: twin.get_submodule(name) for name in names}
         outside = {
             name: child
@@ -203,7 +203,7 @@ class _Look:
         self.owners = {
             name: child for name, child in outside.items() if any(True for _ in child.parameters(recurse=False))
         }
-        long = layout.example is None  # as sequences are
+        long = layout.stages.example is None  # as sequences are
         self.calls, self.ran, self.widths = list[str](), dict[str, list[int]](), list[int]()
         self.counted = _Count(_POSITIONS // _SAMPLE[1] if long else 0)
         self.taken, self.carried = list[Tensor | None](), list[Tensor]()
@@ -307,8 +307,8 @@ def _examined(twin: nn.Module, every: Sequence[str], layout: ModelLayout) -> tup
         if len(found) > 1 and any(True for _ in twin.get_submodule(name).buffers(recurse=False))
     ]
     problems += [
-        f"ModelLayout.carries={pattern!r} names no block, and no module that runs before the last one; leave it out"
-        for pattern in layout.carries
+        f"StagesLayout.carries={pattern!r} names no block, and no module that runs before the last one; leave it out"
+        for pattern in layout.stages.carries
         if not any(
             matches(pattern, name)
             for name in (*names, *(name for name, begun in look.ran.items() if begun[0] < len(names)))
@@ -442,8 +442,8 @@ def _crossings(
         patterns = [*shortest_patterns([name for name in known if name in lacking], known)]
         problems.append(
             f"its output uses results of {', '.join(patterns)} beside what each block hands to the next one; write "
-            f"ModelLayout(carries={(*look.carries, *patterns)}), so that they are sent to the stages that use them, or "
-            "use a mesh without pp"
+            f"ModelLayout(stages=StagesLayout(carries={(*look.carries, *patterns)})), so that they are sent to the "
+            "stages that use them, or use a mesh without pp"
         )
     problems += [
         f"its output uses something of {name} beside what {name} hands to the next block, and does not return it; "

@@ -465,7 +465,7 @@ class Edges:
         gives = self._chunks[self.chunk].gives
         if lacking := [result for result in gives if result not in self._results]:
             raise MeshparError(
-                f"{lacking[0].module} has not returned what ModelLayout.carries says, a tensor that later blocks use, "
+                f"{lacking[0].module} has not returned what StagesLayout.carries says, a tensor that later blocks use, "
                 "in this micro-batch; use a mesh without pp for it"
             )
         self.left, self._carried.width = [value], len(output) - 1 if isinstance(output, tuple | list) else -1

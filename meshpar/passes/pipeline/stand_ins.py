@@ -283,7 +283,7 @@ def refuse_idle(module: nn.Module, *_: object) -> None:
     kind = type(module).__name__.removesuffix("StandIn")
     raise MeshparError(
         f"PipelineParallel cut the model by a forward that does not call {kind}, and this batch calls it; give such "
-        "inputs as ModelLayout(example=...), or use a mesh without pp"
+        "inputs as ModelLayout(stages=StagesLayout(example=...)), or use a mesh without pp"
     )
 
 

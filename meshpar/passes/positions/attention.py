@@ -216,7 +216,7 @@ def attention(
     """Attend causally over the positions of every rank, like :func:`torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
-        module: the module that attends, ``self``; ``ModelLayout.attention`` names it.
+        module: the module that attends, ``self``; ``AttentionLayout.modules`` names it.
         q: queries (B, H, L, C).
         k: keys (B, G, L, C). G divides H.
         v: values (B, G, L, C).

@@ -41,8 +41,8 @@ class ContextParallel(Pass):
         balance: give each rank a piece from the start of a sequence and one from its end, because late positions attend
             to more keys. Sequences that 2 x ``cp`` does not divide are cut in consecutive parts.
         mixers: patterns of modules that mix positions in another way (``"backbone.layers.*.mixer"``), in addition to
-            ``ModelLayout.mixers``. Each rank computes them on the whole sequence, (B, L, D), and keeps its own part:
-            this is exact, but does not divide their time and memory.
+            ``AttentionLayout.mixers``. Each rank computes them on the whole sequence, (B, L, D), and keeps its own
+            part: this is exact, but does not divide their time and memory.
     """
 
     transport: Transport = "gather"
@@ -56,22 +56,24 @@ class ContextParallel(Pass):
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         if self.transport not in ("gather", "heads"):
             yield f"ContextParallel(transport={self.transport!r}) must be 'gather' or 'heads'"
-        mixers = (*layout.mixers, *self.mixers)
-        if "cp" in layout.refusals:
-            yield layout.refusals["cp"]
-        elif "cp without mixers" in layout.refusals and not mixers:
-            yield layout.refusals["cp without mixers"]
-        elif layout.exchange is None and not layout.attention and not mixers:
+        mixers = (*layout.attention.mixers, *self.mixers)
+        if layout.attention.refusal:
+            yield layout.attention.refusal
+        elif layout.attention.mixers_refusal and not mixers:
+            yield layout.attention.mixers_refusal
+        elif layout.attention.exchange is None and not layout.attention.modules and not mixers:
             yield (
                 f"the layout does not name the attention of {type(module).__name__}; call meshpar.attention(self, q, "
                 "k, v, mask) in it, and give ModelLayout(attention=('layers.*.attn',)), or drop ContextParallel"
             )
-        for pattern in (*layout.attention, *mixers):
+        for pattern in (*layout.attention.modules, *mixers):
             if not any(True for _ in find_modules(module, pattern)):
                 yield unmatched(f"{pattern!r}, which mixes positions,", pattern, module)
 
     def warnings(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
-        found = [name for pattern in (*layout.mixers, *self.mixers) for name, _ in find_modules(module, pattern)]
+        found = [
+            name for pattern in (*layout.attention.mixers, *self.mixers) for name, _ in find_modules(module, pattern)
+        ]
         if mesh.axes["cp"] > 1 and found:
             yield (
                 f"ContextParallel: each rank computes {len(found)} modules ({found[0]}, ...) on whole sequences, "
@@ -92,15 +94,17 @@ class ContextParallel(Pass):
             transport=self.transport,
             balance=self.balance,
         )
-        attending = [child for pattern in layout.attention for _, child in find_modules(module, pattern)]
+        attending = [child for pattern in layout.attention.modules for _, child in find_modules(module, pattern)]
         for child in (module, *attending):
             record(child).exchange = exchange
         for mixer in {
-            child: None for pattern in (*layout.mixers, *self.mixers) for _, child in find_modules(module, pattern)
+            child: None
+            for pattern in (*layout.attention.mixers, *self.mixers)
+            for _, child in find_modules(module, pattern)
         }:
             _compute_whole(mixer, exchange)
-        if layout.exchange is not None:
-            layout.exchange(module, exchange)
+        if layout.attention.exchange is not None:
+            layout.attention.exchange(module, exchange)
 
 
 def _compute_whole(module: nn.Module, exchange: Exchange) -> None:

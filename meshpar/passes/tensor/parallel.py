@@ -82,8 +82,8 @@ class TensorParallel(Pass):
         yield from _once(self._every_problem(module, layout, mesh.axes["tp"]))
 
     def _every_problem(self, module: nn.Module, layout: ModelLayout, size: int) -> Iterator[str]:
-        if "tp" in layout.refusals:
-            yield layout.refusals["tp"]
+        if layout.tensor.refusal:
+            yield layout.tensor.refusal
             return
         table = self._table(module, layout)
         yield from table.problems
@@ -129,7 +129,7 @@ class TensorParallel(Pass):
                 "a node"
             )
         split, sizes = self.shards(module, layout), {name: p.numel() for name, p in module.named_parameters()}
-        meant = [pattern for pattern, style in layout.tensor.items() if style is None]
+        meant = [pattern for pattern, style in layout.tensor.styles.items() if style is None]
         left = (name for name in sizes if name not in split and not any(covers(pattern, name) for pattern in meant))
         whole = sorted(left, key=lambda name: -sizes[name])
         share = sum(sizes[name] for name in whole) / max(1, sum(sizes.values()))
@@ -174,7 +174,7 @@ class TensorParallel(Pass):
             loss_parallel=self.loss_parallel,
             random=SplitState() if draws else None,
             arrivals=Arrivals() if isinstance(group, dist.ProcessGroup) else None,
-            inputs=layout.hidden_inputs,
+            inputs=layout.tensor.hidden_inputs,
         )
         self._install(module, layout, context)
         return context
@@ -203,7 +203,7 @@ class TensorParallel(Pass):
 
     def _table(self, module: nn.Module, layout: ModelLayout) -> _Table:
         """Return the layout's table, parsed; this pass's entries replace those of the modules that they match."""
-        table, entries = _Table(), dict(layout.tensor)
+        table, entries = _Table(), dict(layout.tensor.styles)
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         for pattern, text in self.styles.items():
             replaced = _take_out(module, entries, pattern)
@@ -234,10 +234,10 @@ class TensorParallel(Pass):
         return table
 
     def _head_problems(self, module: nn.Module, layout: ModelLayout, size: int) -> Iterator[str]:
-        for pattern, heads in layout.heads.items():
+        for pattern, heads in layout.tensor.heads.items():
             if not any(find_modules(module, pattern)):
-                yield unmatched(f"layout.heads pattern {pattern!r}", pattern, module)
-            if heads % size and not (pattern in layout.copied_heads and size % heads == 0):
+                yield unmatched(f"layout.tensor.heads pattern {pattern!r}", pattern, module)
+            if heads % size and not (pattern in layout.tensor.copied_heads and size % heads == 0):
                 yield f"{pattern} has {heads} heads, which tp={size} does not divide; {sizes_text('tp', heads)}"
 
     def _tie_problems(self, module: nn.Module, layout: ModelLayout) -> Iterator[str]:
@@ -270,20 +270,22 @@ def _with_copied_heads(
 ) -> Iterator[tuple[str, nn.Module, Style]]:
     """Yield what was found, with the projections to fewer heads than ranks in a style of their own."""
     heads = {
-        name: layout.heads[pattern] for pattern in layout.copied_heads for name, _ in find_modules(module, pattern)
+        name: layout.tensor.heads[pattern]
+        for pattern in layout.tensor.copied_heads
+        for name, _ in find_modules(module, pattern)
     }
     ratios: dict[int, tuple[nn.Module, int]] = {}
     for name, child, style in found:
         if style == Colwise() and heads.get(name, size) % size:
-            if layout.head_ratio:
+            if layout.tensor.head_ratio:
                 owner = module.get_submodule(name.rpartition(".")[0])
                 known = installed(owner)
                 before = vars(owner) if known is None else {**vars(owner), **known.attributes}
-                ratios[id(owner)] = (owner, before[layout.head_ratio] * heads[name] // size)
+                ratios[id(owner)] = (owner, before[layout.tensor.head_ratio] * heads[name] // size)
             style = CopiedHeads(heads[name])
         yield name, child, style
     for owner, ratio in ratios.values():
-        set_attribute(owner, layout.head_ratio, ratio)
+        set_attribute(owner, layout.tensor.head_ratio, ratio)
 
 
 def _splits_sequence(module: nn.Module, table: _Table) -> bool:

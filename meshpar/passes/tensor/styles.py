@@ -125,7 +125,7 @@ class Region(Style):
                 raise PlanError(
                     [
                         f"{name} got no hidden states: expected a tensor first, or as {wanted}; name it in "
-                        "layout.hidden_inputs"
+                        "layout.tensor.hidden_inputs"
                     ]
                 )
             hidden = args[0] if first == 0 else kwargs[first]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshpar import ModelLayout
+from meshpar import ModelLayout, TensorLayout
 
 Batch = dict[str, Tensor]
 VOCAB = 64
@@ -466,13 +466,15 @@ def gpt_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 GPT_LAYOUT = ModelLayout(
     blocks=("transformer.h.*",),
-    tensor={
-        "transformer.h.*.attn.c_attn": "packed_colwise:3",
-        "transformer.h.*.attn.c_proj": "rowwise",
-        "transformer.h.*.mlp.c_fc": "colwise",
-        "transformer.h.*.mlp.c_proj": "rowwise",
-    },
-    heads={"transformer.h.*.attn.c_attn": 4},
+    tensor=TensorLayout(
+        {
+            "transformer.h.*.attn.c_attn": "packed_colwise:3",
+            "transformer.h.*.attn.c_proj": "rowwise",
+            "transformer.h.*.mlp.c_fc": "colwise",
+            "transformer.h.*.mlp.c_proj": "rowwise",
+        },
+        heads={"transformer.h.*.attn.c_attn": 4},
+    ),
     tied=(("transformer.wte.weight", "lm_head.weight"),),
 )
 

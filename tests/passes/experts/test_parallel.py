@@ -515,7 +515,10 @@ def evenly(experts, x, chosen, weights):
 
 @on_ranks(2)
 def test_experts_that_take_rows_in_their_order_equal_one_process_and_are_counted():
-    layout, passes = replace(OWN, experts_in_order=OWN.experts), [ExpertParallel(), FullyShard()]
+    layout, passes = (
+        replace(OWN, experts=replace(OWN.experts, in_order=OWN.experts.modules)),
+        [ExpertParallel(), FullyShard()],
+    )
     counted = []
     for kind, call in [(Sized, in_order), (Offset, in_order), (Even, evenly)]:
         assert_parity(

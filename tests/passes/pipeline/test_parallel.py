@@ -205,9 +205,15 @@ def test_what_crosses_a_cut_is_sent_where_it_is_needed():
         [begun, ("layers.0", 0), first],
     ]
     for carries, text in (
-        ((), r"uses results of .*embed.* beside what each block hands to the next one; write ModelLayout\(carries="),
-        (("embed",), r"uses results of .*layers\.0.* beside what.*; write ModelLayout\(carries=\('embed', 'layers\.0'"),
-        (("embed", "layers.*", "head"), "ModelLayout.carries='head' names no block, and no module that runs before"),
+        (
+            (),
+            r"uses results of .*embed.* beside what each block hands to the next one; write ModelLayout\(stages=StagesLayout\(carries=",
+        ),
+        (
+            ("embed",),
+            r"uses results of .*layers\.0.* beside what.*; write ModelLayout\(stages=StagesLayout\(carries=\('embed', 'layers\.0'",
+        ),
+        (("embed", "layers.*", "head"), "StagesLayout.carries='head' names no block, and no module that runs before"),
     ):
         with pytest.raises(PlanError, match=text):
             Plan("pp=2", [PipelineParallel()]).check(Crossing(carries=carries), world_size=2)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshpar import FullyShard, MeshparError, ModelLayout, PipelineParallel, Plan, PlanError, Replicate
+from meshpar import FullyShard, MeshparError, ModelLayout, PipelineParallel, Plan, PlanError, Replicate, StagesLayout
 from meshpar.checkpoints import CheckpointManager
 from meshpar.losses.log_probs import token_log_probs
 from meshpar.passes.applied import applied
@@ -75,7 +75,7 @@ class ViT(nn.Module):
         self.pool = pool
 
     def meshpar_layout(self):
-        return ModelLayout(blocks=("blocks.*",), example=pixels(self, 3))
+        return ModelLayout(blocks=("blocks.*",), stages=StagesLayout(example=pixels(self, 3)))
 
     def features(self, images):
         x = self.patch_embed(images).flatten(2).transpose(1, 2)
@@ -113,7 +113,7 @@ class Classifier(nn.Module):
         del self.backbone.head
 
     def meshpar_layout(self):
-        return ModelLayout(blocks=("backbone.blocks.*",), example={"images": pixels(self, 3)})
+        return ModelLayout(blocks=("backbone.blocks.*",), stages=StagesLayout(example={"images": pixels(self, 3)}))
 
     def forward(self, images):
         return self.probe(self.backbone.features(images)[:, 0])
@@ -174,7 +174,7 @@ class DiT(nn.Module):
     def meshpar_layout(self):
         example = {"x": pixels(self, 4), "t": torch.zeros(2, dtype=torch.long)}
         example["y"] = torch.zeros(2, dtype=torch.long)
-        return ModelLayout(blocks=("blocks.*",), carries=self.carries, example=example)
+        return ModelLayout(blocks=("blocks.*",), stages=StagesLayout(carries=self.carries, example=example))
 
     def unpatchify(self, x):
         side = math.isqrt(x.shape[1])
@@ -227,7 +227,9 @@ class UNet(nn.Module):
 
     def meshpar_layout(self):
         example = pixels(self, 3), torch.zeros(2)
-        return ModelLayout(blocks=("downs.*", "mid", "ups.*"), carries=self.carries, example=example)
+        return ModelLayout(
+            blocks=("downs.*", "mid", "ups.*"), stages=StagesLayout(carries=self.carries, example=example)
+        )
 
     def forward(self, x, t):
         emb = self.time(sinusoidal(t).to(x.dtype))
@@ -260,7 +262,8 @@ class Flat(nn.Module):
 
     def meshpar_layout(self):
         return ModelLayout(
-            blocks=("blocks.*",), carries=("time", "blocks.*"), example=[pixels(self, 3), torch.zeros(2)]
+            blocks=("blocks.*",),
+            stages=StagesLayout(carries=("time", "blocks.*"), example=[pixels(self, 3), torch.zeros(2)]),
         )
 
     def forward(self, x, t):
@@ -575,16 +578,16 @@ class Keeps(Flat):
 def test_what_is_refused_says_what_would_help():
     assert re.search(
         r"a forward of integers \(2, 8\) cannot be looked at \(.*\); give the inputs of a forward as "
-        r"ModelLayout\(example=\.\.\.\)",
+        r"ModelLayout\(stages=StagesLayout\(example=\.\.\.\)\)",
         refusals(ViT(), layout=ModelLayout(blocks=("blocks.*",))),
     )
     assert "its forward reads values of tensors on the host (DataDependentOutput" in refusals(Reads())
     said = refusals(DiT(carries=()))
     assert "its output uses results of t_embedder.mlp.2, y_embedder beside what" in said
-    assert "write ModelLayout(carries=('t_embedder.mlp.2', 'y_embedder'))" in said
+    assert "write ModelLayout(stages=StagesLayout(carries=('t_embedder.mlp.2', 'y_embedder')))" in said
     assert not refusals(DiT(carries=("t_embedder.mlp.2", "y_embedder")))
     said = refusals(UNet(carries=("time",)))
-    assert "write ModelLayout(carries=('time', 'conv_in', 'downs.*'))" in said
+    assert "write ModelLayout(stages=StagesLayout(carries=('time', 'conv_in', 'downs.*')))" in said
     assert not refusals(UNet(carries=("time", "conv_in", "downs.*")))
     assert "embed returns a tensor of torch.int64, of which other stages have no values" in refusals(Numbered())
     assert "the model writes into what t_embedder returns" in refusals(Written())

@@ -445,7 +445,7 @@ def test_mixers_are_named_by_the_plan_or_refused(compiled):
 
     with torch.device("meta"):
         pictures = transformers.AutoModelForCausalLM.from_config(transformers.Gemma3Config())
-    assert layout_for(pictures).mixers == (), "its tower for images sees no positions of the text"
+    assert layout_for(pictures).attention.mixers == (), "its tower for images sees no positions of the text"
     mamba = transformers.MambaForCausalLM(
         transformers.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, use_cache=False)
     )
