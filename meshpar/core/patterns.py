@@ -118,6 +118,8 @@ def is_called(module: nn.Module) -> bool:
 
 _FEW = 8
 """Names that a message lists where none of them is near."""
+_NEAR = 0.75
+"""Part of the letters of two names, or of two words of them, that are the same in names that are spelt alike."""
 _WORDS = re.compile(r"[._-]|(?<=[a-z])(?=[A-Z])")
 
 
@@ -125,43 +127,26 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return up to three of ``known`` that ``name`` may stand for, best first, one for all that differ by a number;
     none if none is near.
 
-    A name is near if a typing error makes one of the other (up to three edits, at most one in three letters; the fewest
-    edits count), or if no such name exists and all words of one are in the other, short forms and errors of one in four
-    letters included (``seq_len`` is near ``sequence_length``).
+    A name is near if it is spelt alike, or if no such name exists and all words of one are in the other, short forms
+    and errors included (``seq_len`` is near ``sequence_length``).
     """
-    collapsed = dict.fromkeys(
-        ".".join("*" if part.isdigit() else part for part in other.split(".")) for other in known if other
+    wanted, *names = (
+        ".".join("*" if part.isdigit() else part for part in other.split(".")) for other in (name, *filter(None, known))
     )
-    wanted = ".".join("*" if part.isdigit() else part for part in name.split("."))
-    misspelt = {other: _edits(wanted.lower(), other.lower()) for other in collapsed if _is_misspelt(wanted, other, 3)}
-    found = [other for other in misspelt if misspelt[other] == min(misspelt.values())]
-    found = found or [other for other in collapsed if _shares_words(wanted, other)]
-    return sorted(found, key=lambda other: -difflib.SequenceMatcher(None, wanted.lower(), other.lower()).ratio())[:3]
+    near = {other for other in names if _likeness(wanted, other) >= _NEAR}
+    near = near or {other for other in names if _shares_words(wanted, other)}
+    return sorted(near, key=lambda other: (-_likeness(wanted, other), names.index(other)))[:3]
 
 
-def _is_misspelt(one: str, other: str, letters: int) -> bool:
-    """Return whether at most 3 edits, and at most one in so many letters, make one name of the other."""
-    allowed = min(3, max(len(one), len(other)) // letters)
-    return abs(len(one) - len(other)) <= allowed and _edits(one.lower(), other.lower()) <= allowed
-
-
-def _edits(one: str, other: str) -> int:
-    """Return how many letters to insert, delete, replace or swap with the next make one text of the other."""
-    before, row = list[int](), list(range(len(other) + 1))
-    for i, a in enumerate(one):
-        new = [i + 1]
-        for j, b in enumerate(other):
-            swapped = before[j - 1] + 1 if i and j and (a, one[i - 1]) == (other[j - 1], b) else len(one)
-            new.append(min(new[j] + 1, row[j + 1] + 1, row[j] + (a != b), swapped))
-        before, row = row, new
-    return row[-1]
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()
 
 
 def _shares_words(one: str, other: str) -> bool:
     """Return whether each word of the name that has fewer is in the other."""
     few, many = sorted(([word for word in _WORDS.split(name) if word] for name in (one, other)), key=len)
     return bool(few) and all(
-        any(_is_misspelt(word, other_word, 4) or _is_short(word, other_word) for other_word in many) for word in few
+        any(_likeness(word, other_word) >= _NEAR or _is_short(word, other_word) for other_word in many) for word in few
     )
 
 
