@@ -1,5 +1,53 @@
-"""``BatchNorm``: what all batch norms inherit from, also those of other packages; ``nn.SyncBatchNorm`` looks for it."""
+"""What modules and their tensors hold in attributes that torch has not made public.
 
+- ``BatchNorm``, ``Dropout``: what these modules inherit from, also those of other packages.
+- ``persistent_buffers``, ``call_hooks``, ``gradient_hooks``: torch lists none of them.
+- ``memory_of``: the address of a storage's own object, by which storages without bytes differ, too.
+- ``held_part``: :meth:`DTensor.to_local` returns a view, whose version and memory are the part's own here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.dropout import _DropoutNd as Dropout
 
-__all__ = ["BatchNorm"]
+__all__ = ["BatchNorm", "Dropout", "call_hooks", "gradient_hooks", "held_part", "memory_of", "persistent_buffers"]
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's own buffers that belong to its state, by name."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def call_hooks(module: nn.Module, *, backward: bool = False) -> list[Any]:
+    """Return the hooks of a module's calls, or those of its backwards."""
+    kinds = (
+        (module._backward_pre_hooks, module._backward_hooks)
+        if backward
+        else (module._forward_pre_hooks, module._forward_hooks)
+    )
+    return [hook for hooks in kinds for hook in hooks.values()]
+
+
+def gradient_hooks(parameter: Tensor) -> list[Any]:
+    """Return the hooks on a parameter's gradient, before and after it is accumulated."""
+    kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return [hook for hooks in kinds for hook in (hooks or {}).values()]
+
+
+def held_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, the object that it holds; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def memory_of(value: Tensor | torch.UntypedStorage) -> int:
+    """Return the number by which torch knows a storage, or that of a tensor, while it lives."""
+    return (value.untyped_storage() if isinstance(value, Tensor) else value)._cdata

@@ -69,9 +69,14 @@ def is_view(func: Any) -> bool:
     )
 
 
+def name_of(func: Any) -> str:
+    """Return the name of an operator, without its library's."""
+    return str(func._schema.name.rpartition("::")[2])
+
+
 def moves_nothing(func: Any) -> bool:
     """Tell operators that only allocate."""
-    return "empty" in func._schema.name.rpartition("::")[2]
+    return "empty" in name_of(func)
 
 
 def matrix_shape(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:

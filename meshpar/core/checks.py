@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from meshpar._torch.modules import gradient_hooks
 from meshpar.core import registry
 from meshpar.core.errors import LayoutError, MeshError, PlanError
 from meshpar.core.layout import ModelLayout
@@ -188,11 +189,7 @@ def _content_problems(
         if any(held.axes[axis] > 1 for axis in axes_of(ready, held, Role.SAMPLES)):
             yield from of_parts(module)
             yield from filter(None, [layout.experts.balance_refusal])
-    hooked = [
-        name
-        for name, parameter in parameters.items()
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    ]
+    hooked = [name for name, parameter in parameters.items() if gradient_hooks(parameter)]
     if hooked and any(pass_.shards(module, layout) for pass_ in ready):
         yield (
             f"{hooked[0]} has a hook on its gradient, which the shards that replace it would not have; register hooks "

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from meshpar._torch.calls import eager
-from meshpar._torch.modules import BatchNorm
+from meshpar._torch.modules import BatchNorm, call_hooks
 from meshpar._torch.patches import while_lives
 from meshpar._torch.recompute import checkpoint, ignore_profiler_marks, in_checkpoint, recompute_again
 from meshpar.core import runtime
@@ -73,7 +73,7 @@ class ActivationCheckpoint(Pass):
         if self.mode not in ("full", "selective"):
             yield f"ActivationCheckpoint(mode={self.mode!r}) is not known; use 'full' or 'selective', or give a policy"
         for name, block in find_blocks(module, layout, self.blocks):
-            if block._forward_pre_hooks or block._forward_hooks:
+            if call_hooks(block):
                 yield (
                     f"{name} has forward hooks, which recomputation would run a second time; register them on a "
                     "module around or in it"

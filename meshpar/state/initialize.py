@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshpar._torch.modules import persistent_buffers
 from meshpar.core import runtime
 from meshpar.core.errors import LayoutError
 from meshpar.core.layout import ModelLayout
@@ -309,9 +310,8 @@ def state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and persistent buffers by name, tied ones once."""
     yield from module.named_parameters()
     for prefix, child in module.named_modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None and name not in child._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+        for name, buffer in persistent_buffers(child):
+            yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def _rebuild(
@@ -320,7 +320,8 @@ def _rebuild(
     """Let modules fill what no file holds: ``missing`` buffers, and the parameters in ``rebuilt``."""
     for name, child in module.named_modules():
         prefix = f"{name}." if name else ""
-        buffers = {key for key in child._non_persistent_buffers_set if prefix + key in missing}
+        persistent = dict(persistent_buffers(child))
+        buffers = {key for key in child._buffers if key not in persistent and prefix + key in missing}
         own = {key: value for key, value in child._parameters.items() if value is not None and prefix + key in rebuilt}
         if buffers or own:
             with _whole_parameters(child, device) as whole:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from meshpar._torch.modules import memory_of
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
@@ -73,7 +74,7 @@ def on_the_host(module: nn.Module, tensors: Iterable[Tensor], device: torch.devi
     for local in map(local_tensor, tensors):
         storage = local.untyped_storage()
         if local.device.type == device.type and storage.nbytes() and storage.resizable():
-            storages[storage._cdata] = _bytes(storage, local.device)
+            storages[memory_of(storage)] = _bytes(storage, local.device)
     reads.away = _INSIDE
     lent.hooks = lent.hooks or _refusing(module)
     try:

@@ -13,6 +13,7 @@ from torch.autograd.profiler import profile
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from meshpar._torch.modules import memory_of
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.step.placements import local_index, local_tensor
@@ -49,7 +50,7 @@ def storages() -> dict[int, tuple[int, Tensor]]:
         except RuntimeError:  # a stand-in that tracing left behind (FakeTensor, FunctionalTensor) has no bytes
             continue
         if held:
-            found.setdefault(storage._cdata, (storage.nbytes(), tensor))
+            found.setdefault(memory_of(storage), (storage.nbytes(), tensor))
     return found
 
 
@@ -120,9 +121,9 @@ class Memory:
         for kind, tensors in kinds.items():
             there = {tensor.untyped_storage() for tensor in map(local_tensor, tensors) if not tensor.is_meta}
             held[kind] = {
-                storage._cdata: storage.nbytes()
+                memory_of(storage): storage.nbytes()
                 for storage in there
-                if not any(storage._cdata in known for known in held.values())
+                if not any(memory_of(storage) in known for known in held.values())
             }
         known = {number for sizes in held.values() for number in sizes}
         # Before the description, for which gathered weights go.

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from meshpar._torch.modules import held_part
 from meshpar.step.placements import held_by_this_rank, local_tensor, whole_tensor
 
 
@@ -55,7 +56,7 @@ class _Outside(torch.autograd.Function):
         ctx: Any, parameter: DTensor, whole: bool, groups: Sequence[dist.ProcessGroup], reached: Callable[[], None]
     ) -> Tensor:
         ctx.like, ctx.whole, ctx.groups, ctx.reached = parameter.detach(), whole, groups, reached
-        return whole_tensor(parameter) if whole else local_tensor(parameter).view_as(parameter._local_tensor)
+        return whole_tensor(parameter) if whole else local_tensor(parameter).view_as(held_part(parameter))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from meshpar._torch import BEFORE_2_13
 from meshpar._torch.fsdp import is_shard, replicate
 from meshpar._torch.groups import flattened
+from meshpar._torch.modules import held_part
 from meshpar.core import runtime
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, divisors
@@ -101,7 +101,7 @@ class Precision:
         them.
         """
         for parameter in module.parameters():
-            held: Any = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+            held = held_part(parameter)
             # which FSDP2 cannot split
             if not held.is_contiguous() and 0 not in held.stride() and not is_shard(parameter):
                 held.data = held.data.contiguous()

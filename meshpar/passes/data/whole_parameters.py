@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 from meshpar._torch.autograd import part_here
 from meshpar._torch.fsdp import is_shard
 from meshpar._torch.groups import root_of
+from meshpar._torch.modules import call_hooks, held_part, memory_of
 from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.mesh import sizes_text
 from meshpar.core.patterns import class_name, covers, is_called
@@ -66,8 +67,7 @@ def replaced_problems(name: str, module: nn.Module, base: type[nn.Module]) -> It
             f"{name} is a part of {around}, a nn.MultiheadAttention, which reads its weights itself and cannot be "
             f"split; {leave}"
         )
-    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    if any(hooks):
+    if call_hooks(module) or call_hooks(module, backward=True):
         yield (
             f"{name} has hooks, which would see a rank's part of what they expect (or weights that they compute, as "
             f"weight_norm of torch.nn.utils does, would be skipped); register them on a module around it, or {leave}"
@@ -269,10 +269,10 @@ def see_plain(module: nn.Module, inside: list[nn.Module], over: str) -> None:
                 plain = plain if plain.ndim else _Scalar.apply(plain)
                 owner[name] = plain
                 if not torch.compiler.is_compiling():
-                    seen.append((name, plain, plain.untyped_storage()._cdata, plain._version))
+                    seen.append((name, plain, memory_of(plain), plain._version))
             output = inner(*args, **kwargs)
             for (owner, _, _), (name, given, memory, _) in zip(kept, seen):
-                if given.untyped_storage()._cdata != memory or owner[name] is not given:
+                if memory_of(given) != memory or owner[name] is not given:
                     refuse_written(name)
             return output
         except MeshparError:
@@ -433,8 +433,8 @@ class WholeParameters:
 
     def versions(self) -> dict[str, tuple[int, int]]:
         """Return by name numbers that change when somebody writes a parameter or gives it other memory."""
-        held = {name: parameter._local_tensor for name, parameter in self._named().items()}
-        return {name: (tensor._version, tensor.untyped_storage()._cdata) for name, tensor in held.items()}
+        parts = {name: held_part(parameter) for name, parameter in self._named().items()}
+        return {name: (part._version, memory_of(part)) for name, part in parts.items()}
 
     @torch.no_grad()
     def reduce(self) -> list[nn.Parameter]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from meshpar._torch.calls import eager
+from meshpar._torch.modules import Dropout
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 
@@ -57,7 +58,7 @@ def forked(device: torch.device) -> AbstractContextManager[None]:
 
 def is_dropout(module: nn.Module) -> bool:
     """Return whether a module is a dropout that draws random numbers in training."""
-    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0.0
+    return isinstance(module, Dropout) and module.p > 0.0
 
 
 def draws_random(module: nn.Module) -> bool:
