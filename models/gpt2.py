@@ -167,7 +167,7 @@ class Block(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
-        self.attn = Attention(config)
+        self.attn = GPT2Attention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
         # Here and not in attn and mlp: the residual stream is replicated over the tensor axis, their insides are not.
@@ -181,7 +181,7 @@ class Block(nn.Module):
 
 
 @final
-class Attention(nn.Module):
+class GPT2Attention(nn.Module):
     """Causal attention with one fused input projection."""
 
     def __init__(self, config: GPT2Config) -> None:

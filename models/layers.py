@@ -103,7 +103,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.top, self.scale = top, scale
         self.router = Linear(dim, experts)
-        self.experts = Experts(dim, hidden, experts, residual_std)
+        self.experts = StackedExperts(dim, hidden, experts, residual_std)
         self.shared = shared
         self.register_buffer("bias", None if shared is None else torch.zeros(experts))
 
@@ -128,7 +128,7 @@ class Mixture(nn.Module):
 
 
 @final
-class Experts(nn.Module):
+class StackedExperts(nn.Module):
     """SwiGLU layers, stacked; it reads their number from its weights, of which a rank may hold a part."""
 
     def __init__(self, dim: int, hidden: int, experts: int, residual_std: float) -> None:
@@ -172,8 +172,8 @@ def products(x_RD: Tensor, weight_EFD: Tensor, rows_E: Tensor) -> Tensor:
     """
     sizes = (x_RD.shape[1] * x_RD.element_size(), weight_EFD.shape[1] * x_RD.element_size())
     # torch.compile knows the shape of a grouped product in bfloat16 alone.
-    known = x_RD.dtype == torch.bfloat16 if torch.compiler.is_compiling() else x_RD.dtype != torch.float64
-    if known and not any(size % 16 for size in sizes):
+    grouped = x_RD.dtype == torch.bfloat16 if torch.compiler.is_compiling() else x_RD.dtype != torch.float64
+    if grouped and not any(size % 16 for size in sizes):
         return F.grouped_mm(x_RD, weight_EFD.transpose(1, 2), offs=rows_E.cumsum(0).to(torch.int32))
     parts = x_RD.split(rows_E.tolist())
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weight_EFD, strict=True)])

@@ -274,7 +274,7 @@ def _published_mixture(config: TransformerConfig) -> tuple[str, str, dict[str, A
     """Return type, name and settings of the published form: Qwen3-MoE, or GLM4-MoE, which has shared experts and a
     router's bias.
     """
-    both = {
+    common = {
         "num_experts_per_tok": config.experts_per_token,
         "moe_intermediate_size": config.expert_hidden or config.hidden,
         "norm_topk_prob": True,
@@ -283,7 +283,7 @@ def _published_mixture(config: TransformerConfig) -> tuple[str, str, dict[str, A
         return (
             "qwen3_moe",
             "Qwen3Moe",
-            both | {"num_experts": config.experts, "decoder_sparse_step": 1, "mlp_only_layers": []},
+            common | {"num_experts": config.experts, "decoder_sparse_step": 1, "mlp_only_layers": []},
         )
     experts = {
         "n_routed_experts": config.experts,
@@ -297,4 +297,4 @@ def _published_mixture(config: TransformerConfig) -> tuple[str, str, dict[str, A
         "routed_scaling_factor": config.routed_scale,
         "use_qk_norm": True,
     }
-    return "glm4_moe", "Glm4Moe", both | experts | layers
+    return "glm4_moe", "Glm4Moe", common | experts | layers

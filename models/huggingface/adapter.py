@@ -35,8 +35,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
 
     The blocks are the layers in ``_no_split_modules``. The tensor-parallel table comes from ``tp_plan``, or for
     verified architectures from their structure. The initial weights come from ``_init_weights``, and the stored names
-    from transformers' own conversions. ``docs/architectures.md`` lists the architectures that are exact under each
-    plan.
+    from transformers' own conversions. ``docs/architectures.md`` lists what is exact under each plan.
     """
     loaded = sys.modules.get("transformers.modeling_utils")
     if loaded is None or not isinstance(module, loaded.PreTrainedModel):
@@ -52,7 +51,7 @@ def layout_for(module: nn.Module) -> ModelLayout | None:
         tied=tuple(tied_names(model)),
         fp32=_fp32(model),
         dropout=_has_dropout(model),
-        init=_Initialiser(model),
+        init=_WeightInitialiser(model),
         rebuilt=tuple(sorted(model._keys_to_ignore_on_save or ())),
         ignored=_ignored(model),
         weights=weight_map(model),
@@ -97,9 +96,7 @@ def from_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> nn.Module
 
 
 def check_attention(config: Any) -> None:
-    """Raise LayoutError if a config of transformers names an attention that is not installed: transformers may load it
-    from the Hugging Face Hub, as code.
-    """
+    """Raise LayoutError if a config names an attention that is not installed: transformers may load it as code."""
     if (name := foreign_attention(config)) is not None:
         raise LayoutError(
             f"the config has attn_implementation {name!r}, expected eager, sdpa, flex_attention or an installed "
@@ -108,19 +105,15 @@ def check_attention(config: Any) -> None:
 
 
 def foreign_attention(config: Any) -> str | None:
-    """Return the name of an attention in a config of transformers, or in one inside it, that is neither torch's nor of
-    an installed package; None without one.
-    """
+    """Return the name of an attention in a config, or in one inside it, that is neither torch's nor installed."""
     from transformers import utils
 
-    known = {"None", "eager", "sdpa", "flex_attention"}
-    known |= {
-        f"flash_attention_{version}"
-        for version in (2, 3, 4)
-        if (installed := getattr(utils, f"is_flash_attn_{version}_available", None)) is not None and installed()
-    }
+    names = {"None", "eager", "sdpa", "flex_attention"}
+    for version in (2, 3, 4):
+        if getattr(utils, f"is_flash_attn_{version}_available", bool)():
+            names.add(f"flash_attention_{version}")
     name = str(getattr(config, "_attn_implementation", None))
-    if name.removeprefix("paged|") not in known:
+    if name.removeprefix("paged|") not in names:
         return name
     parts = (getattr(config, part, None) for part in getattr(config, "sub_configs", ()))
     return next(filter(None, map(foreign_attention, parts)), None)
@@ -128,9 +121,7 @@ def foreign_attention(config: Any) -> str | None:
 
 def for_training(auto: Any, config: Any) -> nn.Module:
     """Return the model that an Auto class of transformers builds for a config: on the meta device, in float32, without
-    a key/value cache.
-
-    The config that is exported keeps the published ``use_cache``.
+    a key/value cache, whose published setting an export keeps.
     """
     published = config.to_diff_dict().get("use_cache")
     config.use_cache = False
@@ -169,25 +160,20 @@ def _blocks(model: Any) -> tuple[str, ...]:
 
 
 def _is_called(model: nn.Module, name: str) -> bool:
-    """Return whether the model calls the layers of a list as modules, so that FSDP2's hooks run; some models call
-    methods instead.
-    """
-    layers = model.get_submodule(name)
-    owner = model.get_submodule(name.rpartition(".")[0])
-    own = inspect.getsource(type(owner)) if type(owner).__module__.startswith("transformers.") else ""
+    """Return whether the model calls the layers of a list as modules, so that FSDP2's hooks run, and no methods."""
+    layers, owner = model.get_submodule(name), type(model.get_submodule(name.rpartition(".")[0]))
+    source = inspect.getsource(owner) if owner.__module__.startswith("transformers.") else ""
     reversible = any(hasattr(layer, "backward_pass") for layer in layers.children())
-    return not re.search(r"\blayer\w*\.forward\(", own) and not reversible
+    return not re.search(r"\blayer\w*\.forward\(", source) and not reversible
 
 
 def _ignored(model: Any) -> tuple[str, ...]:
-    """Return the patterns of tensors in files that transformers ignores, including the two that it adds for the
-    model's buffers.
-    """
+    """Return the patterns of tensors in files that transformers ignores, also those that it adds for buffers."""
     buffers = [name for name, _ in model.named_buffers()]
     added = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
-    found = {pattern for end, pattern in added.items() if any(name.endswith(end) for name in buffers)}
-    masks = r"\.attn(ention)?\.masked_bias$"  # a number that transformers stored once beside causal masks
-    return tuple(sorted(found.union([masks], model._keys_to_ignore_on_load_unexpected or ())))
+    patterns = {pattern for end, pattern in added.items() if any(name.endswith(end) for name in buffers)}
+    patterns.add(r"\.attn(ention)?\.masked_bias$")  # a number that transformers stored once, with causal masks
+    return tuple(sorted(patterns.union(model._keys_to_ignore_on_load_unexpected or ())))
 
 
 def _fp32(model: Any) -> tuple[str, ...]:
@@ -200,16 +186,15 @@ def _fp32(model: Any) -> tuple[str, ...]:
 
 
 def _has_dropout(model: Any) -> bool:
-    """Return whether a language model of this config draws random numbers in training, without the fields of
-    classifiers.
-    """
-    fields = model.config.get_text_config().to_dict().items()
-    rates = [
-        value
-        for name, value in fields
+    """Return whether a language model of this config, without a classifier, draws random numbers in training."""
+    return any(
+        isinstance(value, int | float) and value > 0
+        for name, value in model.config.get_text_config().to_dict().items()
         if re.search("dropout|pdrop|layerdrop", name) and not re.match("summary|classifier|pooler", name)
-    ]
-    return any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
+    )
+
+
+_UNPUBLISHED = ("_name_or_path", "transformers_version", "use_cache")
 
 
 def _published_config(model: Any) -> dict[str, Any]:
@@ -218,14 +203,9 @@ def _published_config(model: Any) -> dict[str, Any]:
     base = next(
         cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers.") or "FSDP" not in cls.__name__
     )
-    unpublished = {
-        "_name_or_path",
-        "transformers_version",
-        *(["use_cache"] if hasattr(model, "meshpar_use_cache") else []),
-    }
-    kept = {key: value for key, value in values.items() if key not in unpublished} | {"architectures": [base.__name__]}
-    cache = getattr(model, "meshpar_use_cache", None)
-    return kept if cache is None else kept | {"use_cache": cache}
+    values["architectures"], cache = [base.__name__], getattr(model, "meshpar_use_cache", values.get("use_cache"))
+    values |= {"_name_or_path": None, "transformers_version": None, "use_cache": cache}
+    return {key: value for key, value in values.items() if value is not None or key not in _UNPUBLISHED}
 
 
 def _recompute_refusal(model: Any) -> str:
@@ -238,7 +218,7 @@ def _recompute_refusal(model: Any) -> str:
 
 
 @final
-class _Initialiser:
+class _WeightInitialiser:
     """Initialise one module's own tensors by the model's ``_init_weights``. A class, because a forecast sends
     layouts to its process.
     """
@@ -250,8 +230,8 @@ class _Initialiser:
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
-        own = {**module._parameters, **module._buffers}
-        versions = {name: (tensor, tensor._version) for name, tensor in own.items() if tensor is not None}
+        tensors = {**module._parameters, **module._buffers}
+        versions = {name: (tensor, tensor._version) for name, tensor in tensors.items() if tensor is not None}
         drawing, around = module, self._parents.get(module)
         while True:
             with _writing_only(tuple(tensor for tensor, _ in versions.values()), drawing):
@@ -308,14 +288,14 @@ def _writing_only(tensors: Any, module: nn.Module) -> Iterator[None]:
     """Let transformers' initialisers, inside ``module``, write ``tensors`` alone: they pass over what is flagged as
     initialised.
     """
-    mine = {id(tensor) for tensor in tensors}
-    inside = [*module.parameters(), *module.buffers()]
-    for tensor in inside:
-        tensor._is_hf_initialized = id(tensor) not in mine  # type: ignore[attr-defined, union-attr]
+    wanted = {id(tensor) for tensor in tensors}
+    every = [*module.parameters(), *module.buffers()]
+    for tensor in every:
+        tensor._is_hf_initialized = id(tensor) not in wanted  # type: ignore[attr-defined, union-attr]
     try:
         yield
     finally:
-        for tensor in inside:
+        for tensor in every:
             del tensor._is_hf_initialized  # type: ignore[attr-defined, union-attr]
 
 

@@ -36,33 +36,29 @@ def exchange_positions(model: Any, exchange: Exchange) -> None:
     """Let the attention of a transformers model exchange positions. ``AttentionLayout.exchange`` of such a model."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    used = model.config._attn_implementation
-    sequence = _Sequence(
-        exchange, used, _counted_in(model), placed=_has_positions(model) and not _counts_in_mask(model)
-    )
+    alibi = getattr(model.config.get_text_config(), "alibi", False)  # which counts positions in the mask
+    placed = _has_positions(model) and not alibi
+    sequence = _WholeSequence(exchange, model.config._attn_implementation, _counted_in(model), placed=placed)
     name = f"meshpar_positions_{next(_numbers)}"
     AttentionInterface.register(name, sequence.attend)
     AttentionMaskInterface.register(name, sequence.mask)
     # Copies, for another model may have been made from the same config.
-    known: dict[int, Any] = {}
-    owners: list[Any] = [
-        child for child in model.modules() if hasattr(getattr(child, "config", None), "_attn_implementation")
-    ]
-    for owner in owners:
-        owner.config = copy.deepcopy(owner.config, known)
-    before = [
-        (config, config._attn_implementation)
-        for config in {id(owner.config): owner.config for owner in owners}.values()
-    ]
+    copies: dict[int, Any] = {}
+    before = dict[int, tuple[Any, Any]]()
+    for owner in model.modules():
+        config: Any = getattr(owner, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            owner.config = copied = copy.deepcopy(config, copies)
+            before[id(copied)] = copied, copied._attn_implementation
 
     @contextmanager
     def as_written() -> Iterator[None]:
-        for config, own in before:
-            config._attn_implementation = own
+        for config, written in before.values():
+            config._attn_implementation = written
         try:
             yield
         finally:
-            for config, _ in before:
+            for config, _ in before.values():
                 config._attn_implementation = name
 
     with as_written():
@@ -142,48 +138,36 @@ def _mixers(model: Any) -> tuple[str, ...]:
     model that attends at all so do those beside attention: recurrences and linear attention, which hold a convolution
     over positions. Towers for images and sound see no positions of the text.
     """
-    own = (model.config, model.config.get_text_config())
-    towers = [
+    modules, configs = dict(model.named_modules()), (id(model.config), id(model.config.get_text_config()))
+    towers = tuple(
+        f"{name}."
+        for name, child in modules.items()
+        if hasattr(child, "base_model") and id(child.config) not in configs
+    )
+    text = {name: child for name, child in modules.items() if not name.startswith(towers)}
+    names = [
         name
-        for name, child in model.named_modules()
-        if hasattr(child, "base_model") and not any(child.config is one for one in own)
+        for name, module in text.items()
+        if _attends(module)
+        and not (_by_interface(type(module)) and not any(hasattr(module, attribute) for attribute in _OWN))
     ]
-    text = [
-        (name, child)
-        for name, child in model.named_modules()
-        if not any(name.startswith(f"{tower}.") for tower in towers)
-    ]
-    attending = {name: module for name, module in text if _attends(module)}
-    kinds = [
-        value
-        for name, value in vars(sys.modules[type(model).__module__]).items()
-        if "Attention" in name and isinstance(value, type)
-    ]
-    found = [
-        name
-        for name, module in attending.items()
-        if not _by_interface(type(module)) or any(hasattr(module, attribute) for attribute in _OWN)
-    ]
-    blocks = [
-        f"{name}.{number}"
-        for name, module in text
-        if isinstance(module, nn.ModuleList)
-        for number in range(len(module))
-    ]
-    for block in blocks if any(map(_by_interface, kinds)) else ():
-        for name, child in model.get_submodule(block).named_children():
-            if any(isinstance(inner, nn.Conv1d) for inner in child.modules()):
-                found.append(f"{block}.{name}")
-    return tuple(dict.fromkeys(name for name in found if not any(name.startswith(f"{other}.") for other in found)))
+    classes = vars(sys.modules[type(model).__module__]).items()
+    if any(_by_interface(kind) for name, kind in classes if "Attention" in name and isinstance(kind, type)):
+        names += (
+            f"{name}.{number}.{part}"
+            for name, blocks in text.items()
+            if isinstance(blocks, nn.ModuleList)
+            for number, block in enumerate(blocks)
+            for part, child in block.named_children()
+            if any(isinstance(inner, nn.Conv1d) for inner in child.modules())
+        )
+    outer = tuple(f"{name}." for name in names)
+    return tuple(dict.fromkeys(name for name in names if not name.startswith(outer)))
 
 
 def _attends(module: nn.Module) -> bool:
     projects = any(isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D" for child in module.children())
     return projects and "Attention" in type(module).__name__
-
-
-def _counts_in_mask(model: Any) -> bool:
-    return bool(getattr(model.config.get_text_config(), "alibi", False))
 
 
 def _by_interface(kind: type) -> bool:
@@ -192,9 +176,7 @@ def _by_interface(kind: type) -> bool:
 
 
 def _counts_positions(model: Any) -> bool:
-    """Return whether a model finds out itself where its tokens stand, if nobody says so: from its padding, or in an
-    embedding.
-    """
+    """Return whether a model itself derives its tokens' positions if it gets none: from padding, or an embedding."""
     return _counted_in(model) is not None or not _takes_positions(model)
 
 
@@ -216,7 +198,7 @@ def _places_in(model: nn.Module) -> list[nn.Module]:
 
 
 @final
-class _Sequence:
+class _WholeSequence:
     """The sequence that one model computes now, as its masks need it."""
 
     def __init__(self, exchange: Exchange, inner: str, counting: Any, *, placed: bool) -> None:
@@ -240,19 +222,21 @@ class _Sequence:
             raise MeshparError(NO_POSITIONS)
         if ids.ndim != 2:
             raise MeshparError(f"position_ids must be (B, L) where positions are split, got shape {tuple(ids.shape)}")
-        given = kwargs.get("attention_mask")
-        if given is not None and not (isinstance(given, Tensor) and given.ndim == 2):
+        given_mask = kwargs.get("attention_mask")
+        if given_mask is not None and not (isinstance(given_mask, Tensor) and given_mask.ndim == 2):
             raise MeshparError(
-                f"attention_mask must be (B, L) where positions are split, got {_shape(given)}; par.split splits such "
-                "a mask"
+                f"attention_mask must be (B, L) where positions are split, got {_shape(given_mask)}; par.split splits "
+                "such a mask"
             )
         whole = self._exchange.values(ids, 1)
         # As in one process: documents are looked for where no mask says what counts.
-        self._ids = whole if given is None and not joined else torch.arange(whole.shape[1], device=whole.device)[None]
-        self._counted = None if given is None else self._exchange.values(given, 1).bool()
+        self._ids = (
+            whole if given_mask is None and not joined else torch.arange(whole.shape[1], device=whole.device)[None]
+        )
+        self._counted = None if given_mask is None else self._exchange.values(given_mask, 1).bool()
         # With a mask, transformers does not look for documents itself: a rank's positions jump where no document
         # begins.
-        mask = torch.ones_like(ids) if given is None else given
+        mask = torch.ones_like(ids) if given_mask is None else given_mask
         # A model without places of its own counts them in its mask (ALiBi), for modules that compute the whole
         # sequence.
         return args, {**kwargs, "attention_mask": mask if self._placed else self._exchange.values(mask, 1)}
@@ -375,7 +359,7 @@ def _shape(value: object) -> str:
 
 def _eager(module: nn.Module) -> Any:
     """Return the model's own attention without a kernel, which stands beside its class."""
-    own = next(
+    kind = next(
         base for base in type(module).__mro__ if "eager_attention_forward" in vars(sys.modules.get(base.__module__))
     )
-    return sys.modules[own.__module__].eager_attention_forward
+    return sys.modules[kind.__module__].eager_attention_forward

@@ -49,7 +49,7 @@ def _refusal(model: nn.Module, stacked: Iterable[str]) -> str:
     if any(True for _ in stacked):
         return ""
     name, kind = type(model).__name__, "Expert"
-    held = next(
+    holder = next(
         (
             child
             for child in model.modules()
@@ -57,12 +57,12 @@ def _refusal(model: nn.Module, stacked: Iterable[str]) -> str:
         ),
         None,
     )
-    if held is not None:
+    if holder is not None:
         shapes = ", ".join(
-            f"{leaf} {tuple(parameter.shape)}" for leaf, parameter in held.named_parameters(recurse=False)
+            f"{leaf} {tuple(parameter.shape)}" for leaf, parameter in holder.named_parameters(recurse=False)
         )
         return (
-            f"{name} holds its experts as {shapes} in {type(held).__name__}, and ExpertParallel divides parameters "
+            f"{name} holds its experts as {shapes} in {type(holder).__name__}, and ExpertParallel divides parameters "
             "whose first dim counts experts, of the module that is called with (hidden states, chosen experts, "
             "weights); use a mesh without ep"
         )
@@ -96,11 +96,11 @@ def _routers(model: Any) -> tuple[str, ...]:
 
 def _router_biases(model: nn.Module) -> tuple[str, ...]:
     """Return the patterns of the buffers by which routers choose experts without weighing them."""
-    known = ("e_score_correction_bias", "expert_bias")
-    return tuple(dict.fromkeys(generic(name) for name, _ in model.named_buffers() if name.rpartition(".")[2] in known))
+    names = ("e_score_correction_bias", "expert_bias")
+    return tuple(dict.fromkeys(generic(name) for name, _ in model.named_buffers() if name.rpartition(".")[2] in names))
 
 
 def _has_stacked_experts(module: nn.Module) -> bool:
     counts = {len(parameter) if parameter.ndim > 1 else 0 for parameter in module.parameters(recurse=False)}
-    known = type(module).__name__ in _IN_ORDER or len(inspect.signature(module.forward).parameters) == 3
-    return known and counts == {vars(module).get("num_experts")}
+    takes_experts = type(module).__name__ in _IN_ORDER or len(inspect.signature(module.forward).parameters) == 3
+    return takes_experts and counts == {vars(module).get("num_experts")}

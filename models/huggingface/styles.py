@@ -128,33 +128,19 @@ class FullPositions(Style):
 
 @final
 @dataclass(frozen=True, slots=True)
-class GPT2Attention(Style):
-    """A region around transformers' GPT-2 attention, which cuts its fused projection by a width that it keeps
-    itself.
-    """
-
-    is_region = True
-
-    def shard(self, name: str, module: nn.Module, context: Context) -> None:
-        """Make the width this rank's, and make the region known before anything inside is installed."""
-        set_attribute(module, "split_size", module.embed_dim // context.size)  # type: ignore[operator]
-        context.regions[name] = Region()
-
-    def install(self, name: str, module: nn.Module, context: Context) -> None:
-        """Install the region."""
-        context.regions[name].install(name, module, context)
-
-
-@final
-@dataclass(frozen=True, slots=True)
 class Heads(Style):
     """A region around an attention that keeps counts of its heads or features as attributes, which become this rank's.
 
     Attributes:
         local: keyword names of inputs that an earlier attention computed for this rank's heads.
+        counts: names of the attributes, where the attention has them.
     """
 
     local: tuple[str, ...] = ()
+    counts: tuple[str, ...] = (
+        *("n_heads", "num_heads", "num_attention_heads"),
+        *("inner_dim", "all_head_size", "split_size", "dim"),
+    )
 
     is_region = True
 
@@ -164,24 +150,23 @@ class Heads(Style):
 
     def problems(self, name: str, module: nn.Module, size: int) -> Iterator[str]:
         """Yield counts that the axis does not divide."""
-        for attribute in _counts(module):
-            if (value := getattr(module, attribute)) % size:
+        for attribute, value in self._counted(module):
+            if value % size:
                 yield f"{name}.{attribute} is {value}, which tp={size} does not divide; {sizes_text('tp', value)}"
 
     def shard(self, name: str, module: nn.Module, context: Context) -> None:
         """Make the counts this rank's, and make the region known before anything inside is installed."""
-        for attribute in _counts(module):
-            set_attribute(module, attribute, getattr(module, attribute) // context.size)
+        for attribute, value in self._counted(module):
+            set_attribute(module, attribute, value // context.size)
         context.regions[name] = Region(self.local)
 
     def install(self, name: str, module: nn.Module, context: Context) -> None:
         """Install the region."""
         context.regions[name].install(name, module, context)
 
-
-def _counts(module: nn.Module) -> list[str]:
-    names = ("n_heads", "num_heads", "num_attention_heads", "inner_dim", "all_head_size", "split_size", "dim")
-    return [name for name in names if isinstance(vars(module).get(name), int)]
+    def _counted(self, module: nn.Module) -> list[tuple[str, int]]:
+        """Return the counts that the attention has, by their names."""
+        return [(name, value) for name in self.counts if isinstance(value := vars(module).get(name), int)]
 
 
 @final
@@ -296,12 +281,12 @@ def _feed_forward(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _heads(attention: nn.Module) -> int | None:
-    known: Mapping[str, Any] = vars(attention)
+    attributes: Mapping[str, Any] = vars(attention)
     return next(
         (
-            known[attribute]
+            attributes[attribute]
             for attribute in ("n_heads", "num_heads", "num_attention_heads")
-            if isinstance(known.get(attribute), int)
+            if isinstance(attributes.get(attribute), int)
         ),
         None,
     )

@@ -14,7 +14,7 @@ from torch import nn
 
 from meshpar.core.layout import TensorLayout
 from meshpar.core.patterns import find_modules
-from meshpar.models.huggingface.styles import FullPositions, GPT2Attention, Head, LatentKeys, Refused, structural_table
+from meshpar.models.huggingface.styles import FullPositions, Head, Heads, LatentKeys, Refused, structural_table
 from meshpar.passes.data.whole_parameters import features_of
 from meshpar.passes.tensor.parts import Experts, FeatureTable, Parts, Shared
 
@@ -47,11 +47,8 @@ def generic(name: str) -> str:
 
 
 def vocabulary_styles(model: Any, table: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Return the styles of token embeddings and of the head, the largest parameters, and the names of those that stay
-    whole.
-
-    A plan may leave them out. Tied ones are split together or not at all; what is read outside of its own module stays
-    whole.
+    """Return the styles of token embeddings and of the head, which a plan may leave out, and those that stay whole:
+    what is read outside of its own module. Tied ones are split together or not at all.
     """
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     ends: dict[str, Any] = {}
@@ -65,10 +62,10 @@ def vocabulary_styles(model: Any, table: Mapping[str, Any]) -> tuple[dict[str, A
     whole = {id(child.weight) for name, child in sharing.items() if not _splittable(model, name, child)}
     for name, child in sharing.items():
         ends.setdefault(name, "vocab" if isinstance(child, nn.Embedding) else "colwise_gather")
-    kept = {generic(name) for name, child in sharing.items() if id(child.weight) in whole}
-    split = {name: style for name, style in ends.items() if generic(name) not in kept}
+    unsplit = {generic(name) for name, child in sharing.items() if id(child.weight) in whole}
+    split = {name: style for name, style in ends.items() if generic(name) not in unsplit}
     biases = [_tied_biases(model, name) for name, style in split.items() if isinstance(style, Head)]
-    return {generic(name): style for pattern in (split, *biases) for name, style in pattern.items()}, kept
+    return {generic(name): style for pattern in (split, *biases) for name, style in pattern.items()}, unsplit
 
 
 def _tied_biases(model: nn.Module, head: str) -> dict[str, Any]:
@@ -83,9 +80,7 @@ def _tied_biases(model: nn.Module, head: str) -> dict[str, Any]:
 
 
 def _splittable(model: nn.Module, name: str, module: nn.Module) -> bool:
-    """Return whether a vocabulary's weight is used only in its own module, by a forward that a split style can
-    replace.
-    """
+    """Return whether a weight is used only in its own module, by a forward that a split style can replace."""
     if isinstance(module, nn.Embedding):
         plain = type(module).forward is nn.Embedding.forward or getattr(module, "embed_scale", None) is not None
     else:
@@ -98,16 +93,14 @@ def _read_outside(model: nn.Module, name: str) -> bool:
     *outer, leaf = name.split(".")
     reads = re.compile(rf"\b{re.escape(leaf)}\.weight\b")
     around = [model, *(model.get_submodule(".".join(outer[: n + 1])) for n in range(len(outer)))]
-    kinds = {
-        kind for module in around for kind in type(module).__mro__ if kind.__module__.startswith("transformers.models")
-    }
-    functions = [
-        value
+    kinds = {kind for module in around for kind in type(module).__mro__}
+    return any(
+        reads.search(inspect.getsource(value))
         for kind in kinds
+        if kind.__module__.startswith("transformers.models")
         for key, value in vars(kind).items()
         if isinstance(value, FunctionType) and not _ABOUT_WEIGHTS.match(key)
-    ]
-    return any(reads.search(inspect.getsource(function)) for function in functions)
+    )
 
 
 _ABOUT_WEIGHTS = re.compile("__init__|tie_|_tie|_?init_|get_|set_|resize|_resize|post_init|save|load")
@@ -142,8 +135,8 @@ def _table(model: Any) -> dict[str, Any]:
     for name, module in model.named_modules():
         # Of modules under one pattern the one with most parameters of its own stands for all: some layers lack an
         # optional one.
-        known = modules.get(generic(name))
-        if known is None or _own_count(module) > _own_count(known):
+        fullest = modules.get(generic(name))
+        if fullest is None or _own_count(module) > _own_count(fullest):
             modules[generic(name)] = module
     table: dict[str, Any] = structure
     for pattern, style in plan.items():
@@ -184,23 +177,17 @@ HEAD_RATIO = "num_key_value_groups"
 
 
 def _copied_heads(model: nn.Module, heads: Mapping[str, int]) -> tuple[str, ...]:
-    """Return those projections to key and value heads which ranks may share: their attention keeps the ratio of
-    heads as an attribute.
-    """
+    """Return the projections to key and value heads which ranks may share: their attention knows its ratio of heads."""
+
+    def knows_ratio(name: str) -> bool:
+        return HEAD_RATIO in vars(model.get_submodule(name.rpartition(".")[0]))
+
     shared = [pattern for pattern in heads if pattern.rpartition(".")[2] in ("k_proj", "v_proj")]
-    return tuple(
-        pattern for pattern in shared if all(_keeps_ratio(model, name) for name, _ in find_modules(model, pattern))
-    )
-
-
-def _keeps_ratio(model: nn.Module, name: str) -> bool:
-    return HEAD_RATIO in vars(model.get_submodule(name.rpartition(".")[0]))
+    return tuple(pattern for pattern in shared if all(knows_ratio(name) for name, _ in find_modules(model, pattern)))
 
 
 def _heads_of(config: object, attention: nn.Module, child: str) -> int | None:
-    """Return the number of heads in a projection, from the attention's attributes if it has them, otherwise from the
-    config.
-    """
+    """Return the number of heads in a projection, from the attention's attributes, or else from the config."""
     if child in ("k_proj", "v_proj"):
         return _key_heads(attention) or _first(
             config, attention, ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
@@ -243,7 +230,7 @@ def _gpt2_table(model: Any) -> dict[str, Any]:
     if model.config.add_cross_attention:
         return {}
     table: dict[str, Any] = {
-        f"{prefix}h.*.attn": GPT2Attention(),
+        f"{prefix}h.*.attn": Heads(counts=("split_size",)),
         f"{prefix}h.*.attn.c_attn": "packed_colwise:3",
         f"{prefix}h.*.attn.c_proj": "rowwise",
         f"{prefix}h.*.mlp": "region",
@@ -260,15 +247,13 @@ def _without_sparse(model: nn.Module, table: Mapping[str, Any]) -> Iterator[tupl
     """
     sparse = {name for name, module in model.named_modules() if (vars(module).get("activation_sparsity") or 0.0) > 0.0}
     for pattern, style in table.items():
-        found = [name for name, _ in find_modules(model, pattern)]
-        kept = [name for name in found if name not in sparse and name.rpartition(".")[0] not in sparse]
-        yield from [(pattern, style)] if len(kept) == len(found) else [(name, style) for name in kept]
+        names = [name for name, _ in find_modules(model, pattern)]
+        dense = [name for name in names if name not in sparse and name.rpartition(".")[0] not in sparse]
+        yield from [(pattern, style)] if len(dense) == len(names) else [(name, style) for name in dense]
 
 
 def _matching_plan(model: Any) -> dict[str, str]:
-    """Return the plan's entries that name something of this model; a plan is written for every variant of an
-    architecture.
-    """
+    """Return the plan's entries that name something of this model: a plan is for all variants of an architecture."""
     names = {generic(name) for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))}
     return {pattern: style for pattern, style in (model.tp_plan or {}).items() if pattern in names}
 
@@ -315,9 +300,7 @@ def _with_own(module: nn.Module, owner: str, plan: Mapping[str, str]) -> Any:
 
 
 def _takes_whole_experts(module: nn.Module) -> bool:
-    """Return whether an experts module knows chosen numbers beyond its experts, as transformers' own expert
-    parallelism needs.
-    """
+    """Return whether experts know chosen numbers beyond theirs, as transformers' own expert parallelism needs."""
     alike = len({len(parameter) for parameter in module.parameters(recurse=False)}) == 1
     return alike and {"num_experts", "_is_expert_parallel"} <= vars(module).keys()
 
@@ -334,15 +317,15 @@ def _rotary_widths(model: Any, pattern: str) -> dict[str, int]:
     for name, _ in model.named_modules():
         if generic(name) == pattern:
             attention = model.get_submodule(name.rpartition(".")[0])
-            own = _read(attention, "qk_rope_head_dim")
-            widths[name] = own if isinstance(own, int) else _read(model.config.get_text_config(), "qk_rope_head_dim")
+            width = _read(attention, "qk_rope_head_dim")
+            widths[name] = (
+                width if isinstance(width, int) else _read(model.config.get_text_config(), "qk_rope_head_dim")
+            )
     return widths
 
 
 def _on_slices(modules: Mapping[str, nn.Module], table: Mapping[str, Any]) -> Iterator[str]:
-    """Yield whole modules that a plan forgets and that see this rank's slice: activations with parameters, norms of
-    heads.
-    """
+    """Yield modules that a plan forgets and that see this rank's slice: activations with parameters, norms of heads."""
     split = {pattern.rpartition(".")[0] for pattern, style in table.items() if style == "colwise"}
     for pattern, module in modules.items():
         parent, _, leaf = pattern.rpartition(".")
@@ -355,21 +338,19 @@ def _on_slices(modules: Mapping[str, nn.Module], table: Mapping[str, Any]) -> It
 
 
 def _regions(model: nn.Module, table: Mapping[str, Any]) -> list[str]:
-    """Return the modules all of whose parameters are split by feature or by head, from two projections or more that
-    share an input.
-    """
+    """Return the modules whose parameters are all split, by feature or head, from projections that share an input."""
     fitting: dict[str, list[str]] = {}
     every: dict[str, int] = {}
     for name, module in model.named_modules():
         pattern = generic(name)
         every[pattern] = every.get(pattern, 0) + 1
-        own = [
+        inner_styles = [
             table.get(generic(f"{name}.{inner}"))
             for inner, child in module.named_modules()
             if any(True for _ in child.parameters(False))
         ]
         styles = [table.get(generic(f"{name}.{child}")) for child, _ in module.named_children()]
-        fits = all(style in ("colwise", "rowwise", "grad_sum") for style in own) and "rowwise" in styles
+        fits = all(style in ("colwise", "rowwise", "grad_sum") for style in inner_styles) and "rowwise" in styles
         if fits and styles.count("colwise") > 1 and pattern not in table:
             fitting.setdefault(pattern, []).append(name)
     # Where some layers have something else under the same name (experts), the others are named one by one.
@@ -379,9 +360,7 @@ def _regions(model: nn.Module, table: Mapping[str, Any]) -> list[str]:
 
 
 def _between_regions(model: Any, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the styles that sequence parallelism adds: the norms outside of the regions, and the base model's
-    positions.
-    """
+    """Return what sequence parallelism adds: styles of the norms outside of regions, and the base model's positions."""
     # A sliding window needs a mask, which transformers makes as long as the embeddings.
     if model.config.model_type not in _SEQUENCE_PARALLEL or getattr(model.config, "sliding_window", None):
         return {}

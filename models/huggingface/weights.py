@@ -31,11 +31,11 @@ def weight_map(model: Any) -> WeightMap:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         return WeightMap()  # transformers before 5 stores what is in memory
-    own = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state(model)}
+    ours = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state(model)}
     with _Views() as views:
-        stored = revert_weight_conversion(model, dict(own))
-    found = _Found(own, stored, views.joined)
-    sets = [*_by_pattern(found.parts(), _split), *_by_pattern(found.fused(), _fuse)]
+        stored = revert_weight_conversion(model, dict(ours))
+    conversion = _Conversion(ours, stored, views.joined)
+    sets = [*_by_pattern(conversion.parts(), _split), *_by_pattern(conversion.fused(), _fuse)]
     return WeightMap(tuple(rule for rules in sets for rule in rules if _is_read_back(rules)))
 
 
@@ -70,7 +70,7 @@ def _storage(tensor: Tensor) -> int:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StoredPart:
     """A stored tensor as a part of one of ours: from where and how much along every dim of ours (0: one, and the dim
     is gone).
     """
@@ -83,7 +83,7 @@ class _Part:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Conversion:
     """The result of the conversion.
 
     Attributes:
@@ -96,20 +96,20 @@ class _Found:
     stored: Mapping[str, Tensor]
     joined: Mapping[int, tuple[Tensor, list[Tensor], int]]
 
-    def parts(self) -> dict[str, list[_Part]]:
+    def parts(self) -> dict[str, list[_StoredPart]]:
         """Return our name -> the stored tensors that make it up, those of ours that are stored as something else
         left out.
         """
         base = {_storage(tensor): name for name, tensor in self.own.items()}
-        parts: dict[str, list[_Part | None]] = {}
+        parts: dict[str, list[_StoredPart | None]] = {}
         for name, tensor in self.stored.items():
             if (ours := base.get(_storage(tensor))) is not None:
                 parts.setdefault(ours, []).append(_part(name, tensor, self.own[ours]))
         whole = {
-            ours: [part for part in found if part is not None] for ours, found in parts.items() if None not in found
+            ours: [part for part in stored if part is not None] for ours, stored in parts.items() if None not in stored
         }
-        sizes = {ours: sum(self.stored[part.name].numel() for part in found) for ours, found in whole.items()}
-        return {ours: found for ours, found in whole.items() if sizes[ours] == self.own[ours].numel()}
+        sizes = {ours: sum(self.stored[part.name].numel() for part in stored) for ours, stored in whole.items()}
+        return {ours: stored for ours, stored in whole.items() if sizes[ours] == self.own[ours].numel()}
 
     def fused(self) -> dict[str, tuple[list[str], list[int], int]]:
         """Return their name -> (our names that it joins, their lengths, the dim)."""
@@ -123,7 +123,7 @@ class _Found:
         return fused
 
 
-def _part(name: str, tensor: Tensor, whole: Tensor) -> _Part | None:
+def _part(name: str, tensor: Tensor, whole: Tensor) -> _StoredPart | None:
     """Read from offset and strides which part of the contiguous ``whole`` a view is; None where it is no block of
     it.
     """
@@ -142,11 +142,11 @@ def _part(name: str, tensor: Tensor, whole: Tensor) -> _Part | None:
         if not fits or not size:
             return None
         # Of dims with one stride (one of them has length one) the first of the right length is meant.
-        dim = next((place for place in fits if whole.shape[place] == size), fits[0])
+        dim = next((at for at in fits if whole.shape[at] == size), fits[0])
         sizes[dim] = size
         order.append(dim)
     transposed = len(order) > 1 and order == [*sorted(order)[:-2], *sorted(order)[:-3:-1]]
-    return _Part(name, tuple(starts), tuple(sizes), transposed) if transposed or order == sorted(order) else None
+    return _StoredPart(name, tuple(starts), tuple(sizes), transposed) if transposed or order == sorted(order) else None
 
 
 def _by_pattern(found: Mapping[str, Any], make: Callable[[str, Any, int], list[Any] | None]) -> list[list[Any]]:
@@ -162,7 +162,7 @@ def _by_pattern(found: Mapping[str, Any], make: Callable[[str, Any, int], list[A
     return list(sets.values())
 
 
-def _split(ours: str, parts: Sequence[_Part], stars: int) -> list[Any] | None:
+def _split(ours: str, parts: Sequence[_StoredPart], stars: int) -> list[Any] | None:
     """Return the rules that split one of our tensors; None if no rule fits its parts."""
     names = [_starred(ours, part.name, stars) for part in parts]
     pattern = generic(ours)
@@ -182,11 +182,11 @@ def _split(ours: str, parts: Sequence[_Part], stars: int) -> list[Any] | None:
     return _unstacked(pattern, parts, [str(name) for name in names])
 
 
-def _unstacked(pattern: str, parts: Sequence[_Part], names: Sequence[str]) -> list[Any] | None:
+def _unstacked(pattern: str, parts: Sequence[_StoredPart], names: Sequence[str]) -> list[Any] | None:
     """Return the rules for experts: split along a feature dim if several are fused, transpose the features, then one
     tensor per expert.
     """
-    groups: dict[tuple[int, ...], list[tuple[_Part, str]]] = {}
+    groups: dict[tuple[int, ...], list[tuple[_StoredPart, str]]] = {}
     for part, name in zip(parts, names, strict=True):
         groups.setdefault(part.starts[1:], []).append((part, name))
     firsts = [group[0][0] for _, group in sorted(groups.items())]
@@ -195,7 +195,7 @@ def _unstacked(pattern: str, parts: Sequence[_Part], names: Sequence[str]) -> li
         for group in groups.values()
     ):
         return None
-    halves = [pattern] if len(groups) == 1 else [f"{pattern}:{place}" for place in range(len(groups))]
+    halves = [pattern] if len(groups) == 1 else [f"{pattern}:{number}" for number in range(len(groups))]
     rules: list[Any] = []
     if len(groups) > 1:
         cut = _cut_dim(firsts)
@@ -210,7 +210,7 @@ def _unstacked(pattern: str, parts: Sequence[_Part], names: Sequence[str]) -> li
     return rules
 
 
-def _cut_dim(parts: Sequence[_Part]) -> int | None:
+def _cut_dim(parts: Sequence[_StoredPart]) -> int | None:
     """Return the only dim along which the parts differ, if they are contiguous along it; None otherwise."""
     dims = [dim for dim in range(len(parts[0].sizes)) if len({part.starts[dim] for part in parts}) > 1]
     if len(dims) != 1:
@@ -229,7 +229,7 @@ def _starred(like: str, name: str, stars: int) -> str | None:
     """Return ``name`` with ``*`` for its first numbers, which must be those of ``like``; None where they are others."""
     numbers = [part for part in like.split(".") if part.isdigit()]
     parts = name.split(".")
-    places = [place for place, part in enumerate(parts) if part.isdigit()][:stars]
-    if [parts[place] for place in places] != numbers:
+    places = [at for at, part in enumerate(parts) if part.isdigit()][:stars]
+    if [parts[at] for at in places] != numbers:
         return None
-    return ".".join("*" if place in places else part for place, part in enumerate(parts))
+    return ".".join("*" if at in places else part for at, part in enumerate(parts))

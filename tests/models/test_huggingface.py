@@ -17,7 +17,7 @@ from meshpar.core import patterns
 from meshpar.core.errors import LayoutError
 from meshpar.core.mesh import MeshSpec
 from meshpar.models.huggingface import from_config, layout_for
-from meshpar.models.huggingface.styles import FullPositions, GPT2Attention, Head, Heads
+from meshpar.models.huggingface.styles import FullPositions, Head, Heads
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.parts import Experts, Parts
 from meshpar.process.imports import quiet_imports
@@ -59,7 +59,7 @@ LLAMA_TABLE = {
 QWEN3_TABLE = LLAMA_TABLE | {f"{LAYER}.self_attn.q_norm": "grad_sum", f"{LAYER}.self_attn.k_norm": "grad_sum"}
 GPT2_TABLE = {
     "transformer.wte": "vocab",
-    "transformer.h.*.attn": GPT2Attention(),
+    "transformer.h.*.attn": Heads(counts=("split_size",)),
     "transformer.h.*.attn.c_attn": "packed_colwise:3",
     "transformer.h.*.attn.c_proj": "rowwise",
     "transformer.h.*.mlp": "region",
