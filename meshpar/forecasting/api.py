@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -72,15 +73,14 @@ def forecast(
         MeshparError: the step fails, or the model cannot be sent to another process.
     """
     profile = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
-    known = layout or layout_for(model)
+    described = layout or layout_for(model)
     size = _size(plan) if world_size is None else world_size
     plan = on_nodes(plan, profile, size)
-    spec = plan.check(model, known, size)
+    spec = plan.check(model, described, size)
     if replicas > 1 and (problems := list(lost_replica_problems(plan.passes, spec, model))):
         raise PlanError(problems)
-    settled = Plan(spec, plan.passes)
     job = Simulation(
-        plan=settled,
+        plan=Plan(spec, plan.passes),
         model=model,
         layout=layout,
         batch=Batch.of(batch),
@@ -91,7 +91,7 @@ def forecast(
         device=device,
         replicas=replicas,
     )
-    trace, replayed = trace_of(job, known, depth)
+    trace, replayed = trace_of(job, described, depth)
     return evaluated(trace, profile, job, replayed)
 
 
@@ -137,16 +137,44 @@ def trace_of(job: Simulation, layout: ModelLayout, depth: str = "probes") -> tup
     if depth == "probes":
         with suppress(MeshparError):  # of blocks that differ
             depths = Depths(job.model, layout)
+    try:
+        return next(traces_of([job], layout, depths, partial(simulate, workers=2)))
+    except MeshparError:
+        if stages_of(job.plan) == 1:
+            raise
+        return simulate([job])[0], "all"  # stages of a few blocks may be refused where those of the job are not
+
+
+def traces_of(
+    jobs: Sequence[Simulation],
+    layout: ModelLayout,
+    depths: Depths | None,
+    run: Callable[[Sequence[Simulation]], list[Trace]],
+) -> Iterator[tuple[Trace, str]]:
+    """Yield what :func:`trace_of` returns for each job; ``run`` simulates the probes of all together."""
+    probed = [_few_blocks(job, layout, depths) for job in jobs]
+    traces = iter(run([few for some, _ in probed for few in some]) if jobs else [])
+    for job, (some, join) in zip(jobs, probed):
+        few = [next(traces) for _ in some]
+        if len(few) == 1:
+            yield few[0], "all"
+            continue
+        try:
+            yield join(*few), "probes"
+        except MeshparError:
+            yield run([job])[0], "all"
+
+
+def _few_blocks(
+    job: Simulation, layout: ModelLayout, depths: Depths | None
+) -> tuple[list[Simulation], Callable[[Trace, Trace], Trace]]:
+    """Return two jobs of a few blocks, or the job itself if that saves nothing, and what joins two traces."""
     if depths is not None and stages_of(job.plan) > 1 and job.replicas == 1:
         with suppress(MeshparError):
             shape = staged.shape_of(job, layout)
-            few, more = simulate(staged.probes(job, depths), workers=2)
-            return staged.Stages(few, more).joined(shape), "probes"
-    if depths is not None and len(jobs := probes(job, depths)) > 1:
-        few, more = simulate(jobs, workers=len(jobs))
-        with suppress(MeshparError):
-            return deepened(few, more, depths.blocks), "probes"
-    return simulate([job])[0], "all"
+            return staged.probes(job, depths), lambda few, more: staged.Stages(few, more).joined(shape)
+    blocks = 0 if depths is None else depths.blocks
+    return [job] if depths is None else probes(job, depths), lambda few, more: deepened(few, more, blocks)
 
 
 def probes(job: Simulation, depths: Depths) -> list[Simulation]:

@@ -80,12 +80,12 @@ def cost(trace: Trace, hardware: Hardware) -> Cost:
 def _of_stages(trace: Trace, hardware: Hardware) -> Cost:
     """Let the stages' clocks run together: each waits for what another sends, and all where they exchange."""
     clocks = [Clock(stage, hardware) for stage in trace.stages]
-    left = [deque(stage.events()) for stage in trace.stages]
+    waiting = [deque(stage.events()) for stage in trace.stages]
     sent: dict[tuple[int, int, int], deque[float]] = defaultdict(deque)
-    (axis,) = {event.collective.axis for _, event in left[0] if event.collective and event.collective.peer >= 0}
-    while any(left):
-        before = sum(map(len, left))
-        for stage, (clock, events) in enumerate(zip(clocks, left, strict=True)):
+    (axis,) = {event.collective.axis for _, event in waiting[0] if event.collective and event.collective.peer >= 0}
+    while any(waiting):
+        before = sum(map(len, waiting))
+        for stage, (clock, events) in enumerate(zip(clocks, waiting, strict=True)):
             while events:
                 message = events[0][1].collective
                 if message is None or message.axis != axis:
@@ -96,12 +96,12 @@ def _of_stages(trace: Trace, hardware: Hardware) -> Cost:
                     clock.arrive(events.popleft()[1], come.popleft())
                 else:
                     break
-        if sum(map(len, left)) < before:
+        if sum(map(len, waiting)) < before:
             continue
-        if not all(left) or any(events[0][1].collective.kind == "recv" for events in left):  # type: ignore[union-attr]
+        if not all(waiting) or any(events[0][1].collective.kind == "recv" for events in waiting):  # type: ignore[union-attr]
             raise MeshparError("the stages of the trace wait for one another: a message is missing")
         now = max(max(clock.free["compute"], clock.host) for clock in clocks)
-        for clock, events in zip(clocks, left, strict=True):
+        for clock, events in zip(clocks, waiting, strict=True):
             clock.wait_until(now, axis)
             clock.step(*events.popleft())
     seconds = max(max([clock.host, *clock.free.values()]) for clock in clocks)
@@ -224,8 +224,8 @@ class Clock:
         if self.host > start:
             self.idle += self.host - start if event.stream == "compute" else 0.0
             start = self.host
-        beside = max(0.0, min(start + took, self.busy_until) - start)
-        took += beside * self.hardware.contention
+        overlap = max(0.0, min(start + took, self.busy_until) - start)
+        took += overlap * self.hardware.contention
         end = self.free[event.stream] = start + took
         if event.stream == "compute":
             self.computing[kind] += took
@@ -256,16 +256,16 @@ def sending_time(sent: Collective, hardware: Hardware) -> float:
     """
     if sent.ranks <= 1:
         return 0.0
-    inside, nodes = placement(sent, hardware)
+    on_node, nodes = placement(sent, hardware)
     # Without a switch a pair has its own wires and no others.
-    wires = 1.0 if hardware.switched or hardware.node == 1 else (inside - 1) / (hardware.node - 1)
+    wires = 1.0 if hardware.switched or hardware.node == 1 else (on_node - 1) / (hardware.node - 1)
     within = hardware.node_bandwidth * hardware.node_fraction * wires
     if nodes == 1:
         bandwidth, latency = within, hardware.node_latency
     else:
         # The ranks of the group that share a node reach the network through a card each.
-        across = inside * hardware.network_bandwidth * hardware.network_fraction
-        bandwidth = min(within, across) if inside > 1 else across
+        across = on_node * hardware.network_bandwidth * hardware.network_fraction
+        bandwidth = min(within, across) if on_node > 1 else across
         latency = hardware.network_latency * (1 + 0.05 * nodes)
     volume = sent.size * (1 if sent.kind == "send" else (sent.ranks - 1) / sent.ranks)
     return latency + volume * (2 if sent.kind == "all_reduce" else 1) / bandwidth
@@ -273,5 +273,5 @@ def sending_time(sent: Collective, hardware: Hardware) -> float:
 
 def placement(sent: Collective, hardware: Hardware) -> tuple[int, int]:
     """Return how many ranks of the group share a node, and on how many nodes it lies; ranks fill the nodes in order."""
-    inside = max(1, min(sent.ranks, hardware.node // sent.stride)) if sent.stride < hardware.node else 1
-    return inside, -(-sent.ranks // inside)
+    on_node = max(1, min(sent.ranks, hardware.node // sent.stride)) if sent.stride < hardware.node else 1
+    return on_node, -(-sent.ranks // on_node)

@@ -41,8 +41,8 @@ class Stream:
 
     def __init__(self, *device: object, name: str = "", **__: object) -> None:
         # FSDP2 makes its streams in this order (FSDPCommContext.lazy_init), four a model, and names no device.
-        known = sum(stream.name in _FSDP for stream in Stream.everyone)
-        self.name: str = name or ("beside" if device else _FSDP[known % len(_FSDP)])
+        count = sum(stream.name in _FSDP for stream in Stream.everyone)
+        self.name: str = name or ("beside" if device else _FSDP[count % len(_FSDP)])
         self.last = -1
         Stream.everyone.append(self)
 
@@ -62,7 +62,7 @@ class Stream:
 
     def _wait(self, target: int) -> None:
         if Stream.recorder is not None and target >= 0:
-            Stream.recorder.wait(self, target)
+            Stream.recorder.wait(self.name, target)
 
     def synchronize(self) -> None:
         """The host runs ahead in any case: the step's time is that of its streams."""
@@ -92,7 +92,7 @@ class StreamEvent:
 
 
 @final
-class _On:
+class _OnStream:
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
 
@@ -139,7 +139,7 @@ def _module() -> Any:
     class Module(DeviceModule):
         Stream = Stream
         Event = StreamEvent
-        stream = staticmethod(_On)
+        stream = staticmethod(_OnStream)
         device = staticmethod(_Nothing)
         default_generators: ClassVar[tuple[_Generator, ...]] = (_Generator(),)
 

@@ -1,4 +1,5 @@
-"""A deep model's trace from those of two shallow ones, and a large micro-batch's from two small ones.
+"""A deep model's trace from those of two shallow ones, a large micro-batch's from two small ones, and one on other
+data axes.
 
 Between ``d`` and ``d + p`` like blocks a step differs by one stretch of events in each pass over the model, and in
 amounts that grow by the same number with each block. Both are found by laying the two traces side by side; where they
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from meshpar.core.errors import MeshparError
@@ -54,6 +56,29 @@ def widened(one: Trace, two: Trace, times: int) -> Trace:
             Phase(name=first.name, events=tuple(_grown(a, b, times - 1) for a, b in zip(first.events, second.events)))
         )
     return replace(one, tokens=one.tokens * times, held=_line(one.held, two.held, times - 1), phases=tuple(phases))
+
+
+def on_mesh(trace: Trace, replicas: int, shards: int) -> Trace:
+    """Return the trace with its data axes cut another way: groups of other sizes, other strides, shards of other
+    sizes.
+    """
+    then, data = trace.axes["dp_shard"], trace.axes["dp_shard"] * trace.axes.get("dp_replicate", 1)
+
+    @cache
+    def cut(sent: Collective) -> Collective:
+        if sent.axis == "dp_shard":
+            return replace(sent, ranks=sent.ranks // then * shards)
+        if sent.axis == "dp_replicate":
+            size = sent.size * then // shards if sent.size > 1024 else sent.size
+            return replace(sent, ranks=replicas, stride=sent.stride // then * shards, size=size)
+        return sent
+
+    def moved(event: Event) -> Event:
+        return event if event.collective is None else replace(event, collective=cut(event.collective))
+
+    phases = tuple(Phase(name=phase.name, events=tuple(map(moved, phase.events))) for phase in trace.phases)
+    axes = dict(trace.axes) | {"dp_replicate": replicas, "dp_shard": shards}
+    return replace(trace, axes=axes, data_size=trace.data_size // data * replicas * shards, phases=phases)
 
 
 class _Places:

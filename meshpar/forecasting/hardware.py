@@ -93,11 +93,11 @@ class Hardware:
         Raises:
             MeshparError: there is none, or its fields are not these.
         """
-        known = profiles()
-        path = known.get(str(source), Path(source))
+        names = profiles()
+        path = names.get(str(source), Path(source))
         if not path.is_file():
             raise MeshparError(
-                f"no hardware profile {source}; {suggestion(str(source), known)}; or give a YAML file with the fields "
+                f"no hardware profile {source}; {suggestion(str(source), names)}; or give a YAML file with the fields "
                 "of Hardware"
             )
         yaml, text, depth = need("yaml"), path.read_text(), 0
@@ -123,13 +123,13 @@ class Hardware:
         problems += [f"missing field {name}" for name in sorted(names - optional - set(data))]
         if problems:
             raise MeshparError(f"hardware profile {where}: {'; '.join(problems)}")
-        made = cls(**{name: _number(name, value, where) for name, value in data.items()})  # type: ignore[arg-type]
-        if not 0 <= made.reserved < made.memory:
+        profile = cls(**{name: _number(name, value, where) for name, value in data.items()})  # type: ignore[arg-type]
+        if not 0 <= profile.reserved < profile.memory:
             raise MeshparError(
-                f"hardware profile {where}: reserved is {made.reserved:g} bytes of a memory of {made.memory:g}; "
+                f"hardware profile {where}: reserved is {profile.reserved:g} bytes of a memory of {profile.memory:g}; "
                 "expected a part of it"
             )
-        return made
+        return profile
 
     @property
     def room(self) -> float:
@@ -140,8 +140,8 @@ class Hardware:
         """Return whether what an allocator reserves for tensors of ``peak`` bytes has room: in every case, in some,
         or in none.
         """
-        least, most = reserved_range(peak)
-        return "fits" if most <= self.room else "may fit" if least <= self.room else "does not fit"
+        least, largest = reserved_range(peak)
+        return "fits" if largest <= self.room else "may fit" if least <= self.room else "does not fit"
 
     def flops(self, dtype: str) -> float:
         """Return the peak for ``dtype``; one that is not listed counts as float32.
@@ -150,9 +150,9 @@ class Hardware:
             MeshparError: float8 is not listed.
         """
         if dtype == FLOAT8 and FLOAT8 not in self.peak:
-            known = ", ".join(self.peak)
+            listed = ", ".join(self.peak)
             raise MeshparError(
-                f"{self.name} has no speed for float8 (its peak has {known}); leave Float8 out, or add peak.float8 to "
+                f"{self.name} has no speed for float8 (its peak has {listed}); leave Float8 out, or add peak.float8 to "
                 "it"
             )
         return self.peak.get(dtype, self.peak["float32"])

@@ -73,11 +73,11 @@ svg{display:block;max-width:100%;height:auto}text{font:12px system-ui,sans-serif
 
 def _figures(forecast: Forecast) -> str:
     timed = forecast.cost
-    least, most = forecast.seconds
+    least, slowest = forecast.seconds
     verdict = "fits" if forecast.fits else f"<span class=bad>{forecast.verdict}</span>"
     figures = [
         (f"{forecast.memory.peak / GIB:.2f} GiB", f"peak, {reserved_text(forecast)}: {verdict}"),
-        (_time(timed.seconds), f"step, {_time(least)} to {_time(most)} (± {ERROR_RANGE:.0%})"),
+        (_time(timed.seconds), f"step, {_time(least)} to {_time(slowest)} (± {ERROR_RANGE:.0%})"),
         (f"{timed.tokens_per_second:,.0f}", f"tokens/s, {timed.tokens_per_second / forecast.world_size:,.0f} a rank"),
         (f"{timed.mfu:.1%}", "MFU"),
         (
@@ -95,10 +95,10 @@ def _figures(forecast: Forecast) -> str:
 def _stacks(forecasts: Sequence[Forecast]) -> str:
     """Draw one bar for each plan, cut by what holds the memory."""
     room = forecasts[0].hardware.room
-    most = max([room, *(forecast.memory.peak for forecast in forecasts)])
-    scale, drawn = 900 / most, []
-    for place, forecast in enumerate(forecasts):
-        top, left = place * 46, 0.0
+    largest = max([room, *(forecast.memory.peak for forecast in forecasts)])
+    scale, drawn = 900 / largest, []
+    for number, forecast in enumerate(forecasts):
+        top, x = number * 46, 0.0
         speed = f"{forecast.cost.tokens_per_second:,.0f} tokens/s"
         said = f"{forecast.mesh}, micro-batch {forecast.batch.micro_batch}, {speed}"
         drawn.append(f"<text x=0 y={top + 12}>{escape(said)}</text>")
@@ -106,11 +106,10 @@ def _stacks(forecasts: Sequence[Forecast]) -> str:
             size = forecast.memory.held.get(name, 0)
             title = f"<title>{name}: {size / GIB:.2f} GiB</title>"
             drawn.append(
-                f"<rect x={left:.1f} y={top + 17} width={size * scale:.1f} height=20 "
-                f"fill={_COLOURS[name]}>{title}</rect>"
+                f"<rect x={x:.1f} y={top + 17} width={size * scale:.1f} height=20 fill={_COLOURS[name]}>{title}</rect>"
             )
-            left += size * scale
-        drawn.append(f"<text x={left + 6:.1f} y={top + 32}>{forecast.memory.peak / GIB:.1f} GiB</text>")
+            x += size * scale
+        drawn.append(f"<text x={x + 6:.1f} y={top + 32}>{forecast.memory.peak / GIB:.1f} GiB</text>")
     height = len(forecasts) * 46
     drawn.append(
         f'<line x1={room * scale:.1f} x2={room * scale:.1f} y1=0 y2={height} stroke="#b5544d" stroke-dasharray="4 3"/>'
@@ -129,17 +128,17 @@ def _stacks(forecasts: Sequence[Forecast]) -> str:
 def _curve(forecast: Forecast) -> str:
     """Draw what is held over the step, the highest of each stretch of time, with the phases beneath."""
     ends, curve = forecast.cost.ends, forecast.memory.curve[1:]
-    total, most = forecast.cost.seconds, forecast.memory.peak
+    total, peak = forecast.cost.seconds, forecast.memory.peak
     highest = [0] * (_POINTS + 1)
     issued = 0.0
     for end, size in zip(ends, curve, strict=True):
         issued = max(issued, end)
         at = min(_POINTS, int(issued / total * _POINTS))
         highest[at] = max(highest[at], size)
-    points, last = [f"0,{200 - 190 * forecast.memory.curve[0] / most:.1f}"], forecast.memory.curve[0]
+    points, last = [f"0,{200 - 190 * forecast.memory.curve[0] / peak:.1f}"], forecast.memory.curve[0]
     for at, size in enumerate(highest):
         last = size or last
-        points.append(f"{at * _WIDTH / _POINTS:.1f},{200 - 190 * last / most:.1f}")
+        points.append(f"{at * _WIDTH / _POINTS:.1f},{200 - 190 * last / peak:.1f}")
     area = f"<polygon points='0,200 {' '.join(points)} {_WIDTH},200' fill='#4f8fc0' fill-opacity=.35 stroke='#2f5d8a'/>"
     phases = "".join(
         f"<text x={start * _WIDTH / total:.0f} y=216>{name}</text>"
@@ -148,7 +147,7 @@ def _curve(forecast: Forecast) -> str:
         for name, start in _phase_starts(forecast)
         if name not in ("start", "optimizer")
     )
-    return f"<svg viewBox='0 0 {_WIDTH} 222'>{area}{phases}<text x=4 y=14>{most / GIB:.2f} GiB</text></svg>"
+    return f"<svg viewBox='0 0 {_WIDTH} 222'>{area}{phases}<text x=4 y=14>{peak / GIB:.2f} GiB</text></svg>"
 
 
 def _phase_starts(forecast: Forecast) -> Iterator[tuple[str, float]]:
@@ -188,8 +187,8 @@ def _timeline(forecast: Forecast, start: float, end: float) -> str:
         else:
             drawn.append((x, width, span.name))
     parts = []
-    for place, (name, drawn) in enumerate(lanes.items()):
-        top, colour = place * 26, _LANES.get(name, "#5aa469")
+    for number, (name, drawn) in enumerate(lanes.items()):
+        top, colour = number * 26, _LANES.get(name, "#5aa469")
         parts.append(f"<text x=0 y={top + 15}>{escape(name)}</text>")
         parts += [
             f"<rect x={120 + x:.1f} y={top + 3} width={max(width, 0.3):.1f} height=17 "
@@ -266,8 +265,8 @@ def _lints(forecast: Forecast) -> str:
 def _ranking(ranking: Ranking) -> str:
     head = "<tr><th>settings<th class=n>tokens/s<th class=n>peak GiB<th class=n>reserved GiB<th></tr>"
     body = "".join(
-        f"<tr><th colspan=5>{escape(group_title(ranking.groups, place))}</tr>" + "".join(map(_row, group[:_SHOWN]))
-        for place, group in enumerate(ranking.groups[:3])
+        f"<tr><th colspan=5>{escape(group_title(ranking.groups, number))}</tr>" + "".join(map(_row, group[:_SHOWN]))
+        for number, group in enumerate(ranking.groups[:3])
     )
     out = "".join(
         f"<tr><td>{escape(str(candidate.settings))}<td>{escape(candidate.problem)}</tr>"
@@ -282,10 +281,10 @@ def _ranking(ranking: Ranking) -> str:
 
 
 def _row(candidate: Candidate) -> str:
-    least, most = (size / GIB for size in reserved_range(candidate.peak))
+    least, largest = (size / GIB for size in reserved_range(candidate.peak))
     return (
         f"<tr><td>{escape(str(candidate.settings))}<td class=n>{candidate.tokens_per_second:,.0f}<td "
-        f"class=n>{candidate.peak / GIB:.1f}<td class=n>{least:.0f} to {most:.0f}<td>{candidate.verdict}</tr>"
+        f"class=n>{candidate.peak / GIB:.1f}<td class=n>{least:.0f} to {largest:.0f}<td>{candidate.verdict}</tr>"
     )
 
 

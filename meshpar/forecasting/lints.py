@@ -8,7 +8,7 @@ from typing import final
 
 from meshpar.forecasting.cost import Cost, placement, sending_time
 from meshpar.forecasting.hardware import Hardware
-from meshpar.forecasting.trace import Collective, Trace
+from meshpar.forecasting.trace import Collective, Event, Trace
 
 _SMALLEST = 0.005
 """Part of the step, or of the device's memory, below which nothing is said."""
@@ -34,7 +34,7 @@ class Lint:
 
 def lints(trace: Trace, timed: Cost, hardware: Hardware) -> tuple[Lint, ...]:
     """Return the findings that matter, the dearest first."""
-    found = [
+    every = [
         *_float32(trace, timed, hardware),
         *_tensor_parallel(trace, hardware),
         *_padding(trace, hardware),
@@ -45,7 +45,7 @@ def lints(trace: Trace, timed: Cost, hardware: Hardware) -> tuple[Lint, ...]:
         *_spanning(trace, hardware),
     ]
     matter = [
-        lint for lint in found if lint.seconds > _SMALLEST * timed.seconds or lint.size > _SMALLEST * hardware.memory
+        lint for lint in every if lint.seconds > _SMALLEST * timed.seconds or lint.size > _SMALLEST * hardware.memory
     ]
     return tuple(sorted(matter, key=lambda lint: (-lint.seconds, -lint.size)))
 
@@ -68,45 +68,38 @@ def _float32(trace: Trace, timed: Cost, hardware: Hardware) -> Iterator[Lint]:
 
 def _tensor_parallel(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
     """More than one preparation of a region's input: projections that gather or reduce each for themselves."""
-    forward = [
-        event
-        for phase in trace.phases
-        if phase.name == "forward"
-        for event in phase.events
-        if event.collective is not None and event.collective.axis == "tp" and event.scope
-    ]
-    gathers = [
-        event.collective for event in forward if event.collective is not None and event.collective.kind == "all_gather"
-    ]
-    passes = sum(phase.name == "forward" for phase in trace.phases)
-    wanted = 2 * trace.depth * passes
-    if len(gathers) > wanted:
-        extra = len(gathers) - wanted
-        seconds_of_one = sending_time(gathers[0], hardware)
+    gathers = _sent(trace, "forward", "tp", "all_gather", in_blocks=True)
+    calls = trace.depth * sum(phase.name == "forward" for phase in trace.phases)
+    if len(gathers) > 2 * calls:
         yield Lint(
             name="redundant tensor-parallel collectives",
-            text=f"{len(gathers) // (trace.depth * passes)} all-gathers a block forward where 2 would do (and as many "
+            text=f"{len(gathers) // calls} all-gathers a block forward where 2 would do (and as many "
             "more reductions in backward): give attention and feed-forward layer the style 'region', so that "
             "their projections share one",
-            seconds=2 * extra * seconds_of_one,
+            seconds=2 * (len(gathers) - 2 * calls) * sending_time(gathers[0], hardware),
         )
+
+
+def _sent(trace: Trace, phase: str, axis: str, kind: str, *, in_blocks: bool | None = None) -> list[Collective]:
+    """Return the collectives of one kind; ``in_blocks``: inside of blocks, or outside of them; None: both."""
+    return [
+        event.collective
+        for name, event in trace.events()
+        if event.collective is not None
+        and (name, event.collective.axis) == (phase, axis)
+        and kind in ("", event.collective.kind)
+        and in_blocks in (None, bool(event.scope))
+    ]
 
 
 def _padding(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
     """The padding that FSDP gathers, because dim 0 does not divide by the ranks."""
     shards = trace.axes.get("dp_shard", 1)
-    gathers = [
-        sent
-        for phase, sent in trace.collectives()
-        if phase == "forward" and sent.axis == "dp_shard" and sent.kind == "all_gather"
-    ]
+    gathers = _sent(trace, "forward", "dp_shard", "all_gather")
     passes = sum(phase.name == "forward" for phase in trace.phases)
     if not gathers or shards == 1:
         return
-    size = _width(gathers[0].dtype)
-    held = trace.exact["parameters"] / 4 * shards * size
-    real = trace.parameters / trace.axes.get("tp", 1) * size
-    waste = held / real - 1
+    waste = trace.exact["parameters"] / 4 * shards / (trace.parameters / trace.axes.get("tp", 1)) - 1
     if waste > 0.01:
         seconds = sum(sending_time(gather, hardware) for gather in gathers) / passes * waste / (1 + waste)
         yield Lint(
@@ -118,30 +111,19 @@ def _padding(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
         )
 
 
-def _width(dtype: str) -> int:
-    return {"bfloat16": 2, "float16": 2, "float64": 8}.get(dtype, 4)
-
-
 def _logits(trace: Trace) -> Iterator[Lint]:
-    gathered = [
-        event.collective
-        for phase, event in trace.events()
-        if phase == "forward" and event.collective is not None and event.collective.axis == "tp" and not event.scope
-    ]
-    ranks = trace.axes.get("tp", 1)
+    gathered, ranks = _sent(trace, "forward", "tp", "", in_blocks=False), trace.axes.get("tp", 1)
     # The embedding's reduction comes first and is as large as the hidden states, which sequence parallelism gathers for
     # the head.
-    whole = [gather for gather in gathered[1:] if gather.kind == "all_gather" and gather.size > gathered[0].size]
-    if ranks > 1 and whole:
-        largest = max(gather.size for gather in whole)
-        saved = trace.memory().held.get("logits and loss", 0) * (ranks - 1) // ranks
-        if saved:
-            yield Lint(
-                name="replicated logits",
-                text=f"every rank of tp holds all logits ({largest / 2**30:.2f} GiB gathered): "
-                "TensorParallel(loss_parallel=True) keeps them split over the vocabulary",
-                size=saved,
-            )
+    whole = [gather.size for gather in gathered[1:] if gather.kind == "all_gather" and gather.size > gathered[0].size]
+    saved = trace.memory().held.get("logits and loss", 0) * (ranks - 1) // ranks
+    if whole and saved:
+        yield Lint(
+            name="replicated logits",
+            text=f"every rank of tp holds all logits ({max(whole) / 2**30:.2f} GiB gathered): "
+            "TensorParallel(loss_parallel=True) keeps them split over the vocabulary",
+            size=saved,
+        )
 
 
 def _attention(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
@@ -150,34 +132,31 @@ def _attention(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
         "_softmax": "plain attention, which holds the scores (float32 with grouped heads)",
     }
     for name, what in slow.items():
-        calls = [
-            event for phase, event in trace.events() if event.name == name and event.scope and not event.recomputed
-        ]
-        if calls:
-            size = max(sum(change for _, change in call.memory if change > 0) for call in calls)
+        every = [event for _, event in trace.events() if event.name == name]
+        if calls := [event for event in every if event.scope and not event.recomputed]:
             seconds = sum(call.moved for call in calls) * 3 / (hardware.memory_bandwidth * hardware.memory_fraction)
             yield Lint(
                 name="attention is not flash",
                 text=f"{len(calls)} calls run {what}: compute in bfloat16 (param_dtype) with is_causal and no mask",
                 seconds=seconds,
-                size=size * (trace.depth if name == "_softmax" else 1),
+                size=max(map(_allocated, calls)) * (trace.depth if name == "_softmax" else 1),
             )
+
+
+def _allocated(event: Event) -> int:
+    return sum(change for _, change in event.memory if change > 0)
 
 
 def _masks(trace: Trace) -> Iterator[Lint]:
     products = {event.shape[1:3] for _, event in trace.events() if "attention" in event.name and event.shape}
     names = {"tril", "where", "bitwise_and", "expand", "masked_fill", "le", "ge", "lt"}
+    sizes = [_allocated(event) for _, event in trace.events() if event.name in names]
     for queries, keys in products:
-        made = [
-            sum(change for _, change in event.memory if change > 0)
-            for _, event in trace.events()
-            if event.name in names and queries * keys <= sum(change for _, change in event.memory if change > 0)
-        ]
-        if made and queries > 1:
+        if queries > 1 and (masks := [size for size in sizes if size >= queries * keys]):
             yield Lint(
                 name="materialised mask",
                 text=f"a mask of {queries} x {keys} is built in memory: leave the attention mask out, or say is_causal",
-                size=max(made),
+                size=max(masks),
             )
 
 
@@ -199,14 +178,11 @@ def _exposed(timed: Cost) -> Iterator[Lint]:
 
 
 def _spanning(trace: Trace, hardware: Hardware) -> Iterator[Lint]:
-    sent: list[Collective] = [
-        collective
-        for _, collective in trace.collectives()
-        if collective.axis == "tp" and placement(collective, hardware)[1] > 1
-    ]
-    if sent:
+    axis = [sent for _, sent in trace.collectives() if sent.axis == "tp"]
+    seconds = sum(sending_time(sent, hardware) for sent in axis if placement(sent, hardware)[1] > 1)
+    if seconds:
         yield Lint(
             name="tensor parallelism across nodes",
             text=f"tp={trace.axes['tp']} spans nodes of {hardware.node}: keep it within one",
-            seconds=sum(sending_time(collective, hardware) for collective in sent),
+            seconds=seconds,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 import torch
@@ -40,14 +40,14 @@ class Settings:
         micro_batches: of a step, of a rank.
     """
 
-    replicas: int
-    shards: int
-    tp: int
-    reshard: bool
-    recompute: str
-    micro_batch: int
-    beside: tuple[Pass, ...]
-    fixed: Mapping[str, int]
+    replicas: int = 1
+    shards: int = 1
+    tp: int = 1
+    reshard: bool = True
+    recompute: str = "none"
+    micro_batch: int = 1
+    beside: tuple[Pass, ...] = ()
+    fixed: Mapping[str, int] = field(default_factory=dict)
     world: bool = False
     elastic: bool = False
     stages: int = 1
@@ -86,12 +86,12 @@ class Settings:
         return sorted(passes, key=lambda pass_: pass_.stage)
 
     def __str__(self) -> str:
-        kept = "" if self.reshard else ", parameters kept gathered"
+        gathered = "" if self.reshard else ", parameters kept gathered"
         again = "no recomputation" if self.recompute == "none" else f"{self.recompute} recomputation"
         staged = f", {self.micro_batches} of them" if self.stages > 1 else ""
         staged += f", stages of {', '.join(map(str, self.blocks))} blocks" if self.blocks else ""
         return (
-            f"{self.mesh()}; micro-batch {self.micro_batch}{staged}; {again}{kept}"
+            f"{self.mesh()}; micro-batch {self.micro_batch}{staged}; {again}{gathered}"
             f"{', optimizer=world' if self.world else ''}"
         )
 
@@ -153,8 +153,8 @@ def alike(candidates: Iterable[Candidate]) -> tuple[tuple[Candidate, ...], ...]:
 
 def gib_reserved(peak: int) -> str:
     """Return the GiB that an allocator reserves for tensors of ``peak`` bytes."""
-    least, most = reserved_range(peak)
-    return f"{least / GIB:.0f} to {most / GIB:.0f}"
+    least, largest = reserved_range(peak)
+    return f"{least / GIB:.0f} to {largest / GIB:.0f}"
 
 
 _SHOWN = 10
@@ -164,11 +164,11 @@ _SHOWN = 10
 def ranking_text(ranking: Ranking) -> str:
     """Return the ranking for a terminal; the first ones also have their own reports."""
     count = Counter(candidate.verdict for candidate in ranking.fitting)
-    least, most = RESERVED_RANGE
+    least, largest = RESERVED_RANGE
     counted = f"{count['fits']} settings fit, {count['may fit']} may fit, {len(ranking.out)} do not"
     lines = [
-        f"{counted} (an allocator reserves {least} to {most} times the peak of tensors)",
-        *(line for place in range(len(ranking.groups[:3])) for line in _group_lines(ranking.groups, place)),
+        f"{counted} (an allocator reserves {least} to {largest} times the peak of tensors)",
+        *(line for number in range(len(ranking.groups[:3])) for line in _group_lines(ranking.groups, number)),
     ]
     if ranking.out:
         closest = sorted(ranking.out, key=lambda candidate: candidate.peak)[: _SHOWN // 2]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 import meshpar._torch.operator_costs as operators
 from meshpar._torch.fake import FakeTensor, TorchDispatchMode
+from meshpar._torch.modules import held_part, memory_of
 from meshpar._torch.operator_costs import Fusion
 from meshpar._torch.pytree import tree_leaves
 from meshpar._torch.simulated_device import find_group, hidden_propagation
 from meshpar.core.errors import MeshparError
-from meshpar.forecasting.trace import Collective, Event, Phase
+from meshpar.forecasting.trace import Collective, Event, Kind, Phase
 
 _PLAIN = {Tensor, nn.Parameter, nn.Buffer, FakeTensor}
 
@@ -58,8 +59,8 @@ class Storage:
     resized: bool = False
 
 
-def holder(storage: Storage, phases: Sequence[tuple[str, int]]) -> str:
-    """Return whose a storage is that nobody claimed."""
+def classify(storage: Storage, phases: Sequence[tuple[str, int]]) -> str:
+    """Classify an unclaimed storage (activation, gathered weights, temporary) by its lifetime."""
     if storage.resized or storage.stream != "compute":
         return "gathered"
     name = phases[storage.phase][0]
@@ -76,11 +77,69 @@ def holder(storage: Storage, phases: Sequence[tuple[str, int]]) -> str:
     return "temporaries"
 
 
-class Stream(Protocol):
-    """A simulated device's queue of work; ``last`` is the index of the last event issued on it."""
+@final
+class StorageLog:
+    """The storages that a step allocates, empties, fills and frees.
 
-    name: str
-    last: int
+    Args:
+        events, phases: of the step, as they are recorded; what happens before the first phase is not part of it.
+        rounding: bytes to which an allocator rounds every storage.
+    """
+
+    def __init__(self, events: Sequence[object], phases: Sequence[tuple[str, int]], rounding: int) -> None:
+        self._events, self._phases, self._rounding = events, phases, rounding
+        self._storages: list[Storage] = []
+        self._alive: dict[int, int] = {}
+        self._changes: list[tuple[int, int, int]] = []
+
+    def watch(self, storage: torch.UntypedStorage, **facts: Any) -> Storage | None:
+        """Return what is noted of a storage, None of one that is known. ``facts``: fields of :class:`Storage`."""
+        key = memory_of(storage)
+        if key in self._alive:
+            self.resize(storage)
+            return None
+        reference = weakref.ref(storage, lambda _: self._free(key))
+        size, self._alive[key] = self._rounded(storage), len(self._storages)
+        self._storages.append(Storage(size=size, phase=len(self._phases) - 1, reference=reference, **facts))
+        self._change(self._alive[key], size)
+        return self._storages[-1]
+
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        """Note the bytes that a known storage has now."""
+        number = self._alive.get(memory_of(storage), -1)
+        if number >= 0 and (change := self._rounded(storage) - self._storages[number].size):
+            self._storages[number].resized = True
+            self._storages[number].size += change
+            self._change(number, change)
+
+    def claim(self, storage: torch.UntypedStorage, holder: str) -> None:
+        """Say whose a known storage is."""
+        if (number := self._alive.get(memory_of(storage))) is not None:
+            self._storages[number].holder = holder
+
+    def changes(self) -> list[tuple[tuple[str, int], ...]]:
+        """Return the changes before each event, and those behind the last one, as (holder, bytes)."""
+        lines: list[list[tuple[str, int]]] = [[] for _ in range(len(self._events) + 1)]
+        holders = [storage.holder or classify(storage, self._phases) for storage in self._storages]
+        for event, number, change in self._changes:
+            line, holder = lines[event], holders[number]
+            if line and line[-1][0] == holder and (line[-1][1] > 0) == (change > 0):
+                line[-1] = (holder, line[-1][1] + change)
+            else:
+                line.append((holder, change))
+        return list(map(tuple, lines))
+
+    def _free(self, key: int) -> None:
+        number = self._alive.pop(key)
+        self._storages[number].died = len(self._events)
+        self._change(number, -self._storages[number].size)
+
+    def _change(self, number: int, change: int) -> None:
+        if self._phases and change:
+            self._changes.append((len(self._events), number, change))
+
+    def _rounded(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self._rounding) * self._rounding
 
 
 @final
@@ -98,17 +157,16 @@ class Recorder(TorchDispatchMode):
         self, axes: Mapping[str, str], *, current_stream: Callable[[], Any] | None = None, rounding: int = 1
     ) -> None:
         super().__init__()
-        self.axes, self.current_stream, self.rounding = dict(axes), current_stream, rounding
+        self.axes, self.current_stream = dict(axes), current_stream
         self.events: list[Event] = []
         self.phases: list[tuple[str, int]] = []
         self.scope, self.recomputing, self.in_blocks = "", False, False
-        self.storages: list[Storage] = []
-        self._log: list[tuple[int, int, int]] = []
-        self._alive: dict[int, int] = {}
+        self._memory = StorageLog(self.events, self.phases, rounding)
         self._pending: dict[int, int] = {}
         self._waited_for: dict[tuple[str, str], int] = {}
         self._hidden = 0
         self._fusion = Fusion()
+        self._patches = ExitStack()
 
     def phase(self, name: str) -> None:
         """Count what follows as the phase ``name``; the gradients of the phase before are known."""
@@ -124,29 +182,20 @@ class Recorder(TorchDispatchMode):
 
     def hold(self, tensors: Iterator[Tensor], holder: str) -> int:
         """Count ``tensors`` as there already, held by ``holder``; returns their bytes, of each storage once."""
-        before = len(self.storages)
-        for tensor in tensors:
-            self._watch(tensor, held_by=holder)
-        return sum(storage.size for storage in self.storages[before:])
+        return sum(storage.size for tensor in tensors if (storage := self._watch(tensor, holder)) is not None)
 
     def name_gradients(self, module: nn.Module) -> None:
         """Say that what the parameters now have as gradients is gradients."""
         for parameter in module.parameters():
             if parameter.grad is not None:
-                known = self._alive.get(_local(parameter.grad).untyped_storage()._cdata)
-                if known is not None:
-                    self.storages[known].holder = "gradients"
+                self._memory.claim(held_part(parameter.grad).untyped_storage(), "gradients")
 
     def send(self, collective: Collective) -> None:
         """Record a collective that does not go through a process group of the mesh, and for which this rank waits."""
         self._fuse()
-        self._append(
-            Event(
-                kind="collective", name=collective.kind, stream=self._stream(), scope=self.scope, collective=collective
-            )
-        )
+        self._append("collective", collective.kind, collective=collective)
 
-    def wait(self, stream: Stream, target: int) -> None:
+    def wait(self, stream: str, target: int) -> None:
         """A simulated stream waits for an event, if it has not waited for it, or for a later one of the same stream,
         already.
 
@@ -155,47 +204,39 @@ class Recorder(TorchDispatchMode):
         """
         if target >= len(self.events):
             return
-        key = stream.name, self.events[target].stream
+        key = stream, self.events[target].stream
         if target > self._waited_for.get(key, -1):
             self._waited_for[key] = target
-            self.events.append(Event(kind="wait", name="wait", stream=stream.name, scope=self.scope, target=target))
+            self.events.append(Event(kind="wait", name="wait", stream=stream, scope=self.scope, target=target))
 
     def finished(self) -> tuple[Phase, ...]:
         """Return what was recorded."""
         self._fuse()
-        changes: list[list[tuple[str, int]]] = [[] for _ in range(len(self.events) + 1)]
-        held_by = [storage.holder or holder(storage, self.phases) for storage in self.storages]
-        for at, storage, change in self._log:
-            line = changes[min(at, len(self.events))]
-            if line and line[-1][0] == held_by[storage] and (line[-1][1] > 0) == (change > 0):
-                line[-1] = (held_by[storage], line[-1][1] + change)
-            else:
-                line.append((held_by[storage], change))
+        changes = self._memory.changes()
         if changes[-1]:
             self.events.append(Event(kind="compute", name="end"))
-        events = [_with(event, memory=tuple(line)) for event, line in zip(self.events, changes)]
+        events = [replace(event, memory=line) if line else event for event, line in zip(self.events, changes)]
         ends = [start for _, start in self.phases[1:]] + [len(events)]
         return tuple(Phase(name=name, events=tuple(events[start:end])) for (name, start), end in zip(self.phases, ends))
 
     # what torch calls
 
     def __enter__(self) -> Recorder:
-        inner = self._resize = torch.UntypedStorage.resize_
+        resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = inner(storage, size)
-            self._resized(storage)
+            result = resize(storage, size)
+            self._memory.resize(storage)
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        self._propagation = hidden_propagation(self.hidden)
-        self._propagation.__enter__()
+        self._patches.callback(setattr, torch.UntypedStorage, "resize_", resize)
+        self._patches.enter_context(hidden_propagation(self.hidden))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._propagation.__exit__(None, None, None)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._patches.close()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -245,18 +286,14 @@ class Recorder(TorchDispatchMode):
         elif moved:
             self._fusion.add(args, kwargs, outputs)
         self._append(
-            Event(
-                kind="compute",
-                name=func._schema.name.rpartition("::")[2],
-                stream=self._stream(),
-                scope=self.scope,
-                recomputed=self.recomputing,
-                flops=operators.floating_point(func, shape),
-                moved=moved,
-                fused=0 if self._fusion.open and moved else moved,
-                shape=shape,
-                dtype=operators.computing_dtype(func, outputs),
-            )
+            "compute",
+            operators.name_of(func),
+            recomputed=self.recomputing,
+            flops=operators.floating_point(func, shape),
+            moved=moved,
+            fused=0 if self._fusion.open and moved else moved,
+            shape=shape,
+            dtype=operators.computing_dtype(func, outputs),
         )
 
     def _collective(self, func: Any, args: Any, outputs: list[Tensor]) -> None:
@@ -277,93 +314,39 @@ class Recorder(TorchDispatchMode):
             collective = replace(collective, peer=args[2], tag=args[3])
         deferred = func.namespace == "_c10d_functional"
         if deferred:
-            self._pending[outputs[0].untyped_storage()._cdata] = len(self.events)
-        name = func._schema.name.rpartition("::")[2]
-        self._append(
-            Event(
-                kind="async" if deferred else "collective", name=name, stream=self._stream(), scope=self.scope,
-                recomputed=self.recomputing, collective=collective,
-            )
-        )  # fmt: skip
+            self._pending[memory_of(outputs[0])] = len(self.events)
+        kind: Kind = "async" if deferred else "collective"
+        self._append(kind, operators.name_of(func), recomputed=self.recomputing, collective=collective)
 
     def _waited(self, func: Any, tensor: Tensor) -> Tensor:
-        target = self._pending.pop(tensor.untyped_storage()._cdata, None)
+        target = self._pending.pop(memory_of(tensor), None)
         if target is not None:
-            self._append(Event(kind="wait", name="wait", stream=self._stream(), scope=self.scope, target=target))
+            self._append("wait", "wait", target=target)
         if isinstance(tensor, FakeTensor):
             return tensor  # the operator would allocate its result anew under fake tensors, which no device does
         return func(tensor)
 
-    def _append(self, event: Event) -> None:
-        if self.current_stream is not None and event.kind != "wait":
+    def _append(self, kind: Kind, name: str, **values: Any) -> None:
+        if self.current_stream is not None and kind != "wait":
             self.current_stream().last = len(self.events)
-        self.events.append(event)
+        self.events.append(Event(kind=kind, name=name, stream=self._stream(), scope=self.scope, **values))
 
     def _stream(self) -> str:
         return "compute" if self.current_stream is None else self.current_stream().name
 
     def _fuse(self) -> None:
-        moved = self._fusion.close()
-        if moved:
-            last = next(
-                place
-                for place in range(len(self.events) - 1, -1, -1)
-                if self.events[place].moved and not self.events[place].shape
-            )
-            self.events[last] = _with(self.events[last], fused=moved)
+        if moved := self._fusion.close():
+            numbers = reversed(range(len(self.events)))
+            last = next(at for at in numbers if self.events[at].moved and not self.events[at].shape)
+            self.events[last] = replace(self.events[last], fused=moved)
 
-    def _watch(self, tensor: Tensor, held_by: str = "") -> bool:
-        """Note the storage of ``tensor``; returns whether it is new."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._alive:
-            self._resized(storage)
-            return False
-        size = self._rounded(storage.nbytes())
-        place = len(self.storages)
-        self.storages.append(
-            Storage(
-                size=size,
-                holder=held_by,
-                stream=self._stream(),
-                phase=len(self.phases) - 1,
-                recomputed=self.recomputing,
-                outside=not self.scope,
-                after_blocks=self.in_blocks,
-                reference=weakref.ref(storage, lambda _: self._freed(key)),
-            )
+    def _watch(self, tensor: Tensor, holder: str = "") -> Storage | None:
+        """Note the storage of ``tensor``; None: it is known."""
+        return self._memory.watch(
+            tensor.untyped_storage(),
+            holder=holder,
+            stream=self._stream(),
+            recomputed=self.recomputing,
+            outside=not self.scope,
+            after_blocks=self.in_blocks,
         )
-        self._alive[key] = place
-        if self.phases:
-            self._log.append((len(self.events), place, size))
-        return True
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        place = self._alive.get(storage._cdata)
-        if place is None:
-            return
-        known, size = self.storages[place], self._rounded(storage.nbytes())
-        if size != known.size:
-            known.resized = True
-            if self.phases:
-                self._log.append((len(self.events), place, size - known.size))
-            known.size = size
-
-    def _freed(self, key: int) -> None:
-        place = self._alive.pop(key)
-        known = self.storages[place]
-        known.died = len(self.events)
-        if self.phases and known.size:
-            self._log.append((len(self.events), place, -known.size))
-
-    def _rounded(self, size: int) -> int:
-        return -(-size // self.rounding) * self.rounding
-
-
-def _with(event: Event, **changes: Any) -> Event:
-    values = {name: getattr(event, name) for name in Event.__slots__} | changes
-    return Event(**values)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor)

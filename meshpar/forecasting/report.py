@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -166,10 +167,10 @@ def stage_rows(forecast: Forecast) -> list[dict[str, Any]]:
 
     ``waiting``: seconds in which a stage has nothing to compute because it waits for another one, the bubble.
     """
-    found = list[dict[str, Any]]()
+    stages = list[dict[str, Any]]()
     for trace, timed in zip(forecast.trace.stages, forecast.cost.stages, strict=True):
         sent = [sent for _, sent in trace.collectives() if sent.peer >= 0]
-        found.append(
+        stages.append(
             {
                 "blocks": trace.depth,
                 "bytes": trace.memory().peak,
@@ -180,40 +181,30 @@ def stage_rows(forecast: Forecast) -> list[dict[str, Any]]:
                 "waiting": timed.exposed.get(sent[0].axis, 0.0),
             }
         )
-    return found
+    return stages
 
 
 def _stages(forecast: Forecast) -> Table:
     """Return a row for each stage, with marks at the fullest and at the one that computes for longest."""
     data, seconds = stage_rows(forecast), forecast.cost.seconds
     idle = sum(row["waiting"] for row in data) / len(data) / seconds
-    table = _table(f"Stages: one waits for another for {idle:.1%} of a step on average")
-    for name in (
-        "stage",
-        "blocks",
-        "peak GiB",
-        "activations GiB",
-        "of micro-batches",
-        "sent MiB",
-        "ms",
-        "waits ms",
-        "",
-    ):
-        table.add_column(name, justify="left" if name == "" else "right")
-    fullest, slowest = (max(data, key=lambda row: row[name]) for name in ("bytes", "computing"))
-    for place, row in enumerate(data):
-        marks = [word for word, most in (("fullest", fullest), ("slowest", slowest)) if row is most]
-        table.add_row(
-            str(place), str(row["blocks"]), f"{row['bytes'] / GIB:.3f}", f"{row['activations'] / GIB:.3f}",
-            str(row["micro_batches"]), f"{row['sent'] / 2**20:,.3f}", f"{row['computing'] * 1e3:,.1f}",
-            f"{row['waiting'] * 1e3:,.1f}", ", ".join(marks),
-        )  # fmt: skip
-    return table
+    largest = {
+        "fullest": max(data, key=lambda row: row["bytes"]),
+        "slowest": max(data, key=lambda row: row["computing"]),
+    }
+    lines = (
+        f"{stage}|{row['blocks']}|{row['bytes'] / GIB:.3f}|{row['activations'] / GIB:.3f}|{row['micro_batches']}|"
+        f"{row['sent'] / 2**20:,.3f}|{row['computing'] * 1e3:,.1f}|{row['waiting'] * 1e3:,.1f}|"
+        f"{', '.join(word for word, marked in largest.items() if row is marked)}"
+        for stage, row in enumerate(data)
+    )
+    columns = ">stage|>blocks|>peak GiB|>activations GiB|>of micro-batches|>sent MiB|>ms|>waits ms|"
+    return _table(f"Stages: one waits for another for {idle:.1%} of a step on average", columns, lines)
 
 
 def _where(sent: Collective, forecast: Forecast) -> str:
-    inside, nodes = placement(sent, forecast.hardware)
-    return "in a node" if nodes == 1 else f"{nodes} nodes" if inside == 1 else f"{nodes} nodes of {inside}"
+    on_node, nodes = placement(sent, forecast.hardware)
+    return "in a node" if nodes == 1 else f"{nodes} nodes" if on_node == 1 else f"{nodes} nodes of {on_node}"
 
 
 def _verdict(forecast: Forecast) -> str:
@@ -224,62 +215,56 @@ def _verdict(forecast: Forecast) -> str:
 
 def reserved_text(forecast: Forecast) -> str:
     """Return the memory that an allocator reserves, and how much there is."""
-    least, most = reserved_range(forecast.memory.peak)
+    least, largest = reserved_range(forecast.memory.peak)
     return (
-        f"for which an allocator reserves {least / GIB:.1f} to {most / GIB:.1f} GiB of "
+        f"for which an allocator reserves {least / GIB:.1f} to {largest / GIB:.1f} GiB of "
         f"{forecast.hardware.room / GIB:.1f}"
     )
 
 
-def _table(title: str, *, show_header: bool = True) -> Table:
-    made: Table = need("rich.table").Table(title=title, title_justify="left", show_header=show_header)
-    return made
+def _table(title: str, columns: str, lines: Iterable[str]) -> Table:
+    """Return a table of what is between bars; a column with ``>`` is aligned to the right."""
+    names = columns.split("|")
+    table: Table = need("rich.table").Table(title=title, title_justify="left", show_header=any(names))
+    for name in names:
+        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left")
+    for line in lines:
+        table.add_row(*line.split("|"))
+    return table
 
 
 def _memory(forecast: Forecast) -> Table:
-    table = _table("Memory of the fullest rank at its peak")
-    table.add_column("held by")
-    table.add_column("GiB", justify="right")
-    table.add_column("")
-    for name, size in sorted(forecast.memory.held.items(), key=lambda item: -item[1]):
-        if size >= 1e-4 * forecast.memory.peak:
-            table.add_row(name, f"{size / GIB:.3f}", "█" * round(50 * size / forecast.memory.peak))
-    return table
+    peak, holders = forecast.memory.peak, sorted(forecast.memory.held.items(), key=lambda item: -item[1])
+    lines = (
+        f"{name}|{size / GIB:.3f}|{'█' * round(50 * size / peak)}" for name, size in holders if size >= 1e-4 * peak
+    )
+    return _table("Memory of the fullest rank at its peak", "held by|>GiB|", lines)
 
 
 def _collectives(forecast: Forecast) -> Table:
-    table = _table("Collectives of a step")
-    for name in ("phase", "kind", "axis", "count", "MiB each", "dtype", "where", "ms together"):
-        table.add_column(name, justify="right" if name in ("count", "MiB each", "ms together") else "left")
-    for row in rows(forecast):
-        mebibytes = f"{row['bytes'] / 2**20:,.3f}" if row["bytes"] > 1024 else "< 0.001"
-        table.add_row(
-            row["phase"], row["kind"], f"{row['axis']}={row['ranks']}", f"{row['count']:,}", mebibytes, row["dtype"],
-            row["where"], f"{row['seconds'] * 1e3:,.2f}",
-        )  # fmt: skip
-    return table
+    lines = (
+        f"{row['phase']}|{row['kind']}|{row['axis']}={row['ranks']}|{row['count']:,}|"
+        f"{format(row['bytes'] / 2**20, ',.3f') if row['bytes'] > 1024 else '< 0.001'}|"
+        f"{row['dtype']}|{row['where']}|{row['seconds'] * 1e3:,.2f}"
+        for row in rows(forecast)
+    )
+    return _table("Collectives of a step", "phase|kind|axis|>count|>MiB each|dtype|where|>ms together", lines)
 
 
 def _time(forecast: Forecast) -> Table:
-    timed = forecast.cost
-    least, most = forecast.seconds
-    table = _table("Time of a step", show_header=False)
-    table.add_row(
-        "step", f"{timed.seconds * 1e3:,.1f} ms, {least * 1e3:,.1f} to {most * 1e3:,.1f} (± {ERROR_RANGE:.0%})"
-    )
-    table.add_row(
-        "tokens/s", f"{timed.tokens_per_second:,.0f}, {timed.tokens_per_second / forecast.world_size:,.0f} a rank"
-    )
+    timed, (least, slowest) = forecast.cost, (seconds * 1e3 for seconds in forecast.seconds)
     model, done = (forecast.trace.flops(recomputed=recomputed) / 1e12 for recomputed in (False, True))
     again = f"; {done:,.2f} TFLOP with recomputation" if done > model else ""
-    table.add_row("MFU", f"{timed.mfu:.1%} ({model:,.2f} TFLOP a rank{again})")
-    for kind, seconds in timed.computing.items():
-        table.add_row(f"computing: {kind}", f"{seconds * 1e3:,.1f} ms")
-    for axis, seconds in timed.exposed.items():
-        table.add_row(f"waiting for {axis}", f"{seconds * 1e3:,.1f} ms")
-    if timed.idle > 0:
-        table.add_row("waiting for the host", f"{timed.idle * 1e3:,.1f} ms")
-    return table
+    figures = {
+        "step": f"{timed.seconds * 1e3:,.1f} ms, {least:,.1f} to {slowest:,.1f} (± {ERROR_RANGE:.0%})",
+        "tokens/s": f"{timed.tokens_per_second:,.0f}, {timed.tokens_per_second / forecast.world_size:,.0f} a rank",
+        "MFU": f"{timed.mfu:.1%} ({model:,.2f} TFLOP a rank{again})",
+    }
+    figures |= {f"computing: {kind}": f"{seconds * 1e3:,.1f} ms" for kind, seconds in timed.computing.items()}
+    figures |= {f"waiting for {axis}": f"{seconds * 1e3:,.1f} ms" for axis, seconds in timed.exposed.items()}
+    figures |= {"waiting for the host": f"{timed.idle * 1e3:,.1f} ms"} if timed.idle > 0 else {}
+    lines = (f"{name}|{figure}" for name, figure in figures.items())
+    return _table("Time of a step", "|", lines)
 
 
 @final

@@ -33,7 +33,7 @@ from meshpar.core.passes import Role
 from meshpar.core.patterns import kind_of
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import Batch, Loss, axis_groups, record_step, summed_token_loss
-from meshpar.forecasting.trace import Collective, Trace
+from meshpar.forecasting.trace import Trace, all_reduce
 from meshpar.passes.applied import applied
 from meshpar.passes.pipeline.messages import Header
 from meshpar.plan import Plan
@@ -185,8 +185,8 @@ def _collect(where: Path, places: Sequence[Path], ended: Sequence[int]) -> list[
     if not answer.exists():
         lines = [
             line
-            for place in places
-            if (file := place.with_suffix(".err")).exists()
+            for path in places
+            if (file := path.with_suffix(".err")).exists()
             for line in file.read_text(errors="replace").splitlines()
         ]
         raise MeshparError(
@@ -220,10 +220,10 @@ class Depths:
             raise MeshparError(f"{self._path} has {self.blocks} blocks, cannot keep {depth}")
         if depth not in self._made:
             whole: Any = self._model.get_submodule(self._path)
-            others = whole[depth:]
-            kept = copy.deepcopy(self._model, {id(other): nn.Identity() for other in others})
-            del kept.get_submodule(self._path)[depth:]  # type: ignore[operator]
-            self._made[depth] = kept
+            later = whole[depth:]
+            shallow = copy.deepcopy(self._model, {id(other): nn.Identity() for other in later})
+            del shallow.get_submodule(self._path)[depth:]  # type: ignore[operator]
+            self._made[depth] = shallow
         return self._made[depth]
 
 
@@ -258,8 +258,8 @@ def run(job: Simulation) -> Trace:
         return _run(job, {})
     stride, forms, traces = job.world_size // stages, dict[Any, Header](), list[Trace]()
     for stage in range(stages):
-        one = replace(job, rank=stage * stride + job.rank % stride, model=copy.deepcopy(job.model))
-        traces.append(_run(one, forms))
+        of_stage = replace(job, rank=stage * stride + job.rank % stride, model=copy.deepcopy(job.model))
+        traces.append(_run(of_stage, forms))
     return replace(max(traces, key=lambda trace: trace.memory().peak), stages=tuple(traces))
 
 
@@ -290,12 +290,12 @@ def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
         initialize.allocate(par.module, par.device, par.home)
         private.settle(par)
         par.module.train()
-        beside = []
+        frozen_modules = []
         if job.teacher is not None:
             frozen = job.teacher[0].apply(job.teacher[1], device_type=device.NAME)
             initialize.allocate(frozen.module, frozen.device, frozen.home)
             private.settle(frozen)
-            beside.append(frozen.module)
+            frozen_modules.append(frozen.module)
         optimizer = (
             build_adamw(par.module, AdamWSettings(fused=True)) if job.optimizer is None else job.optimizer(par.module)
         )
@@ -316,7 +316,7 @@ def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
             loss=job.loss,
             reduce_each=job.batch.reduce_each,
             reduce=reduce,
-            beside=beside,
+            beside=frozen_modules,
             recorder=recorder,
         )
         device.begin(None)
@@ -329,22 +329,15 @@ def _sum_over_replicas(job: Simulation, module: nn.Module, recorder: Recorder) -
 
     for bucket in buckets(parameter for parameter in module.parameters() if parameter.grad is not None):
         dtype = summed_in(bucket[0].dtype)
-        recorder.send(
-            Collective(
-                kind="all_reduce",
-                axis="dp_replicate",
-                ranks=job.replicas,
-                stride=job.world_size,
-                size=sum(local_tensor(parameter).numel() for parameter in bucket) * dtype.itemsize,
-                dtype=str(dtype).removeprefix("torch."),
-            )
-        )
+        size = sum(local_tensor(parameter).numel() for parameter in bucket) * dtype.itemsize
+        kind = str(dtype).removeprefix("torch.")
+        recorder.send(all_reduce("dp_replicate", job.replicas, job.world_size, size, kind))
 
 
 def _uncompiled(plan: Plan) -> tuple[Plan, bool]:
     """Take compilation out: Inductor does not run on tensors without memory, so eager memory stands in for compiled."""
-    kept = [pass_ for pass_ in plan.passes if not pass_.compiles]
-    return Plan(plan.mesh, kept), len(kept) < len(plan.passes)
+    uncompiled = [pass_ for pass_ in plan.passes if not pass_.compiles]
+    return Plan(plan.mesh, uncompiled), len(uncompiled) < len(plan.passes)
 
 
 def _fill_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

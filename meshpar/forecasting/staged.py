@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import final
 
 from meshpar.core.errors import MeshparError
@@ -47,22 +48,18 @@ def probes(job: Simulation, depths: Depths) -> list[Simulation]:
         )
     if any(pass_.period > 1 for pass_ in job.plan.passes):
         raise MeshparError("a pass treats blocks differently, so that few do not represent a stage")
-    found = list[Simulation]()
-    for blocks in (least, least + 1):
+    spec = MeshSpec({**mesh.axes, "pp": stages}, ranks_per_node=mesh.ranks_per_node)
+    size, batch = job.world_size // mesh.axes["pp"] * stages, replace(job.batch, accumulate=_MICRO_BATCHES)
+
+    def probe(blocks: int) -> Simulation:
         passes = [
             replace(pass_, stages=(blocks,) * stages) if isinstance(pass_, PipelineParallel) else pass_
             for pass_ in job.plan.passes
         ]
-        found.append(
-            replace(
-                job,
-                plan=Plan(MeshSpec({**mesh.axes, "pp": stages}, ranks_per_node=mesh.ranks_per_node), passes),
-                model=depths.shallow(stages * blocks),
-                batch=replace(job.batch, accumulate=_MICRO_BATCHES),
-                world_size=job.world_size // mesh.axes["pp"] * stages,
-            )
-        )
-    return found
+        model = depths.shallow(stages * blocks)
+        return replace(job, plan=Plan(spec, passes), model=model, batch=batch, world_size=size)
+
+    return [probe(least), probe(least + 1)]
 
 
 @final
@@ -94,10 +91,8 @@ def shape_of(job: Simulation, layout: ModelLayout) -> Shape:
     ranks = job.plan.mesh.axes["pp"]
     if cut.virtual > 1 or job.batch.accumulate < 2:
         raise MeshparError("several stages a rank, or one micro-batch, cannot be estimated")
-    blocks = cut.stages or even_stages(costs_of_blocks(job, layout), ranks)
-    return Shape(
-        blocks=blocks, schedule=cut.schedule, micro_batches=job.batch.accumulate, stride=job.world_size // ranks
-    )
+    blocks, count = cut.stages or even_stages(costs_of_blocks(job, layout), ranks), job.batch.accumulate
+    return Shape(blocks=blocks, schedule=cut.schedule, micro_batches=count, stride=job.world_size // ranks)
 
 
 def costs_of_blocks(job: Simulation, layout: ModelLayout) -> tuple[int, ...]:
@@ -144,15 +139,16 @@ class Stages:
         """Return what makes the trace of a kind of stage on another mesh, with one event between two messages: times
         on a line through those of the probes, memory as the extrapolated trace has it.
         """
-        ends = dict[int, tuple[Trace, Trace]]()
+
+        @cache
+        def probed(kind: int) -> tuple[Trace, Trace]:
+            few, more = (condensed(on_mesh(trace.stages[kind]), hardware) for trace in (self.few, self.more))
+            return few, more
 
         def of(kind: int, blocks: int) -> Trace:
             if (kind, blocks) not in self._brief:
                 self._brief[kind, blocks] = condensed(self.trace(kind, blocks), hardware)
-            if kind not in ends:
-                few, more = (condensed(on_mesh(trace.stages[kind]), hardware) for trace in (self.few, self.more))
-                ends[kind] = few, more
-            few, more = ends[kind]
+            few, more = probed(kind)
             brief, times = self._brief[kind, blocks], (blocks - few.depth) / (more.depth - few.depth)
             part = brief.axes["dp_shard"] / few.axes["dp_shard"]
 
@@ -174,9 +170,7 @@ class Stages:
         return of
 
     def times(self, of: Callable[[int, int], Trace], blocks: int) -> list[float]:
-        """Return the times of the blocks of a model in one unit, what runs before and behind them in the first and
-        the last one's.
-        """
+        """Return the times of a model's blocks in one unit; what runs around them is the first's and the last's."""
         few, more = self.few.stages[0].depth, self.more.stages[0].depth
 
         def one(kind: int, depth: int) -> int:
@@ -188,10 +182,10 @@ class Stages:
 
         middle = 1 if len(self.few.stages) > 2 else 0
         block = (one(middle, more) - one(middle, few)) / (more - few)
-        found = [block] * blocks
-        found[0] += one(0, few) - few * block
-        found[-1] += one(-1, few) - few * block
-        return found
+        times = [block] * blocks
+        times[0] += one(0, few) - few * block
+        times[-1] += one(-1, few) - few * block
+        return times
 
     def joined(self, shape: Shape, of: Callable[[int, int], Trace] | None = None) -> Trace:
         """Return the trace of all stages.
@@ -205,11 +199,11 @@ class Stages:
         for rank, blocks in enumerate(shape.blocks):
             kind = 0 if rank == 0 else -1 if rank == ranks - 1 else 1
             trace = (of or self.trace)(kind, blocks)
-            probed = kind % len(self.few.stages)
-            held = {**trace.held, "inputs": trace.held["inputs"] * shape.micro_batches // _MICRO_BATCHES}
-            phases = _in_order(trace, shape, rank, probed)
-            tokens = trace.tokens * shape.micro_batches // _MICRO_BATCHES
-            axes = {**trace.axes, "pp": ranks}
+            inputs, tokens = (
+                size * shape.micro_batches // _MICRO_BATCHES for size in (trace.held["inputs"], trace.tokens)
+            )
+            phases = _in_order(trace, shape, rank, kind % len(self.few.stages))
+            held, axes = {**trace.held, "inputs": inputs}, {**trace.axes, "pp": ranks}
             stages.append(replace(trace, held=held, phases=phases, tokens=tokens, axes=axes))
         fullest = max(stages, key=lambda stage: stage.memory().peak)
         whole = sum(of_blocks(self.few, self.more, blocks) for blocks in shape.blocks)
@@ -236,7 +230,7 @@ def _in_order(trace: Trace, shape: Shape, rank: int, probed: int) -> tuple[Phase
     chosen = [trace.phases[0]]
     forwards, backwards = ([phase for phase in trace.phases if phase.name == name] for name in ("forward", "backward"))
     todo = actions(shape.schedule, rank, ranks, shape.micro_batches)
-    for place, action in enumerate(todo, 1):
+    for count, action in enumerate(todo, 1):
         name, every = ("forward", forwards) if action.kind == "F" else ("backward", backwards)
         alike = [
             phase
@@ -245,22 +239,22 @@ def _in_order(trace: Trace, shape: Shape, rank: int, probed: int) -> tuple[Phase
         ]
         if action.number == 0:
             chosen.append(every[0])
-        elif place == len(todo):
+        elif count == len(todo):
             chosen.append(every[-1])
         else:
             chosen.append((alike or every[1:-1])[0])
     chosen.append(trace.phases[-1])
-    known, phases, now = dict[Collective, Collective](), list[Phase](), 0
+    rewiring, phases, now = dict[Collective, Collective](), list[Phase](), 0
 
     def rewired(sent: Collective) -> Collective:
-        if sent not in known:
+        if sent not in rewiring:
             steps = sent.peer - probed
             peer = rank + steps if abs(steps) == 1 else ranks - 1 - rank  # a neighbour, or the other end
             size = sent.size // sent.ranks * ranks if sent.kind == "all_gather" else sent.size
-            known[sent] = replace(
+            rewiring[sent] = replace(
                 sent, ranks=ranks, stride=shape.stride, peer=peer if sent.peer >= 0 else -1, size=size
             )
-        return known[sent]
+        return rewiring[sent]
 
     for phase in chosen:
         begin, events = begins[id(phase)], list[Event]()
@@ -302,14 +296,14 @@ def condensed(trace: Trace, hardware: Hardware) -> Trace:
 def _at_peak(changes: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
     """Return changes joined to those up to the highest sum, and those behind it; within each, what falls first."""
     total = highest = cut = 0
-    for place, (_, size) in enumerate(changes, 1):
+    for count, (_, size) in enumerate(changes, 1):
         total += size
         if total > highest:
-            highest, cut = total, place
-    found = list[tuple[str, int]]()
+            highest, cut = total, count
+    joined = list[tuple[str, int]]()
     for some in (changes[:cut], changes[cut:]):
         sums = dict[str, int]()
         for holder, size in some:
             sums[holder] = sums.get(holder, 0) + size
-        found += sorted(((holder, size) for holder, size in sums.items() if size), key=lambda item: item[1])
-    return tuple(found)
+        joined += sorted(((holder, size) for holder, size in sums.items() if size), key=lambda item: item[1])
+    return tuple(joined)

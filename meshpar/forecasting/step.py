@@ -5,15 +5,18 @@ compared.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshpar._torch.modules import held_part
 from meshpar._torch.pytree import tree_leaves
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import find_blocks
@@ -23,7 +26,6 @@ from meshpar.losses.token_loss import token_loss
 from meshpar.parallelized import Parallelized
 from meshpar.passes.applied import applied
 from meshpar.step.placements import local_tensor
-from meshpar.training.objectives import EXAMPLES
 
 
 @final
@@ -59,8 +61,8 @@ class Batch:
         for name in ("sequence", "micro_batch", "accumulate", "target"):
             if getattr(self, name) < 1:
                 raise MeshparError(f"Batch({name}={getattr(self, name)}) must be 1 or more")
-        if self.examples not in EXAMPLES:
-            raise MeshparError(f"Batch(examples={self.examples!r}) is not known; use one of {', '.join(EXAMPLES)}")
+        if self.examples not in (kinds := self._labels()):
+            raise MeshparError(f"Batch(examples={self.examples!r}) is not known; use one of {', '.join(kinds)}")
 
     @classmethod
     def of(cls, batch: Batch | Mapping[str, Tensor]) -> Batch:
@@ -82,26 +84,25 @@ class Batch:
     @property
     def tokens(self) -> int:
         """Counted labels of a data rank in a step: tokens, or one a sample."""
-        return (
-            {"tokens": self.sequence, "pairs": self.target, "labels": 1}[self.examples]
-            * self.micro_batch
-            * self.accumulate
-        )
+        return math.prod(self._labels()[self.examples]) * self.micro_batch * self.accumulate
+
+    def _labels(self) -> dict[str, tuple[int, ...]]:
+        """Return kind of examples -> shape of the labels of one sample."""
+        return {"tokens": (self.sequence,), "pairs": (self.target,), "labels": ()}
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         """Return one micro-batch, as a model takes it, with values of no meaning: int64, (B, L), targets (B, T),
         labels of texts (B).
         """
-        sizes = {"input_ids": (self.micro_batch, self.sequence)}
+        sizes: dict[str, tuple[int, ...]] = {"input_ids": (self.micro_batch, self.sequence)}
         if self.examples != "tokens":
             sizes["attention_mask"] = sizes["input_ids"]
         if self.documents:
             sizes["position_ids"] = sizes["input_ids"]
         if self.examples == "pairs":
             sizes["decoder_input_ids"] = (self.micro_batch, self.target)
-        labels = {"tokens": (self.sequence,), "pairs": (self.target,), "labels": ()}[self.examples]
-        made = {name: torch.empty(size, dtype=torch.int64, device=device) for name, size in sizes.items()}
-        return made | {"labels": torch.empty((self.micro_batch, *labels), dtype=torch.int64, device=device)}
+        sizes["labels"] = (self.micro_batch, *self._labels()[self.examples])
+        return {name: torch.empty(size, dtype=torch.int64, device=device) for name, size in sizes.items()}
 
 
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
@@ -161,11 +162,36 @@ def record_step(
     recorder = recorder or Recorder(axis_groups(par, beside))
     gc.collect()
     held, exact = hold_state(recorder, par, optimizer, batches, beside)
+    tokens = sum(batch["labels"].numel() for batch in batches)
+
+    def step() -> None:
+        scale = par.token_scale(torch.full((), tokens, dtype=torch.float32, device=par.device))
+        parts = (par.split(batch) for batch in batches)
+        if (layers := applied(par.module).layers) is not None:
+            layers.begins = lambda action: recorder.phase({"F": "forward", "B": "backward"}[action.kind])
+            par.backward(parts, lambda module, batch: loss(module, batch) * scale, reduce_each=reduce_each)
+        for batch in par.accumulate(parts, reduce_each=reduce_each) if layers is None else ():
+            recorder.phase("forward")
+            value = loss(par.module, batch) * scale
+            recorder.phase("backward")
+            value.backward()
+            del value
+        recorder.name_gradients(par.module)
+        exact["gradients"] = sum(
+            local_tensor(parameter.grad).nbytes for parameter in par.module.parameters() if parameter.grad is not None
+        )
+        reduce()
+        recorder.phase("optimizer")
+        par.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
     with _collector_off(), _scopes(recorder, par), recorder:
         recorder.phase("start")
-        _step(par, optimizer, batches, loss, clip, recorder, exact, reduce, reduce_each=reduce_each)
+        step()
         phases = recorder.finished()
-    tokens = sum(batch["labels"].numel() for batch in batches)
+    elsewhere = {id(one): one for one in applied(par.module).elsewhere.values() if isinstance(one, nn.Parameter)}
+    whole = (*par.module.parameters(), *elsewhere.values())  # those of other stages included
     return Trace(
         axes=dict(par.spec.axes),
         depth=len(find_blocks(par.module, par.layout)),
@@ -173,61 +199,20 @@ def record_step(
         data_size=par.data_size,
         held=held,
         exact=exact,
-        parameters=_parameters(par.module) if parameters is None else parameters,
+        parameters=sum(parameter.numel() for parameter in whole) if parameters is None else parameters,
         phases=phases,
         compiled=any(pass_.compiles for pass_ in par.plan.passes),
     )
 
 
-def _parameters(module: nn.Module) -> int:
-    """Return the number of parameters of a module, those of other stages included."""
-    elsewhere = {id(one): one for one in applied(module).elsewhere.values() if isinstance(one, nn.Parameter)}
-    return sum(parameter.numel() for parameter in (*module.parameters(), *elsewhere.values()))
-
-
-def _step(
-    par: Parallelized,
-    optimizer: torch.optim.Optimizer,
-    batches: Sequence[Mapping[str, Tensor]],
-    loss: Loss,
-    clip: float,
-    recorder: Recorder,
-    exact: dict[str, int],
-    reduce: Callable[[], object],
-    *,
-    reduce_each: bool,
-) -> None:
-    tokens = sum(batch["labels"].numel() for batch in batches)
-    scale = par.token_scale(torch.full((), tokens, dtype=torch.float32, device=par.device))
-    mine = (par.split(whole_batch) for whole_batch in batches)
-    if (layers := applied(par.module).layers) is not None:
-        layers.begins = lambda action: recorder.phase({"F": "forward", "B": "backward"}[action.kind])
-        par.backward(mine, lambda module, batch: loss(module, batch) * scale, reduce_each=reduce_each)
-    for batch in par.accumulate(mine, reduce_each=reduce_each) if layers is None else ():
-        recorder.phase("forward")
-        value = loss(par.module, batch) * scale
-        recorder.phase("backward")
-        value.backward()
-        del value
-    recorder.name_gradients(par.module)
-    exact["gradients"] = sum(
-        local_tensor(parameter.grad).nbytes for parameter in par.module.parameters() if parameter.grad is not None
-    )
-    reduce()
-    recorder.phase("optimizer")
-    par.clip_grad_norm_(clip)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
 def axis_groups(par: Parallelized, beside: Sequence[nn.Module] = ()) -> dict[str, str]:
     """Return the names of the process groups of ``par``, and of parallel modules beside it -> their axes."""
-    known: dict[str, str] = {group.group_name: axis for axis, group in par.groups()}
-    held = (parameter for module in beside for parameter in module.parameters() if isinstance(parameter, DTensor))
-    for mesh in dict.fromkeys(parameter.device_mesh for parameter in held):
+    axes: dict[str, str] = {group.group_name: axis for axis, group in par.groups()}
+    parallel = (parameter for module in beside for parameter in module.parameters() if isinstance(parameter, DTensor))
+    for mesh in dict.fromkeys(parameter.device_mesh for parameter in parallel):
         for axis in mesh.mesh_dim_names or ():
-            known.setdefault(mesh.get_group(axis).group_name, axis)
-    return known
+            axes.setdefault(mesh.get_group(axis).group_name, axis)
+    return axes
 
 
 def hold_state(
@@ -238,93 +223,50 @@ def hold_state(
     beside: Sequence[nn.Module],
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Tell the recorder what is there before the step; returns bytes as allocated, and to the byte."""
-    state = [
-        value
-        for states in optimizer.state.values()
-        for value in states.values()
-        if isinstance(value, Tensor) and value.ndim
-    ]
-    counters = [
-        value
-        for states in optimizer.state.values()
-        for value in states.values()
-        if isinstance(value, Tensor) and not value.ndim
-    ]
+    modules = (par.module, *beside)
+    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    values.sort(key=lambda value: not value.ndim)  # counters last
     gathered = [
-        tensor
-        for module in (par.module, *beside)
-        if (kept := applied(module).replica_shards)
-        for tensor in kept.tensors()
+        tensor for module in modules if (shards := applied(module).replica_shards) for tensor in shards.tensors()
     ]
     parts: dict[str, list[Tensor]] = {
-        "parameters": [
-            *(_stored(parameter) for module in (par.module, *beside) for parameter in module.parameters()),
-            *gathered,
-        ],
-        "optimizer": [_stored(tensor) for tensor in (*state, *counters)],
-        "buffers": [_stored(buffer) for buffer in par.module.buffers()],
-        "inputs": [tensor for batch in batches for tensor in batch.values()],
+        "parameters": [*(parameter for module in modules for parameter in module.parameters()), *gathered],
+        "optimizer": values,
+        "buffers": list(par.module.buffers()),
     }
-    held = {name: recorder.hold(iter(tensors), name) for name, tensors in parts.items()}
     exact = {
-        "parameters": sum(
-            local_tensor(parameter).nbytes for module in (par.module, *beside) for parameter in module.parameters()
-        )
-        + sum(tensor.nbytes for tensor in gathered),
-        "gradients": 0,
-        "optimizer": sum(local_tensor(tensor).nbytes for tensor in state),
-        "buffers": sum(local_tensor(buffer).nbytes for buffer in par.module.buffers()),
+        name: sum(local_tensor(tensor).nbytes for tensor in tensors if tensor.ndim or name != "optimizer")
+        for name, tensors in parts.items()
     }
-    return {name: held.get(name, 0) for name in HELD}, exact
-
-
-def _stored(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    parts["inputs"] = [tensor for batch in batches for tensor in batch.values()]
+    held = {name: recorder.hold(map(held_part, tensors), name) for name, tensors in parts.items()}
+    return {name: held.get(name, 0) for name in HELD}, exact | {"gradients": 0}
 
 
 @contextmanager
 def _scopes(recorder: Recorder, par: Parallelized) -> Iterator[None]:
     """Let the recorder know in which block the step is, forward, backward and recomputing."""
-    handles = []
-    for name, block in find_blocks(par.module, par.layout):
-        handles.append(block.register_forward_pre_hook(_Enter(recorder, name), with_kwargs=True))
-        handles.append(block.register_forward_hook(_Leave(recorder, name), always_call=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Enter:
-    recorder: Recorder
-    name: str
-
-    def __call__(self, module: nn.Module, args: object, kwargs: object) -> None:
-        recorder, name = self.recorder, self.name
-        if recorder.phases[-1][0] == "backward":
-            recorder.recomputing = True
-            recorder.enter(name)
-            return
+    def begin(name: str, args: object) -> None:
+        recorder.recomputing = recorder.phases[-1][0] == "backward"
         recorder.enter(name)
-        _at_gradient((args, kwargs), lambda: recorder.enter(""))  # the last thing that a block's backward makes
+        if not recorder.recomputing:
+            _at_gradient(args, lambda: recorder.enter(""))  # the last thing that a block's backward makes
 
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Leave:
-    recorder: Recorder
-    name: str
-
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
-        recorder, name = self.recorder, self.name
+    def end(name: str, output: object) -> None:
         if recorder.phases[-1][0] == "backward":
             recorder.recomputing = False
             return
         recorder.enter("")
         _at_gradient(output, lambda: recorder.enter(name))
+
+    with ExitStack() as stack:
+        for name, block in find_blocks(par.module, par.layout):
+            before = partial(lambda name, _, args, kwargs: begin(name, (args, kwargs)), name)
+            behind = partial(lambda name, _, args, output: end(name, output), name)
+            stack.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(behind, always_call=True).remove)
+        yield
 
 
 def _at_gradient(values: object, then: Callable[[], None]) -> None:
@@ -337,10 +279,10 @@ def _at_gradient(values: object, then: Callable[[], None]) -> None:
 @contextmanager
 def _collector_off() -> Iterator[None]:
     """Keep Python's cycle collector from freeing memory at moments of its own."""
-    was = gc.isenabled()
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if enabled:
             gc.enable()

@@ -51,6 +51,11 @@ class Collective:
     tag: int = 0
 
 
+def all_reduce(axis: str, ranks: int, stride: int, size: int, dtype: str) -> Collective:
+    """Return a sum over the ranks of an axis, of ``size`` bytes."""
+    return Collective(kind="all_reduce", axis=axis, ranks=ranks, stride=stride, size=size, dtype=dtype)
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:

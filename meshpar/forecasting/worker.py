@@ -24,14 +24,14 @@ def main(places: Sequence[Path]) -> int:
     """
     load_collectives()  # before processes are forked: every simulation needs them
     gc.freeze()  # FSDP2 collects garbage for every unit, and nothing loaded so far is any
-    others = list[int]()
+    forked = list[int]()
     for where in places[1:]:
         if not (process := os.fork()):
             answer(where)
             os._exit(0)
-        others.append(process)
+        forked.append(process)
     answer(places[0])
-    return next((code for other in others if (code := os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))), 0)
+    return next((code for other in forked if (code := os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))), 0)
 
 
 def answer(where: Path) -> None:

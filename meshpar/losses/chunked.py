@@ -95,22 +95,22 @@ def run_with(
     Raises:
         MeshparError: as for :func:`chunked_token_loss`.
     """
-    made, head = list[Tensor](), head or head_of(model)
+    losses, head = list[Tensor](), head or head_of(model)
     if isinstance(head, StandIn):
         model(**inputs)  # ends with the stage
         raise AssertionError("another stage has the head")
-    with _in_place_of_logits(head, labels_BL, compute, made):
+    with _in_place_of_logits(head, labels_BL, compute, losses):
         output = model(**inputs)
-    if not made or getattr(output, "logits", None) is not made[0]:
+    if not losses or getattr(output, "logits", None) is not losses[0]:
         what = (
             "never calls the head it was given"
-            if not made
+            if not losses
             else "changes its logits after the head, or casts them (output_dtype)"
         )
         raise MeshparError(
             f"{class_name(model)} {what}, so its loss cannot be computed in chunks; use chunk=0 (all logits at once)"
         )
-    return made[0]
+    return losses[0]
 
 
 def head_of(model: nn.Module) -> nn.Module:
@@ -121,17 +121,17 @@ def head_of(model: nn.Module) -> nn.Module:
         MeshparError: neither names one.
     """
     ask: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
-    found = ask() if callable(ask) else None
-    if found is None:
+    output = ask() if callable(ask) else None
+    if output is None:
         named = [pattern for pattern, style in layout_for(model).tensor.styles.items() if style == "head"]
         every = [*model.named_modules()]  # that of another stage among them
-        found = next((child for pattern in named for name, child in every if matches(pattern, name)), None)
-    if found is None:
+        output = next((child for pattern in named for name, child in every if matches(pattern, name)), None)
+    if output is None:
         raise MeshparError(
             f"{class_name(model)} does not say which module makes its logits; name it (head=), give it the style "
             "'head' in meshpar_layout(), or use chunk=0 (all logits at once)"
         )
-    return found
+    return output
 
 
 def chunk_for(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
@@ -197,11 +197,11 @@ def around_the_product(head: nn.Module) -> tuple[Step, Step]:
         MeshparError: it does something else.
     """
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and own_forward(head) is None:
-        known = installed(head)
-        if known is None or known.forward is None:
+        record = installed(head)
+        if record is None or record.forward is None:
             return _nothing, _nothing
-        if known.around is not None:  # set by the tensor-parallel style of a head
-            return known.around
+        if record.around is not None:  # set by the tensor-parallel style of a head
+            return record.around
     raise MeshparError(
         f"the head is a {class_name(head)} with a forward of its own, expected a linear layer; use chunk=0"
     )

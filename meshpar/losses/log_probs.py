@@ -106,12 +106,12 @@ class _TokenLogProbs(torch.autograd.Function):
         bias_V: Tensor | None,
     ) -> Tensor:
         counted_N = labels_N != ignore_index
-        found = []
+        parts = []
         for start in range(0, len(hidden_ND), chunk):
             rows = slice(start, start + chunk)
             scores_nV, first, group = _scores(finish(F.linear(hidden_ND[rows], weight_VD, bias_V)), scale)
-            found.append(_values(scores_nV, torch.where(counted_N, labels_N, 0)[rows], first, group))
-        found_4N = torch.cat(found, 1) if found else hidden_ND.new_zeros(4, 0).float()
+            parts.append(_values(scores_nV, torch.where(counted_N, labels_N, 0)[rows], first, group))
+        found_4N = torch.cat(parts, 1) if parts else hidden_ND.new_zeros(4, 0).float()
         ctx.save_for_backward(labels_N, counted_N, found_4N[1:], hidden_ND, weight_VD, bias_V)  # type: ignore[arg-type]
         ctx.how = (finish, chunk, scale)  # type: ignore[attr-defined]
         return found_4N[::3] * counted_N
@@ -146,8 +146,8 @@ class _TokenLogProbs(torch.autograd.Function):
         return (
             *(None,) * 5,
             *(
-                None if gradient is None or own is None else gradient.to(own.dtype)
-                for gradient, own in zip(wanted, like)
+                None if gradient is None or template is None else gradient.to(template.dtype)
+                for gradient, template in zip(wanted, like)
             ),
         )
 

@@ -123,8 +123,8 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 def _find(patterns: tuple[str, ...], name: str) -> tuple[str, ...] | None:
     """Return what each ``*`` stands for in ``name``, by the first pattern that fits it; None where none does."""
-    found = next(filter(None, (_regex(pattern).fullmatch(name) for pattern in patterns)), None)
-    return found.groups() if found else None
+    match = next(filter(None, (_regex(pattern).fullmatch(name) for pattern in patterns)), None)
+    return match.groups() if match else None
 
 
 def _fill(pattern: str, stars: tuple[str, ...]) -> str:
@@ -172,8 +172,8 @@ def _stage(
 
 def dtypes_of(source: WeightSource) -> Mapping[str, torch.dtype]:
     """Return the dtypes that a source knows, by name; none where it is no :class:`TypedSource`."""
-    known: Callable[[], Mapping[str, torch.dtype]] | None = getattr(source, "dtypes", None)
-    return {} if known is None else known()
+    dtypes: Callable[[], Mapping[str, torch.dtype]] | None = getattr(source, "dtypes", None)
+    return {} if dtypes is None else dtypes()
 
 
 def _leaves(source: WeightSource) -> dict[str, View]:
@@ -222,5 +222,5 @@ def average_called(weights: str, names: Collection[str]) -> str | None:
         return None if weights == "trained" else weights
     if weights == "averaged" and len(names) == 1:
         return next(iter(names))
-    known = f"there are {', '.join(names)}; name one of them" if names else "there is none; take the trained weights"
-    raise MeshparError(f"there is no average {weights!r}: {known}")
+    choice = f"there are {', '.join(names)}; name one of them" if names else "there is none; take the trained weights"
+    raise MeshparError(f"there is no average {weights!r}: {choice}")

@@ -124,8 +124,8 @@ def stacked(parts: Sequence[View], dim: int) -> View:
     def read(spans: Spans, out: torch.Tensor) -> None:
         first, last = spans[dim]
         rest = (*spans[:dim], *spans[dim + 1 :])
-        for place in range(first, last):
-            parts[place].read(rest, out.select(dim, place - first))
+        for number in range(first, last):
+            parts[number].read(rest, out.select(dim, number - first))
 
     return View((*shape[:dim], len(parts), *shape[dim:]), parts[0].dtype, read)
 
@@ -281,7 +281,7 @@ class Unstack:
             raise LayoutError(
                 f"{self} needs {len(self.theirs)} parts along dim {self.dim}; got a tensor of shape {whole.shape}"
             )
-        return [selected(whole, self.dim, place) for place in range(len(self.theirs))]
+        return [selected(whole, self.dim, number) for number in range(len(self.theirs))]
 
     def backward(self, views: Sequence[View]) -> Sequence[View]:
         """Return the stacked tensor."""
