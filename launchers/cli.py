@@ -60,8 +60,8 @@ def _reported(command: Callable[P, int | None]) -> Callable[P, None]:
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         from meshpar.core.errors import MeshparError
-        from meshpar.core.secrets import redact
         from meshpar.launchers.agent.failures import exit_code
+        from meshpar.process.secrets import redact
 
         try:
             code = command(*args, **kwargs)

@@ -19,7 +19,7 @@ from meshpar.checkpoints.storage.disk import DiskPath
 from meshpar.checkpoints.storage.files import Readable
 from meshpar.checkpoints.storage.objects import SCHEMES, ObjectPath
 from meshpar.core.errors import CheckpointError
-from meshpar.core.secrets import REMEDY, redact
+from meshpar.process.secrets import REMEDY, redact
 
 T = TypeVar("T")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/]*)/*(.*?)/*", re.DOTALL)

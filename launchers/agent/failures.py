@@ -29,10 +29,10 @@ from meshpar.core.errors import (
     ReplicaError,
     seen_at,
 )
-from meshpar.core.secrets import redacted
 from meshpar.launchers import environment
 from meshpar.launchers.agent.terms import NO_USE, OTHERS_S, RETRY, STOPPED, task
 from meshpar.process.leftovers import write_durably
+from meshpar.process.secrets import redacted
 
 _EXITS = ("os._exit", "sys.exit")
 _FULL_MEMORY = (

@@ -16,12 +16,12 @@ from meshpar.checkpoints import read_manifest
 from meshpar.checkpoints.storage.place import place
 from meshpar.checkpoints.storage.transfer import fetched
 from meshpar.core.errors import CheckpointError, MeshparError, brief
-from meshpar.core.secrets import redacted
 from meshpar.launchers.export.run import beside, export_run
 from meshpar.launchers.jobs.job import RECIPE
 from meshpar.launchers.recipes.yamlfile import read_document, to_yaml
 from meshpar.models.huggingface import check_attention
 from meshpar.process.imports import need
+from meshpar.process.secrets import redacted
 from meshpar.training.tokenizer import load_tokenizer
 
 CARD = "README.md"

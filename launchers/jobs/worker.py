@@ -18,12 +18,12 @@ from types import FrameType, ModuleType
 from typing import NoReturn
 
 from meshpar.core.errors import LaunchError, MeshparError
-from meshpar.core.secrets import redact
 from meshpar.launchers import environment
 from meshpar.launchers.agent.failures import exit_code, forget, note_os_exit, note_start, note_sys_exit, record
 from meshpar.launchers.agent.rank_logs import copy_output, redirect
 from meshpar.launchers.agent.starting import quick_imports
 from meshpar.launchers.agent.terms import NO_USE, RETRY, SHUTDOWN_S, STOPPED, RankTask, at_work, read_task, task
+from meshpar.process.secrets import redact
 from meshpar.process.signals import exit_code_of, heard
 
 _SET_DEATH_SIGNAL = 1  # linux/prctl.h: PR_SET_PDEATHSIG

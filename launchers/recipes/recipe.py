@@ -11,7 +11,6 @@ from pydantic import Field, PrivateAttr
 
 from meshpar.checkpoints.storage import place as storage
 from meshpar.core import registry
-from meshpar.core.secrets import redacted
 from meshpar.launchers.recipes.named import Classes, make_importable
 from meshpar.launchers.recipes.schema import Section, build
 from meshpar.launchers.recipes.sections import (
@@ -30,6 +29,7 @@ from meshpar.launchers.recipes.sections import (
 )
 from meshpar.launchers.recipes.yamlfile import Document, to_yaml
 from meshpar.process.homes import expanded
+from meshpar.process.secrets import redacted
 from meshpar.training.lora import LoRA
 from meshpar.training.settings import Bound
 

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from meshpar.core.errors import LaunchError
-from meshpar.core.secrets import secrets_in
 from meshpar.launchers.targets.job import Template, template_text
 from meshpar.process.homes import expanded
+from meshpar.process.secrets import secrets_in
 
 
 class _Dumper(yaml.SafeDumper):

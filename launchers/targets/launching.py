@@ -15,7 +15,6 @@ from typing import Any, TypedDict
 from meshpar.core import registry
 from meshpar.core.errors import LaunchError, MeshError, PlanError
 from meshpar.core.mesh import MeshSpec, is_auto
-from meshpar.core.secrets import REMEDY, secret_words
 from meshpar.launchers.agent.replicas import divided
 from meshpar.launchers.jobs import build
 from meshpar.launchers.jobs.data_checks import untried
@@ -26,6 +25,7 @@ from meshpar.launchers.targets.job import COMMAND, Job, Target, ask, make_target
 from meshpar.launchers.targets.launched import LAUNCH
 from meshpar.process.homes import expanded
 from meshpar.process.leftovers import write_durably
+from meshpar.process.secrets import REMEDY, secret_words
 from meshpar.training.template import TEMPLATES
 from meshpar.training.text import STDLIB
 

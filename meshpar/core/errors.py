@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from meshpar.core.secrets import redact
+from meshpar.process.secrets import redact
 
 _OURS = ("torch", "meshpar", "contextlib")
 

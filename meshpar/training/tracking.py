@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from meshpar.core import registry
 from meshpar.core.errors import brief
-from meshpar.core.secrets import redacted
 from meshpar.parallelized import Parallelized
 from meshpar.process.imports import need
 from meshpar.process.leftovers import write_durably
+from meshpar.process.secrets import redacted
 from meshpar.training.metrics import Ended, JsonLines, Metrics
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.storage.place import place
 from meshpar.core.errors import CheckpointError, LaunchError, RecipeError
-from meshpar.core.secrets import redact, redacted, secret_words, secrets_in
 from meshpar.launchers.agent import failures
 from meshpar.launchers.cli import app
 from meshpar.launchers.export import publishing
@@ -28,6 +27,7 @@ from meshpar.launchers.recipes.loading import load_recipe, resolve
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.launchers.recipes.yamlfile import parse_document
 from meshpar.launchers.targets.launching import launch_job
+from meshpar.process.secrets import redact, redacted, secret_words, secrets_in
 from meshpar.training import TrackedRun, Trackers, tracking
 from tests.checkpoints.test_commit import linear
 from tests.support.patience import patient, until
