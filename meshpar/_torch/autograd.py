@@ -115,7 +115,10 @@ def _check_tensors(
     def checked(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(places, args)) | kwargs
         for argument, check in checks.items():
-            check([leaf for leaf in tree_leaves(given.get(argument)) if isinstance(leaf, torch.Tensor | Node)])
+            values, leaves = given.get(argument, ()), list[Any]()
+            for value in values if type(values) in (list, tuple) else (values,):
+                leaves += (value,) if isinstance(value, torch.Tensor) else tree_leaves(value)
+            check([leaf for leaf in leaves if isinstance(leaf, torch.Tensor | Node)])
         try:
             return inner(*args, **kwargs)
         except BaseException:

@@ -62,7 +62,12 @@ class _OfAStage:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            name, follows = func.__name__, func.__name__ != "as_subclass" and not _runs_for_meshpar()
+            name = func.__name__
+            if name == "__get__" and func not in _GRADS:
+                result = func(*args)
+                if not isinstance(result, Tensor):  # a version, a device: the loop and torch read many
+                    return result
+            follows = name != "as_subclass" and not _runs_for_meshpar()
             if follows and name in _HOOKS:
                 args = args[0], _followed(args[0].origins, args[1])
             elif follows:
@@ -185,16 +190,16 @@ def _follow(name: str, given: list[Any], results: list[Any]) -> None:
 
 
 def _mark(tensor: Tensor, origins: frozenset[int], *, is_number: bool) -> None:
-    if type(tensor) in _MARKED:
-        tensor.__class__ = _MARKED[type(tensor)]
-    if isinstance(tensor, _OfAStage):
-        tensor.origins, tensor.is_number = origins, is_number
+    if (kind := type(tensor)) in _MARKED:
+        tensor.__class__ = _MARKED[kind]
+    if kind in _MARKED or kind in _PLAIN:
+        tensor.origins, tensor.is_number = origins, is_number  # type: ignore[attr-defined]
 
 
 def _unmark(tensor: Tensor) -> None:
-    if isinstance(tensor, _OfAStage):
-        del tensor.origins, tensor.is_number
-        tensor.__class__ = _PLAIN[type(tensor)]
+    if (kind := type(tensor)) in _PLAIN:
+        del tensor.origins, tensor.is_number  # type: ignore[attr-defined]
+        tensor.__class__ = _PLAIN[kind]
 
 
 def _runs_for_meshpar(depth: int = 2) -> bool:
@@ -220,6 +225,7 @@ class StageNumbers(Guard):
         self._module, self._units, self._steps, self._reverses = guarded.module, units, False, False
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._living.add(self)
+        self._holders = self._with_parameters()
         while_lives(guarded.module, "empty optimizers", lambda: check_empty(_refuse_empty))
         while_lives(guarded.module, "scalers", lambda: check_scalers(_refuse_scaled))
         while_lives(guarded.module, "optimizers' states", lambda: check_loads(_refuse_loaded))
@@ -271,8 +277,12 @@ class StageNumbers(Guard):
             optimizer.register_step_post_hook(self._leave_step)
 
     def _leave_step(self, *args: object) -> None:
-        self._steps = False
+        self._steps, self._holders = False, self._with_parameters()
         self._mark()
+
+    def _with_parameters(self) -> list[dict[str, nn.Parameter | None]]:
+        """Return the parameters of each module that has some, which every micro-batch goes over."""
+        return [child._parameters for child in self._module.modules() if child._parameters]
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer holds parameters of the module."""
@@ -287,16 +297,19 @@ class StageNumbers(Guard):
 
     def _parameters(self) -> Iterable[Tensor]:
         """Return what a loop has of the parameters; those that a unit has gathered are the forward's."""
-        return self._units.shards() if self._units.modules else self._module.parameters()
+        if self._units.modules:
+            return self._units.shards()
+        return {id(one): one for held in self._holders for one in held.values() if one is not None}.values()
 
     def _mark(self) -> None:
         if self._steps or self._reverses:
             return
         with torch._C.DisableTorchFunctionSubclass():
             for number, parameter in enumerate(self._parameters()):
-                for tensor in (parameter, parameter.grad):
-                    if tensor is not None:
-                        _mark(tensor, frozenset([number]), is_number=False)
+                origins, grad = frozenset([number]), parameter.grad
+                _mark(parameter, origins, is_number=False)
+                if grad is not None:
+                    _mark(grad, origins, is_number=False)
 
     def _unmark(self) -> None:
         StageNumbers._written = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from meshpar import (
 from meshpar.checkpoints import CheckpointManager
 from meshpar.step.placements import whole_tensor
 from meshpar.testing import launch, on_ranks, token_loss_sum
-from tests.support.models_for_parity import huggingface
+from tests.support.models_for_parity import huggingface, transformer
 from tests.support.stages import MODELS, assert_as_one_process, batches, one_process, scaled_loss, trained
 from tests.support.tiers import daily
 
@@ -82,6 +84,21 @@ def test_interleaved_stages_differ_from_one_process_by_the_order_of_sums_alone()
         if isinstance(mine, dict):
             whole = {name: whole[name] for name in mine}
         torch.testing.assert_close(mine, whole, rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2)
+def test_a_micro_batch_costs_a_bounded_number_of_calls_of_functions():
+    """Marks of a stage's parameters, four times a micro-batch, walk over no modules, and stand-ins run no own checks."""
+    par = Plan("pp=2", [PipelineParallel()]).apply(transformer(layers=8))
+    calls = []
+    for number in (2, 2, 4, 12):
+        seen = Counter()
+        micro_batches = [batches(0)[0]] * number
+        sys.setprofile(lambda frame, event, arg, seen=seen: seen.update([event]))
+        par.backward(micro_batches, scaled_loss(0.01))
+        sys.setprofile(None)
+        calls.append(seen["call"] + seen["c_call"])
+    assert (calls[3] - calls[2]) / 8 < 3500, calls
 
 
 @on_ranks(2)
