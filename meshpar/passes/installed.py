@@ -64,7 +64,7 @@ def set_forward(
         module: any module.
         forward: the computation.
         reads_parameters: it takes this rank's part of the module's own parameters itself.
-        stays: it computes also where the module does as it was written (:func:`as_written`): its inputs are parts
+        stays: it computes also where the module does as it was written (:func:`undo_changes`): its inputs are parts
             there, too.
     """
     known = record(module)
@@ -108,21 +108,11 @@ def in_place_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
         _put(module, own)
 
 
-@contextmanager
-def in_its_own_place(module: nn.Module) -> Iterator[None]:
-    """Undo :func:`in_place_of` in ``module`` and what is in it for a while."""
-    aside = [
-        (child, child.__dict__["forward"], known.aside[0])
-        for child in module.modules()
-        if (known := installed(child)) and known.aside
-    ]
-    for child, _, own in aside:
-        _put(child, own)
-    try:
-        yield
-    finally:
-        for child, forward, _ in aside:
-            _put(child, forward)
+def put_back_forwards(module: nn.Module) -> None:
+    """Undo :func:`in_place_of` in a copy of a module and in all that is in it."""
+    for child in module.modules():
+        if (changes := installed(child)) is not None and changes.aside:
+            _put(child, changes.aside[0])
 
 
 def _put(module: Any, forward: Callable[..., Any] | None) -> None:
@@ -131,26 +121,12 @@ def _put(module: Any, forward: Callable[..., Any] | None) -> None:
         module.forward = forward
 
 
-@contextmanager
-def as_written(module: nn.Module) -> Iterator[None]:
-    """Let ``module`` and what is in it compute as their authors wrote them for a while, with whatever parameters
-    they hold then.
-    """
-    changed = [(child, known) for child in module.modules() if (known := installed(child)) is not None]
-    now = [{name: child.__dict__[name] for name in known.attributes} for child, known in changed]
-    forwards = [child.__dict__.pop("forward", None) for child, _ in changed]
-    try:
-        for child, known in changed:
-            child.__dict__.update(known.attributes)
-            if known.before is not None:
-                child.forward = known.before  # type: ignore[method-assign]
-        yield
-    finally:
-        for (child, _), forward, attributes in zip(changed, forwards, now):
-            child.__dict__.update(attributes)
-            child.__dict__.pop("forward", None)
-            if forward is not None:
-                child.forward = forward
+def undo_changes(module: nn.Module) -> None:
+    """Let a copy of a module, and all that is in it, compute as their authors wrote them."""
+    for child in module.modules():
+        if (changes := installed(child)) is not None:
+            child.__dict__.update(changes.attributes)
+            _put(child, changes.before)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from meshpar.core import runtime
 from meshpar.passes.experts.calls import Chosen
-from meshpar.passes.installed import Installed
+from meshpar.passes.installed import Installed, put_back_forwards
 
 _LIBRARIES = ("torch", "meshpar", "transformers", "tokenizers", "huggingface_hub", "logging")
 """Packages whose objects, other than modules and tensors, copies share."""
@@ -62,7 +62,9 @@ def copy_block(block: nn.Module, replaced: Mapping[Tensor, Tensor], values: Any)
         CannotCopy: says why.
     """
     by_id = {id(tensor): instead for tensor, instead in replaced.items()}
-    return _copy((block, values), by_id, {id(module) for module in block.modules()})
+    copied, values = _copy((block, values), by_id, {id(module) for module in block.modules()})
+    put_back_forwards(copied)
+    return copied, values
 
 
 def free(copied: nn.Module) -> None:
@@ -93,6 +95,7 @@ def copied_state(module: nn.Module, values: Any) -> Iterator[Any]:
         try:
             for child, copied in zip(children, copies, strict=True):
                 object.__setattr__(child, "__dict__", copied)
+            put_back_forwards(module)
             yield values
         finally:
             for child, state in zip(children, states, strict=True):

@@ -42,7 +42,7 @@ from meshpar._torch.calls import uncompiled
 from meshpar._torch.pytree import tree_leaves, tree_map
 from meshpar._torch.recompute import set_recomputed
 from meshpar.core.errors import ParallelError
-from meshpar.passes.installed import in_its_own_place, installed
+from meshpar.passes.installed import installed
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.step.pytrees import leaves
 from meshpar.trials.copies import copy_block, free, widen
@@ -170,7 +170,7 @@ class BlockRun:
     def outputs(self) -> list[Tensor]:
         """Run the copy, and return what it computes and trains."""
         device = next((parameter.device.type for parameter in self.parameters.values()), "cpu")
-        with torch.enable_grad(), in_its_own_place(self.block), torch.amp.autocast(device, enabled=False):
+        with torch.enable_grad(), torch.amp.autocast(device, enabled=False):
             output = self.block.forward(*self._args, **self._kwargs)
         return trained(output)
 

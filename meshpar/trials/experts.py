@@ -28,7 +28,7 @@ from meshpar.passes.data.whole_parameters import local
 from meshpar.passes.experts.calls import IN_ORDER, Chosen, InOrder, by_all_ranks, calling
 from meshpar.passes.experts.routing import INTERFACE, Inner, refuse_shapes
 from meshpar.passes.host_reads import unrecorded
-from meshpar.passes.installed import as_written, own_forward
+from meshpar.passes.installed import own_forward
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.trials.copies import CannotCopy, copy_block, free, undisturbed, widen
 from meshpar.trials.engine import TOLERANCE, is_narrow, measure, noise, on_any_rank
@@ -127,9 +127,7 @@ class ExpertsTest:
                 stack.enter_context(context)
             if draws.widened:
                 stack.enter_context(torch.autocast(device.type, enabled=False))
-            with as_written(copied):
-                alone = call.on(copied)
-            results = self._results(alone, bound, draws, training=training)
+            results = self._results(call.on(copied), bound, draws, training=training)
         if results is None:
             return
         worst = max(measure(want, have) for want, have in zip(*results, strict=True))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from meshpar._torch.pytree import tree_map
 from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.patterns import class_name, kind_of
-from meshpar.passes.installed import in_its_own_place, installed
+from meshpar.passes.installed import installed
 from meshpar.passes.positions.exchange import Exchange
 from meshpar.step.pytrees import leaves
 from meshpar.trials.copies import CannotCopy, copied_state, copy_block, free
@@ -79,7 +79,7 @@ class MixingTest:
                 return _hidden(forward(*args, **kwargs))
 
         blocks = map(self._module.get_submodule, self._blocks)
-        with in_its_own_place(self._module), as_evaluated(self._module, blocks) as self._dtypes:
+        with as_evaluated(self._module, blocks) as self._dtypes:
             self._compare(compute, whole, part)
 
     def _compare(self, compute: Callable[[Batch], Tensor | None], whole: Batch, part: Batch) -> None:
@@ -215,8 +215,7 @@ class MixingTest:
             child.register_forward_hook(look(f"{name}.{inner}" if inner else name))
         self._exchange.cut.append(True)
         try:
-            with in_its_own_place(copied):
-                output = copied.forward(*args, **kwargs)
+            output = copied.forward(*args, **kwargs)
         finally:
             self._exchange.cut.clear()
             free(copied)

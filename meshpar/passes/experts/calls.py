@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import re
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import class_name, matches
 from meshpar.passes.applied import Applied
 from meshpar.passes.experts.routing import INTERFACE, Inner, by_experts
+from meshpar.passes.installed import own_forward
 from meshpar.passes.tensor.parts import with_own
 
 IN_ORDER = "(rows (R, D) in the order of experts) or (such rows, the number of each expert's)"
@@ -43,9 +45,9 @@ class Chosen:
         self.names, self._signature = counted_by(module, self.count), inspect.signature(module.forward)
 
     def on(self, module: nn.Module) -> Chosen:
-        """Return how a copy of the module is called."""
+        """Return how a copy of the module is called, with the forward of its author."""
         call = copy.copy(self)
-        call.module, call.inner = module, module.forward
+        call.module, call.inner = module, own_forward(module) or functools.partial(type(module).forward, module)
         return call
 
     def read(self, *args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, Tensor, Tensor, Tensor]:
