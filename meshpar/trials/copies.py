@@ -116,8 +116,11 @@ def undisturbed(modules: Iterable[nn.Module]) -> Iterator[None]:
         for name, value in [*vars(space).items()]
         if type(value) in (int, float, *_CONTAINERS)
     ]
-    devices = {parameter.device for module in modules for parameter in module.parameters()}
-    devices = [device for device in devices if not runtime.on_host(device)]
+    devices = [
+        device
+        for device in {parameter.device for module in modules for parameter in module.parameters(recurse=False)}
+        if not runtime.on_host(device)
+    ]
     numpy: Any = sys.modules.get("numpy.random")
     states = random.getstate(), None if numpy is None else numpy.get_state()
     with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):

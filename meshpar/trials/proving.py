@@ -81,8 +81,8 @@ def prove(
             for thread in threads:
                 thread.join()
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    for error in sorted(errors, key=lambda raised: isinstance(raised, threading.BrokenBarrierError)):
-        raise error
+    for raised in sorted(errors, key=lambda raised: isinstance(raised, threading.BrokenBarrierError)):
+        raise raised
     first, *others = (outcome for outcome in outcomes if isinstance(outcome, Verification))
     more = [difference for other in others for difference in other.differences if difference not in first.differences]
     return replace(first, differences=(*first.differences, *more))

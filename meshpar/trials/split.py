@@ -339,18 +339,18 @@ class SplitTest:
         largest = max((float(tensor.abs().max()) for tensor in wanted.values() if tensor.numel()), default=0.0)
         typical = float(gather_values(torch.tensor([largest], device=self._device), context.group).max())
         for inner, want in wanted.items():
-            have: Any = gradients[inner]
-            if isinstance(have, DTensor):
+            gradient: Any = gradients[inner]
+            if isinstance(gradient, DTensor):
                 if inner in split.parameters:
                     # of which each rank has its part of both
                     parameter: Any = split.parameters[inner]
-                    have = have.redistribute(parameter.device_mesh, parameter.placements)
-                elif isinstance(placement := have.placements[0], Shard):
+                    gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+                elif isinstance(placement := gradient.placements[0], Shard):
                     want = want.chunk(context.size, placement.dim)[context.rank]
-                have = have.to_local()
-            elif name and context.sequence_parallel and have.shape != want.shape:
+                gradient = gradient.to_local()
+            elif name and context.sequence_parallel and gradient.shape != want.shape:
                 want = want.chunk(context.size, 1)[context.rank]
-            sizes[f"gradient of {inner}"] = measure(want, have, TOLERANCE * typical)
+            sizes[f"gradient of {inner}"] = measure(want, gradient, TOLERANCE * typical)
         return sizes
 
     def _cut(self, parameter: object) -> Cut | None:
@@ -380,13 +380,15 @@ class SplitTest:
         args, kwargs = list(inputs.args), dict(inputs.kwargs)
         whole: list[tuple[Any, Any]] = [(kwargs, key) for key in self._local_inputs(name).intersection(kwargs)]
         if name and self._context.sequence_parallel:
-            hidden = [(args, 0)] if args and isinstance(args[0], Tensor) and args[0].is_floating_point() else []
-            named = (key for key in self._context.inputs if isinstance(kwargs.get(key), Tensor))
-            hidden = hidden or [(kwargs, key) for key in named][:1]
-            whole += [(held, key) for held, key in hidden if held[key].is_floating_point()]
-        for held, key in whole:
-            if isinstance(x := held[key], Tensor):
-                held[key] = gather_values(x.detach(), self._context.group, 1).requires_grad_(x.requires_grad)
+            named = [(kwargs, key) for key in self._context.inputs if isinstance(kwargs.get(key), Tensor)]
+            first = args[0] if args else None
+            if isinstance(first, Tensor) and first.is_floating_point():
+                whole.append((args, 0))
+            elif named and kwargs[named[0][1]].is_floating_point():
+                whole.append(named[0])
+        for arguments, key in whole:
+            if isinstance(x := arguments[key], Tensor):
+                arguments[key] = gather_values(x.detach(), self._context.group, 1).requires_grad_(x.requires_grad)
         return tuple(args), kwargs
 
 
