@@ -378,7 +378,7 @@ class SplitTest:
     def _gathered(self, name: str, inputs: _Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs of one process: whole along the sequence, with all heads where ranks have some."""
         args, kwargs = list(inputs.args), dict(inputs.kwargs)
-        whole: list[tuple[Any, Any]] = [(kwargs, key) for key in self._local_inputs(name).intersection(kwargs)]
+        whole: list[tuple[Any, Any]] = [(kwargs, key) for key in sorted(self._local_inputs(name).intersection(kwargs))]
         if name and self._context.sequence_parallel:
             named = [(kwargs, key) for key in self._context.inputs if isinstance(kwargs.get(key), Tensor)]
             first = args[0] if args else None
