@@ -108,11 +108,14 @@ def in_place_of(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
         _put(module, own)
 
 
-def put_back_forwards(module: nn.Module) -> None:
-    """Undo :func:`in_place_of` in a copy of a module and in all that is in it."""
-    for child in module.modules():
-        if (changes := installed(child)) is not None and changes.aside:
-            _put(child, changes.aside[0])
+def own_state(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module as they are without :func:`in_place_of`."""
+    state, changes = dict(vars(module)), installed(module)
+    if changes is not None and changes.aside:
+        del state["forward"]
+        if changes.aside[0] is not None:
+            state["forward"] = changes.aside[0]
+    return state
 
 
 def _put(module: Any, forward: Callable[..., Any] | None) -> None:

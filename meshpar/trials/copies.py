@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from meshpar.core import runtime
 from meshpar.passes.experts.calls import Chosen
-from meshpar.passes.installed import Installed, put_back_forwards
+from meshpar.passes.installed import Installed, own_state
 
 _LIBRARIES = ("torch", "meshpar", "transformers", "tokenizers", "huggingface_hub", "logging")
 """Packages whose objects, other than modules and tensors, copies share."""
@@ -62,9 +62,7 @@ def copy_block(block: nn.Module, replaced: Mapping[Tensor, Tensor], values: Any)
         CannotCopy: says why.
     """
     by_id = {id(tensor): instead for tensor, instead in replaced.items()}
-    copied, values = _copy((block, values), by_id, {id(module) for module in block.modules()})
-    put_back_forwards(copied)
-    return copied, values
+    return _copy((block, values), by_id, {id(module) for module in block.modules()})
 
 
 def free(copied: nn.Module) -> None:
@@ -90,12 +88,11 @@ def copied_state(module: nn.Module, values: Any) -> Iterator[Any]:
             replaced[id(value)] = value
         elif name in _HOOKS:
             replaced[id(value)] = _hooks_of(_LIBRARIES, value)
-    copies, values = _copy(([dict(state) for state in states], values), replaced, set())
+    copies, values = _copy(([*map(own_state, children)], values), replaced, set())
     with undisturbed(children):
         try:
             for child, copied in zip(children, copies, strict=True):
                 object.__setattr__(child, "__dict__", copied)
-            put_back_forwards(module)
             yield values
         finally:
             for child, state in zip(children, states, strict=True):
@@ -277,7 +274,7 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
     """Return what a copy of a module holds: its class's call, and of hooks torch's, which compute weights."""
     state = {
         name: _hooks_of(("torch.nn.",), value) if name in _HOOKS else value
-        for name, value in vars(module).items()
+        for name, value in own_state(module).items()
         if not name.startswith("__") and not _is_interception(name, value)
     }
     return {**state, "training": False}

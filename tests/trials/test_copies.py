@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from meshpar.passes.installed import in_place_of
 from meshpar.trials.copies import CannotCopy, copied_state, copy_block, undisturbed
 
 Pair = namedtuple("Pair", "left right")
@@ -126,6 +127,22 @@ def test_modules_outside_of_a_block_are_shared():
     copied, _ = copy_block(block, {}, None)
     assert copied.model[0] is outer and copied.cached()["block"] is copied and copied[0] is not block[0]
     assert copied[0].weight is block[0].weight
+
+
+def test_a_forward_that_computes_for_one_call_is_in_no_copy():
+    module, lock = nn.Linear(2, 2), threading.Lock()
+    x, plain = torch.ones(2), module.forward
+    for own in (None, lambda x: 2 * plain(x)):
+        if own is not None:
+            module.forward = own
+        expected = module(x)
+        with in_place_of(module, lambda x: lock):
+            copied, _ = copy_block(module, {}, None)
+            assert copied.forward(x).equal(expected) and module(x) is lock
+            with copied_state(module, None):
+                assert module(x).equal(expected)
+            assert module(x) is lock
+        assert module(x).equal(expected)
 
 
 class Locked:
