@@ -184,9 +184,15 @@ class MovedSource(NotingSource):
             out[within(spans, wanted.spans)].copy_(self._read_here(name, spans) if values is None else values)
 
     def move(self, buckets: Iterator[list[Tile]]) -> Iterator[list[Tile]]:
-        """Yield buckets whose parts can be read until the next one; what is yielded next is on its way meanwhile."""
-        ahead = None
-        for bucket in itertools.chain(buckets, (None,)):
+        """Yield buckets whose parts can be read until the next one; what is yielded next is on its way meanwhile.
+
+        Hosts wait for the receiver, because sends on a device return at once: a rank begins a bucket when the receiver
+        is through with the last but one.
+        """
+        ahead, hosts, through = None, runtime.hosts(), torch.zeros(1, dtype=torch.uint8, device="cpu")
+        for number, bucket in enumerate(itertools.chain(buckets, (None,))):
+            if number > 1 and bucket is not None:
+                dist.broadcast(through, src=self._to, group=hosts)
             begun = None if bucket is None else (bucket, *self._begin(bucket))
             if ahead is not None:
                 tiles, works, waiting = ahead

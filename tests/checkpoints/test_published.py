@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -302,3 +303,27 @@ def test_a_stream_from_a_device_has_a_group_of_its_own_and_one_call_a_bucket() -
         same(par, exported(par), bucket=3000)
     assert len(calls) > 3 and {group.group_desc for group in calls} == {"published"}
     assert stream_group() is stream_group() is not dist.group.WORLD
+
+
+@on_ranks(2)
+def test_ranks_send_no_more_than_two_buckets_ahead_of_a_slow_receiver() -> None:
+    begun, sends, waits = dist.distributed_c10d._get_default_store(), [], []
+
+    def begin(calls):
+        begun.add(f"buckets begun by rank {dist.get_rank()}", 1)
+        if dist.get_rank() == 0:
+            return batch(calls)
+        sends.extend(batch(calls))
+        return []  # as on a device, where no host waits for a send
+
+    batch = dist.batch_isend_irecv
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", begin)
+        for _name, tensor in planned("transformer", "dp_shard=2").published(bucket=3000):
+            if not tensor.is_meta and len(waits) < 8:
+                time.sleep(0.05)
+                waits.append([begun.add(f"buckets begun by rank {rank}", 0) for rank in (0, 1)])
+    assert all(sender <= receiver for receiver, sender in waits), waits
+    assert len(waits if dist.get_rank() == 0 else sends) >= 8
+    for work in sends:
+        work.wait()
