@@ -4,9 +4,9 @@ schedule and micro-batches, over four ranks.
     python benchmarks/pipeline.py [--steps 20] [--schedule 1f1b] [--layers 8] [--dim 256]
 
 Both train in the same processes, step by step in turn; torch's stages are modules cut by hand. Prints medians and
-their ratio, the processor time that all ranks use, which other work on the machine changes less, and the peak of each
-rank: bytes of all tensors of a step above those before it, with the buffers for messages that torch keeps from step to
-step.
+their ratio, the processor time that all ranks use, which other work on the machine changes less, the calls of Python
+and C functions in a step, which it does not change, and the peak of each rank: bytes of all tensors of a step above
+those before it, with the buffers for messages that torch keeps from step to step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -80,38 +82,46 @@ def rank_main(steps: int, schedule: str, layers: int, dim: int, out: str) -> Non
     optimizers = {way: torch.optim.SGD(module.parameters(), lr=0.1) for way, (_, module) in ways.items()}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     used: dict[str, list[float]] = {way: [] for way in ways}  # of a processor, by this rank
+    calls = {way: Counter[str]() for way in ways}
     peaks, losses = dict[str, int](), dict[str, list[float]](meshpar=[], torch=[])
-    for number in range(steps + 3):
+    for number in range(steps + 4):
         ids = torch.randint(0, 1024, (MICRO_BATCHES * SAMPLES, LENGTH), generator=torch.Generator().manual_seed(number))
         for way in ways if number % 2 else reversed(ways):
             run, optimizer = ways[way][0], optimizers[way]
             dist.barrier()
             start, began = time.perf_counter(), time.process_time()
-            if number == 2:  # measured apart: to look at every tensor takes time
+            if number == 3:  # measured apart, as memory is: to look at every call and tensor takes time
+                counted: Counter[str] = calls[way]
+                sys.setprofile(lambda frame, event, arg, counted=counted: counted.update([event]))  # type: ignore[misc]
+                total = run(ids)
+                sys.setprofile(None)
+            elif number == 2:
                 total, peaks[way], _ = allocated(partial(run, ids))
             else:
                 total = run(ids)
             optimizer.step()
             optimizer.zero_grad()
-            if number > 2:
+            if number > 3:
                 used[way].append(time.process_time() - began)
             dist.barrier()
-            if number > 2:
+            if number > 3:
                 seconds[way].append(time.perf_counter() - start)
             losses[way].append(float(total))
     every: list[Any] = [None] * RANKS
     infos = (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
     buffers = {id(one.buffer): one.buffer for infos_of_one in infos for one in infos_of_one if one.buffer is not None}
     peaks["torch"] += sum(buffer.nbytes for buffer in buffers.values())
-    dist.all_gather_object(every, (peaks, losses, used))
+    numbers = {way: calls[way]["call"] + calls[way]["c_call"] for way in ways}
+    dist.all_gather_object(every, (peaks, losses, used, numbers))
     if rank == 0:
         last = every[-1][1]
         apart = max(abs(one - other) / other for one, other in zip(last["meshpar"], last["torch"], strict=True))
         found = {
             "seconds": seconds,
-            "peaks": [one for one, _, _ in every],
+            "peaks": [one for one, *_ in every],
             "losses apart": apart,
-            "used": {way: [sum(all_ranks) for all_ranks in zip(*(one[way] for *_, one in every))] for way in ways},
+            "used": {way: [sum(all_ranks) for all_ranks in zip(*(one[way] for *_, one, _ in every))] for way in ways},
+            "calls": {way: [one[way] for *_, one in every] for way in ways},
         }
         Path(out).write_text(json.dumps(found))
 
@@ -136,6 +146,8 @@ def main() -> None:
     used = {way: statistics.median(times) for way, times in found["used"].items()}
     print(f"processor time of all ranks: meshpar {used['meshpar']:.3f} s a step, torch {used['torch']:.3f} s, ratio "
           f"{used['meshpar'] / used['torch']:.3f}")  # fmt: skip
+    calls = {way: f"{statistics.mean(numbers):,.0f}" for way, numbers in found["calls"].items()}
+    print(f"calls of Python and C functions a step and rank: meshpar {calls['meshpar']}, torch {calls['torch']}")
     of_medians = medians["meshpar"] / medians["torch"]
     print(f"ratio of the medians {of_medians:.3f}, median of the ratios {statistics.median(ratios):.3f}")
     for rank, peaks in enumerate(found["peaks"]):

@@ -1,11 +1,14 @@
 """What meshpar costs on top of torch: a hand-written loop and meshpar's, same model, mesh and settings, step by step in
 turn.
 
-    python benchmarks/step_overhead.py [--plan fsdp|tp] [--steps 40] [--rounds 5]
+    python benchmarks/step_overhead.py [--plan fsdp|tp|both|calls] [--steps 40] [--rounds 5]
 
 Two gloo processes on this machine. Every step of meshpar's own training loop (data, objective, clipping, schedule,
 metrics, stop signal, everything) is followed by one of the hand-written loop on the same batch. Printed: the medians
 and their ratio.
+
+``calls`` counts the calls of Python and C functions in a step of 80 tiny blocks on one rank, which no other work on the
+machine changes, and the processor time.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -45,16 +51,19 @@ from meshpar.training import (
 )
 
 CONFIG = TransformerConfig(vocab_size=4096, dim=256, layers=4, heads=8, kv_heads=4, hidden=768, max_positions=256)
+TINY = TransformerConfig(vocab_size=256, dim=32, layers=80, heads=4, hidden=64, max_positions=8)
+WAYS = ("by hand", "off", "always")
+"""FSDP2 by hand, and plans by their guards."""
 LENGTH, MICRO_BATCH, WARMUP = 256, 4, 5
 SETTINGS = AdamWSettings(lr=3e-4)
 
 
-def by_hand(plan: str) -> nn.Module:
+def by_hand(plan: str, config: TransformerConfig = CONFIG) -> nn.Module:
     """The model as a careful user of torch parallelizes it."""
     with torch.device("meta"):
-        module = Transformer(CONFIG)
+        module = Transformer(config)
     if plan == "fsdp":
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
         for layer in module.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(module, mesh=mesh)
@@ -157,12 +166,56 @@ def rank(plan: str, steps: int, folder: str) -> None:
         (Path(folder) / "result.json").write_text(json.dumps(result))
 
 
+def count(way: str, steps: int, folder: str) -> None:
+    """Take steps of 80 tiny blocks on one rank; leave the calls of one, and the median of processor time, in a file."""
+    if way == "by hand":
+        module = by_hand("fsdp", TINY)
+        clip: Any = partial(torch.nn.utils.clip_grad_norm_, module.parameters())
+    else:
+        with torch.device("meta"):
+            whole = Transformer(TINY)
+        par = meshpar.Plan("dp_shard=1", [meshpar.FullyShard()], guards=way).apply(whole).materialize(seed=0)
+        module, clip = par.module, par.clip_grad_norm_
+    optimizer, ids = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True), torch.zeros(1, 8, dtype=torch.int64)
+
+    def step() -> None:
+        F.cross_entropy(module(ids).logits.flatten(0, 1), ids.flatten()).backward()
+        clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    used, calls = [], Counter[str]()
+    for _ in range(steps + WARMUP):
+        began = time.process_time()
+        step()
+        used.append(time.process_time() - began)
+    sys.setprofile(lambda frame, event, arg: calls.update([event]))
+    step()
+    sys.setprofile(None)
+    found = {"calls": calls["call"] + calls["c_call"], "used": statistics.median(used[WARMUP:])}
+    (Path(folder) / "result.json").write_text(json.dumps(found))
+
+
+def count_calls(steps: int) -> None:
+    found = {}
+    for way in WAYS:
+        with TemporaryDirectory() as folder:
+            launch("step_overhead", "count", 1, (way, steps, folder), timeout_s=600, fresh="a benchmark")
+            found[way] = json.loads((Path(folder) / "result.json").read_text())
+        calls, used = (found[way][key] / found["by hand"][key] for key in ("calls", "used"))
+        print(f"{way:8} {found[way]['calls']:8,} calls of Python and C a step ({calls:.3f}), "
+              f"{found[way]['used'] * 1e3:.0f} ms of a processor ({used:.3f})")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", choices=["fsdp", "tp", "both"], default="both")
+    parser.add_argument("--plan", choices=["fsdp", "tp", "both", "calls"], default="both")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    if options.plan == "calls":
+        count_calls(options.steps)
+        return
     for plan in ("fsdp", "tp") if options.plan == "both" else (options.plan,):
         ratios = []
         for number in range(options.rounds):
