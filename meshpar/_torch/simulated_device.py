@@ -10,6 +10,7 @@ Only the simulation's own process calls these, but for :func:`hidden_propagation
   learn shapes; nothing of that is allocated, so the recorder must not see it.
 - ``_chunk_with_empty``: FSDP2 makes a view for every rank's chunk and uses one; with thousands of ranks that takes
   minutes.
+- ``Tensor.pin_memory``: fake tensors know it on no device but CUDA.
 - ``CollectiveOp``: the group of a collective, among its arguments; torch's own estimates of memory read it so.
 """
 
@@ -26,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.backend_registration import _DummyBackendModule as DeviceModule
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from meshpar._torch.fake import FakeTensorMode, fake_store, unset_fake_temporarily
+from meshpar._torch.fake import FakeTensor, FakeTensorMode, fake_store, unset_fake_temporarily
 
 __all__ = ["DeviceModule", "fake_mode", "find_group", "hidden_propagation", "load_collectives", "register_device"]
 
@@ -42,6 +43,7 @@ def register_device(name: str, module: object) -> None:
     _outside_fake_mode(DeviceMesh, "__init__", "__getitem__", "_flatten", "_concatenate")
     _outside_fake_mode(device_mesh, "init_device_mesh")
     _make_chunks_lazy()
+    _pin_nothing()
 
 
 def fake_mode() -> FakeTensorMode:
@@ -129,3 +131,13 @@ def _make_chunks_lazy() -> None:
     for module in (_fsdp_common, _fsdp_param, _fsdp_collectives):
         if hasattr(module, "_chunk_with_empty"):
             setattr(module, "_chunk_with_empty", lazily)  # noqa: B010
+
+
+def _pin_nothing() -> None:
+    """Let tensors without memory be pinned as they are."""
+    pin = Tensor.pin_memory
+
+    def pin_memory(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else pin(tensor, *args, **kwargs)
+
+    Tensor.pin_memory = pin_memory  # type: ignore[method-assign, assignment]

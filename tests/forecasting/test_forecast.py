@@ -318,6 +318,18 @@ def stages_of(micro_batches, mute=False):
     return replace(stages[0], stages=stages)
 
 
+def test_simulated_stages_send_what_others_receive():
+    (trace,) = simulate([job(SMALL, "pp=2,dp_shard=2", [PipelineParallel(stages=(3, 2)), FullyShard()], accumulate=3)])
+    sent = [
+        [(one.tag, one.size) for _, one in stage.collectives() if one.kind == kind]
+        for stage in trace.stages
+        for kind in ("send", "recv")
+    ]
+    assert len(sent[0]) == len(sent[2]) == 3
+    assert sent[0] == sent[3] and sent[2] == sent[1]
+    assert cost(trace, Hardware.load("h100")).seconds > 0
+
+
 def test_stages_wait_for_one_another():
     hardware, trace = Hardware.load("h100"), stages_of(5)
     one = cost(trace.stages[0], hardware).computing["matmul"] / 10
