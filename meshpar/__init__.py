@@ -21,9 +21,9 @@ if TYPE_CHECKING:
         PreflightError,
         RecipeError,
     )
-    from meshpar.core.guards import Guard, Guarded
     from meshpar.core.layout import AttentionLayout, ExpertsLayout, ModelLayout, StagesLayout, TensorLayout
     from meshpar.core.mesh import MeshSpec
+    from meshpar.core.passes import Installed
     from meshpar.core.patterns import covers, matches
     from meshpar.core.runtime import distributed
     from meshpar.forecasting.api import forecast
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
     from meshpar.passes.positions.attention import attention, attention_mask
     from meshpar.plan import Plan
+    from meshpar.step.moment import Guard, Guarded, Moment
     from meshpar.weights import WeightMap, WeightSource
 
 __version__ = "0.1.0"
@@ -65,12 +66,14 @@ __all__ = [
     "Guard",
     "Guarded",
     "HybridShard",
+    "Installed",
     "LaunchError",
     "LayoutError",
     "MeshError",
     "MeshSpec",
     "MeshparError",
     "ModelLayout",
+    "Moment",
     "ParallelError",
     "Parallelized",
     "Pass",
@@ -104,9 +107,9 @@ _PASSES = (
 )  # fmt: skip
 _HOMES = {
     "core.errors": [name for name in __all__ if name.endswith("Error")],
-    "core.guards": ("Guard", "Guarded"),
     "core.layout": ("AttentionLayout", "ExpertsLayout", "ModelLayout", "StagesLayout", "TensorLayout"),
     "core.mesh": ("MeshSpec",),
+    "core.passes": ("Installed",),
     "core.patterns": ("covers", "matches"),
     "core.runtime": ("distributed",),
     "forecasting.api": ("forecast",),
@@ -115,6 +118,7 @@ _HOMES = {
     "parallelized": ("Parallelized",),
     "passes": _PASSES,
     "plan": ("Plan",),
+    "step.moment": ("Guard", "Guarded", "Moment"),
     "passes.positions.attention": ("attention", "attention_mask"),
     "weights": ("WeightMap", "WeightSource"),
 }

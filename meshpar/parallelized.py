@@ -1,6 +1,6 @@
 """Parallelized: a module that trains on a mesh, and the operations that need the mesh.
 
-A call of ``par.module`` does not come here: it goes through ``step/cycle.py``.
+A call of ``par.module`` does not come here: it goes through ``step/run.py``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, final, overload
@@ -16,23 +16,21 @@ from typing import Any, Protocol, TypeVar, cast, final, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshpar._torch.groups import share_timeout
 from meshpar._torch.patches import while_lives
+from meshpar.core import registry
 from meshpar.core.errors import MeshparError
-from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Role, unmatched
 from meshpar.core.patterns import class_name, matches, modules_around
-from meshpar.core.registry import imported
-from meshpar.core.resolved import Resolved
 from meshpar.core.waiting import reads_of
 from meshpar.losses.log_probs import TokenLogProbs, token_log_probs
 from meshpar.losses.token_loss import Found as Losses
 from meshpar.losses.token_loss import Totals
-from meshpar.passes.applied import applied
-from meshpar.passes.installed import evaluating
+from meshpar.passes.data.replica_shards import ReplicaShards
+from meshpar.passes.elsewhere import tensors_elsewhere
+from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.positions.batches import positions, selected, with_positions
 from meshpar.passes.tensor import random
 from meshpar.state import initialize
@@ -41,9 +39,11 @@ from meshpar.state.description import Description, describe
 from meshpar.state.full import gather_state, scatter_state
 from meshpar.state.offloading import on_the_host
 from meshpar.step.calls import compiled_form, watch_compiled
-from meshpar.step.cycle import Cycle
+from meshpar.step.forwards import evaluating
+from meshpar.step.gathered_weights import Gathering
 from meshpar.step.placements import clip_grad_norms_, like, whole
 from meshpar.step.rank_digests import check_replicas
+from meshpar.step.run import Run
 from meshpar.trials.copies import CannotCopy, copied_state
 from meshpar.trials.engine import NOTHING, Verification, call_with, join_stages, report
 from meshpar.trials.split import split_test
@@ -74,22 +74,15 @@ class Parallelized:
         layout: the description of the model.
         device: the device of this rank.
         data_axes: the axes whose ranks get different data.
-        cycle: gathering, reduction and checks around every forward, backward and step.
+        run: what happens around every forward, backward and step, and what the passes know.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        plan: Planned,
-        resolved: Resolved,
-        meshes: Mapping[MeshSpec, DeviceMesh],
-        device: torch.device,
-        cycle: Cycle | None = None,
-    ) -> None:
-        self.module, self.plan, self.resolved, self.device, self.cycle = module, plan, resolved, device, cycle
-        self.mesh, self.spec, self.layout = meshes[resolved.spec], resolved.spec, resolved.layout
+    def __init__(self, run: Run, plan: Planned) -> None:
+        self.run, self.plan, self.module, self.resolved, self.device = run, plan, run.module, run.resolved, run.device
+        module, resolved = run.module, run.resolved
+        self.mesh, self.spec, self.layout = run.meshes[resolved.spec], resolved.spec, resolved.layout
         self.data_axes = resolved.roles[Role.SAMPLES]
-        self._meshes, self._held_on = meshes, meshes[resolved.held]
+        self._held_on = run.meshes[resolved.held]
         self._place = resolved.spec.coordinates(dist.get_rank())
         while_lives(module, "compiled", watch_compiled)
         divided = resolved.divided(Role.POSITIONS)
@@ -119,7 +112,7 @@ class Parallelized:
         for rank in range(dist.get_world_size()):
             place = self.spec.coordinates(rank)
             ranks.setdefault(tuple(place[axis] for axis in place if axis not in self.data_axes), []).append(rank)
-        self._meet("par.data_group")
+        self.run.agree("par.data_group")
         group, _ = dist.new_subgroups_by_enumeration(list(ranks.values()))
         share_timeout([group])
         return cast("dist.ProcessGroup", group)
@@ -150,9 +143,9 @@ class Parallelized:
         """Yield this rank's process groups with their axes. A group over a data axis and over positions has the data
         axis's name.
         """
-        for mesh in self._meshes.values():
+        for mesh in self.run.meshes.values():
             yield from ((axis, mesh.get_group(axis)) for axis in mesh.mesh_dim_names or ())
-        if (shards := applied(self.module).replica_shards) is not None:
+        if (shards := self.run.find(ReplicaShards)) is not None:
             yield from shards.groups
 
     def split(self, batch: Values, dim: int = 1) -> Values:
@@ -174,14 +167,14 @@ class Parallelized:
         """
         if not self._splitters:
             return batch
-        if self.cycle is not None and self.cycle.agreement is not None:
-            self.cycle.agreement.whole(batch)
+        for moment in self.run.moments:
+            moment.before_split(batch)
         tensors = with_positions(batch, dim)
         mine = torch.arange(tensors[0].shape[dim])
         for splitter, axis in self._splitters:
             mine = mine[positions(splitter, len(mine), axis, self.spec.axes[axis], self._place[axis])]
-        if self.cycle is not None and dim == 1:
-            self.cycle.parts.add(len(mine))
+        if dim == 1:
+            self.run.lengths.add(len(mine))
         part = selected(batch, mine, dim)
         counts = (
             self.layout.attention.counts_positions
@@ -236,12 +229,8 @@ class Parallelized:
             raise MeshparError(
                 "the module has its weights already, and a seed would replace them; build it on meta to draw new ones"
             )
-        if self.cycle is not None:
-            self.cycle.reshard()
-            self.cycle.check_parameters()
-        initialize.allocate(self.module, self.device, self.home)
-        if self.cycle is not None:
-            self.cycle.placed.record()
+        with self.run.moving():
+            initialize.allocate(self.module, self.device, self.home)
         if weights is not None:
             initialize.from_source(self.module, self.layout, weights, self.device, missing, ignore=ignore, cast=cast)
         else:
@@ -294,24 +283,22 @@ class Parallelized:
             whole = True
         finally:
             reduce(last=True)
-            if not whole and self.cycle is not None:
-                self.cycle.leave_step()
+            if not whole:
+                self.run.leave_step()
 
     def _abandon(self, reduces: Callable[[bool], None]) -> None:
         """Leave a step in which ranks have different parts of the gradients."""
         reduces(True)
-        if self.cycle is not None:
-            self.cycle.leave_step(by_error=True)
+        self.run.leave_step(by_error=True)
 
     def _reduces(self, always: bool, last: bool) -> None:
         """Let the next backward reduce gradients where it is the last of a step, or ``always``."""
-        if self.cycle is not None:
-            self.cycle.reducing = last or always
+        self.run.backward.reducing = last or always
         if hasattr(self.module, "set_requires_gradient_sync"):
             self.module.set_requires_gradient_sync(last or always)  # type: ignore[operator]
             if self.resolved.hybrid:
                 self.module.set_requires_all_reduce(last)  # type: ignore[operator]
-            if applied(self.module).gathers_once:
+            if (gathering := self.run.find(Gathering)) is not None and gathering.once_a_step:
                 self.module.set_reshard_after_backward(last)  # type: ignore[operator]
 
     @overload
@@ -350,7 +337,7 @@ class Parallelized:
         Collective: every rank calls it.
         """
         totals, module = Totals(self.device), self._called()
-        if (stage := applied(self.module).layers) is not None:
+        if (stage := self.run.find(Layers)) is not None:
             reduces = partial(self._reduces, reduce_each)
             stage.backward(
                 micro_batches,
@@ -375,7 +362,7 @@ class Parallelized:
         Collective: every rank calls it.
         """
         module = self._called()
-        if (stage := applied(self.module).layers) is not None:
+        if (stage := self.run.find(Layers)) is not None:
             return stage.forward(micro_batches, function, self.device, partial(self._agree_on_count, "par.forward"))
         with torch.no_grad():
             return [function(module, batch) for batch in micro_batches]
@@ -389,23 +376,17 @@ class Parallelized:
             )
         return module
 
-    def _meet(self, place: str) -> None:
-        """Check that every rank comes to ``place``, whose exchange would meet another one elsewhere."""
-        if self.cycle is not None and self.cycle.agreement is not None:
-            self.cycle.agreement.meet(place)
-
     def _agree_on_count(self, place: str, count: int) -> None:
         """Check that the data ranks of a stage run as many micro-batches."""
-        agreement = None if self.cycle is None else self.cycle.agreement
-        if agreement is not None and not all(agreement.meet(place, [count])):
+        if not all(self.run.agree(place, [count])):
             raise MeshparError(
                 f"data ranks give {place} different numbers of micro-batches, this one {count}, so that some would "
                 "wait forever; give it the same number on every rank, for instance by dropping the rest of an epoch"
             )
 
     def _agree_on_rest(self, left: int) -> None:
-        for guard in () if self.cycle is None else self.cycle.watching:
-            guard.before_micro_batch(left)
+        for moment in self.run.moments:
+            moment.before_micro_batch(left)
 
     def token_scale(self, tokens: int | Tensor) -> Tensor:
         """Return the factor from this rank's summed loss to the mean over all tokens of all ranks.
@@ -429,7 +410,7 @@ class Parallelized:
 
         Collective: every rank calls it, and the returned function.
         """
-        self._meet("par.token_scale")
+        self.run.agree("par.token_scale")
         count = torch.zeros((), device=self.device) + tokens
         first, *others = self.resolved.averaged or (None,)
         work = None if first is None else dist.all_reduce(count, group=self._held_on.get_group(first), async_op=True)
@@ -445,7 +426,7 @@ class Parallelized:
 
     def data_sum(self, values: Tensor) -> Tensor:
         """Sum ``values`` over samples and positions, in place, and return it. Collective: every rank calls it."""
-        self._meet("par.data_sum")
+        self.run.agree("par.data_sum")
         summed = values.to(self.device)
         for axis in self.resolved.averaged:
             dist.all_reduce(summed, group=self._held_on.get_group(axis))
@@ -492,18 +473,17 @@ class Parallelized:
         Raises:
             MeshparError: also where a pattern matches nothing.
         """
-        if self.cycle is not None and not self.cycle.reducing:
+        if not self.run.backward.reducing:
             raise MeshparError(
                 "clip_grad_norm_ is called between the micro-batches of par.accumulate, whose gradients are reduced "
                 "in the last one; clip after the loop"
             )
         reads_of(self.module).check("par.clip_grad_norm_()")
         self.reshard()
-        known = applied(self.module)
         places: Mapping[str, str] = {}
         if modules:  # in the same order on every stage
             own = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
-            others = [name for name, tensor in known.elsewhere.items() if isinstance(tensor, nn.Parameter)]
+            others = [name for name, tensor in tensors_elsewhere(self.run).items() if isinstance(tensor, nn.Parameter)]
             places = modules_around(tuple(sorted({*own, *others})), tuple(modules))
             if lost := [one for one in modules if not any(matches(one, place) for place in places.values())]:
                 raise MeshparError(unmatched(f"module {lost[0]!r}", lost[0], self.module))
@@ -511,7 +491,7 @@ class Parallelized:
         own_row = {id(one): row[places[name]] for name, one in self.module.named_parameters() if name in places}
         groups = {axis: self._held_on.get_group(axis) for axis in self.resolved.held.axes}
         norms = clip_grad_norms_(
-            self.module.parameters(), groups, max_norm, norm_type, self.device, known.layers, own_row, len(row)
+            self.module.parameters(), groups, max_norm, norm_type, self.device, self.run.find(Layers), own_row, len(row)
         )
         return dict(zip(row, norms.unbind(), strict=True))
 
@@ -533,15 +513,14 @@ class Parallelized:
 
         Collective: every rank calls it.
         """
-        test, stage = split_test(self.module, self.resolved.blocks, self.device), applied(self.module).layers
+        test, stage = split_test(self.module, self.resolved.blocks, self.device, self.run.facts), self.run.find(Layers)
         if test is None:
             return NOTHING
 
         def run_alone(module: nn.Module, part: object) -> None:
             call_with(module, part)
 
-        postponed = nullcontext() if self.cycle is None else self.cycle.first_runs.postponed()
-        with postponed, evaluating(self.module), ExitStack() as stack:
+        with self.run.without_trials(), evaluating(self.module), ExitStack() as stack:
             # a module that cannot be copied runs as in a forward of the user's own
             with suppress(CannotCopy):
                 batch = stack.enter_context(copied_state(self.module, batch))
@@ -551,7 +530,7 @@ class Parallelized:
                 else:
                     stage.forward([batch], run_alone, self.device)
         self.reshard()
-        with nullcontext() if self.cycle is None else self.cycle.calls.inside():
+        with self.run.calls.inside():
             verification = test.run()
         return report(verification if stage is None else join_stages(stage.gathered(verification)))
 
@@ -591,8 +570,7 @@ class Parallelized:
         Raises:
             MeshparError: the module has no such method.
         """
-        if self.cycle is not None:
-            self.cycle.calls.register_method(name)
+        self.run.calls.register_method(name)
 
     def state_dict(self, *, full: bool = False, everywhere: bool = False) -> dict[str, Any]:
         """Return the module's state: this rank's shards as DTensors, or whole tensors in host memory.
@@ -606,7 +584,7 @@ class Parallelized:
         reads_of(self.module).check("par.state_dict()")
         if not full:
             return dict(self.module.state_dict())
-        self._meet("par.state_dict(full=True)")
+        self.run.agree("par.state_dict(full=True)")
         return gather_state(self.module, everywhere=everywhere)
 
     def load_state_dict(self, state: Mapping[str, Any], *, from_rank_0: bool = False, strict: bool = True) -> None:
@@ -653,7 +631,7 @@ class Parallelized:
         def compute(module: nn.Module, given: Mapping[str, Any]) -> TokenLogProbs:
             return token_log_probs(module, given, temperature=temperature, **options)
 
-        layers = applied(self.module).layers
+        layers = self.run.find(Layers)
         if layers is not None and not layers.edges.runs and not torch.is_grad_enabled():
             return self.forward([batch], compute)[0]
         return compute(self.module, batch)
@@ -674,7 +652,7 @@ class Parallelized:
         tensors = [*module.parameters(), *module.buffers()]
         tensors += [tensor.grad for tensor in tensors if tensor.grad is not None]
         tensors += averages_of(module)
-        if (shards := applied(module).replica_shards) is not None:
+        if (shards := self.run.find(ReplicaShards)) is not None:
             tensors += shards.held()
         states = [state for one in given for state in one.state.values()]
         tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
@@ -693,14 +671,14 @@ class Parallelized:
 
         Collective where a pass divides layers: every rank calls it.
         """
-        return imported("meshpar.checkpoints.Published")(self, dtype, bucket, adapters, averaged, **options)
+        stream = registry.plugin(registry.STREAMS, "published")
+        return stream(self, dtype, bucket, adapters, averaged, **options)
 
     def reshard(self) -> None:
         """Free gathered parameters, so that the module's parameters are this rank's shards. The next forward gathers
         again.
         """
-        if self.cycle is not None:
-            self.cycle.reshard()
+        self.run.reshard()
 
     def check_replicas(self) -> None:
         """Compare hashes of the parameters and buffers that must be equal, bit for bit, on several ranks.
@@ -712,7 +690,7 @@ class Parallelized:
         """
         reads_of(self.module).check("par.check_replicas()")
         self.reshard()
-        self._meet("par.check_replicas")
+        self.run.agree("par.check_replicas")
         state, layers = dict(initialize.state(self.module)), self.resolved.divided(Role.LAYERS)
         check_replicas(state, self.resolved.held, other_names=bool(layers))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,24 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshpar._torch.units import Units
 from meshpar.core import registry, runtime
 from meshpar.core.applying import run_passes
 from meshpar.core.checks import arrows, check_arguments, checked_layout, problems_of
 from meshpar.core.errors import LayoutError, MeshError, MeshparError, PlanError
-from meshpar.core.guards import Guards, check_guards
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, default_device_type
-from meshpar.core.passes import Pass, Role
+from meshpar.core.passes import Checking, Facts, Guards, Pass, Role, check_guards
 from meshpar.core.resolved import Resolved, resolve
+from meshpar.guards.attach import make_run
 from meshpar.parallelized import Parallelized
-from meshpar.passes.applied import applied
 from meshpar.passes.data.batch_norm import batch_norm_problems, batch_norms
 from meshpar.passes.prepare import prepare
 from meshpar.state.description import Description, describe
-from meshpar.state.full import refuse_copies
 from meshpar.state.initialize import check_weights, state
-from meshpar.step.attach import attach
-from meshpar.step.meeting import next_number
+from meshpar.step.moment import Guarded
+from meshpar.step.ranks import next_number
 from meshpar.trials.engine import NOTHING, Verification, report
 from meshpar.trials.proving import prove
 
@@ -168,34 +168,39 @@ class Plan:
         if self.frozen:
             module.requires_grad_(False)
         # models that share process groups could use them in different orders
-        own = next_number() > 0 and not runtime.is_simulated()
+        own = next_number() > 0
         meshes = {spec: spec.build(device.type, own=own) for spec in resolved.meshes}
-        applied(module).layout = resolved.layout
-        if not self.passes and dist.get_world_size() == 1 and not registry.names(registry.GUARDS):
-            run_passes(module, resolved, meshes, device)
-            return Parallelized(module, self, resolved, meshes, device)
-        replaced = run_passes(module, resolved, meshes, device, partial(prepare, module, resolved, meshes))
-        cycle = attach(
-            module, resolved, meshes, device, replaced, title=str(self), verify=self.verify, guards=self.guards
+        checking = runtime.standing_in(Checking(self.guards, self.verify and self.guards != "off"))
+        facts = Facts(checking)
+        start = partial(prepare, module, resolved, meshes) if self.passes else None
+        installed, replaced = run_passes(module, resolved, meshes, device, facts, start)
+        guarded = Guarded(
+            module=module,
+            resolved=resolved,
+            meshes=meshes,
+            device=device,
+            replaced=tuple(map(weakref.ref, replaced)),
+            lengths=set(),
+            guards=self.guards,
+            facts=facts,
+            units=Units(module),
         )
-        refuse_copies(module, patch=self.guards != "off")
-        for put_around in applied(module).outermost:
-            put_around()
-        return Parallelized(module, self, resolved, meshes, device, cycle)
+        return Parallelized(make_run(guarded, installed, title=str(self), verify=checking.verify), self)
 
     def _device(self, module: nn.Module, resolved: Resolved, device_type: str | None) -> torch.device:
         """Return this rank's device, made current; raise for what the machine lacks or weights that differ."""
         for pass_, seen in zip(resolved.passes, resolved.seen, strict=True) if dist.get_rank() == 0 else ():
             for warning in pass_.warnings(module, resolved.layout, seen):
                 log.warning("%s", warning)
-        simulated = runtime.is_simulated()
-        kind = device_type or ("cpu" if simulated or dist.get_backend() == "gloo" else default_device_type())
-        if not simulated and (lacking := self.machine_problems(kind)):
+        kind = device_type or ("cpu" if dist.get_backend() in ("gloo", "fake") else default_device_type())
+        if lacking := runtime.among_real_ranks(partial(self.machine_problems, kind)):
             raise PlanError(lacking)
         device = runtime.device(kind)
         runtime.make_current(device)
-        if not simulated and self.guards != "off":
-            check_weights(dict(state(module)), "the weights handed to apply", registry.offered(registry.GUARDS))
+        if self.guards != "off":
+            guards = registry.offered(registry.GUARDS)
+            weights = dict(state(module))
+            runtime.among_real_ranks(partial(check_weights, weights, "the weights handed to apply", guards))
         return device
 
     def prove(

@@ -41,8 +41,9 @@ from meshpar.checkpoints.storage.place import Place, PlaceLike, place
 from meshpar.core import runtime
 from meshpar.core.errors import CheckpointError, MeshparError
 from meshpar.core.waiting import reads_of
-from meshpar.passes.applied import applied
+from meshpar.passes.pipeline.running import Layers
 from meshpar.step.placements import local_tensor
+from meshpar.step.run import fact_of
 from meshpar.weights import TypedSource, WeightMap
 from meshpar.weights.adapters import NAME, AdapterFactors, MergedAdapters, PackedAdapterLayer, adapted_layers, base_name
 
@@ -205,7 +206,7 @@ class Published:
 
         Collective where layers are divided.
         """
-        if (layers := applied(self._par.module).layers) is None:
+        if (layers := fact_of(self._par.module, Layers)) is None:
             return None
         descriptions, adapted = dict[str, _Description](), False
         # a rank of each stage, which shares its tensors with all that send some of them

@@ -34,7 +34,8 @@ from meshpar.launchers.jobs.models import with_weights
 from meshpar.launchers.jobs.preflight import opened, patience_s
 from meshpar.launchers.recipes.recipe import Recipe
 from meshpar.parallelized import Parallelized
-from meshpar.passes.applied import all_parameters, applied
+from meshpar.passes.elsewhere import all_parameters
+from meshpar.passes.pipeline.running import Layers
 from meshpar.process.homes import expanded
 from meshpar.process.leftovers import write_durably
 from meshpar.state.averaging import Averaged
@@ -113,7 +114,7 @@ def run_job(recipe: Recipe) -> Outcome:
 
 def _where(trainer: Trainer) -> str:
     """Return the step, and where layers are divided what this rank's stage does in it."""
-    layers = applied(trainer.par.module).layers
+    layers = trainer.par.run.find(Layers)
     doing = "" if layers is None else layers.doing()
     return f"{trainer.step} ({doing})" if doing else str(trainer.step)
 

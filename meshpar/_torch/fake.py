@@ -35,12 +35,18 @@ __all__ = [
     "fake_store",
     "grouped_mm_shape",
     "groups_of_any_dtype",
+    "has_values",
     "unset_fake_temporarily",
     "without_functions",
 ]
 
 FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 """Where torch warns of operators that have no kernel without values."""
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has memory: it is neither on the meta device nor a simulated rank's."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def fake_store() -> Any:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from meshpar._torch.autograd import accumulates
 from meshpar._torch.calls import eager
+from meshpar._torch.fake import has_values
 from meshpar._torch.fsdp import ACCUMULATES_APART, is_shard, param_groups
 from meshpar._torch.pytree import tree_leaves, tree_map
 from meshpar._torch.recompute import unseen
@@ -30,7 +31,7 @@ from meshpar._torch.recompute import unseen
 
 @final
 @dataclass(eq=False, slots=True)
-class Run:
+class UnitRun:
     """A forward of a unit. The nodes from ``first`` on, to before ``last``, are its own and those of runs inside it.
 
     Attributes:
@@ -41,14 +42,14 @@ class Run:
     """
 
     unit: nn.Module
-    around: Run | None
+    around: UnitRun | None
     first: int
     last: int = -1
-    inside: list[Run] = field(default_factory=list)
+    inside: list[UnitRun] = field(default_factory=list)
     reached: bool = False
     done: bool = False
 
-    def in_backward(self) -> Iterator[Run]:
+    def in_backward(self) -> Iterator[UnitRun]:
         """Yield this run and those inside it in the order in which a backward comes to them."""
         yield self
         for run in reversed(self.inside):
@@ -68,7 +69,7 @@ class Units:
         self._ran: dict[int, str] = {}
         self._lost: str | None = None
         self._kept: list[tuple[Any, Any, tuple[int, int, int]]] = []
-        self._outermost: list[Run] = []
+        self._outermost: list[UnitRun] = []
         self._idle = False
         self._passed: set[int] = set()
 
@@ -89,7 +90,7 @@ class Units:
                 group.post_backward = functools.partial(self._after_backward, child, group, group.post_backward, run)
                 group.unshard, group.wait_for_unshard = unseen(group.unshard), unseen(group.wait_for_unshard)
 
-    def expect(self, outermost: list[Run]) -> None:
+    def expect(self, outermost: list[UnitRun]) -> None:
         """Expect a backward that reaches these runs, latest last.
 
         Ranks gather and reduce in one order. Where a backward does not reach a run, because its output was dropped,
@@ -98,7 +99,7 @@ class Units:
         self._outermost = outermost
         self._idle = any(not run.reached and not run.done for run in self._in_backward())
 
-    def _in_backward(self) -> Iterator[Run]:
+    def _in_backward(self) -> Iterator[UnitRun]:
         return (run for outer in reversed(self._outermost) for run in outer.in_backward())
 
     def _before_backward(self, unit: nn.Module, inner: Callable[..., None], *args: Any) -> None:
@@ -117,7 +118,7 @@ class Units:
                 self._pass(run)
         here.done = ends
 
-    def _pass(self, run: Run) -> None:
+    def _pass(self, run: UnitRun) -> None:
         run.done = True
         groups = param_groups(run.unit)
         self._passed.update(map(id, groups))
@@ -133,7 +134,7 @@ class Units:
             self._finish(run)
         inner()
 
-    def _finish(self, run: Run) -> None:
+    def _finish(self, run: UnitRun) -> None:
         if run.done:
             return
         if not run.reached:
@@ -387,7 +388,11 @@ class Units:
                     isinstance(held, nn.Parameter) and held is not gathered and held is not parameter.sharded_param
                 )
                 wrote = self._versions.get(id(parameter)) not in (None, _version(gathered))
-                if replaced or wrote or (look and group.is_unsharded and not _agrees(parameter)):
+                if (
+                    replaced
+                    or wrote
+                    or (look and group.is_unsharded and has_values(_local(gathered)) and not _agrees(parameter))
+                ):
                     return parameter._param_fqn or parameter._module_info.param_name
         return None
 
@@ -422,6 +427,10 @@ def _registered(parameter: Any) -> Tensor | None:
     info = parameter._module_info
     held: Tensor | None = info.module._parameters.get(info.param_name)
     return held
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _memory(tensor: Tensor) -> int:

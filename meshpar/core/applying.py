@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar._torch.fsdp import parts_only
 from meshpar.core.errors import MeshparError
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.passes import Role
+from meshpar.core.passes import Facts, Installed, Role
 from meshpar.core.patterns import tied_names
 from meshpar.core.resolved import Resolved
 
@@ -22,15 +22,18 @@ def run_passes(
     resolved: Resolved,
     meshes: Mapping[MeshSpec, DeviceMesh],
     device: torch.device,
+    facts: Facts,
     prepare: Callable[[], None] | None = None,
-) -> list[Tensor]:
-    """Run the passes; return the parameters that they replaced and somebody else still holds, such as an optimizer.
+) -> tuple[list[Installed], list[Tensor]]:
+    """Run the passes; return what each has installed, and the parameters that they replaced and somebody else still
+    holds, such as an optimizer.
 
     Args:
         module: the model, changed in place.
         resolved: the plan for this model.
         meshes: of ``resolved.meshes``.
         device: of this rank.
+        facts: to which each pass adds its own.
         prepare: is called before the first pass.
 
     Raises:
@@ -43,9 +46,12 @@ def run_passes(
         prepare()
     before = [weakref.ref(parameter) for parameter in module.parameters()]
     names, ties = [name for name, _ in module.named_parameters()], tied_names(module)
+    every = list[Installed]()
     for applied_pass, seen in zip(resolved.passes, resolved.seen, strict=True):
         with parts_only():
-            applied_pass.apply(module, resolved.layout, meshes[seen])
+            installed = applied_pass.install(module, resolved.layout, meshes[seen], facts) or Installed()
+        every.append(installed)
+        facts.add(installed.facts)
         if Role.LAYERS in applied_pass.roles.values():  # other ranks have the others
             held = {name for name, _ in module.named_parameters()}
             names, ties = [name for name in names if name in held], tied_names(module)
@@ -54,7 +60,7 @@ def run_passes(
     if elsewhere and not built_on_meta and resolved.data_pass is None:
         module.to(device)
     kept = {id(parameter) for parameter in module.parameters()}
-    return [old for one in before if (old := one()) is not None and id(old) not in kept]
+    return every, [old for one in before if (old := one()) is not None and id(old) not in kept]
 
 
 def _check_kept(title: str, module: nn.Module, names: list[str], ties: list[tuple[str, ...]]) -> None:

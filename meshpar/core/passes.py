@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshpar.core.errors import MeshError
+from meshpar.core.errors import MeshError, PlanError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.patterns import class_name, find_modules, is_called, suggestion
@@ -54,6 +55,70 @@ class Role(enum.Enum):
     LAYERS = "layers"
 
 
+Guards = Literal["always", "first", "off"]
+"""``always``: guards compare in every step, beside an accelerator in the first ones and then without waiting.
+``first``: they exchange in the first steps, and then compare only what costs no exchange. ``off``: the passes run
+alone.
+"""
+SETTINGS = ("always", "first", "off")
+
+
+def check_guards(guards: object) -> None:
+    """Raise PlanError for a value that is no setting of the guards."""
+    if guards not in SETTINGS:
+        raise PlanError(
+            [f"guards={guards!r} is not known; expected one of {', '.join(map(repr, SETTINGS))}: write guards='first'"]
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Checking:
+    """A fact of every plan: when guards compare, and whether the first forward tries what passes divide."""
+
+    guards: Guards
+    verify: bool
+
+    def simulated(self) -> Checking:
+        """Return what stands in where ranks are simulated: nothing is tried."""
+        return Checking(self.guards, False)
+
+
+Fact = TypeVar("Fact")
+
+
+@final
+class Facts:
+    """What the passes of one plan know of a module that others ask for, by type."""
+
+    def __init__(self, *facts: object) -> None:
+        self._facts = list(facts)
+
+    def add(self, facts: Iterable[object]) -> None:
+        """Take facts in."""
+        self._facts += facts
+
+    def find(self, kind: type[Fact]) -> Fact | None:
+        """Return the fact of a type, the latest of several; None where no pass has installed one."""
+        return next((fact for fact in reversed(self._facts) if isinstance(fact, kind)), None)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """What a pass has put on a module.
+
+    Attributes:
+        moments: mechanisms around the module's calls, backwards and steps (:class:`meshpar.step.moment.Moment`).
+        facts: that others may ask for by type.
+        outermost: called last of all, to wrap the module's call outside of all moments.
+    """
+
+    moments: Sequence[Any] = ()
+    facts: Sequence[object] = ()
+    outermost: Sequence[Callable[[], None]] = ()
+
+
 class Pass:
     """Define a technique of your own: inherit this class, override defaults, and define ``apply``.
 
@@ -94,7 +159,7 @@ class Pass:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if missing := [attribute for attribute in ("name", "stage") if attribute not in dir(cls)] + (
-            ["apply"] if cls.apply is Pass.apply else []
+            ["apply"] if cls.apply is Pass.apply and cls.install is Pass.install else []
         ):
             raise TypeError(
                 f"{cls.__name__} inherits Pass and does not define {', '.join(missing)}; see help(meshpar.Pass)"
@@ -129,8 +194,9 @@ class Pass:
         """Return the names of the parameters that every rank keeps whole because a user asked for it. Pure."""
         return set()
 
-    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        """Change ``module`` in place and keep the name of every parameter. Collective: every rank calls it.
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> Installed | None:
+        """Change ``module`` in place and keep the name of every parameter; return what is installed besides, if
+        anything. Collective: every rank calls it.
 
         Args:
             module: the model.
@@ -140,6 +206,10 @@ class Pass:
                 positions. The same applies to ``SAMPLES`` axes of passes before ``Stage.DATA``.
         """
         raise NotImplementedError
+
+    def install(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, facts: Facts) -> Installed | None:
+        """Do what :meth:`apply` does with the ``facts`` of the passes before; override the one or the other."""
+        return self.apply(module, layout, mesh)
 
     def positions(self, length: int, size: int, index: int) -> Tensor:
         """Return the positions of a sequence that one rank of a ``POSITIONS`` axis gets, (``length`` / ``size``) int64,

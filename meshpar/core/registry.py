@@ -23,6 +23,8 @@ OBJECTIVES, TRACKERS, EVALUATIONS = "meshpar.objectives", "meshpar.trackers", "m
 LAUNCHERS = "meshpar.launchers"
 GROUPS = (PASSES, LAYOUTS, GUARDS, OBJECTIVES, TRACKERS, EVALUATIONS, LAUNCHERS)
 """The groups of entry points."""
+STREAMS = "meshpar.streams"
+"""Of meshpar alone: what hands out the weights of a parallel module, ``(par, ...)``, from a floor above it."""
 
 
 @cache

@@ -6,11 +6,11 @@ import atexit
 import functools
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -304,8 +304,20 @@ def simulated(size: int, *, as_rank: int = 0, stands_for: str = "") -> Iterator[
         dist.destroy_process_group()
 
 
+Result = TypeVar("Result")
+
 _SIMULATED = ContextVar[str | None]("simulated", default=None)
 """The type of device that simulated ones stand for, empty for themselves; None where ranks are real."""
+
+
+def standing_in(part: Any) -> Any:  # noqa: ANN401 - of the type of ``part``
+    """Return ``part``, or where ranks are simulated what stands in for it (``part.simulated()``)."""
+    return part.simulated() if is_simulated() else part
+
+
+def among_real_ranks(run: Callable[[], Result]) -> Result | None:
+    """Return ``run()``, which talks to other ranks or looks at this machine; where ranks are simulated None."""
+    return None if is_simulated() else run()
 
 
 def is_simulated() -> bool:

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 import meshpar.forecasting.device as device
-import meshpar.forecasting.private as private
 from meshpar._torch.simulated_device import fake_mode
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
@@ -34,8 +33,8 @@ from meshpar.core.patterns import kind_of
 from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.step import Batch, Loss, axis_groups, record_step, summed_token_loss
 from meshpar.forecasting.trace import Trace, all_reduce
-from meshpar.passes.applied import applied
 from meshpar.passes.pipeline.messages import Header
+from meshpar.passes.pipeline.running import Layers
 from meshpar.plan import Plan
 from meshpar.state import initialize
 from meshpar.step.placements import local_tensor
@@ -285,16 +284,16 @@ def _run(job: Simulation, forms: dict[Any, Header]) -> Trace:
         device.kernels_of(job.device, documents=job.batch.documents),
     ):
         par = plan.apply(job.model, job.layout, device_type=device.NAME)
-        if (layers := applied(par.module).layers) is not None:
+        if (layers := par.run.find(Layers)) is not None:
             layers.edges.supposed = forms
-        initialize.allocate(par.module, par.device, par.home)
-        private.settle(par)
+        with par.run.moving():
+            initialize.allocate(par.module, par.device, par.home)
         par.module.train()
         frozen_modules = []
         if job.teacher is not None:
             frozen = job.teacher[0].apply(job.teacher[1], device_type=device.NAME)
-            initialize.allocate(frozen.module, frozen.device, frozen.home)
-            private.settle(frozen)
+            with frozen.run.moving():
+                initialize.allocate(frozen.module, frozen.device, frozen.home)
             frozen_modules.append(frozen.module)
         optimizer = (
             build_adamw(par.module, AdamWSettings(fused=True)) if job.optimizer is None else job.optimizer(par.module)

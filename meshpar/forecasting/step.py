@@ -24,8 +24,11 @@ from meshpar.forecasting.recorder import Recorder
 from meshpar.forecasting.trace import HELD, Trace
 from meshpar.losses.token_loss import token_loss
 from meshpar.parallelized import Parallelized
-from meshpar.passes.applied import applied
+from meshpar.passes.data.replica_shards import ReplicaShards
+from meshpar.passes.elsewhere import all_parameters
+from meshpar.passes.pipeline.running import Layers
 from meshpar.step.placements import local_tensor
+from meshpar.step.run import fact_of
 
 
 @final
@@ -167,7 +170,7 @@ def record_step(
     def step() -> None:
         scale = par.token_scale(torch.full((), tokens, dtype=torch.float32, device=par.device))
         parts = (par.split(batch) for batch in batches)
-        if (layers := applied(par.module).layers) is not None:
+        if (layers := par.run.find(Layers)) is not None:
             layers.begins = lambda action: recorder.phase({"F": "forward", "B": "backward"}[action.kind])
             par.backward(parts, lambda module, batch: loss(module, batch) * scale, reduce_each=reduce_each)
         for batch in par.accumulate(parts, reduce_each=reduce_each) if layers is None else ():
@@ -190,8 +193,7 @@ def record_step(
         recorder.phase("start")
         step()
         phases = recorder.finished()
-    elsewhere = {id(one): one for one in applied(par.module).elsewhere.values() if isinstance(one, nn.Parameter)}
-    whole = (*par.module.parameters(), *elsewhere.values())  # those of other stages included
+    whole = all_parameters(par.module)  # those of other stages included
     return Trace(
         axes=dict(par.spec.axes),
         depth=len(find_blocks(par.module, par.layout)),
@@ -227,7 +229,7 @@ def hold_state(
     values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     values.sort(key=lambda value: not value.ndim)  # counters last
     gathered = [
-        tensor for module in modules if (shards := applied(module).replica_shards) for tensor in shards.tensors()
+        tensor for module in modules if (shards := fact_of(module, ReplicaShards)) for tensor in shards.tensors()
     ]
     parts: dict[str, list[Tensor]] = {
         "parameters": [*(parameter for module in modules for parameter in module.parameters()), *gathered],

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from meshpar._torch.units import Units
-from meshpar.core.guards import Guard, Guarded
 from meshpar.core.passes import Role
+from meshpar.guards.agreement import Agreement
+from meshpar.guards.backwards import Backwards
 from meshpar.guards.buffers import RecomputedBuffers
+from meshpar.guards.gradient_hooks import HookedGradients
+from meshpar.guards.left_gradients import UnfinishedSteps
+from meshpar.guards.losses import Losses
 from meshpar.guards.optimizers import Optimizers
+from meshpar.guards.placed_parameters import PlacedParameters
 from meshpar.guards.reentrant import Reentrant
 from meshpar.guards.stage_numbers import StageNumbers
 from meshpar.guards.whole_sequences import WholeSequences
 from meshpar.guards.written_parameters import WrittenInForward
+from meshpar.step.left_gradients import LeftGradients
+from meshpar.step.moment import Guard, Guarded
 
 
-def own_guards(guarded: Guarded, units: Units) -> tuple[Guard, ...]:
-    """Return meshpar's own guards of a module. They are no entry points: an installation that is older than the source
-    would leave them out without a word.
-
-    Args:
-        guarded: the module.
-        units: of the module.
+def own_guards(guarded: Guarded) -> tuple[list[Guard], list[Guard]]:
+    """Return meshpar's own guards of a module: those before, and those behind the guards of other packages. They are no
+    entry points: an installation that is older than the source would leave them out without a word.
     """
-    positions = (WholeSequences(guarded),) if guarded.resolved.divided(Role.POSITIONS) else ()
-    stages = (StageNumbers(guarded, units),) if guarded.resolved.divided(Role.LAYERS) else ()
-    return (
-        RecomputedBuffers(guarded),
-        Optimizers(guarded),
-        *stages,
-        *positions,
-        WrittenInForward(guarded, units),
-        Reentrant(),
-    )
+    left, divided = guarded.facts.find(LeftGradients), guarded.resolved.divided
+    assert left is not None, "every plan with guards has it"
+    placed = PlacedParameters(guarded)
+    first: list[Guard] = [placed, UnfinishedSteps(left), RecomputedBuffers(guarded), Optimizers(guarded)]
+    first += [StageNumbers(guarded)] if divided(Role.LAYERS) else []
+    first += [WholeSequences(guarded)] if divided(Role.POSITIONS) else []
+    first += [WrittenInForward(guarded), Reentrant()]
+    return first, [Agreement(guarded), Losses.of(guarded), Backwards(guarded, placed), HookedGradients(guarded.units)]

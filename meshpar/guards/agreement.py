@@ -11,22 +11,25 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from meshpar._torch.autograd import in_backward
 from meshpar._torch.units import Units
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
-from meshpar.core.guards import Guard
+from meshpar.core.passes import Role
 from meshpar.guards.kept_gradients import check_copies
-from meshpar.passes.data.unused_gradients import Unused
+from meshpar.passes.experts.divided import DividedModules
 from meshpar.passes.tensor import random
+from meshpar.passes.tensor.random import draws_random
 from meshpar.state.initialize import state
-from meshpar.step.meeting import Later, Meeting
+from meshpar.step.moment import Guard, Guarded
 from meshpar.step.pytrees import digest_of
-from meshpar.step.rank_digests import Looks, digest, same
+from meshpar.step.rank_digests import digest
+from meshpar.step.ranks import GradientMarks, Largest, Looks, Ranks, same, stages_of
 from meshpar.step.unit_order import Schedule
+from meshpar.step.unused_gradients import UnusedGradients
 
 _SAME_BATCH = (
     "they compute one sample together, so pass par.data_rank and par.data_size to the sampler: "
@@ -39,55 +42,36 @@ class Agreement(Guard):
     """The comparisons between the ranks of one parallel module while it trains.
 
     Args:
-        module: the module.
-        units: of the module.
-        mesh: its mesh.
-        data_axes: the axes whose ranks see different samples.
-        same_axes: those whose ranks must see the same.
-        split: axis -> process group, where ranks see different positions of the same samples.
-        device: where numbers are exchanged.
-        always: compare in every step; False: in the first ones.
-        predicts: ranks that exchange more than weights inside of a unit compute the same there, so that ranks whose
-            forwards call the same units each time need not meet before each unit on a CPU.
-        stages: the ranks of each, where ranks have other layers: then stages keep their units in one order.
+        guarded: the module.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        units: Units,
-        mesh: DeviceMesh,
-        data_axes: Sequence[str],
-        same_axes: Sequence[str],
-        split: Mapping[str, dist.ProcessGroup],
-        device: torch.device,
-        *,
-        always: bool = True,
-        predicts: bool = False,
-        stages: Sequence[Sequence[int]] = (),
-    ) -> None:
-        self._always = always
-        self.predicts, self.ordered = predicts and always and bool(data_axes) and not stages, bool(stages)
+    def __init__(self, guarded: Guarded) -> None:
+        module, resolved = guarded.module, guarded.resolved
+        self._always = guarded.guards == "always"
+        self._module, self._units, self._device = module, guarded.units, guarded.device
+        self._data_axes, self._same_axes = resolved.reduced, resolved.same
+        self._mesh, whole = guarded.meshes[resolved.held], guarded.meshes[resolved.spec]
+        # ranks with different positions of the same samples
+        self._split = {axis: whole.get_group(axis) for axis in resolved.divided(Role.POSITIONS)}
+        # ranks whose blocks draw the same random numbers outside of what is split
+        self._draws = (resolved.layout.dropout or draws_random(module)) and not resolved.splits_sequence
+        stages = stages_of(resolved)
+        # Stages keep their units in one order. Else ranks whose forwards call the same units each time need not meet
+        # before each unit on a CPU, where ranks that exchange more inside of a unit compute the same there.
+        self.ordered = bool(stages)
+        self.predicts = self._always and bool(self._data_axes) and not stages and _predictable(guarded)
         self._schedule: Schedule | None = None
-        self._module, self._units, self._mesh, self._device, self._draws = module, units, mesh, device, False
-        self._data_axes, self._same_axes = tuple(data_axes), tuple(same_axes)
-        self._split = split
-        self._batches, self._wholes, self._looks = (Looks(always=always) for _ in range(3))
+        self._batches, self._wholes, self._looks = (Looks(always=self._always) for _ in range(3))
         self._backwards = 0
-        self._meeting = Meeting.of(module, stages)
-        self._unused = Unused(module, self._meeting.exchange if data_axes and dist.get_world_size() > 1 else None)
-        self._later: Later | None = None
+        self._ranks = Ranks.of(module, stages)
+        averages = bool(self._data_axes) and dist.get_world_size() > 1
+        self._unused = UnusedGradients(module, self._ranks if averages else None)
+        self._later: GradientMarks | None = None
 
-    @property
-    def hosts(self) -> dist.ProcessGroup:
-        """The group of the exchanges of all ranks that have the same layers."""
-        return self._meeting.hosts
+    def simulated(self) -> Guard:
+        return SentAgreement(self)
 
-    def begin(self, *, draws: bool) -> None:
-        """Let the ranks of ``same_axes`` draw the same random numbers outside of what is split, if any ``draws``."""
-        self._draws = draws
-
-    def meet(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
+    def agree(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
         """Check that all ranks are at the same place of their loop before they exchange something there; the error
         names the places.
 
@@ -106,7 +90,7 @@ class Agreement(Guard):
         Collective: every rank calls it.
         """
         if self._looks.now(place, self._device) or (self._always and not self._module.training):
-            return self._meeting.meet(place, numbers)
+            return self._ranks.meet(place, numbers)
         return [True] * len(numbers)
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -128,8 +112,8 @@ class Agreement(Guard):
         """Compare a forward's arguments on ranks of ``same_axes``: always on a CPU, on an accelerator at first."""
         if not self._same_axes or not self._batches.now("", self._device):
             return
-        numbers = [digest_of(inputs, self._device), *([random.digest(self._device)] if self.numbers() == 2 else [])]
-        for axis, group in zip(self._same_axes, self.same_groups(), strict=True):
+        numbers = [digest_of(inputs, self._device), *([random.digest(self._device)] if self._numbers() == 2 else [])]
+        for axis, group in zip(self._same_axes, self._groups(self._same_axes), strict=True):
             agree = same(torch.stack(numbers), [group])
             if not agree[0]:
                 raise MeshparError(f"ranks of {axis} got different batches; {_SAME_BATCH}")
@@ -139,7 +123,7 @@ class Agreement(Guard):
                     "must be the same; call par.manual_seed(seed) before training"
                 )
 
-    def whole(self, batch: object) -> None:
+    def before_split(self, batch: object) -> None:
         """Compare the batches of ``par.split`` on ranks that share samples: every time on a CPU, on an accelerator the
         first times.
 
@@ -163,7 +147,7 @@ class Agreement(Guard):
         Collective where this rank has called fewer units than before.
         """
         if self._schedule is not None and self._schedule.end():
-            self._meeting.meet("the end of a forward that leaves out blocks")
+            self._ranks.meet("the end of a forward that leaves out blocks")
 
     def after_error(self) -> None:
         """End a forward in which an error was raised: gather what other ranks may wait for."""
@@ -196,7 +180,7 @@ class Agreement(Guard):
         elif not (self._looks.first(name) if self.ordered else self._looks.now(name, self._device)):
             return
         place = f"the forward of {name}" if name else "a forward of the module"
-        alike, *same_prediction = self._meeting.meet(place, [zlib.crc32(self._units.trained(unit).encode()), *numbers])
+        alike, *same_prediction = self._ranks.meet(place, [zlib.crc32(self._units.trained(unit).encode()), *numbers])
         if schedule is not None and predicted and all(same_prediction):
             schedule.follow(predicted)
         if not alike:
@@ -205,18 +189,13 @@ class Agreement(Guard):
                 "set it alike on every rank"
             )
 
-    @property
-    def differs(self) -> bool:
-        """Some ranks have different samples."""
-        return bool(self._data_axes)
-
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
         """Check that all data ranks begin a backward together: collectives of a unit that one still calls would pair up
         with this one's. Every time on a CPU, beside an accelerator the first times.
         """
         always = self._always and not runtime.queues(self._device)
-        if self.differs and (always or self._backwards < Looks.FIRST) and reaches():
-            self._meeting.meet("a backward")
+        if self._data_axes and (always or self._backwards < Looks.FIRST) and reaches():
+            self._ranks.meet("a backward")
 
     def before_micro_batch(self, left: int) -> None:
         """Check that all ranks are equally far in their step.
@@ -226,14 +205,14 @@ class Agreement(Guard):
 
         Collective: every rank calls it.
         """
-        if not all(self.meet("a micro-batch of par.accumulate", [left])):
+        if not all(self.agree("a micro-batch of par.accumulate", [left])):
             here = ("has none", "is at its last", "has more")[left]
             raise MeshparError(
                 f"ranks have different numbers of micro-batches in one step (this rank {here}), so that some would "
                 "wait forever; pass the same number to par.accumulate on every rank, for instance by dropping the "
                 "rest of an epoch"
             )
-        self._meeting.counted(left)
+        self._ranks.counted(left)
 
     def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
         """Compare the settings of an optimizer of the module, such as its learning rate, before its step.
@@ -255,13 +234,13 @@ class Agreement(Guard):
             if isinstance(value, int | float | str | tuple | Tensor)
         ]
         number = zlib.crc32(" ".join(listed).encode())
-        if not all(self.meet("an optimizer's step", [number])):
+        if not all(self.agree("an optimizer's step", [number])):
             raise MeshparError(
                 f"ranks step {type(optimizer).__name__} with different settings, this rank with "
                 f"{', '.join(dict.fromkeys(listed))}; set them alike on every rank: give a schedule that reads a loss "
                 "the mean over all ranks, par.data_sum(loss) / par.loss_size"
             )
-        self._meeting.counted(number)
+        self._ranks.counted(number)
 
     def gradients(self, unused: list[nn.Parameter]) -> None:
         """Compare which gradients a backward left: on a CPU every time.
@@ -290,27 +269,18 @@ class Agreement(Guard):
                 parameter.grad = None
             return
         if not first and not self._always:
-            self._unused.drop(unused)
+            self._unused.gradients(unused)
             return
         self._same_parameters(unused, look=first or not runtime.queues(self._device))
         if first:
             self._same_buffers()
 
-    def numbers(self) -> int:
-        """Return how many numbers of a batch the ranks of ``same_axes`` compare."""
+    def _numbers(self) -> int:
+        """Return how many numbers of a batch the ranks of the same samples compare."""
         return 2 if self._draws and self._module.training else 1
 
-    def same_groups(self) -> list[dist.ProcessGroup]:
-        """Return this rank's groups of ``same_axes``."""
-        return [self._mesh.get_group(axis) for axis in self._same_axes]
-
-    def split_groups(self) -> list[dist.ProcessGroup]:
-        """Return this rank's groups whose ranks see different positions of the same samples."""
-        return list(self._split.values())
-
-    def data_groups(self) -> list[dist.ProcessGroup]:
-        """Return the groups that join the data ranks, one for each axis."""
-        return [self._mesh.get_group(axis) for axis in self._data_axes]
+    def _groups(self, axes: Sequence[str]) -> list[dist.ProcessGroup]:
+        return [self._mesh.get_group(axis) for axis in axes]
 
     def _same_parameters(self, unused: list[nn.Parameter], *, look: bool) -> None:
         """Check that all data ranks have gradients for the same parameters, and drop the zeros of those that no rank
@@ -322,7 +292,7 @@ class Agreement(Guard):
         zeros = {id(parameter) for parameter in unused}
         trained = list(self._module.named_parameters())
         marks = [0 if parameter.grad is None else 1 if id(parameter) in zeros else 2 for _, parameter in trained]
-        later = Later(self._meeting, trained, marks)
+        later = GradientMarks(self._ranks, trained, marks)
         if look or unused:
             for (_, parameter), mark in zip(trained, later.check()):
                 if mark == 1:
@@ -335,7 +305,8 @@ class Agreement(Guard):
         buffers = {name: tensor for name, tensor in state(self._module) if not isinstance(tensor, nn.Parameter)}
         if not buffers:
             return
-        agree = same(torch.stack([digest(buffer).to(self._device) for buffer in buffers.values()]), self.data_groups())
+        digests = torch.stack([digest(buffer).to(self._device) for buffer in buffers.values()])
+        agree = same(digests, self._groups(self._data_axes))
         if odd := [name for name, equal in zip(buffers, agree) if not equal]:
             raise MeshparError(
                 f"data ranks hold different values of the buffers {', '.join(odd[:6])}, each computed from its own "
@@ -343,6 +314,71 @@ class Agreement(Guard):
                 "(par.data_sum), or register the buffers with persistent=False where ranks may differ; or calibrate "
                 "observers of quantization before plan.apply, and then module.apply(disable_observer)"
             )
+
+
+@final
+class SentAgreement(Guard):
+    """The comparisons of simulated ranks after the first steps, which send what they send and look at nothing.
+
+    Args:
+        real: the comparisons of a job.
+    """
+
+    def __init__(self, real: Agreement) -> None:
+        self._real, self._hosts = real, real._ranks.hosts
+        # on CPUs looking does not wait for a device, so that more is looked at
+        self._on_cpu = real._always and runtime.over_hosts(real._device)
+
+    def _send(self, numbers: int, groups: Iterable[dist.ProcessGroup]) -> None:
+        for group in groups if self._on_cpu else ():
+            Largest(torch.empty(numbers, dtype=torch.int64, device=self._real._device), group).read()
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            self._send(2 * self._real._numbers(), self._real._groups(self._real._same_axes))
+
+    def before_split(self, batch: object) -> None:
+        self._send(2, self._real._split.values())
+
+    def agree(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
+        if self._hosts.size() > 1:
+            self._send(2 * (1 + Ranks.NUMBERS), [self._hosts])
+        return [True] * len(numbers)
+
+    def before_unit(self, name: str, unit: nn.Module) -> None:
+        """Send the marks of a unit, where they are looked at: of the first one where the others are predicted."""
+        if not (self._real.ordered or (name and self._real.predicts)) and not in_backward():
+            self.agree(name)
+
+    def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
+        if self._on_cpu and self._real._data_axes and reaches():
+            self.agree("a backward")
+
+    def before_micro_batch(self, left: int) -> None:
+        self.agree("a micro-batch")
+
+    def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
+        if trains:
+            self.agree("a step")
+
+    def gradients(self, unused: list[nn.Parameter]) -> None:
+        """Send which parameters have a gradient; simulated ranks all use the same. Beside an accelerator the hosts
+        send it meanwhile.
+        """
+        if self._real._data_axes:
+            self._send(2 * (1 + sum(1 for _ in self._real._module.parameters())), [self._hosts])
+        for parameter in unused:
+            parameter.grad = None
+
+
+def _predictable(guarded: Guarded) -> bool:
+    """Return whether ranks that exchange more than weights inside of a forward compute the same values there, so that
+    they call the same units: those of ``tp``, where none has a part of the sequence.
+    """
+    resolved, module = guarded.resolved, guarded.module
+    divided = guarded.facts.find(DividedModules) is not None or resolved.divided(Role.POSITIONS)
+    norms = any(isinstance(child, _BatchNorm) for child in module.modules())
+    return not divided and not resolved.splits_sequence and not norms
 
 
 def _number_of(predicted: Sequence[nn.Module], units: Units) -> int:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from meshpar._torch.modules import BatchNorm
 from meshpar.core.errors import MeshparError
-from meshpar.core.guards import Guard, Guarded
 from meshpar.core.patterns import class_name
-from meshpar.passes.applied import applied
+from meshpar.passes.recompute import Recomputed
+from meshpar.step.moment import Guard, Guarded
 
 
 @final
@@ -21,7 +21,9 @@ class RecomputedBuffers(Guard):
 
     def __init__(self, guarded: Guarded) -> None:
         self._before: list[tuple[nn.Module, str, Tensor, int]] = []
-        inside = [child for block in applied(guarded.module).recomputed for child in block.modules()]
+        recomputed = guarded.facts.find(Recomputed)
+        blocks = () if recomputed is None else recomputed.blocks
+        inside = [child for block in blocks for child in block.modules()]
         self._recomputed = [child for child in inside if child._buffers and not isinstance(child, BatchNorm)]
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ rank then has that of its own heads or features, and a loss that takes it in dif
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from meshpar.core import runtime
 from meshpar.core.errors import ParallelError
-from meshpar.core.guards import Guard
-from meshpar.step.rank_digests import Largest, Looks
+from meshpar.step.moment import Guard, Guarded
+from meshpar.step.ranks import Largest, Looks
 
 _ROUNDINGS, _QUEUED_ROUNDINGS = 64, 1024
 """How far losses may differ, in units of their dtype's rounding: an accelerator adds in another order each time."""
@@ -36,12 +36,23 @@ class Losses(Guard):
     """
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], device: torch.device, *, always: bool = True) -> None:
-        self.groups, self._device, self._looked = dict(groups), device, 0
+        self._groups, self._device, self._looked = dict(groups), device, 0
         self._always = always and not runtime.queues(device)
+
+    @classmethod
+    def of(cls, guarded: Guarded) -> Losses:
+        """Return the losses of a module."""
+        resolved = guarded.resolved
+        axes = () if resolved.splits_sequence else resolved.same
+        groups = {axis: guarded.meshes[resolved.held].get_group(axis) for axis in axes}
+        return cls(groups, guarded.device, always=guarded.guards == "always")
+
+    def simulated(self) -> Guard:
+        return SentLosses(list(self._groups.values()), self._device, on_cpu=self._always)
 
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
         """Compare every time on a CPU, on an accelerator, where reading waits, the first times."""
-        if self.groups and (self._always or self._looked < Looks.FIRST) and reaches():
+        if self._groups and (self._always or self._looked < Looks.FIRST) and reaches():
             self.check(roots)
 
     def check(self, roots: Iterable[object]) -> None:
@@ -63,7 +74,7 @@ class Losses(Guard):
         for loss in plain:
             mine += loss.reshape(()).to(self._device, torch.float64).nan_to_num(-1e300)
         allowed = torch.finfo(kind).eps * (_QUEUED_ROUNDINGS if runtime.queues(self._device) else _ROUNDINGS)
-        for axis, group in self.groups.items():
+        for axis, group in self._groups.items():
             most, least = Largest(torch.stack([mine, -mine]), group).read().tolist()
             least = -least
             if most != least and not most - least <= allowed * max(abs(most), abs(least), _LEAST):
@@ -76,3 +87,21 @@ class Losses(Guard):
                     "layers in it whole, TensorParallel(styles={'blocks.*.attn': None}), or draw random numbers of the "
                     "loss alike on these ranks"
                 )
+
+
+@final
+class SentLosses(Guard):
+    """The losses of simulated ranks, which are sent on a CPU and not looked at.
+
+    Args:
+        groups: those whose ranks compare losses.
+        device: where numbers are exchanged.
+        on_cpu: ranks send.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device, *, on_cpu: bool) -> None:
+        self._groups, self._device = groups if on_cpu else (), device
+
+    def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
+        for group in self._groups if self._groups and reaches() else ():
+            Largest(torch.empty(2, dtype=torch.float64, device=self._device), group).read()

@@ -10,7 +10,7 @@ from torch import nn
 
 from meshpar._torch.autograd import in_backward
 from meshpar.core.errors import MeshparError
-from meshpar.core.guards import Guard
+from meshpar.step.moment import Guard
 
 
 @final

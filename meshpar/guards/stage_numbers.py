@@ -21,12 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from meshpar._torch.optimizers import check_empty, check_loads, check_scalers
 from meshpar._torch.patches import while_lives
-from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
-from meshpar.core.guards import Guard, Guarded
-from meshpar.passes.applied import applied
+from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.stand_ins import is_users
 from meshpar.passes.tensor.random import states
+from meshpar.step.moment import Guard, Guarded
 from meshpar.step.placements import local_tensor
 
 _READS: Final = frozenset({"item", "__bool__", "__float__", "__int__", "__index__", "is_nonzero"})
@@ -40,7 +39,7 @@ _DRAWS: Final = frozenset(
 )
 _HOOKS: Final = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 _SET_DATA: Final = Tensor.data.__set__  # type: ignore[attr-defined]
-_GRADS: Final = (Tensor.grad.__get__, Tensor.grad.__set__)  # type: ignore[attr-defined]
+_GRADS: Final = (Tensor.grad.__get__, Tensor.grad.__set__)  # type: ignore[union-attr]
 _REMEDY: Final = (
     "each stage of pp has the parameters of its own layers, and would get another number. Call "
     "par.clip_grad_norm_(max_norm) for the norm of all gradients (float('inf') clips nothing); a number of one "
@@ -221,8 +220,9 @@ class StageNumbers(Guard):
     _written: ClassVar[tuple[int, int, list[Tensor]] | None] = None
     """The last parameter that a loop wrote into, and the seed and the random states then."""
 
-    def __init__(self, guarded: Guarded, units: Units) -> None:
-        self._module, self._units, self._steps, self._reverses = guarded.module, units, False, False
+    def __init__(self, guarded: Guarded) -> None:
+        self._module, self._units, self._steps, self._reverses = guarded.module, guarded.units, False, False
+        self._layers = guarded.facts.find(Layers)
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._living.add(self)
         self._holders = self._with_parameters()
@@ -238,8 +238,7 @@ class StageNumbers(Guard):
     @property
     def loses(self) -> bool:
         """The loss of a micro-batch runs."""
-        layers = applied(self._module).layers
-        return layers is not None and layers.edges.runs
+        return self._layers is not None and self._layers.edges.runs
 
     def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._reverses = False
@@ -252,14 +251,13 @@ class StageNumbers(Guard):
         self._mark()
 
     def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
-        layers = applied(self._module).layers
-        if layers is not None and layers.edges.behind:
+        if self._layers is not None and self._layers.edges.behind:
             raise MeshparError(
                 "loss runs a backward or torch.autograd.grad after the module's call, which reaches the layers of one "
                 "stage of pp alone; leave the backward of the loss to par.backward, or use a mesh without pp for a "
                 "gradient of a gradient"
             )
-        if layers is not None and layers.edges.reverses:
+        if self._layers is not None and self._layers.edges.reverses:
             self._reverses = True
             self._unmark()
 

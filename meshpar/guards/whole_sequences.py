@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import Tensor
 
 from meshpar.core.errors import MeshparError
-from meshpar.core.guards import Guard, Guarded
+from meshpar.step.moment import Guard, Guarded
 from meshpar.step.pytrees import leaves
 
 

@@ -8,12 +8,9 @@ from typing import Any, final
 from torch import nn
 
 from meshpar._torch.calls import eager
-from meshpar._torch.units import Units
-from meshpar.core import runtime
-from meshpar.core.guards import Guard, Guarded
-from meshpar.passes.applied import applied
-from meshpar.passes.data.whole_parameters import refuse_written
-from meshpar.step.rank_digests import Looks
+from meshpar.passes.data.whole_parameters import WholeParameters, refuse_written
+from meshpar.step.moment import Guard, Guarded
+from meshpar.step.ranks import Looks
 
 
 @final
@@ -22,11 +19,11 @@ class WrittenInForward(Guard):
     after their unit's forward.
     """
 
-    def __init__(self, guarded: Guarded, units: Units) -> None:
-        self._module, self._units = guarded.module, units
+    def __init__(self, guarded: Guarded) -> None:
+        self._units, self._whole = guarded.units, guarded.facts.find(WholeParameters)
         self._before: dict[str, tuple[int, int]] = {}
-        self._names, self._looks = {unit: name for name, unit in self._module.named_modules()}, Looks()
-        for unit in units.modules:
+        self._names, self._looks = {unit: name for name, unit in guarded.module.named_modules()}, Looks()
+        for unit in self._units.modules:
             # FSDP2's own hook came before; its hook after a forward comes next
             unit.register_forward_pre_hook(self._gathered)
             unit.register_forward_hook(self._before_freed, prepend=True)
@@ -40,8 +37,7 @@ class WrittenInForward(Guard):
             refuse_written(next(name for name in now if now[name] != self._before[name]))
 
     def _now(self) -> dict[str, tuple[int, int]]:
-        whole = applied(self._module).whole
-        return {} if whole is None else whole.versions()
+        return {} if self._whole is None else self._whole.versions()
 
     @eager
     def _gathered(self, unit: nn.Module, args: object) -> None:
@@ -49,5 +45,5 @@ class WrittenInForward(Guard):
 
     @eager
     def _before_freed(self, unit: nn.Module, args: object, output: object) -> None:
-        if name := self._units.written(unit, look=not runtime.is_simulated() and self._looks.first(self._names[unit])):
+        if name := self._units.written(unit, look=self._looks.first(self._names[unit])):
             refuse_written(name)

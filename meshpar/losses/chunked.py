@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor
 from meshpar._torch.fsdp import output_dtype
 from meshpar.core.errors import MeshparError
 from meshpar.core.patterns import class_name, matches
-from meshpar.core.registry import layout_for
 from meshpar.losses.token_loss import IGNORE_INDEX, reduction_of, token_loss
-from meshpar.passes.applied import applied
-from meshpar.passes.installed import Step, in_place_of, installed, own_forward
 from meshpar.passes.pipeline.stand_ins import StandIn
+from meshpar.step.forwards import Step, in_place_of, installed, own_forward
+from meshpar.step.run import layout_of
 
 CHUNK = 1024
 """Positions whose logits are held at once, unless told: enough for a matrix product to run at its full speed."""
@@ -123,7 +122,7 @@ def head_of(model: nn.Module) -> nn.Module:
     ask: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     output = ask() if callable(ask) else None
     if output is None:
-        named = [pattern for pattern, style in layout_for(model).tensor.styles.items() if style == "head"]
+        named = [pattern for pattern, style in layout_of(model).tensor.styles.items() if style == "head"]
         every = [*model.named_modules()]  # that of another stage among them
         output = next((child for pattern in named for name, child in every if matches(pattern, name)), None)
     if output is None:
@@ -145,7 +144,7 @@ def chunk_for(model: nn.Module, batch: Mapping[str, Tensor]) -> int:
     Chunks are exact where the layout names the head whose output the model returns, nobody replaced the model's
     forward, and no pass casts the output. Nothing runs, and nothing is read from a device.
     """
-    positions, layout = batch["labels"].numel(), applied(model).layout or layout_for(model)
+    positions, layout = batch["labels"].numel(), layout_of(model)
     head = dict(model.named_modules()).get(layout.head) if layout.head else None
     if (
         not isinstance(head, nn.Linear)

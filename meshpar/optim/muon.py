@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshpar.core.errors import MeshparError
-from meshpar.core.registry import layout_for
 from meshpar.optim.matrices import Matrices, matrices_of
 from meshpar.optim.owners import Owners, Piece, Place, Round, shares
 from meshpar.parallelized import Parallelized
-from meshpar.passes.applied import applied, first_covering
+from meshpar.passes.elsewhere import first_covering
 from meshpar.step.placements import held_by_this_rank, local_gradient, local_tensor
+from meshpar.step.run import layout_of
 
 _ROUND_BYTES = 64 << 20  # that an owner gets in one exchange; a single matrix may be larger
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -247,7 +247,7 @@ def _sorted(
     per_head: bool,
 ) -> list[dict[str, Any]]:
     """Return the parameters that require a gradient in groups of equal options, matrices first."""
-    layout = applied(module).layout or layout_for(module)
+    layout = layout_of(module)
     names: dict[nn.Parameter, list[str]] = {}
     for name, trained in module.named_parameters(remove_duplicate=False):
         if trained.requires_grad:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar.core.errors import ParallelError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.passes import Pass, Stage, block_problems, find_blocks
-from meshpar.passes.applied import applied
+from meshpar.core.passes import Facts, Pass, Stage, block_problems, find_blocks
+from meshpar.passes.experts.divided import DividedModules
 
 
 @final
@@ -46,8 +46,8 @@ class Compile(Pass):
     def problems(self, module: nn.Module, layout: ModelLayout, mesh: MeshSpec) -> Iterator[str]:
         yield from block_problems(self.name, module, layout, self.blocks)
 
-    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        if self.fullgraph and applied(module).divided:
+    def install(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, facts: Facts) -> None:
+        if self.fullgraph and facts.find(DividedModules) is not None:
             raise ParallelError(
                 "Compile(fullgraph=True) got blocks with divided experts, whose exchange of tokens breaks the graph; "
                 "drop fullgraph=True, or use a mesh without ep"

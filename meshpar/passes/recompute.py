@@ -22,9 +22,9 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.passes import Pass, Stage, block_problems, find_blocks
-from meshpar.passes.applied import applied
+from meshpar.core.passes import Facts, Installed, Pass, Stage, block_problems, find_blocks
 from meshpar.passes.data.batch_norm import RECOMPUTED
+from meshpar.passes.experts.divided import DividedModules
 from meshpar.passes.host_reads import read_once
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -35,6 +35,20 @@ SAVED_BY_SELECTIVE = (
 )
 """Pieces of names of the operators whose results selective recomputation keeps, always: attention, also as compiled by
 itself, and what crosses the network."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A fact: the blocks whose forward runs once more in backward.
+
+    Attributes:
+        blocks: these blocks.
+        selective: a recomputation uses results that the forward kept, which torch lets one backward do.
+    """
+
+    blocks: Sequence[nn.Module]
+    selective: bool
 
 
 @final
@@ -81,7 +95,9 @@ class ActivationCheckpoint(Pass):
         if self.every < 1:
             yield f"ActivationCheckpoint(every={self.every}) must be 1 or more"
 
-    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+    def install(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, facts: Facts) -> Installed:
+        earlier, divided = facts.find(Recomputed), facts.find(DividedModules)
+        blocks = [] if earlier is None else list(earlier.blocks)
         while_lives(module, "profiler marks", ignore_profiler_marks)
         while_lives(module, "recomputation", recompute_again)
         # Random states come first: outside of what selective recomputation records and expects again.
@@ -94,16 +110,17 @@ class ActivationCheckpoint(Pass):
                 if self.policy is None
                 else partial(create_selective_checkpoint_contexts, self.policy)
             )
-            applied(module).selective = True
         for place, (_, block) in enumerate(find_blocks(module, layout, self.blocks)):
-            if place % self.every == 0 and block not in applied(module).recomputed:
-                applied(module).recomputed.append(block)
+            if place % self.every == 0 and block not in blocks:
+                blocks.append(block)
                 contexts, inside = list(common), set(block.modules())
-                if not inside.isdisjoint(applied(module).divided):
+                if divided is not None and not inside.isdisjoint(divided.meshes):
                     contexts.append(read_once)
                 if any(isinstance(child, BatchNorm) for child in inside):
                     contexts.append(_counted_once)
                 checkpoint(block, preserve_rng_state=True, context_fn=partial(_together, contexts))
+        selective = self.policy is not None or self.mode == "selective" or (earlier is not None and earlier.selective)
+        return Installed(facts=[Recomputed(blocks, selective)])
 
 
 @eager  # as all that runs around a compiled block

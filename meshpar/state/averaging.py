@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor
 import meshpar._torch.foreach as foreach
 from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
-from meshpar.passes.applied import applied
+from meshpar.passes.elsewhere import tensors_elsewhere
 from meshpar.state.full import misfits
 from meshpar.step.placements import local_tensor, placed_like, whole_tensor
+from meshpar.step.run import run_of
 
 
 class Resharded(Protocol):
@@ -202,7 +203,7 @@ class Averaged:
         Collective where a tensor is placed in another way than this module's.
         """
         self._refuse_inside("load_state_dict()")
-        others = applied(self._module).elsewhere.keys() - self._averages.keys()
+        others = tensors_elsewhere(run_of(self._module)).keys() - self._averages.keys()
         given = {name: tensor for name, tensor in state["averages"].items() if name not in others}
         if problems := misfits(self._averages, given):
             raise MeshparError("\n  ".join(["this average does not fit the module; nothing was changed:", *problems]))

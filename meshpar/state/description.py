@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
 from meshpar.core.patterns import class_name
-from meshpar.passes.applied import applied
+from meshpar.passes.data.replica_shards import ReplicaShards
 from meshpar.state.drawing import table
 from meshpar.step.placements import local_tensor, shard_dim
+from meshpar.step.run import fact_of
 
 ADAM_STATE_TENSORS = 2
 
@@ -138,7 +139,7 @@ def describe(module: nn.Module, layout: ModelLayout, title: str) -> Description:
         )
         rows.setdefault(block, []).append(row)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    shards = applied(module).replica_shards
+    shards = fact_of(module, ReplicaShards)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     return Description(
         title=f"{class_name(module)} under {title}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, final
@@ -19,13 +20,15 @@ from torch.distributed.tensor import DTensor
 from meshpar._torch.autograd import check_norms_of
 from meshpar._torch.calls import check_functional_calls
 from meshpar._torch.dtensor import refuse_parts_as_numbers
-from meshpar._torch.fsdp import is_shard
 from meshpar._torch.patches import while_lives
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.waiting import reads_of
-from meshpar.passes.applied import applied
+from meshpar.passes.elsewhere import tensors_elsewhere
+from meshpar.passes.pipeline.running import Layers
+from meshpar.step.moment import Moment
 from meshpar.step.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
+from meshpar.step.run import fact_of, run_of
 
 BLOCKS = "_blocks"
 """The end of the name of an optimizer's tensor that has a number for each block of a row, so that no rank divides its
@@ -53,23 +56,30 @@ class ShardedState(OrderedDict[str, Any]):
         return ShardedState((key, copy.deepcopy(value, memo)) for key, value in self.items())
 
 
-def guard_optimizer(optimizer: torch.optim.Optimizer, *, of_some_layers: bool) -> None:
-    """Let the optimizer's ``state_dict()`` return what cannot be pickled by mistake, and place state that it has
-    loaded or will load.
+@final
+class OptimizerStates(Moment):
+    """Let the ``state_dict()`` of a module's optimizers return what cannot be pickled by mistake, and place state that
+    they have loaded or will load.
 
     Args:
-        optimizer: of parameters of a parallel module.
         of_some_layers: other ranks have the other layers.
     """
 
-    def guarded(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        held = (value for states in state["state"].values() if isinstance(states, dict) for value in states.values())
-        sharded = of_some_layers or any(isinstance(value, DTensor) for value in held)
-        return ShardedState(state) if sharded else None
+    def __init__(self, *, of_some_layers: bool) -> None:
+        self._of_some_layers = of_some_layers
+        self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    optimizer.register_state_dict_post_hook(guarded)
-    optimizer.register_load_state_dict_post_hook(place_optimizer_state)
-    place_optimizer_state(optimizer)
+    def before_step(self, optimizer: torch.optim.Optimizer, *, trains: bool) -> None:
+        if trains and optimizer not in self._met:
+            self._met.add(optimizer)
+            optimizer.register_state_dict_post_hook(self._sharded)
+            optimizer.register_load_state_dict_post_hook(place_optimizer_state)
+            place_optimizer_state(optimizer)
+
+    def _sharded(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        values = (value for states in state["state"].values() if isinstance(states, dict) for value in states.values())
+        sharded = self._of_some_layers or any(isinstance(value, DTensor) for value in values)
+        return ShardedState(state) if sharded else None
 
 
 def place_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -110,7 +120,7 @@ def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
         if (
             args
             or kwargs.get("destination") is not None
-            or not (applied(module).elsewhere or any(isinstance(value, DTensor) for value in state.values()))
+            or not (tensors_elsewhere(run_of(module)) or any(isinstance(value, DTensor) for value in state.values()))
         ):
             return state
         sharded = ShardedState(state)
@@ -136,7 +146,7 @@ def guard_state(module: Any) -> None:  # noqa: ANN401 - its methods are replaced
 
 def _without_other_layers(module: nn.Module, state: dict[str, Any], prefix: str, problems: list[str]) -> list[str]:
     """Drop tensors of other ranks' layers; return those that lack, and note other shapes in ``problems``."""
-    others = {prefix + name: tensor for name, tensor in applied(module).elsewhere.items()}
+    others = {prefix + name: tensor for name, tensor in tensors_elsewhere(run_of(module)).items()}
     given = {name: state.pop(name) for name in others if name in state}
     problems += [
         f"size mismatch for {name}: {tuple(value.shape)} in the state, {tuple(others[name].shape)} in the model"
@@ -154,7 +164,7 @@ def gather_state(module: nn.Module, *, everywhere: bool) -> dict[str, Any]:
     """
     keep = everywhere or dist.get_rank() == 0
     state, known = dict[str, Any](), dict[int, Tensor]()
-    if (layers := applied(module).layers) is not None:
+    if (layers := fact_of(module, Layers)) is not None:
         return _gathered_stages(module, layers.rank, layers.ranks, keep=keep)
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
@@ -208,7 +218,7 @@ def scatter_state(
 
     Collective where ``from_rank_0``: every rank calls it, and rank 0 hands in the tensors.
     """
-    others = applied(module).elsewhere
+    others = tensors_elsewhere(run_of(module))
     own = {**_tensors(module), **others}
     problems = misfits(own, state, strict=strict) if not from_rank_0 or dist.get_rank() == 0 else []
     offered = sorted(set(own).intersection(state))
@@ -310,16 +320,6 @@ class _NotForDDP:
         _refuse("DistributedDataParallel would average what the plan has averaged; call par.module without it")
 
 
-def refuse_reduced(wanted: Iterable[object]) -> None:
-    """Refuse to be asked by autograd for gradients that it does not have."""
-    if any(is_shard(value) or "_meshpar_whole" in value.__dict__ for value in wanted if isinstance(value, Tensor)):
-        _refuse(
-            "torch.autograd.grad and backward(inputs=...) find no gradients of parameters that data ranks share: "
-            "those are reduced when a whole backward has run; use loss.backward() and read parameter.grad, or a mesh "
-            "of tensor parallelism alone"
-        )
-
-
 def _refuse_several_meshes(gradients: Iterable[Tensor]) -> None:
     meshes = {
         gradient.device_mesh: ", ".join(gradient.device_mesh.mesh_dim_names or ())
@@ -335,7 +335,7 @@ def _refuse_several_meshes(gradients: Iterable[Tensor]) -> None:
 
 
 def _refuse_other_layers(module: nn.Module) -> None:
-    if "_meshpar_applied" in vars(module) and applied(module).elsewhere:
+    if tensors_elsewhere(run_of(module)):
         _refuse(
             "torch.func.functional_call puts weights into layers of which this stage of pp has some alone; load them "
             "by par.load_state_dict(weights), or evaluate averages by par.averaged(decay)"

@@ -20,10 +20,11 @@ from meshpar.core import runtime
 from meshpar.core.errors import LayoutError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import class_name, covers, matches, suggestion, tied_names
-from meshpar.passes.applied import applied
+from meshpar.passes.elsewhere import tensors_elsewhere
 from meshpar.passes.tensor import random
 from meshpar.step.placements import held_by_this_rank, local_tensor
 from meshpar.step.rank_digests import check_equal
+from meshpar.step.run import run_of
 from meshpar.weights import Mapped, WeightSource, dtypes_of
 
 _NONE = 1 << 30  # of the numbers of tied tensors that differ
@@ -131,7 +132,7 @@ def from_source(
     held, wanted = fit.held, {name: tensor for name, tensor in state(module) if name not in fit.rebuilt}
     twice = [(name, other) for name in wanted for other in held[name][1:]]
     differing = [twice.index((name, other)) for name in wanted for other in _read(fit.source, held[name], wanted[name])]
-    divided = bool(applied(module).elsewhere)  # another rank has other tensors, and both ends of ties
+    divided = bool(tensors_elsewhere(run_of(module)))  # another rank has other tensors, and both ends of ties
     found = _agreed(min(differing, default=_NONE)) if twice or divided else _NONE
     if found < _NONE:
         name, other = twice[found] if found < len(twice) else ("a tensor", "another one")
@@ -190,7 +191,7 @@ def compared(
     problems += _misfits(
         {name: tensor for name, tensor in wanted.items() if name not in rebuilt}, held, source, cast=cast
     )
-    known = ignored.union(*held.values(), _not_stored(module), applied(module).elsewhere)
+    known = ignored.union(*held.values(), _not_stored(module), tensors_elsewhere(run_of(module)))
     unexpected = [
         f"unexpected: {named[name]} {tuple(shape)}"
         for name, shape in source.shapes().items()

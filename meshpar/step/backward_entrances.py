@@ -21,7 +21,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from meshpar._torch.autograd import Node, next_node
-from meshpar._torch.units import Run
+from meshpar._torch.units import UnitRun
 from meshpar.core.errors import MeshparError
 from meshpar.step.pytrees import leaves
 
@@ -44,11 +44,11 @@ class Entrances:
     def __init__(self, enter: Callable[[nn.Module], None]) -> None:
         self._enter = enter
         self._numbers: list[int] = []
-        self._owners: list[Run | None] = []  # of the nodes from each of the numbers on
-        self._outermost: list[Run] = []
+        self._owners: list[UnitRun | None] = []  # of the nodes from each of the numbers on
+        self._outermost: list[UnitRun] = []
         self._exits: set[int] = set()
         self._hooked: set[int] = set()
-        self._open: list[Run] = []
+        self._open: list[UnitRun] = []
         self._stepped = 0
         self._thread = threading.get_ident()
 
@@ -58,7 +58,7 @@ class Entrances:
 
     def opens(self, unit: nn.Module) -> None:
         """Remember that the nodes from here on are ``unit``'s own."""
-        run = Run(unit, self._open[-1] if self._open else None, next_node())
+        run = UnitRun(unit, self._open[-1] if self._open else None, next_node())
         (self._outermost if run.around is None else run.around.inside).append(run)
         self._open.append(run)
         self._mark(run)
@@ -71,7 +71,7 @@ class Entrances:
         self._mark(self._open[-1] if self._open else None)
         self._exits.update(node._sequence_nr() for node in _nodes(leaves(output, objects=True)))
 
-    def _mark(self, owner: Run | None) -> None:
+    def _mark(self, owner: UnitRun | None) -> None:
         if self._thread != threading.get_ident():  # each thread numbers its own nodes
             self._thread, self._stepped = threading.get_ident(), 0
             for known in (self._numbers, self._owners, self._outermost, self._exits, self._hooked):
@@ -99,7 +99,7 @@ class Entrances:
         self._exits = {exit_number for exit_number in self._exits if exit_number >= number}
         self._hooked = {exit_number for exit_number in self._hooked if exit_number >= number}
 
-    def look(self, roots: Iterable[object]) -> list[Run]:
+    def look(self, roots: Iterable[object]) -> list[UnitRun]:
         """Look through the graph of a backward that is about to run from ``roots``, tensors or nodes.
 
         Returns:
@@ -112,8 +112,8 @@ class Entrances:
             return []
         exits = self._exits
         seen: set[Any] = set()
-        reached: set[Run] = set()
-        stack: list[tuple[Run | None, list[Any]]] = [(None, list(_nodes(roots)))]
+        reached: set[UnitRun] = set()
+        stack: list[tuple[UnitRun | None, list[Any]]] = [(None, list(_nodes(roots)))]
         while stack:
             here, nodes = stack.pop()
             for node in nodes:
@@ -156,7 +156,7 @@ class Entrances:
         """Return whether nodes of this thread may be a unit's; a compiler traces a block's backward in its forward."""
         return bool(self._numbers) and not self._open and self._thread == threading.get_ident()
 
-    def _owner(self, number: int) -> Run | None:
+    def _owner(self, number: int) -> UnitRun | None:
         place = bisect_right(self._numbers, number) - 1
         return self._owners[place] if place >= 0 else None
 

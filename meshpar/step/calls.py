@@ -8,7 +8,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import nn
@@ -18,8 +18,7 @@ from meshpar._torch.autograd import in_backward
 from meshpar._torch.calls import eager
 from meshpar._torch.patches import Undo
 from meshpar.core.errors import MeshparError
-from meshpar.passes.installed import set_forward
-from meshpar.step.explain import Explanation
+from meshpar.step.forwards import set_forward
 
 PUBLISHED = re.compile(r"(en|de)code(_\w+)?|embed|forward_\w+|get_\w+_features")
 """Names of methods that models publish beside ``forward`` and that enter as it does."""
@@ -51,6 +50,13 @@ def compiled_form(module: nn.Module) -> nn.Module:
     return module if form is None else form
 
 
+class Explains(Protocol):
+    """Tells errors in the user's terms."""
+
+    def told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return ``run(*args, **kwargs)``, and raise another error in the place of one whose cause is known."""
+
+
 @final
 class Calls:
     """The calls of one module.
@@ -63,7 +69,7 @@ class Calls:
         depth: the number of calls of the module that run in one another.
     """
 
-    def __init__(self, module: nn.Module, explanation: Explanation | None) -> None:
+    def __init__(self, module: nn.Module, explanation: Explains | None) -> None:
         self._module, self._explanation = module, explanation
         self.depth = 0
         self._method: Callable[..., Any] | None = None

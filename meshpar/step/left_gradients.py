@@ -1,4 +1,4 @@
-"""The gradients that a step or a backward left behind, which no optimizer may use."""
+"""The gradients that a step or a backward left behind, which no optimizer may use (``guards/left_gradients.py``)."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ import torch
 from torch import Tensor, nn
 
 from meshpar._torch.units import Units
-from meshpar.core.errors import MeshparError
+from meshpar.step.moment import Moment
 from meshpar.step.placements import local_tensor
 
 
 @final
-class LeftGradients:
+class LeftGradients(Moment):
     """Remember gradients of a step that was left, or of a backward that an error ended, until somebody clears them.
 
     Args:
         module: the outermost module.
         units: of the module, whose gradients that are not reduced yet go with them.
-        refuses: refuse to go on with them; False: forget what was cleared, and no more.
+
+    Attributes:
+        cut_short: an error ended the backward that left them.
     """
 
-    def __init__(self, module: nn.Module, units: Units, *, refuses: bool) -> None:
-        self._module, self._units, self._refuses = module, units, refuses
+    def __init__(self, module: nn.Module, units: Units) -> None:
+        self._module, self._units = module, units
         self._left: list[tuple[Tensor, Tensor, int]] = []
-        self._cut_short = False
+        self.cut_short = False
 
-    def leave(self, *, by_error: bool = False) -> None:
-        """Remember the gradients that there are now; ``by_error`` where an error ended a backward."""
+    @property
+    def any(self) -> bool:
+        """Gradients are left that nobody has cleared."""
+        return bool(self._left)
+
+    def leave_step(self, *, by_error: bool) -> None:
+        if self._units.modules or by_error:
+            self._leave(by_error=by_error)
+
+    def after_failed_backward(self) -> None:
+        self._leave(by_error=True)
+
+    def _leave(self, *, by_error: bool) -> None:
         for parameter in self._module.parameters():
             if parameter.requires_grad:
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = grad
                 self._left.append((parameter, grad, grad._version))
-        self._cut_short = self._cut_short or by_error
+        self.cut_short = self.cut_short or by_error
 
-    def refuse(self) -> None:
-        """Refuse to go on with gradients that are left; forget those that somebody cleared."""
+    def before_backward(self, roots: object, *, reaches: object) -> None:
         self.forget_cleared()
-        if not self._refuses:
-            return
-        if self._cut_short:
-            raise MeshparError(
-                "an error ended a backward, so the gradients are incomplete; call optimizer.zero_grad() after such an "
-                "error"
-            )
-        if self._left:
-            raise MeshparError(
-                "par.accumulate was left before its last micro-batch, so that the gradients of this step were never "
-                "reduced; call optimizer.zero_grad() after leaving it, or run all micro-batches"
-            )
 
     def forget_cleared(self) -> None:
         """Forget the gradients that somebody has cleared."""
@@ -59,8 +59,8 @@ class LeftGradients:
         ):
             self._units.drop_unreduced_gradients()
             self._left.clear()
-        if self._cut_short:
+        if self.cut_short:
             grads = (
                 local_tensor(parameter.grad) for parameter in self._module.parameters() if parameter.grad is not None
             )
-            self._cut_short = bool(self._left) or any(bool(grad.count_nonzero()) for grad in grads)
+            self.cut_short = bool(self._left) or any(bool(grad.count_nonzero()) for grad in grads)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import final
 
 import torch
 import torch.distributed as dist
@@ -15,7 +13,6 @@ from meshpar._torch.groups import all_gather
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.mesh import MeshSpec
-from meshpar.step.host_messages import FAN_OUT, LargestByHops
 from meshpar.step.placements import local_tensor, sharded_axes
 
 FACTOR = 6364136223846793005
@@ -52,79 +49,6 @@ def digest_of_several(tensors: Iterable[Tensor]) -> Tensor:
     for tensor in tensors:
         total = total * FACTOR + digest(tensor).cpu()
     return total
-
-
-@final
-class Looks:
-    """Decide in which calls ranks compare: in each on a CPU; in the first ones on an accelerator, where reading waits.
-
-    Args:
-        always: look each time on a CPU; False: the first times on any device.
-    """
-
-    FIRST = 2
-
-    def __init__(self, *, always: bool = True) -> None:
-        self._count: Counter[str] = Counter()
-        self._always = always
-
-    def now(self, name: str, device: torch.device) -> bool:
-        """Return whether to look at what is called ``name`` this time, and count it."""
-        return self.first(name) or (self._always and not runtime.queues(device))
-
-    def first(self, name: str) -> bool:
-        """Return whether this is one of the first times, and count it."""
-        self._count[name] += 1
-        return self._count[name] <= self.FIRST
-
-
-@final
-class Largest:
-    """The largest of each of the ranks' numbers, exchanged while this rank goes on.
-
-    On a CPU a few ranks send each other their numbers at once, which takes half the time of gloo's maximum on four
-    ranks: that goes twice around a ring. More ranks do so in a few hops.
-
-    Args:
-        numbers: as many on every rank.
-        group: the ranks.
-    """
-
-    ONE_HOP = FAN_OUT
-    """Up to how many ranks send each other their numbers."""
-
-    def __init__(self, numbers: Tensor, group: dist.ProcessGroup) -> None:
-        ranks, hosts = group.size(), runtime.over_hosts(numbers.device)
-        self._every, self._work, self._hops = numbers.expand(ranks, *numbers.shape), None, None
-        if hosts and 1 < ranks <= self.ONE_HOP:
-            sent, self._every = self._every.contiguous(), self._every.new_empty(self._every.shape)
-            self._work = dist.all_to_all_single(self._every, sent, group=group, async_op=True)
-        elif hosts and ranks > 1 and not runtime.is_simulated():
-            self._hops = LargestByHops(numbers, group, self.ONE_HOP)
-        elif ranks > 1:
-            self._every = numbers[None].clone()
-            self._work = dist.all_reduce(self._every, dist.ReduceOp.MAX, group, async_op=True)
-
-    def read(self) -> Tensor:
-        """Wait for the exchange, and return the numbers."""
-        if self._hops is not None:
-            return self._hops.wait()
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return self._every.amax(0)
-
-
-def same(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[bool]:
-    """Tell of each of some 64-bit numbers whether all ranks of the groups have the same.
-
-    Collective over the groups, and reading waits for the device.
-    """
-    both = torch.cat([values, ~values])
-    for group in groups:
-        both = Largest(both, group).read()
-    most, inverse = both.view(2, -1).tolist()
-    return [high == ~low for high, low in zip(most, inverse)]
 
 
 def check_equal(

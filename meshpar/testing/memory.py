@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from meshpar._torch.modules import memory_of
 from meshpar.parallelized import Parallelized
-from meshpar.passes.applied import applied
+from meshpar.passes.data.replica_shards import ReplicaShards
 from meshpar.step.placements import local_index, local_tensor
 
 Result = TypeVar("Result")
@@ -158,7 +158,7 @@ class Memory:
 def _kinds(par: Parallelized, parameters: list[nn.Parameter], optimizer: Optimizer | None) -> dict[str, list[Tensor]]:
     """Return what the description knows of."""
     state = [] if optimizer is None else [value for slots in optimizer.state.values() for value in slots.values()]
-    shards = applied(par.module).replica_shards
+    shards = par.run.find(ReplicaShards)
     return {
         "parameters": list(parameters),
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],

@@ -10,18 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
-from meshpar.core.guards import Guards
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.passes import Pass
+from meshpar.core.passes import Facts, Guards, Pass
 from meshpar.core.registry import layout_for
 from meshpar.core.resolved import resolve
 from meshpar.losses.token_loss import IGNORE_INDEX, token_loss
 from meshpar.parallelized import Parallelized
 from meshpar.passes.data.batch_norm import has_batch_norm
 from meshpar.plan import Plan
+from meshpar.step.moment import Guarded, Moment
 from meshpar.step.placements import whole_tensor
+from meshpar.step.run import Run
 
 
 @final
@@ -235,18 +237,32 @@ def _alone(
     """Return the model in this process, with ``passes`` without axes, on a mesh that nobody shares."""
     with torch.device("meta"):
         module = build()
-    known = layout or layout_for(module)
+    known, facts, moments = layout or layout_for(module), Facts(), list[Moment]()
     for pass_ in passes:
         if pass_.axes:
             raise MeshparError(
                 f"{pass_.name} works over {', '.join(pass_.axes)}, which one process does not have; leave it out of "
                 "alone="
             )
-        pass_.apply(module, known, None)  # type: ignore[arg-type]
+        installed = pass_.install(module, known, None, facts)  # type: ignore[arg-type]
+        if installed is not None:
+            facts.add(installed.facts)
+            moments += installed.moments
     lonely = MeshSpec()
     resolved = resolve((), lonely, module, known)
-    par = Parallelized(module, Plan(lonely), resolved, {lonely: None}, torch.device("cpu"))  # type: ignore[dict-item]
-    return par.materialize(seed=seed)
+    meshes: Any = {lonely: None}
+    alone = Guarded(
+        module=module,
+        resolved=resolved,
+        meshes=meshes,
+        device=torch.device("cpu"),
+        replaced=(),
+        lengths=set(),
+        guards="off",
+        facts=facts,
+        units=Units(module),
+    )
+    return Parallelized(Run(alone, moments), Plan(lonely)).materialize(seed=seed)
 
 
 def assert_records_match(expected: Record, got: Record, tolerance: float = 1e-5) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from meshpar.core import mesh, runtime
-from meshpar.step import meeting
+from meshpar.step import ranks as step_ranks
 from meshpar.testing.found import Found
 
 P = ParamSpec("P")
@@ -207,7 +207,7 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
         )
         if keep:  # an equal mesh is the same one: its groups are open, and what DTensor has planned for it still holds
             mesh._built = functools.cache(mesh._built)
-            meeting.own_group = functools.cache(meeting.own_group)
+            step_ranks.own_group = functools.cache(step_ranks.own_group)
         found = Found() if keep else None
         while (job := _next(asked)) is not None:
             module, qualname, args, kwargs = job
@@ -221,7 +221,7 @@ def _rank_main(rank: int, count: int, store: str, timeout_s: float, keep: bool, 
             del args, kwargs, job
             if found is not None:
                 found.restore(qualname)
-                meeting.count_models_anew()
+                step_ranks.count_models_anew()
             asked.send(None)
     except BaseException:  # noqa: BLE001  whatever ended this rank is reported, and the process ends
         with contextlib.suppress(OSError):

@@ -20,8 +20,8 @@ from torch import nn
 
 from meshpar._torch.calls import enter_by
 from meshpar.core.errors import MeshparError, brief
-from meshpar.passes.installed import evaluating
 from meshpar.process.signals import STOPPING, exit_code_of, put_back
+from meshpar.step.forwards import evaluating
 from meshpar.training.stop import StopRequest
 
 T = TypeVar("T")

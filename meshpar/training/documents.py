@@ -134,8 +134,7 @@ def _alone(par: Parallelized, module: nn.Module) -> Iterator[set[torch.dtype]]:
     """
     blocks = [block for _, block in find_blocks(par.module, par.layout)] if module is par.module else []
     with ExitStack() as stack:
-        if par.cycle is not None:
-            stack.enter_context(par.cycle.first_runs.postponed())
+        stack.enter_context(par.run.without_trials())
         dtypes = stack.enter_context(as_evaluated(module, blocks))
         # a module that cannot be copied runs as in a forward of the user's own
         with suppress(CannotCopy):

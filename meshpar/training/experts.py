@@ -16,8 +16,8 @@ from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import class_name, find_modules, matches
 from meshpar.parallelized import Parallelized
-from meshpar.passes.applied import applied
 from meshpar.passes.experts.calls import rows_in_order
+from meshpar.passes.pipeline.running import Layers
 
 
 @final
@@ -40,7 +40,7 @@ class ExpertLoad:
         Raises:
             MeshparError: the layout names nothing to balance by.
         """
-        self._layers = applied(par.module).layers
+        self._layers = par.run.find(Layers)
         if self._layers is not None and balance_loss:
             raise MeshparError(
                 f"balance_loss={balance_loss} needs the logits of all routers on the rank of the loss, and the plan "

@@ -18,8 +18,8 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.passes import Role
 from meshpar.parallelized import Parallelized
-from meshpar.passes.installed import evaluating
 from meshpar.passes.tensor.random import mix
+from meshpar.step.forwards import evaluating
 from meshpar.training.objectives import whole_logits
 
 T = TypeVar("T")

@@ -22,10 +22,10 @@ from meshpar.core.errors import MeshparError, brief
 from meshpar.core.passes import Role
 from meshpar.losses.token_loss import token_losses
 from meshpar.parallelized import Parallelized
-from meshpar.passes.applied import applied
-from meshpar.passes.installed import evaluating
+from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.tensor.random import mix
 from meshpar.state.averaging import Averaged
+from meshpar.step.forwards import evaluating
 from meshpar.step.rank_digests import check_equal
 from meshpar.training.beside import Beside
 from meshpar.training.data import Batches, TensorBatch
@@ -401,7 +401,7 @@ class Trainer:
         scale: torch.Tensor | None = None
         left = False
         # Stages take all micro-batches at once: an exchange of all hosts for each would stand before the first forward.
-        stop = self._stop if replicas is None and applied(par.module).layers is None else None
+        stop = self._stop if replicas is None and par.run.find(Layers) is None else None
 
         def until_stopped() -> Iterator[TensorBatch]:
             nonlocal left

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from meshpar.losses.token_loss import IGNORE_INDEX
-from meshpar.passes.applied import all_parameters
+from meshpar.passes.elsewhere import all_parameters
 from meshpar.process.leftovers import write_durably
 
 log = logging.getLogger(__name__)

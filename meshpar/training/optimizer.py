@@ -14,10 +14,11 @@ from meshpar.core.errors import MeshparError, RecipeError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.passes import find_blocks
 from meshpar.core.patterns import suggestion, tied_names
-from meshpar.core.registry import layout_for
 from meshpar.parallelized import Parallelized
-from meshpar.passes.applied import applied, first_covering
+from meshpar.passes.elsewhere import first_covering
+from meshpar.passes.pipeline.running import Layers
 from meshpar.step.placements import by_device, local_tensor
+from meshpar.step.run import fact_of, layout_of
 from meshpar.training.settings import Bound, Count, Part, bound_problems
 
 _FUSED_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps", "mtia")
@@ -124,16 +125,16 @@ def scale_rates(
             tied over stages of ``pp``.
     """
     module = module if isinstance(module, nn.Module) else module.module
-    rates, known = dict(rates or {}), applied(module)
+    rates, layers = dict(rates or {}), fact_of(module, Layers)
     if wrong := [factor for factor in (*rates.values(), 1.0 if layer_decay is None else layer_decay) if not factor > 0]:
         raise MeshparError(f"a factor of a learning rate must be above 0, got {wrong[0]}")
-    if known.layers is not None and any(known.layers.shared.keys() & group for group in tied_names(module)):
+    if layers is not None and any(layers.shared.keys() & group for group in tied_names(module)):
         raise MeshparError(
             "scale_rates: embedding and head are tied over stages of pp, where each stage names the weight in its own "
             "way; use a mesh without pp, or a model whose weights are not tied"
         )
     chosen = first_covering([*rates], module, "rates pattern")
-    depths = {} if layer_decay is None else _depths(module, known.layout or layout_for(module))
+    depths = {} if layer_decay is None else _depths(module, layout_of(module))
     factors = {
         id(parameter): rates.get(chosen.get(id(parameter), ""), 1.0)
         * (layer_decay or 1.0) ** depths.get(id(parameter), 0)
@@ -152,7 +153,7 @@ def scale_rates(
 def _depths(module: nn.Module, layout: ModelLayout) -> dict[int, int]:
     """Return by ``id`` of a parameter how many blocks are behind it, its own included; one more before all blocks."""
     found = {name for name, _ in find_blocks(module, layout)}
-    found |= {*layers.line} if (layers := applied(module).layers) is not None else set()
+    found |= {*layers.line} if (layers := fact_of(module, Layers)) is not None else set()
     blocks = [name for name, _ in module.named_modules() if name in found]
     if not blocks:
         raise MeshparError(

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from meshpar.core import runtime
 from meshpar.passes.experts.calls import Chosen
-from meshpar.passes.installed import Installed, own_state
+from meshpar.step.forwards import Changes, own_state
 
 _LIBRARIES = ("torch", "meshpar", "transformers", "tokenizers", "huggingface_hub", "logging")
 """Packages whose objects, other than modules and tensors, copies share."""
@@ -236,7 +236,7 @@ class _StateWriter(pickle.Pickler):
         if issubclass(kind, _SHARED) or kind.__name__ == "memmap":
             return False
         is_of_a_library = any(_package(base) in _LIBRARIES for base in kind.__mro__)
-        return issubclass(kind, Installed | Chosen) or hasattr(kind, "__next__") or not is_of_a_library
+        return issubclass(kind, Changes | Chosen) or hasattr(kind, "__next__") or not is_of_a_library
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)

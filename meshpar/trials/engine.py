@@ -42,8 +42,8 @@ from meshpar._torch.calls import uncompiled
 from meshpar._torch.pytree import tree_leaves, tree_map
 from meshpar._torch.recompute import set_recomputed
 from meshpar.core.errors import ParallelError
-from meshpar.passes.installed import installed
 from meshpar.passes.tensor.collectives import gather_values
+from meshpar.step.forwards import installed
 from meshpar.step.pytrees import leaves
 from meshpar.trials.copies import copy_block, free, widen
 

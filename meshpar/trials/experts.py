@@ -22,14 +22,15 @@ from meshpar._torch.calls import eager, without_modes
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.layout import ModelLayout
+from meshpar.core.passes import Facts
 from meshpar.core.patterns import OWN_NUMBER, class_name
-from meshpar.passes.applied import Applied
 from meshpar.passes.data.whole_parameters import local
 from meshpar.passes.experts.calls import IN_ORDER, Chosen, InOrder, by_all_ranks, calling
-from meshpar.passes.experts.routing import INTERFACE, Inner, refuse_shapes
+from meshpar.passes.experts.divided import DividedModules
+from meshpar.passes.experts.routing import INTERFACE, Inner, Routing, refuse_shapes
 from meshpar.passes.host_reads import unrecorded
-from meshpar.passes.installed import own_forward
 from meshpar.passes.tensor.collectives import gather_values
+from meshpar.step.forwards import own_forward
 from meshpar.trials.copies import CannotCopy, copy_block, free, undisturbed, widen
 from meshpar.trials.engine import TOLERANCE, is_narrow, measure, noise, on_any_rank
 
@@ -43,13 +44,16 @@ _TOKENS = 64  # of each rank
 _EVERY_MODULES = {*dir(nn.Module), *vars(nn.Module())}
 
 
-def watch_experts(module: nn.Module, layout: ModelLayout, record: Applied) -> None:
+def watch_experts(module: nn.Module, layout: ModelLayout, facts: Facts) -> None:
     """Try one module of experts of each kind, before its first call in evaluation and its first one in training."""
+    divided, routing = facts.find(DividedModules), facts.find(Routing)
+    if divided is None or routing is None:
+        return
     names = {child: name for name, child in module.named_modules()}
-    kinds = {_kind(child, number): child for number, child in reversed([*enumerate(record.divided)])}
+    kinds = {_kind(child, number): child for number, child in reversed([*enumerate(divided.meshes)])}
     for child in kinds.values():
-        call = calling(names[child], layout)(names[child], child, record)
-        ExpertsTest(call, record.divided[child]["ep"].get_group())
+        call = calling(names[child], layout)(names[child], child, routing)
+        ExpertsTest(call, divided.meshes[child]["ep"].get_group())
 
 
 def _kind(module: nn.Module, place: int) -> Any:

@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, final
 
 import torch
 
 from meshpar._torch.calls import eager
-from meshpar._torch.units import Units
+from meshpar.core.passes import Role
+from meshpar.step.moment import Guarded, Moment
 from meshpar.trials.engine import report
-from meshpar.trials.positions import MixingTest
-from meshpar.trials.split import SplitTest
+from meshpar.trials.experts import watch_experts
+from meshpar.trials.positions import MixingTest, mixing_test
+from meshpar.trials.split import SplitTest, split_test
 
 
 @final
-class FirstRuns:
+class FirstRuns(Moment):
     """The tests that wait for a forward of one module.
+
+    Args:
+        guarded: the module.
 
     Attributes:
         split: compares split blocks with unsplit ones, in the first forward whose gradients are wanted.
         mixing: runs the first forward on other batches, too.
     """
 
-    def __init__(self, units: Units) -> None:
-        self._units = units
-        self.split: SplitTest | None = None
+    def __init__(self, guarded: Guarded) -> None:
+        module, resolved, self._units = guarded.module, guarded.resolved, guarded.units
+        self.split: SplitTest | None = split_test(module, resolved.blocks, guarded.device, guarded.facts)
         self.mixing: MixingTest | None = None
+        if not resolved.divided(Role.LAYERS):  # it runs the model on other batches, which a stage cannot do alone
+            self.mixing = mixing_test(module, resolved.blocks)
+        watch_experts(module, resolved.layout, guarded.facts)
         self._eager = ExitStack()
 
     @property
     def wait(self) -> bool:
         """A test waits for the next forward."""
         return self.split is not None or self.mixing is not None
+
+    @property
+    def leaves_inference_mode(self) -> bool:
+        """The next forward runs on other batches, too, whose tensors must be plain ones."""
+        return self.mixing is not None
 
     @eager
     def run(self, forward: Callable[..., Any], inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -52,15 +65,10 @@ class FirstRuns:
         report(test.run())
         return output
 
-    @contextmanager
-    def postponed(self) -> Iterator[None]:
-        """Let calls in the ``with`` block, which are no step's, run no test."""
-        waiting, self.split, self.mixing = (self.split, self.mixing), None, None
-        try:
-            yield
-        finally:
-            self.split, self.mixing = waiting
+    def simulated(self) -> None:
+        """Return nothing: simulated ranks try nothing."""
+        return
 
-    def end_backward(self) -> None:
+    def close_backward(self) -> None:
         """Let what ran eagerly for a test be compiled again."""
         self._eager.close()

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from meshpar.core import runtime
+from meshpar.guards.explain import Explanation
 from meshpar.passes.tensor.collectives import Meeting, SimulatedGroup
 from meshpar.passes.tensor.context import Context
-from meshpar.step.explain import Explanation
 from meshpar.trials.copies import CannotCopy, copy_block, free, undisturbed
 from meshpar.trials.engine import NOTHING, Verification, call_with
 from meshpar.trials.split import SplitTest
@@ -67,7 +67,7 @@ def prove(
                 whole = lambda name: module.get_parameter(name).detach()  # noqa: E731
                 test = SplitTest(copies[rank][0], contexts[rank], blocks, whole, kept=lambda *_: nullcontext())
                 with test.watch(), torch.enable_grad():
-                    explanation = Explanation(copies[rank][0], plan_text, splits_features=True, unit_pass=None)
+                    explanation = Explanation(copies[rank][0], plan_text, features=contexts[rank], unit_pass=None)
                     explanation.told(call_with, copies[rank], {})
                 outcomes[rank] = test.run()
             except BaseException as error:  # noqa: BLE001  handed to the caller below

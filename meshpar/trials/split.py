@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from meshpar._torch.calls import uncompiled
 from meshpar._torch.pytree import tree_leaves, tree_map
 from meshpar.core.errors import ParallelError
+from meshpar.core.passes import Facts
 from meshpar.core.patterns import kind_of
-from meshpar.passes.applied import applied
 from meshpar.passes.data.batch_norm import has_batch_norm
 from meshpar.passes.data.whole_parameters import strides
-from meshpar.passes.installed import undo_changes
 from meshpar.passes.tensor.collectives import gather_values
 from meshpar.passes.tensor.context import Context
 from meshpar.passes.tensor.random import digest as random_state
 from meshpar.passes.tensor.random import is_dropout
+from meshpar.step.forwards import undo_changes
 from meshpar.step.placements import local_tensor, part_like, whole_tensor
 from meshpar.step.pytrees import leaves
 from meshpar.step.rank_digests import digest
@@ -429,7 +429,7 @@ def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]
         name for name in context.styles if not any(contains(block, name) or contains(name, block) for block in blocks)
     ]
     alone = [name for name in outside if context.styles[name].stands_alone]
-    if len(alone) < len(outside) and applied(module).layers is None:
+    if len(alone) < len(outside) and not any(getattr(part, "stands_in", False) for part in module.modules()):
         yield ""
         return
     kinds: dict[Any, str] = {}
@@ -441,9 +441,9 @@ def _one_of_each_kind(module: nn.Module, context: Context, blocks: Sequence[str]
     yield from alone
 
 
-def split_test(module: nn.Module, blocks: Sequence[str], device: torch.device) -> SplitTest | None:
+def split_test(module: nn.Module, blocks: Sequence[str], device: torch.device, facts: Facts) -> SplitTest | None:
     """Return the test that compares split blocks with unsplit blocks; None if no features are split."""
-    split = applied(module).split
+    split = facts.find(Context)
     if split is None or split.size == 1:
         return None
     return SplitTest(module, split, blocks, lambda name: whole_tensor(module.get_parameter(name)).to(device))

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from meshpar.core.mesh import sizes_text
 from meshpar.losses.token_loss import IGNORE_INDEX, token_loss
 from meshpar.passes.data.whole_parameters import features_of
-from meshpar.passes.installed import set_attribute, set_forward
 from meshpar.passes.tensor.collectives import copy_to
 from meshpar.passes.tensor.context import Context, Style
 from meshpar.passes.tensor.parts import FeatureTable
 from meshpar.passes.tensor.styles import Colwise, Region
+from meshpar.step.forwards import set_attribute, set_forward
 
 _QUERIES = ("q", "query", "q_proj", "q_lin")
 _KEYS = ("k", "key", "k_proj", "k_lin")

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from meshpar.core import runtime
-from meshpar.step.rank_digests import Looks
+from meshpar.step.ranks import Looks
 
 
 @contextmanager

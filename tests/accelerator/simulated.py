@@ -22,7 +22,7 @@ from meshpar._torch.simulated_device import fake_mode
 from meshpar.core import runtime
 from meshpar.parallelized import Parallelized
 from meshpar.state import initialize
-from meshpar.step.rank_digests import Looks
+from meshpar.step.ranks import Looks
 from meshpar.testing import PRELOAD
 
 P = ParamSpec("P")

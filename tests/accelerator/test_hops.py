@@ -19,7 +19,7 @@ from meshpar.checkpoints.steps.ranks import Ranks
 from meshpar.core.errors import CheckpointError
 from meshpar.step import host_messages
 from meshpar.step.host_messages import FAN_OUT, branch_of, hops
-from meshpar.step.rank_digests import Largest
+from meshpar.step.ranks import Largest
 from meshpar.testing import on_ranks
 from tests.support.patience import patient
 from tests.support.tiers import daily

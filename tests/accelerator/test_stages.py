@@ -18,7 +18,6 @@ from torch import nn
 from meshpar import MeshparError, ModelLayout, PipelineParallel
 from meshpar.core import runtime
 from meshpar.losses.token_loss import Totals
-from meshpar.passes.applied import applied
 from meshpar.passes.pipeline import messages, parallel
 from meshpar.passes.pipeline.cuts import examine
 from meshpar.passes.pipeline.running import Layers
@@ -85,9 +84,9 @@ def layers_of(network, rank, virtual=1, schedule="1f1b", *, tied=False):
     torch.manual_seed(0)  # in one turn: other ranks draw before or after this one
     module = Model(blocks, tied)
     parallel._EXAMINED[module] = LAYOUT, anatomy(blocks, tied)
-    PipelineParallel(schedule=schedule, virtual=virtual).apply(module, LAYOUT, Mesh(network.world, rank))
-    applied(module).outermost[0]()
-    return applied(module).layers, module
+    installed = PipelineParallel(schedule=schedule, virtual=virtual).apply(module, LAYOUT, Mesh(network.world, rank))
+    installed.outermost[0]()
+    return installed.facts[0], module
 
 
 def train(layers, micro_batches, run=loss):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +20,11 @@ from meshpar import (
     Plan,
     TensorParallel,
 )
-from meshpar.forecasting.private import Assumed
-from meshpar.passes.applied import applied
-from meshpar.passes.experts.routing import Routing
+from meshpar.guards.agreement import Agreement
+from meshpar.guards.losses import Losses
+from meshpar.passes.experts.routing import Assumed, Routing
 from meshpar.passes.pipeline.messages import Header
+from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.positions.batches import selected
 from meshpar.passes.tensor import random
 from meshpar.training.loop import Trainer
@@ -35,7 +37,7 @@ from tests.accelerator.waits import Waits
 from tests.support.models_for_parity import gpt2, transformer
 from tests.support.tiers import daily
 
-HOSTS = {"same_values.Largest.__init__ (hosts)": 1}
+HOSTS = {"step.ranks.Largest.__init__ (hosts)": 1}
 """The one exchange of the hosts in a step begins here, runs beside the next step, and is read after it."""
 BF16 = {"param_dtype": torch.bfloat16}
 STEPS = {
@@ -49,7 +51,7 @@ STEPS = {
         {
             # the optimizer runs on the host, which needs the gradients
             "_fsdp_param_group.FSDPParamGroup.finalize_backward": 20,
-            "placements.clip_grad_norms_": 1,  # and the factor by which they are clipped
+            "step.placements.clip_grad_norms_": 1,  # and the factor by which they are clipped
         },
     ),
     "experts": (
@@ -57,7 +59,7 @@ STEPS = {
         "dp_shard=2,ep=4",
         [ExpertParallel(), ActivationCheckpoint(), FullyShard(**BF16)],
         {
-            "passes.reads.beside": 2 * 2
+            "passes.host_reads.beside": 2 * 2
         },  # of each layer and micro-batch, for how many rows arrive: A11; not again in recomputation
     ),
     "float16": (
@@ -73,7 +75,7 @@ WAITS_OF_STAGES = {
     "passes.pipeline.messages.Messages.exchanged (hosts)": 2,
     "training.experts.ExpertLoad.take": 2,  # the report, which stages exchange
 }
-LONG_AGO = "passes.reads.beside"
+LONG_AGO = "passes.host_reads.beside"
 """Where the host looks at a copy that began a micro-batch or a step ago."""
 STAGES = transformer, "pp=2,dp_shard=4", [PipelineParallel(), FullyShard(**BF16)]
 
@@ -107,13 +109,15 @@ def waits_of(build, mesh, passes, *, rank=0, half=False, fused=True):
     with torch.device("meta"):
         model = build()
     with simulated(8, as_rank=rank):
-        par = allocate(Plan(mesh, passes).apply(model, device_type=device.NAME))
-        if (layers := applied(par.module).layers) is not None:
+        stand_ins = [(Routing, lambda self: Watched()), (Agreement, lambda self: self), (Losses, lambda self: self)]
+        with contextlib.ExitStack() as stack:
+            for kind, stand_in in stand_ins:
+                stack.enter_context(mock.patch.object(kind, "simulated", stand_in))
+            par = allocate(Plan(mesh, passes).apply(model, device_type=device.NAME))
+        if (layers := par.run.find(Layers)) is not None:
             header = Header(-1, 0, 0, ((torch.bfloat16, (2, 16, model.config.dim)),))
             layers.edges.supposed, layers._form = {None: header}, (True, [("loss", (), torch.float32)])
             layers.gathered = lambda mine: [mine, mine]
-        if applied(par.module).divided:
-            applied(par.module).routing = Watched()
         optimizer = build_adamw(par.module, AdamWSettings(fused=fused))
         schedule, scaler = Schedule(name="constant", lr=1e-3, steps=9), LossScaler() if half else None
         trainer = Trainer(par, CausalLM(), Data(), optimizer, schedule, TrainSettings(steps=9), scaler=scaler)

@@ -106,6 +106,8 @@ def test_a_strangers_tensor_and_offloading_passes_get_what_ours_get():
     registry._found.cache_clear()
     passes = [registry.plugin("meshpar.passes", name)() for name in ("SplitFeedForward", "HostShard")]
     assert_parity(transformer, "dp_shard=2,tp=2", passes, token_steps(VOCAB, parts=2))
+    halves = registry.plugin("meshpar.passes", "HalfGradients")()
+    assert_parity(transformer, "dp_shard=4", [halves, FullyShard()], token_steps(VOCAB, parts=4), alone=[halves])
     par = Plan("dp_shard=2,tp=2", passes).apply(transformer())
     assert (par.data_size, par.data_rank, par.home) == (2, dist.get_rank() // 2, torch.device("cpu"))
     par.manual_seed(1)

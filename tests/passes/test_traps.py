@@ -755,7 +755,7 @@ def test_a_gradient_that_is_not_summed_over_the_axis_is_named_in_the_first_step(
     torch.manual_seed(0)
     unsummed = TensorParallel(styles={"layers.*.attn.q_norm": "sequence"})  # which sums nothing here
     par = Plan("tp=2", [unsummed]).apply(transformer(qk_norm=True))
-    par.cycle.first_runs.split = None
+    par.run.first_runs = None
     loss = par.module(input_ids=torch.randint(0, VOCAB, (2, 8))).logits.square().mean()
     with pytest.raises(
         MeshparError, match=r"ranks of tp have different gradients .*layers\.0\.attn\.q_norm\.weight.*'grad_sum'"

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import parametrize
 
 from meshpar import ContextParallel, FullyShard, ModelLayout, Plan, TensorParallel, token_loss
-from meshpar.step.explain import Explanation
+from meshpar.guards.explain import Explanation
 from tests.passes.positions.test_parallel import Strange, Sums
 from tests.remedies.exact_loops import IDS, Methods, habit, of, trained
 from tests.remedies.plans import TwoLayers
@@ -205,7 +205,7 @@ def explained(error):
     def fails():
         raise error
 
-    return Explanation(Net(), "dp_shard=2", splits_features=False, unit_pass="FullyShard").told(fails, (), {})
+    return Explanation(Net(), "dp_shard=2", features=None, unit_pass="FullyShard").told(fails, (), {})
 
 
 class Grouped(nn.Module):

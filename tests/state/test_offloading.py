@@ -14,7 +14,7 @@ from meshpar import FullyShard, HybridShard, MeshparError, Plan, Replicate, Tens
 from meshpar.checkpoints import CheckpointManager
 from meshpar.checkpoints.steps.background import Stager
 from meshpar.core.waiting import reads_of
-from meshpar.passes.applied import applied
+from meshpar.passes.data.replica_shards import ReplicaShards
 from meshpar.step.placements import local_tensor
 from meshpar.testing import on_ranks
 from tests.accelerator.simulated import allocate, alone, install, simulated
@@ -51,7 +51,7 @@ def test_a_lent_module_trains_on_as_if_nothing_had_been() -> None:
                 sizes = [local_tensor(parameter).untyped_storage().nbytes() for parameter in par.module.parameters()]
                 averages = average.state_dict()["averages"].values()
                 with par.offloaded(optimizer):
-                    kept = [*averages, *(gathered.held() if (gathered := applied(par.module).replica_shards) else ())]
+                    kept = [*averages, *(gathered.held() if (gathered := par.run.find(ReplicaShards)) else ())]
                     assert not any(local_tensor(tensor).untyped_storage().nbytes() for tensor in kept)
                     held = [local_tensor(parameter).untyped_storage() for parameter in par.module.parameters()]
                     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -293,7 +293,7 @@ def test_no_byte_stays_on_the_device_but_of_others() -> None:
         average.update()
         par.reshard()
         optimizer.zero_grad()
-        other, gathered = torch.empty(1000, dtype=torch.uint8, device=par.device), applied(par.module).replica_shards
+        other, gathered = torch.empty(1000, dtype=torch.uint8, device=par.device), par.run.find(ReplicaShards)
         before = alive.bytes()
         parameters = sum(local_tensor(parameter).nbytes for parameter in par.module.parameters())
         assert before >= 4 * parameters + sum(shard.nbytes for shard in gathered.held()) > 4 * parameters

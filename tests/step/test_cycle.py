@@ -34,8 +34,10 @@ from meshpar._torch import BEFORE_2_13
 from meshpar._torch.fsdp import is_gathered, units_with_parameters
 from meshpar.core import runtime
 from meshpar.core.errors import ParallelError
+from meshpar.guards.explain import Explanation
 from meshpar.guards.losses import Losses
-from meshpar.step.explain import Explanation
+from meshpar.passes.data.whole_parameters import WholeParameters
+from meshpar.passes.tensor.context import Context
 from meshpar.step.placements import local_tensor
 from meshpar.testing import on_ranks, whole
 from meshpar.trials.split import SplitTest
@@ -196,9 +198,9 @@ def test_whole_parameters_of_traced_modules_are_compared_without_reading_their_m
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("error")
         par.module.blocks[0].gain._local_tensor = traced = torch.ones(8)
-        before = par.cycle.whole.versions()
+        before = par.run.find(WholeParameters).versions()
         traced.mul_(2.0)
-        assert before != par.cycle.whole.versions()
+        assert before != par.run.find(WholeParameters).versions()
 
 
 @on_ranks(2)
@@ -542,12 +544,15 @@ def test_an_error_of_torchs_own_about_a_share_is_explained():
         par.module(torch.randn(1, 5, 12))
 
 
+@on_ranks(2)
 def test_an_error_without_a_message_is_explained():
+    features = applied(Net(), "tp=2", [TensorParallel()]).run.find(Context)
+
     def fails():
         raise RuntimeError
 
     with pytest.raises(ParallelError, match="run the model without the plan"):
-        Explanation(Net(), "tp=2", splits_features=True, unit_pass=None).told(fails, (), {})
+        Explanation(Net(), "tp=2", features=features, unit_pass=None).told(fails, (), {})
 
 
 @on_ranks(2)

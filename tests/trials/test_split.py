@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import meshpar.passes.tensor.styles
-from meshpar import ActivationCheckpoint, FullyShard, ModelLayout, ParallelError, Plan, PlanError, TensorParallel
+from meshpar import ActivationCheckpoint, FullyShard, Guard, ModelLayout, ParallelError, Plan, PlanError, TensorParallel
 from meshpar.step.pytrees import leaves
 from meshpar.testing import assert_parity, on_ranks, token_steps, whole
 from meshpar.trials import gathered_reads
@@ -116,7 +116,7 @@ def first_forward_finds(options, what, positions):
     layout = ModelLayout(blocks=LAYOUT.blocks, tensor=tensor)
     plan = Plan("tp=2", [TensorParallel(sequence_parallel=positions)])
     par = plan.apply(Model(**options), layout)
-    par.cycle.agreement, par.cycle.watching = None, ()
+    par.run.moments = [moment for moment in par.run.moments if not isinstance(moment, Guard)]
     with pytest.raises(ParallelError, match=rf"blocks\.0: ({what}).*, off by [^\n]*(\n.*)*colwise_gather"):
         par.module(IDS)
     par = Plan("tp=2", [TensorParallel(sequence_parallel=positions)], verify=False).apply(_again(options), layout)
@@ -455,7 +455,7 @@ def test_a_large_batch_is_tried_on_its_first_samples_and_a_long_one_on_a_shorter
     par = Plan("tp=2", [TensorParallel()]).apply(Model(), LAYOUT)
     with mock.patch("meshpar.trials.split.INPUTS", 200):
         verification = par.verify(IDS.expand(6, -1))
-        kept = split_test(par.module, par.resolved.blocks, par.device)._short(
+        kept = split_test(par.module, par.resolved.blocks, par.device, par.run.facts)._short(
             (torch.zeros(6, 12, 8), torch.zeros(12, 8)), {}, whole=True
         )
     assert not verification.skipped and set(verification.modules) == {"blocks.0", "embed", "head"}

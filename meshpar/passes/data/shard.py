@@ -8,11 +8,11 @@ FSDP2 averages the gradients of a unit at the end of the unit's backward. Others
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import nn
@@ -26,12 +26,14 @@ from meshpar._torch.modules import held_part
 from meshpar.core import runtime
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, divisors
-from meshpar.core.passes import Pass, Role, Stage, block_problems, find_blocks, unmatched
+from meshpar.core.passes import Facts, Installed, Pass, Role, Stage, block_problems, find_blocks, unmatched
 from meshpar.core.patterns import covers, find_modules, suggestion
-from meshpar.passes.applied import applied
 from meshpar.passes.data.gloo_collectives import exchange_directly
 from meshpar.passes.data.replica_shards import ReplicaShards
 from meshpar.passes.data.whole_parameters import WholeParameters, kept_whole
+from meshpar.passes.experts.divided import DividedModules
+from meshpar.passes.pipeline.running import Layers
+from meshpar.step.gathered_weights import Gathering
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -96,21 +98,23 @@ class Precision:
     def keeps(self, module: nn.Module, layout: ModelLayout) -> set[str]:
         return set(kept_whole(module, self.whole)) if self.whole else set()
 
-    def keep_whole(self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> set[nn.Parameter]:
-        """Take out the parameters that every rank of ``axes`` keeps whole, and return them as FSDP2 is to ignore
-        them.
+    def keep_whole(
+        self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...], facts: Facts
+    ) -> tuple[set[nn.Parameter], Installed]:
+        """Take out the parameters that every rank of ``axes`` keeps whole; return them, as FSDP2 is to ignore them, and
+        what averages their gradients.
         """
         for parameter in module.parameters():
             held = held_part(parameter)
             # which FSDP2 cannot split
             if not held.is_contiguous() and 0 not in held.stride() and not is_shard(parameter):
                 held.data = held.data.contiguous()
-        names, record = list(kept_whole(module, self.whole)), applied(module)
-        if names and record.whole is None:
-            record.whole = WholeParameters(module, mesh, axes)
-        if record.whole is not None:
-            record.whole.take(names)
-        return {module.get_parameter(name) for name in names}
+        names, earlier = list(kept_whole(module, self.whole)), facts.find(WholeParameters)
+        whole = earlier or WholeParameters(module, mesh, axes)
+        if names or earlier is not None:
+            whole.take(names)
+        new = [whole] if names and earlier is None else []
+        return {module.get_parameter(name) for name in names}, Installed(moments=new, facts=new)
 
     def common_problems(self, module: nn.Module, layout: ModelLayout, min_params: int = 0) -> Iterator[str]:
         """Yield the dtypes that are none, patterns that match nothing, and what the units mix."""
@@ -139,7 +143,9 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sharding(Precision):
-    """The arguments of FullyShard and HybridShard, which describe them."""
+    """The arguments of FullyShard and HybridShard, which describe them and claim the axes."""
+
+    axes: ClassVar[tuple[str, ...]]
 
     reshard_after_forward: bool | int = True
     offload: Literal["cpu"] | None = None
@@ -186,20 +192,23 @@ class _Sharding(Precision):
         }
 
     def shard(
-        self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, axes: tuple[str, ...], held_on: DeviceMesh
-    ) -> None:
-        """Apply ``fully_shard`` unit by unit, the outermost last, on ``held_on``: the mesh of ``axes``, (shards) or
-        (replicas, shards).
+        self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, facts: Facts, *, splits_replicas: bool = False
+    ) -> Installed:
+        """Apply ``fully_shard`` unit by unit, the outermost last, on (shards) or (replicas, shards); where
+        ``splits_replicas``, on both as one axis.
         """
         cast_buffers(module, self.buffer_dtype)
+        axes = self.axes
+        held_on = flattened(mesh[axes]) if splits_replicas else mesh[axes]
+        ignored, installed = self.keep_whole(module, mesh, axes, facts)
         common: dict[str, Any] = {
             "mesh": held_on,
             "offload_policy": self._offload_policy(mesh),
-            "ignored_params": self.keep_whole(module, mesh, axes),
+            "ignored_params": ignored,
         }
-        keep = self.reshard_after_forward
-        applied(module).keeps_gathered = keep is False
-        divided = self._shard_divided(module, layout, axes, common)
+        keep, layers, experts = self.reshard_after_forward, facts.find(Layers), facts.find(DividedModules)
+        meshes = {} if experts is None else experts.meshes
+        divided = self._shard_divided(module, layout, meshes, common)
         *inner, (_, outer, _) = self.units(module, layout, self.min_params)
         units = [
             fully_shard(unit, reshard_after_forward=keep, mp_policy=policy, **common)
@@ -210,10 +219,14 @@ class _Sharding(Precision):
         fully_shard(module, reshard_after_forward=outermost, mp_policy=outer, **common)
         if runtime.over_hosts(mesh.device_type):
             exchange_directly(module)
-        self._prefetch(units, by_order=applied(module).layers is None)
+        self._prefetch(units, by_order=layers is None)
+        slices = [ReplicaShards(module, mesh, meshes, *axes)] if splits_replicas else []
+        goes_on = None if layers is None else partial(getattr, layers, "goes_on")
+        gathering = Gathering(keep is False, slices[0] if slices else None, goes_on)
+        return Installed(moments=installed.moments, facts=[*installed.facts, *slices, gathering])
 
     def _shard_divided(
-        self, module: nn.Module, layout: ModelLayout, axes: tuple[str, ...], common: dict[str, Any]
+        self, module: nn.Module, layout: ModelLayout, meshes: Mapping[nn.Module, DeviceMesh], common: dict[str, Any]
     ) -> set[FSDPModule]:
         """Shard what an axis of samples divides over the data axes alone, each module a unit; what is inside of it sees
         every sample.
@@ -224,7 +237,8 @@ class _Sharding(Precision):
         keep = self.reshard_after_forward if isinstance(self.reshard_after_forward, bool) else True
         single = {child for pattern in layout.fp32 for _, child in find_modules(module, pattern)}
         within = {inner for child in single for inner in child.modules()}
-        for unit, mesh in applied(module).divided.items():
+        axes = self.axes
+        for unit, mesh in meshes.items():
             dtype = torch.float32 if unit in within and self.param_dtype is not None else self.param_dtype
             policy = self.policy(dtype, None, False)
             make = partial(fully_shard, reshard_after_forward=keep, mp_policy=policy, **common)
@@ -297,8 +311,8 @@ class FullyShard(_Sharding, Pass):  # type: ignore[override]
     stage = Stage.DATA
     roles = MappingProxyType({"dp_shard": Role.SAMPLES})
 
-    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        self.shard(module, layout, mesh, self.axes, mesh[self.axes])
+    def install(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, facts: Facts) -> Installed:
+        return self.shard(module, layout, mesh, facts)
 
 
 @final
@@ -358,12 +372,9 @@ class HybridShard(_Sharding, Pass):  # type: ignore[override]
                 "a divisor"
             )
 
-    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        replicas, shards = self.axes
-        splits = self.optimizer == "world" and mesh[replicas].size() > 1
-        self.shard(module, layout, mesh, self.axes, flattened(mesh[self.axes]) if splits else mesh[self.axes])
-        if splits:
-            applied(module).replica_shards = ReplicaShards(module, mesh, applied(module).divided, replicas, shards)
+    def install(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, facts: Facts) -> Installed:
+        splits = self.optimizer == "world" and mesh[self.axes[0]].size() > 1
+        return self.shard(module, layout, mesh, facts, splits_replicas=splits)
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -445,8 +456,9 @@ class Replicate(Precision, Pass):
                 "of a sharded model"
             )
 
-    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+    def install(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, facts: Facts) -> Installed:
         cast_buffers(module, self.buffer_dtype)
-        ignored = self.keep_whole(module, mesh, self.axes)
+        ignored, installed = self.keep_whole(module, mesh, self.axes, facts)
         for unit, policy, _ in self.units(module, layout):
             replicate(unit, mesh=mesh["dp_replicate"], mp_policy=policy, ignored_params=ignored)
+        return installed

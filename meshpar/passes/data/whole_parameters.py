@@ -26,9 +26,10 @@ from meshpar._torch.modules import call_hooks, held_part, memory_of
 from meshpar.core.errors import MeshparError, ParallelError
 from meshpar.core.mesh import sizes_text
 from meshpar.core.patterns import class_name, covers, is_called
-from meshpar.passes.installed import Product, installed, own_forward, record, set_forward
 from meshpar.passes.tensor.collectives import copy_weight
 from meshpar.passes.tensor.context import Context
+from meshpar.step.forwards import Product, installed, own_forward, record, set_forward
+from meshpar.step.moment import Moment
 from meshpar.step.placements import local_tensor
 
 
@@ -367,7 +368,7 @@ def is_kept(parameter: nn.Parameter) -> bool:
 
 
 @final
-class WholeParameters:
+class WholeParameters(Moment):
     """Parameters of a module that every data rank holds whole: DTensors like the others, plain tensors in forward.
 
     FSDP2 does not reduce the gradients of what it does not manage, so they are averaged here when a backward has ended.

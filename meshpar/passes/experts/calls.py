@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from meshpar.core.errors import ParallelError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.patterns import class_name, matches
-from meshpar.passes.applied import Applied
-from meshpar.passes.experts.routing import INTERFACE, Inner, by_experts
-from meshpar.passes.installed import own_forward
+from meshpar.passes.experts.routing import INTERFACE, Inner, Routing, by_experts
 from meshpar.passes.tensor.parts import with_own
+from meshpar.step.forwards import own_forward
 
 IN_ORDER = "(rows (R, D) in the order of experts) or (such rows, the number of each expert's)"
 
@@ -39,8 +38,8 @@ class Chosen:
 
     dense = False
 
-    def __init__(self, name: str, module: nn.Module, record: Applied) -> None:
-        self.name, self.module, self.inner, self.record = name, module, module.forward, record
+    def __init__(self, name: str, module: nn.Module, routing: Routing) -> None:
+        self.name, self.module, self.inner, self.routing = name, module, module.forward, routing
         self.count = len(next(module.parameters(recurse=False)))
         self.names, self._signature = counted_by(module, self.count), inspect.signature(module.forward)
 
@@ -80,8 +79,8 @@ class InOrder(Chosen):
     zeros.
     """
 
-    def __init__(self, name: str, module: nn.Module, record: Applied) -> None:
-        super().__init__(name, module, record)
+    def __init__(self, name: str, module: nn.Module, routing: Routing) -> None:
+        super().__init__(name, module, routing)
         self.dense = len(self._signature.parameters) == 1
 
     def read(self, *args: Any, **kwargs: Any) -> tuple[inspect.BoundArguments, Tensor, Tensor, Tensor]:
@@ -92,7 +91,7 @@ class InOrder(Chosen):
     def compute(self, bound: inspect.BoundArguments, own: Mapping[str, Tensor], *inputs: Tensor) -> Tensor:
         rows, chosen, weights = inputs
         held, order = len(next(iter(own.values()))), chosen[:, 0].argsort(stable=True)
-        sizes = self.record.routing.sizes(chosen[:, 0], held)
+        sizes = self.routing.sizes(chosen[:, 0], held)
         given, places = rows[order], torch.arange(len(rows), device=rows.device)
         if self.dense:  # as many rows for each as for the one with most
             places = torch.cat([places[:size] + number * max(sizes) for number, size in enumerate(sizes)])
@@ -128,7 +127,7 @@ def by_all_ranks(compute: Inner, call: Chosen, count: int, group: Any) -> Inner:
     """Return ``compute``, which has the experts of this rank, for rows that chose from the ``count`` experts of all
     ranks.
     """
-    routing = call.record.routing
+    routing = call.routing
 
     def divided(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         return by_experts(compute, rows, chosen, weights, count, group, routing)

@@ -18,16 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshpar._torch.calls import eager
+from meshpar.core import runtime
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, sizes_text
-from meshpar.core.passes import Pass, Role, Stage, unmatched
+from meshpar.core.passes import Installed, Pass, Role, Stage, unmatched
 from meshpar.core.patterns import find_modules
-from meshpar.passes.applied import applied
 from meshpar.passes.data.whole_parameters import local, part_of
 from meshpar.passes.experts.calls import IN_ORDER, Chosen, InOrder, by_all_ranks, calling, counted_by
+from meshpar.passes.experts.divided import DividedModules
 from meshpar.passes.experts.routing import INTERFACE, Mean, Routing, refuse_shapes
-from meshpar.passes.installed import set_forward
 from meshpar.passes.tensor.parts import with_own
+from meshpar.step.forwards import set_forward
 
 
 @final
@@ -115,12 +116,11 @@ class ExpertParallel(Pass):
         found = [pair for pattern in layout.experts.modules for pair in find_modules(module, pattern)]
         return {f"{name}.{leaf}" for name, child in found for leaf, _ in child.named_parameters(recurse=False)}
 
-    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> Installed | None:
         axis, names = mesh["ep"], mesh.mesh_dim_names or ()
         if axis.size() == 1:
-            return
-        record, inside = applied(module), mesh[names[names.index("ep") :]]
-        record.routing = Routing(self.skew)
+            return None
+        inside, routing = mesh[names[names.index("ep") :]], runtime.standing_in(Routing(self.skew))
         placements = [Shard(0), *[Replicate()] * (inside.ndim - 1)]
         placed: dict[int, nn.Parameter] = {}
         found = {child: name for pattern in layout.experts.modules for name, child in find_modules(module, pattern)}
@@ -130,8 +130,8 @@ class ExpertParallel(Pass):
                     mine = parameter.detach().chunk(axis.size())[axis.get_local_rank()]
                     placed[id(parameter)] = part_of(parameter, mine.clone(), inside, placements)
                 child._parameters[leaf] = placed[id(parameter)]
-            _install(calling(name, layout)(name, child, record), axis.get_group())
-            record.divided[child] = mesh
+            _install(calling(name, layout)(name, child, routing), axis.get_group())
+        return Installed(facts=[routing, DividedModules(dict.fromkeys(found, mesh))])
 
 
 def _undivided_problems(name: str, module: nn.Module, count: int, in_order: bool) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,7 @@ INTERFACE = "(hidden states (N, D), chosen experts (N, K) of an integer dtype, t
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Decide by values of tensors how many rows go where. The forecast, whose tensors have none, hands in one that
-    assumes.
+    """Decide by values of tensors how many rows go where.
 
     Attributes:
         skew: rows of the busiest rank relative to equal routing, for who assumes.
@@ -51,6 +50,35 @@ class Routing:
         """
         sent, received = counts[:, :, :-1].sum(2).tolist()
         return sent, received, counts[1, :, -1].tolist()
+
+    def simulated(self) -> Routing:
+        """Return what decides where ranks are simulated, whose tensors have no values."""
+        return Assumed(self.skew)
+
+
+@final
+class Assumed(Routing):
+    """As many rows for the busiest rank, which this one is, as its skew says; the others' share the rest equally."""
+
+    __slots__ = ()
+
+    def filled(self, rows: Tensor, count: int) -> Tensor:
+        """Return as many rows as one expert would have."""
+        return torch.arange(len(rows) // count, device=rows.device)
+
+    def sizes(self, numbers: Tensor, held: int) -> list[int]:
+        """Return equal numbers of rows."""
+        rows = len(numbers)
+        return [rows * (place + 1) // held - rows * place // held for place in range(held)]
+
+    def exchanged(self, counts: Tensor, rows: int, rank: int) -> tuple[list[int], list[int], list[int]]:
+        """Return what the skew says, and no choice that is no expert."""
+        size = counts.shape[1]
+        busiest, others = round(rows * self.skew / size), size - 1
+        rest = rows - busiest
+        sent = [rest * (place + 1) // others - rest * place // others for place in range(others)]
+        sent.insert(rank, busiest)
+        return sent, [busiest] * size, []
 
 
 def by_experts(

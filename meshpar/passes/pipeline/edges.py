@@ -18,11 +18,11 @@ from meshpar._torch.calls import eager, enter_by
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, first_line
 from meshpar.passes.host_reads import beside
-from meshpar.passes.installed import set_forward
 from meshpar.passes.pipeline.cuts import Result
 from meshpar.passes.pipeline.messages import BACK, FAILED, FORTH, Header, Messages
 from meshpar.passes.pipeline.stand_ins import Carried, TailStandIn, tell_hooks_of, tensors, with_result
 from meshpar.passes.tensor.random import LossState
+from meshpar.step.forwards import set_forward
 from meshpar.step.rank_digests import FACTOR, digest
 
 _WRITES = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import final
 from weakref import WeakKeyDictionary
@@ -18,8 +19,8 @@ from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
-from meshpar.core.passes import Pass, Role, Stage
-from meshpar.passes.applied import applied
+from meshpar.core.passes import Installed, Pass, Role, Stage
+from meshpar.passes.elsewhere import OtherLayers
 from meshpar.passes.pipeline.cuts import Anatomy, blocks_in_line, check_stages, even_cuts, examine
 from meshpar.passes.pipeline.edges import Chunk, Portion
 from meshpar.passes.pipeline.running import Layers
@@ -109,16 +110,16 @@ class PipelineParallel(Pass):  # type: ignore[override]
         if anatomy is not None and not problems:
             _EXAMINED[module] = layout, anatomy
 
-    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
+    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> Installed | None:
         group, ranks, rank = mesh["pp"].get_group(), mesh["pp"].size(), mesh["pp"].get_local_rank()
         if ranks == 1:
-            return
+            return None
         examined, anatomy = _EXAMINED.pop(module, (None, None))
         if anatomy is None or examined is not layout:
             anatomy, _ = examine(module, layout)
         assert anatomy is not None, "problems() has found it"
         bounds = [*self._firsts(anatomy, ranks * self.virtual), len(anatomy.blocks)]
-        _compare_cuts(group, anatomy.blocks, bounds)
+        runtime.among_real_ranks(partial(_compare_cuts, group, anatomy.blocks, bounds))
         at = self._places(anatomy, ranks)
         shared = {name: _ranks_with(anatomy, name, at, ranks) for name in anatomy.shared}
         shared = {name: found for name, found in shared.items() if len(found) > 1}
@@ -175,10 +176,9 @@ class PipelineParallel(Pass):  # type: ignore[override]
             [name for name in common if not isinstance(before[name], nn.Parameter)],
         )
         kept_here = {*dict(module.named_parameters(remove_duplicate=False)), *_stored_buffers(module)}
-        applied(module).elsewhere = _shapes({name: one for name, one in before.items() if name not in kept_here})
+        elsewhere = OtherLayers(_shapes({name: one for name, one in before.items() if name not in kept_here}))
         layers.edges.end_early()
-        applied(module).layers = layers
-        applied(module).outermost.append(layers.edges.install)
+        return Installed(facts=[layers, elsewhere], outermost=[layers.edges.install])
 
     def _places(self, anatomy: Anatomy, ranks: int) -> list[int]:
         """Return the rank of each block."""
@@ -193,8 +193,6 @@ class PipelineParallel(Pass):  # type: ignore[override]
 
 def _compare_cuts(group: dist.ProcessGroup, blocks: Sequence[str], bounds: Sequence[int]) -> None:
     """Refuse stages that ranks begin with different blocks. Collective over the group."""
-    if runtime.is_simulated():
-        return
     mine, every = (list(blocks), list(bounds)), [None] * dist.get_world_size(group)
     dist.all_gather_object(every, mine, group=group)
     if (other := next((rank for rank, found in enumerate(every) if found != every[0]), None)) is not None:

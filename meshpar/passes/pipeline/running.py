@@ -25,7 +25,8 @@ from meshpar.passes.pipeline.messages import BACK, FORTH, LostError, all_fail, f
 from meshpar.passes.pipeline.schedule import Action, actions
 from meshpar.passes.pipeline.stand_ins import tensors
 from meshpar.step.placements import local_tensor
-from meshpar.step.rank_digests import Looks, digest_of_several
+from meshpar.step.rank_digests import digest_of_several
+from meshpar.step.ranks import Looks
 
 Micro = TypeVar("Micro")
 _EXACT = (1 << 48) - 1

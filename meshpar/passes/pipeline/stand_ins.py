@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from meshpar.core import runtime
+from meshpar._torch.fake import has_values
 from meshpar.core.errors import MeshparError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -94,8 +94,8 @@ def is_users(hook: Any) -> bool:
 
 def tell_hooks(hook: Any, *values: Any) -> None:
     """Call a user's hook with what it may keep and not use."""
-    if runtime.is_simulated():  # values without memory have no subclass
-        return
+    if not all(has_values(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)):
+        return  # they have no subclass
     Elsewhere.in_hooks = True
     try:
         hook(*tree_map_only(Tensor, lambda tensor: tensor.detach().as_subclass(Elsewhere), values))

@@ -17,8 +17,8 @@ from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec
 from meshpar.core.passes import Pass, Role, Stage, unmatched
 from meshpar.core.patterns import find_modules
-from meshpar.passes.installed import record, set_forward
 from meshpar.passes.positions.exchange import Exchange, Transport, runs
+from meshpar.step.forwards import record, set_forward
 
 
 @final

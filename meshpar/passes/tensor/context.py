@@ -16,37 +16,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshpar._torch.autograd import in_backward
 from meshpar.core import runtime
 from meshpar.core.errors import ParallelError, PlanError
-from meshpar.core.guards import Guards
-from meshpar.passes.installed import set_forward
 from meshpar.passes.tensor.collectives import copy_to, gather_partial, reduce_from, reduce_scatter
 from meshpar.passes.tensor.random import SplitState
-from meshpar.step.rank_digests import Largest, Looks, same
+from meshpar.step.forwards import set_forward
+from meshpar.step.ranks import Largest, Looks, same
 
 SEQUENCE_DIM = 1
 """Activations are (batch, sequence, features)."""
 
 
-@final
 class Arrivals:
     """The modules to which the ranks of an axis come together.
 
-    Attributes:
-        guards: when ranks look (:data:`meshpar.core.guards.Guards`).
+    Args:
+        always: look each time on a CPU; False: the first times.
     """
 
-    def __init__(self) -> None:
-        self.guards: Guards = "always"
-        self._looks = Looks()
+    def __init__(self, *, always: bool) -> None:
+        self._always, self._looks = always, Looks(always=always)
+
+    def simulated(self) -> Arrivals:
+        """Return what stands in where ranks are simulated."""
+        return SentArrivals(always=self._always)
 
     def agree(self, name: str, x: Tensor, group: dist.ProcessGroup) -> None:
         """Check that every rank of ``group`` comes to ``name`` now, with a tensor of the shape of ``x``."""
-        if self.guards == "off":
-            return
-        if runtime.is_simulated():
-            if runtime.over_hosts(x.device) and self.guards == "always":
-                Largest(torch.empty(2, dtype=torch.int64, device=x.device), group).read()
-            return
-        if not (self._looks.first(name) if self.guards == "first" else self._looks.now(name, x.device)):
+        if not self._looks.now(name, x.device):
             return
         (together,) = same(torch.tensor([zlib.crc32(f"{name} {tuple(x.shape)}".encode())], device=x.device), [group])
         if not together:
@@ -56,6 +51,15 @@ class Arrivals:
                 "around it the style 'region', which sees all positions, or use "
                 "TensorParallel(sequence_parallel=False)"
             )
+
+
+@final
+class SentArrivals(Arrivals):
+    """Send on a CPU what ranks send after the first steps, and look at nothing."""
+
+    def agree(self, name: str, x: Tensor, group: dist.ProcessGroup) -> None:
+        if runtime.over_hosts(x.device) and self._always:
+            Largest(torch.empty(2, dtype=torch.int64, device=x.device), group).read()
 
 
 @final

@@ -8,21 +8,20 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, final
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshpar.core import runtime
 from meshpar.core.layout import ModelLayout
 from meshpar.core.mesh import MeshSpec, sizes_text
-from meshpar.core.passes import Pass, Role, Stage, find_blocks, unmatched
+from meshpar.core.passes import Checking, Facts, Installed, Pass, Role, Stage, find_blocks, unmatched
 from meshpar.core.patterns import covers, find_modules, matches, suggestion
-from meshpar.passes.applied import applied
 from meshpar.passes.data.whole_parameters import keep_whole, see_whole, whole_styles
-from meshpar.passes.installed import installed, set_attribute
 from meshpar.passes.tensor.context import Arrivals, Context, Style
 from meshpar.passes.tensor.parts import CopiedHeads, Parts
 from meshpar.passes.tensor.random import SplitState, draws_random
 from meshpar.passes.tensor.styles import PARAMETER_STYLES, PER_HEAD, Colwise, Sequence, parse
+from meshpar.step.forwards import installed, set_attribute
 
 _WHOLE_SHARE = 0.25
 
@@ -156,14 +155,22 @@ class TensorParallel(Pass):
             if name.rpartition(".")[0] in owners or any(matches(pattern, name) for pattern in split)
         }
 
-    def apply(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh) -> None:
-        axis = mesh["tp"]
-        self.split(module, layout, axis, axis.get_group(), axis.get_local_rank())
+    def install(self, module: nn.Module, layout: ModelLayout, mesh: DeviceMesh, facts: Facts) -> Installed:
+        axis, checking = mesh["tp"], facts.find(Checking)
+        looks = checking is not None and checking.guards != "off"
+        arrivals = runtime.standing_in(Arrivals(always=checking.guards == "always")) if checking and looks else None
+        context = self._split(module, layout, axis, axis.get_group(), axis.get_local_rank(), arrivals)
+        return Installed(facts=[context])
 
     def split(self, module: nn.Module, layout: ModelLayout, axis: DeviceMesh, group: Any, rank: int) -> Context:
         """Split ``module`` in place as ``rank`` of ``axis`` holds it, with collectives on ``group``; return what its
         styles share.
         """
+        return self._split(module, layout, axis, group, rank, None)
+
+    def _split(
+        self, module: nn.Module, layout: ModelLayout, axis: DeviceMesh, group: Any, rank: int, arrivals: Arrivals | None
+    ) -> Context:
         draws = (layout.dropout or draws_random(module)) and not self.sequence_parallel
         context = Context(
             mesh=axis,
@@ -173,7 +180,7 @@ class TensorParallel(Pass):
             sequence_parallel=self.sequence_parallel,
             loss_parallel=self.loss_parallel,
             random=SplitState() if draws else None,
-            arrivals=Arrivals() if isinstance(group, dist.ProcessGroup) else None,
+            arrivals=arrivals,
             inputs=layout.tensor.hidden_inputs,
         )
         self._install(module, layout, context)
@@ -199,7 +206,6 @@ class TensorParallel(Pass):
             style.install(name, child, context)
         context.styled.update(child for _, child, _ in found)
         see_whole(module, {block for _, block in find_blocks(module, layout)}, set(context.styled))
-        applied(module).split = context
 
     def _table(self, module: nn.Module, layout: ModelLayout) -> _Table:
         """Return the layout's table, parsed; this pass's entries replace those of the modules that they match."""

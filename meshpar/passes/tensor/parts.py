@@ -23,9 +23,9 @@ from meshpar.passes.data.whole_parameters import (
     replaced_problems,
     shard_parameter,
 )
-from meshpar.passes.installed import set_forward
 from meshpar.passes.tensor.collectives import copy_to, copy_weight, gather_replicated, regroup
 from meshpar.passes.tensor.context import Context, Style
+from meshpar.step.forwards import set_forward
 
 
 @final

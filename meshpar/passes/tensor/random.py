@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from meshpar._torch.calls import eager
+from meshpar._torch.fake import has_values
 from meshpar._torch.modules import Dropout
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError
@@ -171,7 +172,7 @@ class LossState:
 
 def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     """Return whether states are the same; those of a simulation have no values, and nothing is drawn there."""
-    return runtime.is_simulated() or all(map(torch.equal, one, other))
+    return not all(map(has_values, one)) or all(map(torch.equal, one, other))
 
 
 def _fork(device: torch.device, coordinate: int) -> torch.Tensor:

@@ -26,8 +26,8 @@ from meshpar.checkpoints import CheckpointManager
 from meshpar.forecasting import Batch, Hardware, forecast
 from meshpar.forecasting.hardware import RESERVED_RANGE
 from meshpar.forecasting.search import search
-from meshpar.passes.applied import applied
 from meshpar.passes.data import replica_shards
+from meshpar.passes.data.replica_shards import ReplicaShards
 from meshpar.step.placements import local_tensor
 from meshpar.testing import assert_parity, on_ranks, one_process, random_tokens, token_loss_sum, token_steps, whole
 from meshpar.testing.parity import train_steps
@@ -131,7 +131,7 @@ def test_it_has_the_bits_of_plain_hybrid_sharding(dtype):
         record = train_steps(par, steps, optimizer=sgd(par))  # unclipped: the norm adds up in another order
         runs.append(record.weights | {str(number): torch.tensor(value) for number, value in enumerate(record.losses)})
     same_bits(*runs)
-    assert {tensor.dtype for tensor in applied(par.module).replica_shards.tensors()} == {dtype or torch.float32}
+    assert {tensor.dtype for tensor in par.run.find(ReplicaShards).tensors()} == {dtype or torch.float32}
 
 
 @on_ranks(4)
@@ -267,7 +267,7 @@ def test_micro_batches_of_a_step_share_what_was_gathered():
 @on_ranks(4)
 def test_slices_of_all_units_travel_from_the_start_of_a_forward_in_a_group_of_their_own():
     par = sharded()
-    shards, begun = applied(par.module).replica_shards, []
+    shards, begun = par.run.find(ReplicaShards), []
     ((axis, group),) = shards.groups
     assert (
         axis == "dp_replicate" and (axis, group) in list(par.groups()) and group is not dict(par.groups())["dp_shard"]
@@ -326,7 +326,7 @@ def real_bytes(passes, expected):
         optimizer = torch.optim.AdamW(par.module.parameters(), fused=True)
         train_steps(par, token_steps(VOCAB, parts=4, steps=1), optimizer=optimizer)
         state = [value for states in optimizer.state.values() for value in states.values() if value.ndim]
-        shards = applied(par.module).replica_shards
+        shards = par.run.find(ReplicaShards)
         assert par.describe() == expected[scope]
         assert sum(local_tensor(value).untyped_storage().nbytes() for value in state) == expected[scope].optimizer_bytes
         assert (0 if shards is None else sum(value.nbytes for value in shards.tensors())) == expected[scope].shard_bytes

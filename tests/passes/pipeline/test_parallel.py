@@ -38,9 +38,9 @@ from meshpar._torch.fsdp import param_groups
 from meshpar._torch.groups import collective_counts
 from meshpar.checkpoints import CheckpointManager
 from meshpar.optim import Muon
-from meshpar.passes.applied import applied
 from meshpar.passes.pipeline import messages, parallel
 from meshpar.passes.pipeline.cuts import even_cuts, examine
+from meshpar.passes.pipeline.running import Layers
 from meshpar.passes.pipeline.schedule import SCHEDULES, Action, actions
 from meshpar.step.placements import whole_tensor
 from meshpar.testing import RankFailure, launch, on_ranks, token_loss_sum
@@ -348,7 +348,7 @@ def test_a_stage_alone_is_refused_and_a_model_is_examined_once():
 @on_ranks(2)
 def test_hooks_of_the_last_block_of_a_stage_run_in_each_backward():
     par, seen = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]()), []
-    for block in applied(par.module).layers.edges._chunks[0].blocks:
+    for block in par.run.find(Layers).edges._chunks[0].blocks:
         block.register_full_backward_hook(lambda *given: seen.append(given))
     par.backward(batches(0), scaled_loss(0.1))
     assert len(seen) == 2 * len(batches(0))
@@ -555,7 +555,7 @@ def given(micro_batches):
 
 def failing(par, place):
     """Run a step in which one stage fails: in its data, its loss, a block, a hook of a backward, or an evaluation."""
-    layers, mine = applied(par.module).layers, batches(0)
+    layers, mine = par.run.find(Layers), batches(0)
     last, calls, hooks, stage = layers.rank == layers.ranks - 1, [], [], FAILED[place][0]
 
     def loss(module, batch):
@@ -605,7 +605,7 @@ def assert_an_error_is_told(mesh, passes, virtual=1):
     layers = 4 if mesh == "pp=2" else 8
     make = partial(huggingface, "Llama", num_hidden_layers=layers, tie_word_embeddings=True)
     par = Plan(mesh, [PipelineParallel(virtual=virtual), *passes]).apply(make())
-    expected, layers = gradients(par), applied(par.module).layers
+    expected, layers = gradients(par), par.run.find(Layers)
     for place, (stage, message) in FAILED.items():
         error, match = (MeshparError, f"another stage of pp failed.*{message}")
         if layers.rank == stage % layers.ranks:
@@ -752,7 +752,7 @@ def test_models_that_write_into_what_their_blocks_return_are_refused():
 def test_stages_hold_no_message_that_has_arrived(name):
     """In 1F1B the first of two stages has at most two values on their way, and none at the end."""
     par = Plan("pp=2", [PipelineParallel()]).apply(MODELS[name]())
-    layers, held = applied(par.module).layers, []
+    layers, held = par.run.find(Layers), []
     sent = layers.edges.messages.sent
     layers.begins = lambda action: held.append(max(map(len, sent.values())))
     par.backward(batches(0, number=7), scaled_loss(0.1))
@@ -955,7 +955,7 @@ def test_dropout_differs_between_stages_and_is_the_same_in_a_recomputation():
 @on_ranks(2)
 def test_a_rank_says_for_which_stage_it_waits_and_in_which_action(tmp_path):
     par = Plan("pp=2", [PipelineParallel()]).apply(MODELS["Llama"]())
-    layers, said = applied(par.module).layers, tmp_path / "said"
+    layers, said = par.run.find(Layers), tmp_path / "said"
 
     def look():
         until(lambda: "waits" in layers.doing())

@@ -5,7 +5,7 @@ from torch.distributed._functional_collectives import all_gather_tensor, all_gat
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from meshpar import Pass, Role, Stage, attention_mask
+from meshpar import Installed, Moment, Pass, Role, Stage, attention_mask
 
 
 class ExpertCopies(Pass):
@@ -29,6 +29,27 @@ class ExpertCopies(Pass):
         total = grad.clone()
         dist.all_reduce(total, group=group)
         return total / group.size()
+
+
+class HalveGradients(Moment):
+    """Halve the gradients of every step."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def after_backward(self):
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class HalfGradients(Pass):
+    """Install a moment, which comes in every step."""
+
+    name, stage = "HalfGradients", Stage.RECOMPUTE
+
+    def apply(self, module, layout, mesh):
+        return Installed(moments=[HalveGradients(module)])
 
 
 class SplitFeedForward(Pass):

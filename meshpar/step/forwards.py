@@ -10,15 +10,13 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from meshpar.passes.positions.exchange import Exchange
-
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Step = Callable[[Tensor], Tensor]
 
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Installed:
+class Changes:
     """The changes of one module.
 
     Attributes:
@@ -39,20 +37,20 @@ class Installed:
     attributes: dict[str, Any] = field(default_factory=dict)
     product: Product | None = None
     around: tuple[Step, Step] | None = None
-    exchange: Exchange | None = None
+    exchange: Any = None
     reads_parameters: bool = False
     sees: dict[str, list[nn.Module]] = field(default_factory=dict)
     aside: list[Callable[..., Any] | None] = field(default_factory=list)
 
 
-def installed(module: nn.Module) -> Installed | None:
+def installed(module: nn.Module) -> Changes | None:
     """Return the module's record, None where meshpar changed nothing of it."""
     return module.__dict__.get("_meshpar")
 
 
-def record(module: nn.Module) -> Installed:
+def record(module: nn.Module) -> Changes:
     """Return the module's record, made where there is none."""
-    return module.__dict__.setdefault("_meshpar", Installed())
+    return module.__dict__.setdefault("_meshpar", Changes())
 
 
 def set_forward(

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshpar._torch.dtensor import change_attributes, change_operators
+from meshpar._torch.fake import has_values
 from meshpar._torch.patches import while_lives
 from meshpar._torch.pytree import tree_map
-from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, ParallelError, first_line, notes
 from meshpar.passes.tensor import random
 from meshpar.step.placements import held_by_this_rank, local_tensor, part_like, placed_like, whole_tensor
-from meshpar.step.rank_digests import same
+from meshpar.step.ranks import same
 
 _REMEDY = (
     "change the whole tensor on every rank, whole = par.whole(tensor), and write it back, under torch.no_grad(), by "
@@ -86,7 +86,7 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw random numbers for a whole tensor on every rank, and take this rank's part."""
     first = next(argument for argument in (*args, *kwargs.values()) if isinstance(argument, DTensor))
     mesh = first.device_mesh
-    if local_tensor(first).is_meta or runtime.is_simulated():
+    if not has_values(local_tensor(first)):
         parts = tree_map(lambda leaf: leaf._local_tensor if isinstance(leaf, DTensor) else leaf, (args, kwargs))
         results = op(*parts[0], **parts[1])
         return (

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
-from meshpar._torch.units import Units
 from meshpar.core.errors import MeshparError
-from meshpar.passes.applied import applied
+from meshpar.guards.placed_parameters import PlacedParameters
+from meshpar.passes.recompute import Recomputed
 from meshpar.step.backward_entrances import STALE
+from meshpar.step.moment import Forward, Guard, Guarded
 
 Versions = Sequence[tuple[Tensor, int]]
 """Parameters, and numbers that change when somebody writes them."""
 
 
 @final
-class Forward:
-    """One forward: how many optimizer steps and errors in backwards came before it, and whether a backward has been
+class _SeenForward:
+    """A forward: how many optimizer steps and errors in backwards came before it, and whether a backward has been
     through it.
     """
 
@@ -28,80 +31,73 @@ class Forward:
 
 
 @final
-class Backwards:
+class Backwards(Guard):
     """The forwards of one module through which a backward may run.
 
     Args:
-        module: the outermost module.
-        units: of the module.
-        parameters: returns the module's, once each.
-        refuses: refuse backwards; False: remember which forwards they went through, and no more.
+        guarded: the module.
+        placed: its parameters.
     """
 
-    def __init__(
-        self, module: nn.Module, units: Units, parameters: Callable[[], Iterable[Tensor]], *, refuses: bool
-    ) -> None:
-        self._module, self._units, self._parameters, self._refuses = module, units, parameters, refuses
+    def __init__(self, guarded: Guarded, placed: PlacedParameters) -> None:
+        self._module, self._units, self._placed = guarded.module, guarded.units, placed
+        recomputed = guarded.facts.find(Recomputed)
+        self._selective = recomputed is not None and recomputed.selective
         self._steps = self._errors = 0
-        self._begun: set[Forward] = set()
+        self._records: weakref.WeakKeyDictionary[Forward, _SeenForward] = weakref.WeakKeyDictionary()
+        self._begun: set[_SeenForward] = set()
         # of parameters, since the last forward or the beginning of the backward that runs
         self._versions: Versions = ()
 
-    def after_forward(self) -> Forward:
-        """Return the record of a forward that has ended, whose gradients are wanted."""
-        self._versions = self._versions_now() if self._refuses else ()
-        return Forward(self._steps, self._errors, self._versions)
+    def wants_gradients(self, forward: Forward) -> None:
+        self._versions = self._versions_now()
+        self._records[forward] = _SeenForward(self._steps, self._errors, self._versions)
 
-    def step(self) -> None:
-        """Record that parameters change: an optimizer steps."""
-        self._steps += 1
-
-    def fail(self) -> None:
-        """Record that an error ended a backward."""
-        self._errors += 1
-
-    @property
-    def turned(self) -> str | None:
-        """The name of a parameter that was frozen, or not, in the last forward, and is not, or is, now."""
-        return self._units.turned()
-
-    @property
-    def written(self) -> bool:
-        """A parameter was written since the last forward."""
-        return _written_since(self._versions) is not None
-
-    def refuse_changed(self) -> None:
+    def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
         """Refuse parameters that somebody changed between a forward and its backward, which gathers them once more."""
-        if (name := self.turned) is not None:
+        if not self._units.modules:
+            return
+        turned = self._units.turned()
+        if (turned is None and _written_since(self._versions) is None) or not reaches():
+            return
+        if turned is not None:
             raise MeshparError(
-                f"requires_grad of {name} changed between a forward and its backward, so that its gradient would be "
+                f"requires_grad of {turned} changed between a forward and its backward, so that its gradient would be "
                 "lost; freeze and unfreeze parameters before the forward, or after the backward"
             )
         self._refuse_written(self._versions)
 
-    def begin(self, forward: Forward) -> bool:
-        """Begin a backward through ``forward``; tell whether it is the first forward that this backward reaches."""
-        if self._refuses:
-            self._refuse_wrong(forward)
-        first = not self._begun
-        self._begun.add(forward)
-        return first
+    def begin_backward(self, forward: Forward | None) -> None:
+        if self._units.modules:
+            _refuse_second_order()
+        if forward is not None:
+            self._refuse_wrong(self._records[forward])
+            self._begun.add(self._records[forward])
 
-    def close(self) -> None:
-        """Record that the backward that ran has ended, also by an error."""
-        for forward in self._begun:
-            forward.done = True
+    def close_backward(self) -> None:
+        for record in self._begun:
+            record.done = True
         self._begun.clear()
 
-    def end(self) -> None:
-        """Refuse parameters that were written meanwhile, at the end of a backward."""
+    def after_failed_backward(self) -> None:
+        self._errors += 1
+
+    def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
+        self._steps += trains
+
+    def end_backward(self, *, reduces: bool) -> None:
+        """Refuse parameters and gathered weights that were written meanwhile."""
+        if (name := self._units.take_lost()) is not None:
+            raise MeshparError(
+                f"{name} was written in a backward, by a hook; write after it, outside of the module's calls"
+            )
         versions, self._versions = self._versions, ()
         if not any(parameter._post_accumulate_grad_hooks for parameter, _ in versions):
             self._refuse_written(versions)
 
     def _versions_now(self) -> Versions:
         """Return numbers that change when somebody writes parameters, other than by ``.data``."""
-        held = self._units.shards() if self._units.modules else self._parameters()
+        held = self._units.shards() if self._units.modules else self._placed.parameters
         return [(tensor, tensor._version) for tensor in held]
 
     def _refuse_written(self, versions: Versions) -> None:
@@ -115,9 +111,8 @@ class Backwards:
                 "write after the backward. par.averaged(decay) may evaluate other weights in between"
             )
 
-    def _refuse_wrong(self, forward: Forward) -> None:
+    def _refuse_wrong(self, forward: _SeenForward) -> None:
         if self._units.modules:
-            refuse_second_order()
             if forward.done:
                 raise MeshparError(
                     "a second backward runs through one forward (retain_graph=True), whose weights data parallelism "
@@ -130,7 +125,7 @@ class Backwards:
                 )
             if forward.steps != self._steps:
                 raise MeshparError(STALE)
-        elif forward.done and applied(self._module).selective:
+        elif forward.done and self._selective:
             raise MeshparError(
                 "a second backward runs through one forward (retain_graph=True), whose saved results selective "
                 "recomputation has freed; add the losses and run one backward, or use "
@@ -139,7 +134,7 @@ class Backwards:
         self._refuse_written(forward.versions)
 
 
-def refuse_second_order() -> None:
+def _refuse_second_order() -> None:
     """Refuse a backward that records a graph of its own."""
     if torch.is_grad_enabled():
         raise MeshparError(

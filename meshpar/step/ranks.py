@@ -1,12 +1,19 @@
-"""Small exchanges of all ranks, which tell where each rank is in its loop."""
+"""The one exchange of ranks: they compare and agree on something small, and each tells where it is in its loop.
+
+``Largest`` is how numbers travel, ``same`` compares digests over groups, and :class:`Ranks` lets the ranks of one model
+meet at a place, and names who is elsewhere. Ranks that talk in trees (saves), or beside a collective (stages), use
+``step/host_messages.py``.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -15,8 +22,85 @@ from torch import Tensor, nn
 
 from meshpar.core import runtime
 from meshpar.core.errors import MeshparError, first_line, line_of_user
+from meshpar.core.passes import Role
 from meshpar.core.patterns import class_name
-from meshpar.step.rank_digests import FACTOR, Largest
+from meshpar.core.resolved import Resolved
+from meshpar.step.host_messages import FAN_OUT, LargestByHops
+from meshpar.step.rank_digests import FACTOR
+
+
+@final
+class Looks:
+    """Decide in which calls ranks compare: in each on a CPU; in the first ones on an accelerator, where reading waits.
+
+    Args:
+        always: look each time on a CPU; False: the first times on any device.
+    """
+
+    FIRST = 2
+
+    def __init__(self, *, always: bool = True) -> None:
+        self._count: Counter[str] = Counter()
+        self._always = always
+
+    def now(self, name: str, device: torch.device) -> bool:
+        """Return whether to look at what is called ``name`` this time, and count it."""
+        return self.first(name) or (self._always and not runtime.queues(device))
+
+    def first(self, name: str) -> bool:
+        """Return whether this is one of the first times, and count it."""
+        self._count[name] += 1
+        return self._count[name] <= self.FIRST
+
+
+@final
+class Largest:
+    """The largest of each of the ranks' numbers, exchanged while this rank goes on.
+
+    On a CPU a few ranks send each other their numbers at once, which takes half the time of gloo's maximum on four
+    ranks: that goes twice around a ring. More ranks do so in a few hops.
+
+    Args:
+        numbers: as many on every rank.
+        group: the ranks.
+    """
+
+    ONE_HOP = FAN_OUT
+    """Up to how many ranks send each other their numbers."""
+
+    def __init__(self, numbers: Tensor, group: dist.ProcessGroup) -> None:
+        ranks, hosts = group.size(), runtime.over_hosts(numbers.device)
+        self._every, self._work, self._hops = numbers.expand(ranks, *numbers.shape), None, None
+        if hosts and 1 < ranks <= self.ONE_HOP:
+            sent, self._every = self._every.contiguous(), self._every.new_empty(self._every.shape)
+            self._work = dist.all_to_all_single(self._every, sent, group=group, async_op=True)
+        elif hosts and ranks > 1:
+            self._hops = runtime.among_real_ranks(partial(LargestByHops, numbers, group, self.ONE_HOP))
+        if self._work is None and self._hops is None and ranks > 1:
+            self._every = numbers[None].clone()
+            self._work = dist.all_reduce(self._every, dist.ReduceOp.MAX, group, async_op=True)
+
+    def read(self) -> Tensor:
+        """Wait for the exchange, and return the numbers."""
+        if self._hops is not None:
+            return self._hops.wait()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._every.amax(0)
+
+
+def same(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[bool]:
+    """Tell of each of some 64-bit numbers whether all ranks of the groups have the same.
+
+    Collective over the groups, and reading waits for the device.
+    """
+    both = torch.cat([values, ~values])
+    for group in groups:
+        both = Largest(both, group).read()
+    most, inverse = both.view(2, -1).tolist()
+    return [high == ~low for high, low in zip(most, inverse)]
+
 
 _NUMBERS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """Of the models that all ranks of a default group made together: a rank may simulate others alone, or have made some
@@ -49,8 +133,17 @@ def next_number() -> int:
     return number
 
 
+def stages_of(resolved: Resolved) -> list[list[int]]:
+    """Return the ranks that have each stage's layers; nothing where all ranks have all layers."""
+    spec, axes = resolved.spec, resolved.divided(Role.LAYERS)
+    stages: list[list[int]] = [[] for _ in range(spec.axes[axes[0]])] if axes else []
+    for rank in range(spec.size if axes else 0):
+        stages[spec.coordinates(rank)[axes[0]]].append(rank)
+    return stages
+
+
 @final
-class Meeting:
+class Ranks:
     """Small exchanges of the ranks that have the same layers, through the hosts; each tells where its rank is.
 
     Every exchange has the same size and is a maximum, so that ranks at different places learn of it, whatever they came
@@ -72,7 +165,7 @@ class Meeting:
         self._history = 0
 
     @classmethod
-    def of(cls, module: nn.Module, stages: Sequence[Sequence[int]] = ()) -> Meeting:
+    def of(cls, module: nn.Module, stages: Sequence[Sequence[int]] = ()) -> Ranks:
         """Return the exchanges of a module to which a plan was applied last. Collective: every rank calls it.
 
         Args:
@@ -84,13 +177,9 @@ class Meeting:
         if stages:
             groups = [own_group(number, tuple(ranks)) for ranks in stages]
             stage = next(group for group, ranks in zip(groups, stages, strict=True) if dist.get_rank() in ranks)
-        elif number > 0 and dist.get_world_size() > 1 and not runtime.is_simulated():
+        elif number > 0 and dist.get_world_size() > 1:
             own = own_group(number)
         return cls(class_name(module), number, own, stage)
-
-    def exchange(self) -> tuple[list[dist.ProcessGroup], torch.device]:
-        """Return the group of all ranks' exchanges, and their device."""
-        return [self.hosts], torch.device("cpu")
 
     def counted(self, number: int) -> int:
         """Take a number into the digest of all that this rank has counted, and return the digest."""
@@ -145,19 +234,19 @@ class Meeting:
 
 
 @final
-class Later:
+class GradientMarks:
     """Compare which gradients each rank has after a backward: exchanged beside other work, read by :meth:`check`.
 
     Args:
-        meeting: of the ranks.
+        ranks: that compare.
         trained: names and parameters.
         marks: of each parameter 0 without a gradient here, 1 with zeros for others' gradients, 2 with a gradient.
     """
 
-    def __init__(self, meeting: Meeting, trained: Sequence[tuple[str, nn.Parameter]], marks: Sequence[int]) -> None:
+    def __init__(self, ranks: Ranks, trained: Sequence[tuple[str, nn.Parameter]], marks: Sequence[int]) -> None:
         self._trained, self._marks = trained, marks
-        mine = torch.tensor([meeting.counted(len(marks)), *marks], device="cpu")
-        self._both = Largest(torch.cat([mine, -mine]), meeting.hosts)
+        mine = torch.tensor([ranks.counted(len(marks)), *marks], device="cpu")
+        self._both = Largest(torch.cat([mine, -mine]), ranks.hosts)
 
     def check(self) -> list[int]:
         """Wait for the exchange, and return the largest mark of each parameter.

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from meshpar.core.errors import MeshparError, ParallelError, first_line
 from meshpar.core.patterns import class_name
-from meshpar.passes.applied import applied
+from meshpar.passes.tensor.context import Context
 
 _Cause = tuple[str, str, str]
 """(pattern of the message, likely cause, remedy)"""
@@ -113,14 +113,14 @@ class Explanation:
     Args:
         module: the outermost module.
         plan_text: how messages call the plan.
-        splits_features: ranks hold parts of features and heads.
+        features: what the styles that split features and heads share; None where none does.
         unit_pass: the pass that gathers blocks, as the user writes it; None where none does.
     """
 
-    def __init__(self, module: nn.Module, plan_text: str, *, splits_features: bool, unit_pass: str | None) -> None:
+    def __init__(self, module: nn.Module, plan_text: str, *, features: Context | None, unit_pass: str | None) -> None:
         self._module, self._plan_text, self._unit_pass = module, plan_text, unit_pass
-        self._splits_features = splits_features
-        shares = (_TRANSFORMS, _OUTSIDE, _SHAPES) if splits_features else (_OUTSIDE_BLOCK,)
+        self._features = features
+        shares = (_OUTSIDE_BLOCK,) if features is None else (_TRANSFORMS, _OUTSIDE, _SHAPES)
         self._causes = (*shares, _IN_PLACE, _DTYPES, _COMPILED, _ASSIGNED, _INFERENCE, _GONE)
 
     def told(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -144,8 +144,8 @@ class Explanation:
         text = str(error)
         frames = list(_frames(error.__traceback__))
         name, culprit, line = self._innermost(frames)
-        causes = (*self._causes, _SHARE) if self._splits_features and type(error) is RuntimeError else self._causes
-        split = applied(self._module).split
+        split = self._features
+        causes = (*self._causes, _SHARE) if split is not None and type(error) is RuntimeError else self._causes
         if isinstance(culprit, nn.Linear) and split is not None and name not in split.styles:
             causes = (_WHOLE, *causes)
         if split is not None and split.sequence_parallel and _is_part(text, split.mesh.size()):
@@ -209,7 +209,7 @@ def _frames(trace: TracebackType | None) -> Any:
     while trace is not None:
         frame = trace.tb_frame
         inside = frame.f_globals.get("__name__", "")
-        own_code = not inside.startswith(("torch.", "meshpar.passes", "meshpar.step.cycle", "meshpar.step.explain"))
+        own_code = not inside.startswith(("torch.", "meshpar.passes", "meshpar.step.", "meshpar.guards.explain"))
         where = f"{frame.f_code.co_filename}:{trace.tb_lineno}" if own_code else ""
         yield frame.f_locals.get("self", frame.f_locals.get("module")), where
         trace = trace.tb_next

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import final
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, final
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from meshpar._torch.autograd import in_backward
 from meshpar.core.errors import ParallelError
 from meshpar.core.patterns import class_name
+from meshpar.step.moment import Guard, Guarded
 
 REBUILD = (
     "to change a model that was trained, build it again with the change, apply a plan to it, and load "
@@ -20,20 +23,36 @@ REBUILD = (
 
 
 @final
-class Placed:
+class PlacedParameters(Guard):
     """Compare a module's parameters with those that its plan placed.
 
     A parameter that a plan did not place is trained by each rank for itself: no pass reduces its gradient or shards it.
 
     Args:
-        module: the outermost module, as the plan left it.
+        guarded: the module, as the plan left it.
 
     Attributes:
         parameters: those that the module had when they were recorded or checked last, once each.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, guarded: Guarded) -> None:
+        self._module, self._units = guarded.module, guarded.units
+        self.record()
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._check()
+
+    def after_forward(self, output: object) -> None:
+        self._check()
+
+    def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
+        if trains and not in_backward():  # whose recomputations read what is registered now
+            self._check()
+
+    def before_move(self) -> None:
+        self._check()
+
+    def after_move(self) -> None:
         self.record()
 
     def record(self) -> None:
@@ -57,18 +76,17 @@ class Placed:
                 found += map(id, inside.values())
         return found
 
-    def check(self, shards: Callable[[], Iterable[nn.Parameter]]) -> None:
-        """Refuse parameters other than those of the plan.
-
-        Args:
-            shards: returns the parameters that units shard now; loading with ``assign=True`` hands them others.
+    def _check(self) -> None:
+        """Refuse parameters other than those of the plan. Loading with ``assign=True`` hands units other ones.
 
         Raises:
             ParallelError: names the parameters that are new, replaced or gone.
         """
+        self._units.hide()
         if self._now() == self._state:
             return
-        now, sharded = dict(self._module.named_parameters(remove_duplicate=False)), set(map(id, shards()))
+        now = dict(self._module.named_parameters(remove_duplicate=False))
+        sharded = set(map(id, self._units.shards()))
         known = {*self._names.values(), *sharded, *self._assigned(now, sharded)}
         if names := [name for name, value in now.items() if id(value) not in known]:
             came = "was replaced by another tensor" if names[0] in self._names else "came into the module"

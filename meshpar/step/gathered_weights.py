@@ -1,0 +1,196 @@
+"""The gathered weights that forwards share: of evaluations one after another, and of the micro-batches of one step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+
+from meshpar._torch.autograd import in_backward
+from meshpar._torch.calls import assert_async
+from meshpar._torch.fsdp import make_ready
+from meshpar.core import runtime
+from meshpar.core.errors import MeshparError
+from meshpar.step.backward import Backward
+from meshpar.step.calls import Calls
+from meshpar.step.moment import Guarded, Moment
+from meshpar.step.pytrees import leaves
+
+_WRITTEN = (
+    "a parameter was written through .data between two forwards of an evaluation, which share their gathered weights; "
+    "write through the parameter itself, under torch.no_grad()"
+)
+
+
+class Slices(Protocol):
+    """The slices of which replicas gather their shards once a step (``passes/data/replica_shards.py``)."""
+
+    def changed(self) -> None:
+        """The slices may have changed: gather anew."""
+
+    def check_unwritten(self) -> None:
+        """Refuse slices that were written between two forwards that share what was gathered."""
+
+    def begin(self) -> None:
+        """Start to gather over replicas."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """A fact of the data pass: what forwards leave gathered.
+
+    Attributes:
+        keeps: forwards leave weights gathered.
+        slices: of the shards that replicas divide among them.
+        goes_on: where ranks have some of the layers, tells whether a step runs whose forward has come.
+    """
+
+    keeps: bool
+    slices: Slices | None
+    goes_on: Callable[[], bool] | None
+
+    @property
+    def once_a_step(self) -> bool:
+        """The micro-batches of a step share gathered weights: those of a stage, whose forwards and backwards
+        alternate.
+        """
+        return self.keeps and self.goes_on is not None and self.slices is None
+
+
+@final
+class GatheredWeights(Moment):
+    """The gathered weights of one module between its forwards.
+
+    Args:
+        guarded: the module. Where guards compare always, ranks tell one another in each evaluation whether one wrote a
+            shard meanwhile, so that it may use what the last one gathered.
+        agree: compares the ranks' numbers.
+        backward: the backwards of the module.
+        calls: of the module.
+    """
+
+    def __init__(
+        self, guarded: Guarded, agree: Callable[[str, Sequence[int]], list[bool]], backward: Backward, calls: Calls
+    ) -> None:
+        self._module, self._units, self._agree = guarded.module, guarded.units, agree
+        self._backward, self._calls = backward, calls
+        gathering = guarded.facts.find(Gathering) or Gathering(False, None, None)
+        self._keeps, self._slices = gathering.keeps and guarded.guards == "always", gathering.slices
+        self._goes_on = gathering.goes_on if gathering.once_a_step else None
+        # the last forward was an evaluation's, and left weights gathered for the next one
+        self._kept = self._shares_gathered = False
+        if self._keeps:
+            module: Any = guarded.module
+            train: Any = module.train
+            module.train = functools.partial(self._train, train)  # type: ignore[method-assign]
+
+    def serve_call(self) -> None:
+        """Serve a call of the module, when guards have looked at the parameters, or let go of what is gathered."""
+        # What an earlier forward left gathered may be older than the last step: any code may have changed the shards.
+        if not self._serves():
+            self._units.reshard()
+        self._begin()
+
+    def serve_unit(self) -> None:
+        """Serve a call of a unit from outside of a call of the module."""
+        if not self._calls.depth and not in_backward():
+            make_ready(self._module)
+            self._units.reshard()
+            self._backward.entrances.begin()
+            self._begin()
+
+    def end_call(self, output: object) -> None:
+        """Keep or let go of what a call has gathered."""
+        if torch.is_grad_enabled():
+            if self._goes_on is not None:
+                self._units.keep()
+            return
+        if self._slices is not None:
+            # an evaluation's weights may be swapped back before the backward of an earlier forward
+            self._slices.changed()
+        if self._evaluates:
+            self._units.keep()
+            self._kept = True
+        else:
+            self._units.release(leaf for leaf in leaves(output, objects=True) if isinstance(leaf, Tensor))
+
+    def end_failed_call(self) -> None:
+        """Free gathered weights after a forward without gradients; other ranks may have kept them, and learn of it
+        before the next one.
+        """
+        if not torch.is_grad_enabled():
+            self._kept = self._evaluates
+            self._units.leave()
+
+    def before_backward(self, roots: object, *, reaches: object) -> None:
+        if self._kept:  # since an evaluation, whose weights may have been swapped back
+            self._units.reshard()  # of this rank alone: the ranks still ask
+
+    def after_backward(self) -> None:
+        self._shares_gathered = False
+
+    def _serves(self) -> bool:
+        """Return whether what the last forward left gathered serves the next: both are of one step of a stage, or
+        both only evaluate, and no rank wrote a shard meanwhile.
+
+        Collective between evaluations where the last one left something. It follows from forwards and modes alone
+        whether it did.
+
+        Raises:
+            MeshparError: a shard was written between two forwards of one step.
+        """
+        if self._goes_on is not None and self._goes_on() and torch.is_grad_enabled():
+            if (name := self._units.written_since_kept()) is not None:
+                raise MeshparError(
+                    f"{name} was written between two micro-batches of a step, which share gathered weights; write "
+                    "after par.backward"
+                )
+            return True
+        kept, self._kept = self._kept, False
+        if not kept or torch.is_grad_enabled() or self._module.training:
+            return False
+        same = self._units.unwritten()
+        wrote = same is None or (not runtime.queues(same.device) and not same)
+        if not all(self._agree("a forward of the module", [int(wrote)])) or wrote:
+            return False
+        if same is not None and runtime.queues(same.device):
+            assert_async(same, _WRITTEN)
+        return True
+
+    def _begin(self) -> None:
+        """Start to gather over replicas before a forward: any code may have written since the last one.
+
+        The micro-batches of one step share what the first gathered. Every rank comes here alike: what it does follows
+        from forwards.
+        """
+        if self._slices is None:
+            return
+        make_ready(self._module)
+        if self._shares_gathered and torch.is_grad_enabled():
+            self._slices.check_unwritten()
+        else:
+            self._slices.changed()
+        reduces = self._backward.reducing and self._units.reduces()
+        self._shares_gathered = torch.is_grad_enabled() and not reduces
+        self._slices.begin()
+
+    @property
+    def _evaluates(self) -> bool:
+        """Gathered weights are kept for the next evaluation. Those of a module that is not trained are not: backwards
+        of other models, such as a student, would free what a frozen teacher keeps.
+        """
+        trains = any(parameter.requires_grad for parameter in self._module.parameters())
+        return self._keeps and trains and not self._module.training
+
+    def _train(self, inner: Callable[..., nn.Module], mode: bool = True) -> nn.Module:
+        """Change the mode of the module; evaluations leave weights gathered, training does not use them."""
+        if mode:
+            self._backward.unwind()
+            if not self._calls.depth and not in_backward():
+                self._units.reshard()
+        return inner(mode)

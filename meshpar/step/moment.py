@@ -1,0 +1,168 @@
+"""The moments of a step: what happens around the calls, backwards and optimizer steps of one parallel module.
+
+A mechanism of a pass is a moment, and so is a guard, which only refuses. ``step/run.py`` has them in one ordered list.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from meshpar._torch.units import Units
+from meshpar.core import registry
+from meshpar.core.mesh import MeshSpec
+from meshpar.core.passes import Facts, Guards
+from meshpar.core.resolved import Resolved
+
+
+@final
+class Forward:
+    """A call of the module whose gradients are wanted; each is one object."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Moment:
+    """What happens around a step of one parallel module: inherit this class and override the moments that matter.
+
+    Moments come in the order of the plan's passes, then of the guards; after a forward in the opposite one.
+    """
+
+    __slots__ = ()
+
+    def before_split(self, batch: object) -> None:
+        """Before ``par.split`` takes this rank's positions of a batch."""
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Before a call of the module, with its arguments."""
+
+    def after_forward(self, output: object) -> None:
+        """After a call of the module, with its output; moments come in the opposite order here."""
+
+    def after_error(self) -> None:
+        """After a call of the module that raised an error, which is raised again whatever happens here."""
+
+    def before_unit(self, name: str, unit: nn.Module) -> None:
+        """Before the forward of a unit of data parallelism, whose weights are not gathered yet; also where a backward
+        computes it again.
+        """
+
+    def wants_gradients(self, forward: Forward) -> None:
+        """After a call of the module whose gradients are wanted, when all looked at its output."""
+
+    def before_backward(self, roots: Iterable[object], *, reaches: Callable[[], bool]) -> None:
+        """Before a backward, of any model, runs from ``roots``, tensors or nodes; ``reaches()`` tells whether it
+        reaches a forward of the module.
+        """
+
+    def begin_backward(self, forward: Forward | None) -> None:
+        """Where a backward comes to an output of ``forward``; None: into a unit by another way."""
+
+    def close_backward(self) -> None:
+        """When a backward that reached the module has ended, also by an error."""
+
+    def after_failed_backward(self) -> None:
+        """When it is known that an error ended a backward."""
+
+    def end_backward(self, *, reduces: bool) -> None:
+        """When a backward has ended, before whole parameters are reduced; not ``reduces``: between micro-batches."""
+
+    def reduce(self) -> list[nn.Parameter]:
+        """Reduce gradients that a backward has left; return the parameters that had none here, which count as zero."""
+        return []
+
+    def gradients(self, unused: list[nn.Parameter]) -> None:
+        """When gradients are reduced; ``unused`` have zeros here, because this rank did not use them."""
+
+    def after_backward(self) -> None:
+        """After a backward, when gradients are reduced."""
+
+    def before_micro_batch(self, left: int) -> None:
+        """Before a micro-batch of ``par.accumulate``; ``left``: 2 before others, 1 before the last one, 0 where this
+        rank has none.
+        """
+
+    def before_step(self, optimizer: Optimizer, *, trains: bool) -> None:
+        """Before an optimizer's step; not ``trains``: it holds no parameter of the module."""
+
+    def leave_step(self, *, by_error: bool) -> None:
+        """When a step was left before its gradients were reduced; ``by_error``: ranks may have different parts."""
+
+    def before_move(self) -> None:
+        """Before parameters are allocated, freed or moved."""
+
+    def after_move(self) -> None:
+        """After parameters were allocated or moved."""
+
+    def agree(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
+        """Before ranks exchange something at ``place``; return of each number whether all ranks have the same."""
+        return [True] * len(numbers)
+
+    def simulated(self) -> Moment | None:
+        """Return what stands in for this moment where ranks are simulated; None: nothing."""
+        return self
+
+
+class Guard(Moment):
+    """Watch one parallel module: inherit this class and override the moments that matter.
+
+    A guard compares and refuses, by raising a :class:`meshpar.MeshparError`; it changes nothing, and results without it
+    are the same. Where it exchanges something, every rank must come there alike.
+
+    >>> class NoEmptyBatch(Guard):
+    ...     def before_forward(self, args, kwargs):
+    ...         if any(isinstance(value, Tensor) and not value.numel() for value in (*args, *kwargs.values())):
+    ...             raise MeshparError("the batch is empty")
+
+    A package adds its guards to every plan by the entry point ``meshpar.guards``, a function of :class:`Guarded` that
+    returns them. ``Plan(..., guards="off")`` leaves them out, too.
+    """
+
+    __slots__ = ()
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guarded:
+    """A parallel module as its guards see it.
+
+    Attributes:
+        module: the outermost module, on which the passes ran.
+        resolved: its plan.
+        meshes: of ``resolved.meshes``.
+        device: of this rank.
+        replaced: parameters that the passes replaced and somebody still holds, such as an optimizer.
+        lengths: numbers of positions that ``par.split`` has given this rank so far.
+        guards: when guards compare.
+        facts: of the plan's passes.
+        units: the units of data parallelism.
+    """
+
+    module: nn.Module
+    resolved: Resolved
+    meshes: Mapping[MeshSpec, DeviceMesh]
+    device: torch.device
+    replaced: Sequence[weakref.ref[Tensor]]
+    lengths: set[int]
+    guards: Guards
+    facts: Facts
+    units: Units
+
+
+MakesGuards: TypeAlias = Callable[[Guarded], Iterable[Guard]]
+"""An entry point of the group ``meshpar.guards``: returns the guards of one module."""
+
+
+def guards_of(guarded: Guarded) -> tuple[Guard, ...]:
+    """Return the guards of a module from installed packages."""
+    # Sorted: what guards exchange comes in this order, on hosts where packages were installed in another one, too.
+    names = sorted(registry.names(registry.GUARDS))
+    makers: list[MakesGuards] = [registry.plugin(registry.GUARDS, name) for name in names]
+    return tuple(guard for make in makers for guard in make(guarded))

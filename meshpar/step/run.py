@@ -1,0 +1,351 @@
+"""Run: one parallel module, what its plan installed, and the door through which every call of it goes.
+
+A module on a mesh differs from a plain one in what has to happen around a forward (weights are gathered, and must be
+those of the last optimizer step), after a backward (gradients are reduced) and before a step. Each of these is a moment
+(``step/moment.py``) of a pass, of a guard, or of this room; the run calls them in their order. A stage of a pipeline
+has a door of its own around this one (``passes/pipeline/running.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any, Protocol, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshpar._torch.autograd import check_backwards, in_backward
+from meshpar._torch.calls import eager, enter_by
+from meshpar._torch.fsdp import gather_before_backward, is_shard
+from meshpar._torch.optimizers import AdafactorOn, adafactor_on, before_steps
+from meshpar._torch.patches import while_lives
+from meshpar.core.errors import MeshparError
+from meshpar.core.layout import ModelLayout
+from meshpar.core.registry import layout_for
+from meshpar.core.waiting import reads_of
+from meshpar.step.adafactor import adafactor_by_parts
+from meshpar.step.backward import Backward, trained_outputs
+from meshpar.step.calls import Calls, Explains
+from meshpar.step.gathered_weights import GatheredWeights
+from meshpar.step.moment import Guarded, Moment
+from meshpar.step.placements import sharded_axes
+
+Fact = TypeVar("Fact")
+
+
+class Trials(Protocol):
+    """The trials that run around the first forwards of a module."""
+
+    @property
+    def wait(self) -> bool:
+        """A trial waits for the next forward."""
+        ...
+
+    @property
+    def leaves_inference_mode(self) -> bool:
+        """The next forward runs without gradients in the place of inference mode."""
+        ...
+
+    def run(self, forward: Callable[..., Any], inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return ``forward(inner, args, kwargs)``, and run the trials that wait for it."""
+        ...
+
+
+@final
+class Run:
+    """One module to which a plan was applied.
+
+    Args:
+        guarded: the module and its plan.
+        moments: of the passes, then of the guards.
+        explanation: tells errors in the user's terms; None leaves them as they are.
+        first_runs: trials of what the passes divide; None: there are none.
+
+    Attributes:
+        moments: all that happens around calls, backwards and steps, in order.
+    """
+
+    def __init__(
+        self,
+        guarded: Guarded,
+        moments: Sequence[Moment],
+        *,
+        explanation: Explains | None = None,
+        first_runs: Trials | None = None,
+    ) -> None:
+        self.module, self.resolved, self.meshes = guarded.module, guarded.resolved, guarded.meshes
+        self.device, self.units, self.facts = guarded.device, guarded.units, guarded.facts
+        self.lengths, self.guards, self.first_runs = guarded.lengths, guarded.guards, first_runs
+        self.calls = Calls(self.module, explanation)
+        same = self.resolved.same
+        self.backward = Backward(self.module, self.units, same, lambda: (self._gathered, *self.moments))
+        self._gathered = GatheredWeights(guarded, self.agree, self.backward, self.calls)
+        self.moments: Sequence[Moment] = moments
+        self._ready = False
+        self._outside: dict[nn.Module, ExitStack] = {}
+        if moments:
+            self._install(explained=explanation is not None)
+
+    def find(self, kind: type[Fact]) -> Fact | None:
+        """Return the fact of a type that some pass installed, None where none did."""
+        return self.facts.find(kind)
+
+    def agree(self, place: str, numbers: Sequence[int] = ()) -> list[bool]:
+        """Let ranks come to ``place`` before they exchange something there; return of each number whether all have the
+        same. Collective: every rank calls it.
+        """
+        answers = [moment.agree(place, numbers) for moment in self.moments]
+        return [all(column) for column in zip(*answers, strict=True)]
+
+    def _install(self, *, explained: bool) -> None:
+        module: Any = self.module
+        enter_by(module, functools.partial(self._enter, module._call_impl))
+        self.calls.install(explained=explained)
+        if self.units.modules:
+            module._is_fsdp_managed_module = True  # by which transformers' generate knows that ranks must go in step
+        _LIVING[next(_NUMBERS)] = self
+        while_lives(self, "steps", functools.partial(before_steps, _before_every_step))
+        if self.units.modules or self.guards != "off":
+            checks = _refuse_reduced, _before_every_backward, _after_failures
+            while_lives(self, "backwards", functools.partial(check_backwards, *checks))
+        names = {unit: name for name, unit in module.named_modules()}
+        for unit in self.units.modules:
+            unit.register_forward_pre_hook(functools.partial(self._before_unit, names[unit]), prepend=True)
+            unit.register_forward_hook(self._after_unit, always_call=True)
+        self.backward.mark()
+
+    # A call of the module
+
+    def _enter(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run one call of the module, by ``forward`` or by a method, its hooks and the passes' inside."""
+        if self.calls.depth or in_backward():
+            return self.calls.explained(inner, args, kwargs)
+        self.calls.depth += 1
+        trials = self.first_runs
+        try:
+            gathers = bool(self.units.modules) or (trials is not None and trials.leaves_inference_mode)
+            with _outside_inference_mode() if gathers else nullcontext(), _parts_called():
+                self._before_forward(args, kwargs)
+                run = self.calls.explained
+                if trials is not None and trials.wait:
+                    run = functools.partial(trials.run, run)
+                entrances, output = self.backward.entrances, None
+                if not self.units.modules and torch.is_grad_enabled():
+                    entrances.opens(self.module)
+                try:
+                    output = run(inner, args, kwargs)
+                except Exception:
+                    self._after_error()
+                    raise
+                finally:
+                    if not self.units.modules:
+                        entrances.closes(self.module, output)
+                self._after_forward(output)
+                return output
+        finally:
+            self.units.hide()  # outside of the door parameters are shards
+            self.calls.leave()
+
+    @eager
+    def _before_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        reads_of(self.module).check("the module")
+        self.backward.unwind()
+        if not self._ready:
+            name = next((name for name, parameter in self.module.named_parameters() if parameter.is_meta), None)
+            if name is not None:
+                raise MeshparError(
+                    f"{name} has no values yet; call par.materialize(seed=...) or (weights=...) before the first "
+                    "forward"
+                )
+            self._ready = True
+        self.backward.mark()
+        self.units.hide()
+        self.backward.entrances.begin()
+        for moment in self.moments:
+            moment.before_forward(args, kwargs)
+        self._gathered.serve_call()
+
+    @eager
+    def _after_error(self) -> None:
+        for moment in reversed(self.moments):
+            with suppress(Exception):  # of ranks that do not come; the error of the call is the one to tell
+                moment.after_error()
+        self._gathered.end_failed_call()
+
+    @eager
+    def _after_forward(self, output: object) -> None:
+        for moment in reversed(self.moments):
+            moment.after_forward(output)
+        self._gathered.end_call(output)
+        self.units.hide()
+        if torch.is_grad_enabled():
+            self.backward.after_forward(output)
+
+    @eager
+    def _before_unit(self, name: str, unit: nn.Module, args: object) -> None:
+        if torch.is_inference_mode_enabled():  # a method of the module's own may have entered it
+            stack = ExitStack()
+            stack.enter_context(_outside_inference_mode())
+            self._outside[unit] = stack
+        self._gathered.serve_unit()
+        for moment in self.moments:
+            moment.before_unit(name, unit)
+        self.units.show(unit)
+        if torch.is_grad_enabled() and not in_backward():
+            self.units.runs(unit)
+            self.backward.entrances.opens(unit)
+
+    @eager
+    def _after_unit(self, unit: nn.Module, args: object, output: object) -> None:
+        if torch.is_grad_enabled() and not isinstance(output, Tensor):
+            gather_before_backward(unit, output, trained_outputs(output))
+        if not in_backward():
+            self.backward.entrances.closes(unit, output)
+        if (stack := self._outside.pop(unit, None)) is not None:
+            stack.close()
+        if unit is not self.module:
+            self.units.hide(unit)  # outside of it nobody sees that its weights are used, and they may be freed before
+
+    # A step
+
+    def before_step(self, optimizer: Optimizer) -> Optimizer:
+        """Look at a step of any optimizer; return what steps: ``optimizer``, or for Adafactor what knows norms of
+        shards.
+        """
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        own = {id(parameter) for parameter in (*self.module.parameters(), *self.units.shards())}
+        trains = any(id(parameter) in own for parameter in held)
+        if trains:  # else another model's, which another thread may train while this one is in its backward
+            self.backward.unwind()
+            if not in_backward():  # whose recomputations read what is registered now
+                self.units.hide()
+        for moment in self.moments:
+            moment.before_step(optimizer, trains=trains)
+        if not trains:
+            return optimizer
+        self.backward.entrances.step()
+        if isinstance(optimizer, torch.optim.Adafactor) and any(sharded_axes(parameter) for parameter in held):
+            return adafactor_on(optimizer, adafactor_by_parts)
+        return optimizer
+
+    def leave_step(self, *, by_error: bool = False) -> None:
+        """Remember that a step was left before its gradients were reduced, until somebody clears gradients.
+
+        Args:
+            by_error: ranks may have different parts of the gradients.
+        """
+        for moment in self.moments:
+            moment.leave_step(by_error=by_error)
+
+    def reshard(self) -> None:
+        """Let go of gathered parameters, so that the module's parameters are the shards, which are what is trained
+        and saved.
+        """
+        self.backward.unwind()
+        if not self.calls.depth and not in_backward():
+            self.units.reshard()
+
+    @contextmanager
+    def without_trials(self) -> Iterator[None]:
+        """Let calls in the ``with`` block, which are no step's, run no trial."""
+        waiting, self.first_runs = self.first_runs, None
+        try:
+            yield
+        finally:
+            self.first_runs = waiting
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Move, allocate or load parameters in the block."""
+        self.reshard()
+        self.units.hide()
+        for moment in self.moments:
+            moment.before_move()
+        yield
+        for moment in self.moments:
+            moment.after_move()
+
+
+_LIVING: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
+"""Those of all parallel modules, in the order in which plans made them, which is the same on every rank."""
+_NUMBERS = itertools.count()
+
+
+def run_of(module: nn.Module) -> Run | None:
+    """Return the run of an outermost module, for functions that a user hands the module alone; None where no plan was
+    applied.
+    """
+    return next((run for run in list(_LIVING.values()) if run.module is module), None)
+
+
+def fact_of(module: nn.Module, kind: type[Fact]) -> Fact | None:
+    """Return the fact of a type that a pass installed on an outermost module; None where none did."""
+    run = run_of(module)
+    return None if run is None else run.find(kind)
+
+
+def layout_of(module: nn.Module) -> ModelLayout:
+    """Return the layout with which a plan was applied to an outermost module, else the one that fits it."""
+    run = run_of(module)
+    return layout_for(module) if run is None else run.resolved.layout
+
+
+def inside_a_call() -> bool:
+    """Return whether code of a parallel module runs."""
+    return any(run.calls.depth for run in list(_LIVING.values()))
+
+
+def _refuse_reduced(wanted: list[Any]) -> None:
+    """Refuse to be asked by autograd for gradients that it does not have."""
+    if any(is_shard(value) or "_meshpar_whole" in value.__dict__ for value in wanted if isinstance(value, Tensor)):
+        raise MeshparError(
+            "torch.autograd.grad and backward(inputs=...) find no gradients of parameters that data ranks share: "
+            "those are reduced when a whole backward has run; use loss.backward() and read parameter.grad, or a mesh "
+            "of tensor parallelism alone"
+        )
+
+
+def _before_every_backward(roots: list[Any]) -> None:
+    for run in list(_LIVING.values()):
+        run.backward.before(roots)
+
+
+def _after_failures() -> None:
+    for run in list(_LIVING.values()):
+        run.backward.unwind()
+
+
+def _before_every_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Look at a step of any optimizer, and let it step by what can."""
+    if isinstance(optimizer, AdafactorOn):  # whose class may call the step of a base
+        return None
+    instead = [steps for run in list(_LIVING.values()) if (steps := run.before_step(optimizer)) is not optimizer]
+    return ((instead[0], *args[1:]), kwargs) if instead else None
+
+
+@contextmanager
+def _parts_called() -> Iterator[None]:
+    """Let torch's attention and encoder layers call their parts in evaluation, not a fused kernel."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Run without gradients instead of in inference mode, whose tensors no later backward could use."""
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        yield
