@@ -36,7 +36,7 @@ import random
 
 import numpy
 
-from meshpar import MeshparError, PipelineParallel
+from meshpar import MeshparError, PipelineParallel, StagesLayout
 
 NOW, SEEN, DRAW = [0], [], torch.Generator()
 KINDS, BLOCKS = @kinds, @blocks
@@ -110,9 +110,11 @@ def criterion(out, y):
 
 LAYOUT = ModelLayout(
     blocks=("blocks.*",),
-    tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} | ({} if "tied" in KINDS else {"head": "@head"}),
-    carries=("embed",) if "skips" in KINDS else (),
-    example=torch.zeros(2, 4, 6) if "features" in KINDS else None,
+    tensor={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} | ({} if "tied" in KINDS or not "@head" else {"head": "@head"}),
+    stages=StagesLayout(
+        carries=("embed",) if "skips" in KINDS else (),
+        example=torch.zeros(2, 4, 6) if "features" in KINDS else None,
+    ),
 )
 PLAN = Plan("@mesh", [PipelineParallel(@options), @passes])
 TOLERANCE, FLOOR, REFUSED, MAY_FAIL = @tolerance, 1e-3, False, True
@@ -208,11 +210,13 @@ def draw(seed: int) -> Spec:
     spec: Spec = {
         "seed": seed, "mesh": mesh, "virtual": stages // int(mesh[3]), "schedule": rng.choice(["1f1b", "1f1b", "gpipe"]),
         "blocks": max(stages, 2) + rng.choice([0, 1, 2]), "micro": rng.choice([1, 2, 3, 4, 5]), "kinds": kinds,
-        "head": rng.choice(["colwise_gather", "replicate"]), "optimizer": rng.choice(fuzz_after_apply.OPTIMIZERS),
+        "head": rng.choice(["colwise_gather", ""]), "optimizer": rng.choice(fuzz_after_apply.OPTIMIZERS),
         "habits": [],
     }  # fmt: skip
     names = [name for name, _ in _parameters(spec)]
     groups = sorted({habit.group for habit in pipeline_habits.HABITS.values()})
+    if "dp" in mesh:  # data ranks draw for their own rows
+        groups.remove("drawn")
     for _ in range(rng.choice([1, 2, 2, 3, 4])):
         group = rng.choice(groups)
         name = rng.choice([name for name, habit in pipeline_habits.HABITS.items() if habit.group == group])

@@ -130,7 +130,9 @@ def _check(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         _refuse_drawn(name)
     if func == _SET_DATA or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_"):
         into, *others = args or kwargs.values()
-        if any(guard.loses and guard.has_memory_of(tree_leaves(into)) for guard in list(StageNumbers._living)):
+        # A write into a parameter itself is found by its version.
+        unseen = [one for one in tree_leaves(into) if func == _SET_DATA or not isinstance(one, nn.Parameter)]
+        if any(guard.loses and guard.has_memory_of(unseen) for guard in list(StageNumbers._living)):
             raise MeshparError(
                 "loss writes parameters, and stages of pp run it ahead of the backwards of earlier micro-batches; "
                 "write after par.backward"

@@ -378,8 +378,9 @@ class Layers:
         self._messages.settle_all()
         self._action = None
         found = tree_map_only(Tensor, Tensor.cpu, found)
-        dist.broadcast_object_list(found, group=self.group, group_src=self.ranks - 1, device=device)
-        return tree_map_only(Tensor, partial(Tensor.to, device=device), found)
+        values = [found]  # of no micro-batch, too
+        dist.broadcast_object_list(values, group=self.group, group_src=self.ranks - 1, device=device)
+        return tree_map_only(Tensor, partial(Tensor.to, device=device), values[0])
 
     def gathered(self, mine: Any) -> list[Any]:
         """Return what each stage has, the first stage's first. Collective over the stages."""

@@ -910,3 +910,9 @@ def test_a_loss_that_does_not_call_the_module_is_refused_on_all_stages():
     par = Plan("pp=2", [PipelineParallel()]).apply(model())
     with pytest.raises(MeshparError, match="called the module 0 times"):
         par.backward(micro_batches(0), lambda module, batch: torch.zeros((), requires_grad=True))
+
+
+@on_ranks(2)
+def test_an_evaluation_of_no_micro_batch_returns_nothing():
+    par = Plan("pp=2", [PipelineParallel()]).apply(model())
+    assert par.forward([], lambda module, batch: module(batch)) == []
